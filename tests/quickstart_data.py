@@ -43,6 +43,7 @@ class QuickstartData:
             "model.vocab_multiple=128",
             "logging.progress=false",
             "logging.tensorboard=false",
+            "training.evaluate=null",
         ]
 
 

@@ -43,7 +43,7 @@ def file_of_run(folder: Path, name: str, advice: str) -> Path:
     return folder / name
 
 
-def add_input_flags(parser: argparse.ArgumentParser) -> None:
+def add_input_flags(parser: argparse._ActionsContainer) -> None:
     """Flags of tools that read text."""
     parser.add_argument("--input", nargs="+", default=[], help="files, folders or globs")
     parser.add_argument("--input-list", help="a file with one input path a line")

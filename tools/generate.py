@@ -22,7 +22,7 @@ from typing import Any
 
 from megafp8.distributed.collectives import broadcast_object
 from megafp8.inference import Completion, Generator, SamplingOptions
-from megafp8.inference.arguments import add_model_flags, load_generator
+from megafp8.inference.arguments import add_cache_flags, add_model_flags, load_generator
 from megafp8.parallel_state import destroy_model_parallel
 from tools.common import new_parser, run_tool
 
@@ -47,6 +47,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     sampling.add_argument("--logprobs", type=int, default=0, help="most probable tokens to give beside each, in --json")
     sampling.add_argument("--ignore-end", action="store_true", help="go on after a token that ends texts")
     add_model_flags(parser)
+    add_cache_flags(parser)
     arguments = parser.parse_intermixed_args(argv)  # the prompt may follow options
     if arguments.prompt is not None and arguments.file is not None:
         parser.error("give a prompt or --file, not both")

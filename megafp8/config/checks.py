@@ -54,6 +54,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _prefix_lm,
         encoder_checks.data,
         _blend,
+        _evaluation,
         _deterministic,
         _cuda_graphs,
     )
@@ -144,6 +145,28 @@ def _blend(config: Config) -> Iterator[Problem]:
         if weight / total < sys.float_info.min:
             rule = f"its share of the sum of all weights ({total:g}) is too small for a float"
             yield Problem(f"data.train.{prefix}", weight, rule, f"{works}, or leave the data set out")
+
+
+def _evaluation(config: Config) -> Iterator[Problem]:
+    t, e = config.training, config.training.evaluate
+    if config.data.validation and not t.eval_interval:
+        rule = "data.validation is given, and nothing says when to compute its losses"
+        yield Problem("training.eval_interval", 0, rule, "set a number of steps, or leave data.validation out")
+    if e is None:
+        return
+    if config.model.architecture != "gpt":
+        rule = f"model.architecture is {config.model.architecture}, and only models of architecture gpt continue a text"
+        yield Problem("training.evaluate", "set", rule, "leave it out")
+    if not e.prompts and not e.tasks:
+        yield Problem("training.evaluate", "set", "has neither prompts nor tasks", "give either, or leave it out")
+    if config.data.tokenizer is None:
+        yield Problem("training.evaluate", "set", "texts need a tokenizer", "set data.tokenizer, or leave it out")
+    for key, value in (("include_path", e.include_path), ("limit", e.limit)):
+        if value is not None and not e.tasks:
+            yield Problem(f"training.evaluate.{key}", value, "there are no tasks", "leave it out, or give tasks")
+    if e.prompts and e.max_tokens >= config.position_rows:
+        rule = f"the model has {config.position_rows} positions for prompt and text"
+        yield Problem("training.evaluate.max_tokens", e.max_tokens, rule, f"try {config.position_rows // 2}")
 
 
 def attention_heads(m: ModelConfig) -> Iterator[Problem]:

@@ -668,6 +668,27 @@ class LossScaleConfig(Section):
     scale."""
 
 
+class EvaluateConfig(Section):
+    """Sample texts and tasks of lm-evaluation-harness by a GPT model while it trains. They do not change the
+    training."""
+
+    interval: PositiveInt
+    """Steps between evaluations; the last step is evaluated too."""
+    prompts: list[str] = []
+    """Texts to continue, which go to the log and to samples.jsonl in the run folder. An empty one begins a document."""
+    max_tokens: PositiveInt = 64
+    """Tokens that continue a prompt, at most."""
+    temperature: NonNegative = 0.0
+    """Of the choice of tokens. 0: the most probable one."""
+    tasks: list[str] = []
+    """Names or patterns of tasks of lm-evaluation-harness (pip install megafp8[eval]). Their metrics are
+    eval/<task>/<metric>."""
+    include_path: str | None = None
+    """Folder with YAML files of more tasks."""
+    limit: PositiveInt | None = None
+    """Questions of each task, from the first. Default: all."""
+
+
 class TrainingConfig(Section):
     """Length, batch size and precision of the training."""
 
@@ -703,9 +724,11 @@ class TrainingConfig(Section):
     z_loss: NonNegative = 0.0
     """Weight of log²Z in the loss; 1e-4 is usual."""
     eval_interval: Count = 0
-    """Steps between evaluations. 0: none."""
+    """Steps between evaluations of the loss on data for validation. 0: none."""
     eval_steps: PositiveInt = 10
-    """Number of global batches in an evaluation."""
+    """Number of global batches in an evaluation, of each set of data.validation too."""
+    evaluate: EvaluateConfig | None = None
+    """Sample texts and tasks while training. Default: none."""
     max_skipped_steps: Count = 10
     """End the run with an error after this many consecutive skipped steps. A step is skipped if its gradients are not
     finite: weights and optimizer state stay unchanged. In fp16, not before the loss scale is loss_scale.min_loss_scale.
@@ -853,8 +876,11 @@ class DataConfig(Section):
     documents, and the share of documents that are cut in either way. Requires reset_at_documents and mask_eod_loss.
     sentences: a run of sentences of one document, as many as fit, the rest padding; for data sets of
     tools/preprocess_data.py --split-sentences, and models with model.binary_head."""
+    validation: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")], str] = {}
+    """Data sets for validation by name, {name: prefix of .bin/.idx files}: all their documents, apart from those that
+    split takes from training data. The loss of each is the metric valid/<name>. They may change when a run resumes."""
     split: str = "969,30,1"
-    """Proportions of the documents for training, validation and test."""
+    """Proportions of the documents of data.train for training, validation and test."""
     restart_changed: bool = False
     """When a run resumes, a data set whose files, documents (split) or packing have changed is an error. true: count
     its samples from 0 instead. Unchanged data sets always continue."""

@@ -165,14 +165,7 @@ def read_chat_template(tokenizer_path: str | None, given: str | None = None) -> 
     names its "default". Raises ValueError if there is none, or if a file cannot be read.
     """
     folder = Path(tokenizer_path or "").parent
-    config, tokens = (_read_json(folder / name) for name in (CONFIG_FILE, TOKENS_FILE))
-    if "added_tokens_decoder" not in config:
-        config |= tokens
-    special = {key: value for key, value in config.items() if key.endswith("_token")}
-    extra = config.get("extra_special_tokens")
-    special |= extra if isinstance(extra, dict) else {}
-    contents = {key: value.get("content") if isinstance(value, dict) else value for key, value in special.items()}
-    variables = {key: value for key, value in contents.items() if isinstance(value, str)}
+    config = _tokenizer_config(folder)
     file = Path(given) if given is not None else folder / TEMPLATE_FILE
     source = config.get("chat_template")
     if given is not None or file.exists():
@@ -185,7 +178,25 @@ def read_chat_template(tokenizer_path: str | None, given: str | None = None) -> 
             "of one by --chat-template"
         )
     _compile(source)
-    return ChatTemplate(source, variables)
+    return ChatTemplate(source, _special_tokens(config))
+
+
+def read_special_tokens(folder: Path) -> dict[str, str]:
+    """By role, such as bos_token, the special tokens that the files of transformers in a folder name."""
+    return _special_tokens(_tokenizer_config(folder))
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    config, tokens = (_read_json(folder / name) for name in (CONFIG_FILE, TOKENS_FILE))
+    return config if "added_tokens_decoder" in config else config | tokens
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    special = {key: value for key, value in config.items() if key.endswith("_token")}
+    extra = config.get("extra_special_tokens")
+    special |= extra if isinstance(extra, dict) else {}
+    contents = {key: value.get("content") if isinstance(value, dict) else value for key, value in special.items()}
+    return {key: value for key, value in contents.items() if isinstance(value, str)}
 
 
 def _read(path: Path) -> str:

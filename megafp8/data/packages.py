@@ -5,7 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_EXTRAS = {"tokenizers": "hf", "jinja2": "hf", "tiktoken": "data", "pyarrow": "data", "uvicorn": "server"}
+_EXTRAS = {
+    "tokenizers": "hf",
+    "jinja2": "hf",
+    "tiktoken": "data",
+    "pyarrow": "data",
+    "uvicorn": "server",
+    "lm_eval": "eval",
+}
 
 
 def import_package(name: str, what: str) -> Any:

@@ -1,8 +1,9 @@
-"""Command-line flags of a model that generates, for the server and tools/generate.py."""
+"""Command-line flags of a model that generates or is evaluated."""
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of `load_generator`, but for the checkpoint."""
+    """Flags of `model_options`."""
     model = parser.add_argument_group("model")
     model.add_argument("--tensor", type=int, default=1, help="tensor-parallel size")
     model.add_argument("--pipeline", type=int, default=1, help="pipeline-parallel size")
@@ -22,7 +23,21 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dtype", choices=list(DTYPES), help="default: that of the checkpoint")
     model.add_argument("--no-fp8", action="store_true", help="compute in high precision what was trained in FP8")
     model.add_argument("--weights", choices=list(WEIGHT_FORMATS), help="quantize the weights of linear layers")
-    model.add_argument("--max-length", type=int, help="tokens of prompt and text; default: those of the training")
+    model.add_argument("--max-length", type=int, help="tokens of a text; default: those of the training")
+
+
+def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `open_checkpoint` but for path and layout."""
+    return {
+        "device": arguments.device,
+        "dtype": DTYPES.get(arguments.dtype),
+        "fp8": not arguments.no_fp8,
+        "weights": arguments.weights,
+    }
+
+
+def add_cache_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of `CacheOptions`."""
     default, cache = CacheOptions(), parser.add_argument_group("cache and batches")
     cache.add_argument("--cache-tokens", type=int, help="tokens in the cache, of all texts that are generated at once")
     cache.add_argument("--cache-dtype", choices=("fp8", "int8"), help="keys and values in half the memory")
@@ -36,17 +51,14 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def load_generator(arguments: argparse.Namespace) -> Generator:
-    """The generator of `arguments.checkpoint`, with the flags of `add_model_flags`. Collective."""
+    """The generator of `arguments.checkpoint`, with the flags for models and caches. Collective."""
     return Generator.from_checkpoint(
         arguments.checkpoint,
         tensor=arguments.tensor,
         pipeline=arguments.pipeline,
         expert=arguments.expert,
-        device=arguments.device,
-        dtype=DTYPES.get(arguments.dtype),
-        fp8=not arguments.no_fp8,
-        weights=arguments.weights,
         max_length=arguments.max_length,
+        **model_options(arguments),
         cache=CacheOptions(
             page_size=arguments.page_size,
             cache_tokens=arguments.cache_tokens,

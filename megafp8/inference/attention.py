@@ -178,7 +178,7 @@ class PagedAttention:
             k, v = cache.read(self.layer, step.once("slots", lambda: cache.slots(step.table_bm)))
             mask = step.once(self.window, self._mask_of_singles)
             q = q_sbad[:b].transpose(0, 1)
-            y_sbad[:b] = attention(q, k, v, mask, sink_a, _of_length(scores, len(k))).transpose(0, 1)
+            y_sbad[:b] = attention(q, k, v, mask, sink_a, scores_of_length(scores, len(k))).transpose(0, 1)
         for rows, slots_t1, positions_1s in step.long:
             q, k, v = q_sbad[rows], k_sbgd[rows], v_sbgd[rows]
             if slots_t1 is None:
@@ -186,7 +186,7 @@ class PagedAttention:
             else:
                 k, v = self.cache.read(self.layer, slots_t1)
                 mask = AttentionMask(window=self.window, positions_bs=positions_1s)
-            y_sbad[rows] = attention(q, k, v, mask, sink_a, _of_length(scores, len(k)))
+            y_sbad[rows] = attention(q, k, v, mask, sink_a, scores_of_length(scores, len(k)))
         if step.padding:
             y_sbad[-step.padding :] = y_sbad[-step.padding - 1]
         return y_sbad
@@ -200,7 +200,7 @@ class PagedAttention:
         return []
 
 
-def _of_length(scores: Scores, t: int) -> Scores:
+def scores_of_length(scores: Scores, t: int) -> Scores:
     """`scores` of longer sequences, for those of t tokens."""
     if scores.distance_bias_ar is None:
         return scores

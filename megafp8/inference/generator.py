@@ -14,7 +14,7 @@ import torch
 
 from megafp8.data.tokenizers import Tokenizer
 from megafp8.distributed.collectives import broadcast, broadcast_object
-from megafp8.inference.load import Device, Layout, load_model, open_checkpoint
+from megafp8.inference.load import Device, Layout, Opened, live_model, load_model, open_checkpoint
 from megafp8.inference.model import CachedModel, Model
 from megafp8.inference.pages import PageAllocator
 from megafp8.inference.sampling import GREEDY, Row, SamplingOptions, VocabShard, choose, stream_of
@@ -128,9 +128,7 @@ class Generator:
         before: Callable[[], None] = lambda: None,
     ) -> None:
         config = model.config
-        rows = config.max_position_embeddings
-        if config.position_embedding == "learned" and rows is not None and max_length > rows:
-            raise ValueError(f"max_length = {max_length}: the model has a table of {rows} positions; try {rows}")
+        model.check_length(max_length)
         for name, value in cache._asdict().items():
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name} = {value}: must be at least 1")
@@ -183,17 +181,14 @@ class Generator:
         opened = open_checkpoint(
             path, Layout(tensor, pipeline, expert), device=device, dtype=dtype, fp8=fp8, weights=weights
         )
-        max_length = max_length or opened.source.model.max_position_embeddings
-        if max_length is None:
-            raise ValueError(f"{path} does not say how long a text may be; give max_length, for example 2048")
-        return cls(
-            load_model(opened),
-            opened.tokenizer,
-            start_tokens=opened.start_tokens,
-            end_tokens=opened.end_tokens,
-            max_length=max_length,
-            cache=cache,
-        )
+        length = opened.max_length(max_length)
+        return cls.of(opened, load_model(opened), max_length=length, cache=cache)
+
+    @classmethod
+    def of(cls, opened: Opened, model: Model, *, max_length: int, cache: CacheOptions = DEFAULT_CACHE) -> Generator:
+        """A generator with the model of an opened checkpoint."""
+        start, ends = opened.start_tokens, opened.end_tokens
+        return cls(model, opened.tokenizer, start_tokens=start, end_tokens=ends, max_length=max_length, cache=cache)
 
     @classmethod
     def from_trainer(
@@ -202,26 +197,9 @@ class Generator:
         """A generator with the live model of a running job, in its layout: always with the weights of the latest step.
         Collective."""
 
-        def before() -> None:
-            trainer.wait_for_weights()
-            trainer.fp8.forget_weights()  # copies may lie in the memory of a CUDA graph
-            if trainer.fp8_gather is not None:
-                trainer.fp8_gather.record_reads()
-
-        config = trainer.config
-        length, placement = config.training.seq_length, trainer.plan.placement
-        why_eager = "copies of weights, which change, have other addresses after each step"
-        model = Model(config.model, trainer.stages, placement, trainer.parallel, trainer.fp8, length, why_eager)
-        ends = [] if tokenizer is None else [tokenizer.eod_id]
-        return cls(
-            model,
-            tokenizer,
-            start_tokens=ends,
-            end_tokens=ends,
-            max_length=config.position_rows,
-            cache=cache,
-            before=before,
-        )
+        model, before = live_model(trainer)
+        ends, length = [] if tokenizer is None else [tokenizer.eod_id], trainer.config.position_rows
+        return cls(model, tokenizer, start_tokens=ends, end_tokens=ends, max_length=length, cache=cache, before=before)
 
     def generate(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from megafp8.conversion.formats import open_source
 from megafp8.conversion.hf_source import GENERATION_FILE, HfSource
 from megafp8.conversion.hf_tokenizer import find_tokenizer
 from megafp8.conversion.load import load_weights
+from megafp8.data.chats import read_special_tokens
 from megafp8.data.tokenizers import Tokenizer, build_tokenizer
 from megafp8.distributed.tp_overlap import default_overlap
 from megafp8.inference.model import Model, check_decoder
@@ -33,7 +34,7 @@ from megafp8.planner.stages import stages_of
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.training.cuda_graphs import why_not
 from megafp8.training.fp8_config import build_fp8
-from megafp8.training.trainer import DTYPES
+from megafp8.training.trainer import DTYPES, Trainer
 
 Device = Literal["auto", "cuda", "cpu"]
 
@@ -47,8 +48,14 @@ class Layout(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What `open_checkpoint` found. `config`: of this model in this layout. `left_out`: layers that are not FP8.
-    `trained_length`: as in `Model`. `weights`: the format that weights are quantized to."""
+    """What `open_checkpoint` found.
+
+    `config`: of this model in this layout. `left_out`: layers that are not FP8. `start_tokens`: before each prompt that
+    is a text. `end_tokens`: any of them ends a text. `bos`, `eos`: what begins a text that is scored, and what ends
+    one, as in the tokenizer's files of transformers, else the end of document. `added_tokens`: what transformers'
+    tokenizer puts before each text; it puts nothing there for a run, whose documents begin after an end of document.
+    `trained_length`: as in `Model`. `weights`: the format that weights are quantized to.
+    """
 
     source: Source
     config: Config
@@ -56,8 +63,21 @@ class Opened(NamedTuple):
     tokenizer: Tokenizer | None
     start_tokens: Sequence[int]
     end_tokens: Sequence[int]
+    bos: int | None
+    eos: int | None
+    added_tokens: Sequence[int]
     trained_length: int
     weights: WeightFormat | None = None
+
+    def max_length(self, given: int | None = None) -> int:
+        """The most tokens of a sequence: those `given`, else the positions that the model was trained with.
+
+        Raises ValueError if neither is known.
+        """
+        length = given or self.source.model.max_position_embeddings
+        if length is None:
+            raise ValueError(f"{self.source.path} does not say how long a text may be; give max_length, such as 2048")
+        return length
 
 
 def open_checkpoint(
@@ -95,13 +115,19 @@ def open_checkpoint(
     found = find_tokenizer(source)
     tokenizer: Tokenizer | None = None
     start, ends = list[int](), _end_tokens(source)
+    bos: int | None = None
+    eos: int | None = None
     if found is not None:
         tokenizer = build_tokenizer(**found)
         start = _start_tokens(found["kind"], tokenizer, of_run=run is not None)
         ends.add(tokenizer.eod_id)
+        bos = eos = tokenizer.eod_id
+        if run is None:
+            bos, eos = _bos_and_eos(tokenizer, Path(found["path"] or "").parent, start)
     left_out = source.about.get("fp8_left_out") or []
     trained_length = 0 if run is None else run.training.seq_length
-    return Opened(source, config, left_out, tokenizer, start, sorted(ends), trained_length, form)
+    added = [] if run is not None else start
+    return Opened(source, config, left_out, tokenizer, start, sorted(ends), bos, eos, added, trained_length, form)
 
 
 def load_model(opened: Opened) -> Model:
@@ -169,6 +195,21 @@ def _why_eager(config: Config) -> str:
     return why_not(config, config.device)
 
 
+def live_model(trainer: Trainer) -> tuple[Model, Callable[[], None]]:
+    """The model of a running job, and what must be called before its use after a step. Both collective."""
+
+    def before() -> None:
+        trainer.wait_for_weights()
+        trainer.fp8.forget_weights()  # copies may lie in the memory of a CUDA graph
+        if trainer.fp8_gather is not None:
+            trainer.fp8_gather.record_reads()
+
+    config = trainer.config
+    length, placement = config.training.seq_length, trainer.plan.placement
+    why_eager = "copies of weights, which change, have other addresses after each step"
+    return Model(config.model, trainer.stages, placement, trainer.parallel, trainer.fp8, length, why_eager), before
+
+
 def _config_of_run(source: Source) -> Config | None:
     """The config of the run that saved the source; None where that is not known."""
     settings = source.about.get("config") or {}
@@ -230,6 +271,14 @@ def _start_tokens(kind: str, tokenizer: Tokenizer, *, of_run: bool) -> list[int]
     if kind == "sentencepiece" and tokenizer.model.bos_id() >= 0:
         return [tokenizer.model.bos_id()]
     return []
+
+
+def _bos_and_eos(tokenizer: Tokenizer, folder: Path, start: Sequence[int]) -> tuple[int, int]:
+    """As transformers' tokenizer in `folder` has them; without bos what begins a text, or else eos."""
+    given = read_special_tokens(folder)
+    bos, eos = (tokenizer.id_of(given.get(role, "")) for role in ("bos_token", "eos_token"))
+    eos = tokenizer.eod_id if eos is None else eos
+    return (start[0] if start else eos) if bos is None else bos, eos
 
 
 def _end_tokens(source: Source) -> set[int]:

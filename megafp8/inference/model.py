@@ -1,4 +1,4 @@
-"""A model with a paged cache: from the chunks of a step to logits, on every layout of ranks.
+"""A model without and with a paged cache: from packed tokens to logits, on every layout of ranks.
 
 The modules are those of training, in evaluation: no dropout, no FP8 statistics. A step runs the stages one after the
 other, so with a pipeline one rank computes at a time.
@@ -9,8 +9,9 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from megafp8.inference.decode_graphs import DecodeGraphs
 from megafp8.inference.paged_cache import PagedCache
 from megafp8.inference.scheduler import Chunk
 from megafp8.models.gpt import GPTStage, LayerInputs
+from megafp8.ops.attention import CoreAttention
 from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.actions import Placement
 
@@ -51,6 +53,12 @@ class Model:
         """The pipeline rank of the last stage, which has the logits."""
         return self.placement.homes[-1][0]
 
+    def check_length(self, max_length: int) -> None:
+        """ValueError if the model has no positions for sequences of `max_length` tokens."""
+        rows = self.config.max_position_embeddings
+        if self.config.position_embedding == "learned" and rows is not None and max_length > rows:
+            raise ValueError(f"max_length = {max_length}: the model has a table of {rows} positions; try {rows}")
+
 
 def check_decoder(config: ModelConfig) -> None:
     """ValueError for a model that does not continue a text."""
@@ -58,7 +66,110 @@ def check_decoder(config: ModelConfig) -> None:
         raise ValueError(f"model.architecture = {config.architecture}: only models of architecture gpt continue a text")
 
 
-class CachedModel:
+class PackedTokens(Protocol):
+    """Tokens of a forward pass, packed one after the other.
+
+    `tokens_1n`, `positions_1n`: int64, padded to a multiple of `PackedModel.multiple`. `lengths_n`: the most tokens
+    that each token's sequence may have. `keys`: as many tokens as any sequence has, or more.
+    """
+
+    @property
+    def tokens_1n(self) -> Tensor: ...
+    @property
+    def positions_1n(self) -> Tensor: ...
+    @property
+    def lengths_n(self) -> Tensor: ...
+    @property
+    def keys(self) -> int: ...
+
+
+P = TypeVar("P", bound=PackedTokens)
+
+
+class PackedModel:
+    """Forward passes of `model` over packed tokens. Collective: on every rank."""
+
+    def __init__(self, model: Model) -> None:
+        check_decoder(model.config)
+        context = model.stages[0].context
+        self.model = model
+        self._ranks = context.tensor.size() if context.sequence_sharded else 1
+        self.multiple = self._ranks
+        if model.fp8.recipe is not None:
+            self.multiple *= _FP8_ROWS if self._ranks == 1 else _FP8_SHARD
+
+    @torch.no_grad()
+    def run(self, packed: P, run_stage: Callable[[int, Tensor | None, P], Tensor | None]) -> Tensor | None:
+        """What `run_stage` gives for the last stage; None on ranks without it.
+
+        `run_stage`: from a stage's index, the residual stream before it and `packed` to the stream after it.
+        Collective: with equal tokens on every rank of the model.
+        """
+        model, pipeline = self.model, self.model.parallel.pipeline
+        x_sbh: Tensor | None = None
+        with model.fp8.recording(False):
+            for index, (home, chunk) in enumerate(model.placement.homes):
+                if home != pipeline.rank:
+                    continue
+                stage = model.stages[chunk]
+                if index and (before := model.placement.homes[index - 1][0]) != home:
+                    x_sbh = self._empty_stream(stage, packed)
+                    recv_async(x_sbh, pipeline.group, before).wait()
+                x_sbh = run_stage(chunk, x_sbh, packed)
+                if stage.head is not None:
+                    return x_sbh
+                if (after := model.placement.homes[index + 1][0]) != home:
+                    assert x_sbh is not None
+                    send_async(x_sbh.contiguous(), pipeline.group, after).wait()
+        return None
+
+    def _empty_stream(self, stage: GPTStage, packed: PackedTokens) -> Tensor:
+        rows = packed.tokens_1n.shape[1] // self._ranks
+        context = stage.context
+        return torch.empty(rows, 1, self.model.config.hidden_size, dtype=context.dtype, device=context.device)
+
+    def run_blocks(
+        self, stage: GPTStage, x_sbh: Tensor | None, packed: PackedTokens, core: Callable[[int], CoreAttention]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream after a stage's blocks, and what is still to be added to it. `core`: of each layer."""
+        if stage.embedding is not None:
+            x_sbh = stage.embedding(packed.tokens_1n, packed.positions_1n)
+        assert x_sbh is not None
+        cores = {layer: core(layer) for layer in stage.layers if layer < self.model.config.num_blocks}
+        inputs = LayerInputs(self._rotary(stage, packed), {}, stage.scores(packed.keys), layer_cores=cores)
+        return stage.run_blocks(x_sbh, inputs)
+
+    def logits(self, stage: GPTStage, x_sbh: Tensor, branch_sbh: Tensor | None, rows_r: Tensor) -> Tensor:
+        """This rank's logits `[r, v/t]`, float32, after these tokens, from the stream after the last stage's blocks."""
+        assert stage.head is not None
+        streams = [None if x is None else self._rows(x, rows_r, stage) for x in (x_sbh, branch_sbh)]
+        logits_rbv: Tensor = stage.head(*streams, None)
+        return logits_rbv[: len(rows_r), 0].float()
+
+    def _rotary(self, stage: GPTStage, packed: PackedTokens) -> dict[int | None, tuple[Tensor, Tensor]]:
+        """Rotary tables by window. With LongRoPE those of long sequences for each that may become long, and for all if
+        a run trained the model with long ones."""
+        scaling = self.model.config.longrope
+        if scaling is None:
+            return stage.rotary(packed.positions_1n, packed.keys)
+        longest_short = scaling.original_max_position_embeddings
+        short, long = (stage.rotary(packed.positions_1n, longest_short + more) for more in (0, 1))
+        is_long = (packed.lengths_n.clamp(min=self.model.trained_length) > longest_short).view(-1, 1, 1, 1)
+        return {
+            window: (torch.where(is_long, cos, short[window][0]), torch.where(is_long, sin, short[window][1]))
+            for window, (cos, sin) in long.items()
+        }
+
+    def _rows(self, x_sbh: Tensor, rows_r: Tensor, stage: GPTStage) -> Tensor:
+        """These tokens of the residual stream, sharded as it is, with some of padding then."""
+        if not stage.context.sequence_sharded:
+            return x_sbh[rows_r]
+        group, padding = stage.context.tensor, -len(rows_r) % self._ranks
+        rows_r = torch.cat([rows_r, rows_r.new_zeros(padding)])
+        return own_slice(all_gather(x_sbh, group)[rows_r], group)
+
+
+class CachedModel(PackedModel):
     """`model` with a cache of `num_pages` pages, which the sequences of all steps share. Collective: on every rank.
 
     `longest`: the most tokens of a sequence. `stored`: float8_e4m3fn or int8 to store keys and values so.
@@ -73,8 +184,7 @@ class CachedModel:
         longest: int,
         stored: torch.dtype | None = None,
     ) -> None:
-        check_decoder(model.config)
-        self.model = model
+        super().__init__(model)
         config, context = model.config, model.stages[0].context
         groups = config.num_attention_heads if config.latent_attention is not None else config.query_groups
         self.cache = PagedCache(
@@ -88,87 +198,33 @@ class CachedModel:
             device=context.device,
             stored=stored,
         )
-        self._ranks = context.tensor.size() if context.sequence_sharded else 1
-        self._multiple = self._ranks
-        if model.fp8.recipe is not None:
-            self._multiple *= _FP8_ROWS if self._ranks == 1 else _FP8_SHARD
         self._graphs: DecodeGraphs | None = None
         if self.cache.in_place and not model.why_eager:
-            self._graphs = DecodeGraphs(self._run, self.cache, context.device, longest=longest, multiple=self._multiple)
+            self._graphs = DecodeGraphs(
+                self._run_stage, self.cache, context.device, longest=longest, multiple=self.multiple
+            )
 
-    @torch.no_grad()
     def step(self, batch: Sequence[Chunk]) -> Tensor | None:
         """Run the chunks, and return this rank's logits `[r, v/t]` after those that are `last`, float32.
 
         None on ranks without the last stage, and where no chunk is the last. Collective: with equal chunks on every
         rank of the model.
         """
-        model, pipeline = self.model, self.model.parallel.pipeline
         if self._graphs is not None and all(len(chunk.tokens) == 1 for chunk in batch):
-            step, run = self._graphs.fill(batch), self._graphs.run
+            logits_rv = self.run(self._graphs.fill(batch), self._graphs.run)
         else:
-            step, run = PackedStep.pack(batch, self.cache, model.parallel.device, self._multiple), self._run
-        x_sbh: Tensor | None = None
-        with model.fp8.recording(False):
-            for index, (home, chunk) in enumerate(model.placement.homes):
-                if home != pipeline.rank:
-                    continue
-                stage = model.stages[chunk]
-                if index and (before := model.placement.homes[index - 1][0]) != home:
-                    x_sbh = self._empty_stream(stage, step)
-                    recv_async(x_sbh, pipeline.group, before).wait()
-                x_sbh = run(chunk, x_sbh, step)
-                if stage.head is not None:
-                    return None if x_sbh is None else x_sbh[: len(batch)]
-                if (after := model.placement.homes[index + 1][0]) != home:
-                    assert x_sbh is not None
-                    send_async(x_sbh.contiguous(), pipeline.group, after).wait()
-        return None
+            step = PackedStep.pack(batch, self.cache, self.model.parallel.device, self.multiple)
+            logits_rv = self.run(step, self._run_stage)
+        return None if logits_rv is None else logits_rv[: len(batch)]
 
-    def _empty_stream(self, stage: GPTStage, step: PackedStep) -> Tensor:
-        rows = step.tokens_1n.shape[1] // self._ranks
-        context = stage.context
-        return torch.empty(rows, 1, self.model.config.hidden_size, dtype=context.dtype, device=context.device)
-
-    def _run(self, index: int, x_sbh: Tensor | None, step: PackedStep) -> Tensor | None:
+    def _run_stage(self, index: int, x_sbh: Tensor | None, step: PackedStep) -> Tensor | None:
         """The residual stream after a stage; of the last one logits, None if there is nothing to choose."""
         config, stage = self.model.config, self.model.stages[index]
-        if stage.embedding is not None:
-            x_sbh = stage.embedding(step.tokens_1n, step.positions_1n)
-        assert x_sbh is not None
-        cores = {
-            layer: PagedAttention(step, self.cache, layer, config.window_of(layer))
-            for layer in stage.layers
-            if layer < config.num_blocks
-        }
-        inputs = LayerInputs(self._rotary(stage, step), {}, stage.scores(step.keys), layer_cores=cores)
-        x_sbh, branch_sbh = stage.run_blocks(x_sbh, inputs)
+
+        def core(layer: int) -> PagedAttention:
+            return PagedAttention(step, self.cache, layer, config.window_of(layer))
+
+        x_sbh, branch_sbh = self.run_blocks(stage, x_sbh, step, core)
         if stage.head is None:
             return x_sbh if branch_sbh is None else x_sbh + branch_sbh
-        if not len(step.rows_r):
-            return None
-        streams = [None if x is None else self._rows(x, step.rows_r, stage) for x in (x_sbh, branch_sbh)]
-        logits_rbv: Tensor = stage.head(*streams, None)
-        return logits_rbv[: len(step.rows_r), 0].float()
-
-    def _rotary(self, stage: GPTStage, step: PackedStep) -> dict[int | None, tuple[Tensor, Tensor]]:
-        """Rotary tables by window. With LongRoPE those of long sequences for each that may become long, and for all if
-        a run trained the model with long ones."""
-        scaling = self.model.config.longrope
-        if scaling is None:
-            return stage.rotary(step.positions_1n, step.keys)
-        longest_short = scaling.original_max_position_embeddings
-        short, long = (stage.rotary(step.positions_1n, longest_short + more) for more in (0, 1))
-        is_long = (step.lengths_n.clamp(min=self.model.trained_length) > longest_short).view(-1, 1, 1, 1)
-        return {
-            window: (torch.where(is_long, cos, short[window][0]), torch.where(is_long, sin, short[window][1]))
-            for window, (cos, sin) in long.items()
-        }
-
-    def _rows(self, x_sbh: Tensor, rows_r: Tensor, stage: GPTStage) -> Tensor:
-        """These tokens of the residual stream, sharded as it is, with some of padding then."""
-        if not stage.context.sequence_sharded:
-            return x_sbh[rows_r]
-        group, padding = stage.context.tensor, -len(rows_r) % self._ranks
-        rows_r = torch.cat([rows_r, rows_r.new_zeros(padding)])
-        return own_slice(all_gather(x_sbh, group)[rows_r], group)
+        return self.logits(stage, x_sbh, branch_sbh, step.rows_r) if len(step.rows_r) else None

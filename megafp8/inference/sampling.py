@@ -145,6 +145,11 @@ class VocabShard:
         own = x_nv.gather(1, local.masked_fill(foreign, 0)).masked_fill(foreign, -math.inf)
         return self.gather(own).amax(1)
 
+    def most_probable(self, x_nv: Tensor) -> Tensor:
+        """The token of the largest value of each row, int64 `[n]`; of equal ones the lowest."""
+        best = _kernels().best(x_nv, self.first) if self.by_kernel else _first_of_largest(self, x_nv)
+        return _of_candidates(self, *best)
+
     def largest(self, x_nv: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Keys of candidates `[n, c]` in descending order, and how many of them are the largest of all, `[n]`: at
         least `count`, or all."""
@@ -244,9 +249,7 @@ def _penalized(shard: VocabShard, rows: Sequence[Row]) -> Tensor:
 
 
 def _greedy(shard: VocabShard, x_nv: Tensor, rows: Sequence[Row]) -> Tensor:
-    if shard.by_kernel:
-        return _of_candidates(shard, *_kernels().best(x_nv, shard.first))
-    return _of_candidates(shard, *_first_of_largest(shard, x_nv))
+    return shard.most_probable(x_nv)
 
 
 def _of_all(shard: VocabShard, x_nv: Tensor, rows: Sequence[Row]) -> Tensor:

@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,6 +22,7 @@ from megafp8.training.errors import run_and_report
 
 if TYPE_CHECKING:
     from megafp8.training.inputs import Inputs
+    from megafp8.training.job import MakeEvaluation
 
 
 def _ranks(text: str) -> int:
@@ -111,17 +113,25 @@ def prepare(arguments: argparse.Namespace, architecture: str) -> Inputs | None:
     return validate(config, world_size, arguments.config)
 
 
-def run(description: str | None, architecture: str) -> None:
+def run(description: str | None, architecture: str, live_evaluation: Callable[[Inputs], MakeEvaluation] | None) -> None:
     inputs = prepare(parse_arguments(description), architecture)
     if inputs is not None:
         from megafp8.training.job import train
 
-        train(inputs)
+        if inputs.config.training.evaluate is None or live_evaluation is None:
+            train(inputs)
+        else:
+            train(inputs, live_evaluation(inputs))
 
 
-def main(description: str | None, architecture: str) -> int:
-    """Train models of `architecture`, as the command line says; returns the exit code."""
-    return run_and_report(partial(run, description, architecture))
+def main(
+    description: str | None, architecture: str, live_evaluation: Callable[[Inputs], MakeEvaluation] | None = None
+) -> int:
+    """Train models of `architecture`, as the command line says; returns the exit code.
+
+    `live_evaluation`: checks what `training.evaluate` asks for, which raises ValueError, and gives what does it.
+    """
+    return run_and_report(partial(run, description, architecture, live_evaluation))
 
 
 def exit_with(code: int) -> None:

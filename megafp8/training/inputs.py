@@ -57,8 +57,9 @@ class DataSet:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tokenizer and data of a run. `validation` is None if there is no evaluation.
+    """Tokenizer and data of a run. `validation` is None if there is no evaluation, or no documents for it.
 
+    `validation_sets`: those of `data.validation`, by name.
     `train` and `validation` mix the data sets according to `progress`, which is that of a new run until `resumed`.
     `objective` makes micro-batches of their samples.
     """
@@ -69,6 +70,7 @@ class Inputs:
     progress: Progress
     train: Blend
     validation: Blend | None
+    validation_sets: Mapping[str, Blend]
     objective: Objective
 
     @property
@@ -116,7 +118,9 @@ def open_inputs(config: Config, source: str) -> Inputs:
     for data_set in data_sets:
         check_dataset(data_set.dataset, vocab_size, tokenizer.fingerprint if tokenizer else None)
     progress = Progress.begin(_sources(config.data.train, data_sets, "tokens"))
-    return Inputs(config, tokenizer, data_sets, progress, *_blends(data_sets, progress, config.seed), objective)
+    train, validation = _blends(data_sets, progress, config.seed)
+    sets = _validation_sets(config, None if tokenizer is None else tokenizer.fingerprint)
+    return Inputs(config, tokenizer, data_sets, progress, train, validation, sets, objective)
 
 
 def objective_of(config: Config, tokenizer: Tokenizer | None, source: str) -> Objective:
@@ -218,27 +222,40 @@ def open_data_sets(config: Config) -> list[DataSet]:
     found = []
     for prefix, times in Counter(list(config.data.train)).items():
         dataset = IndexedDataset(prefix)
-        loss_mask = _loss_mask(config, dataset)
         train, validation, _ = split_documents(dataset.num_documents, config.data.split)
-        if config.training.eval_interval and not len(validation):
+        if config.training.eval_interval and not len(validation) and not config.data.validation:
             rule = f"training.eval_interval is {config.training.eval_interval}, but {prefix} has no documents for it"
-            problem = Problem("data.split", config.data.split, rule, 'try "90,10,0", or training.eval_interval=0')
-            raise ConfigError(str(Path(prefix)), [problem])
-        parts = [train, validation] if config.training.eval_interval else [train]
-        packed = [
-            PackedDataset(
-                dataset,
-                documents,
-                config.sample_tokens - 1,
-                config.seed,
-                cache_dir=config.data.index_cache,
-                vocab_size=config.model.vocab_size,
-                packing=config.data.packing,
-                loss_mask=loss_mask,
-            )
-            for documents in parts
-        ]
+            works = 'try "90,10,0", give data.validation, or try training.eval_interval=0'
+            raise ConfigError(str(Path(prefix)), [Problem("data.split", config.data.split, rule, works)])
+        parts = [train, validation] if config.training.eval_interval and len(validation) else [train]
+        packed = [_packed(config, dataset, documents) for documents in parts]
         found.append(DataSet(prefix, times, dataset, packed[0], packed[1] if len(packed) > 1 else None))
+    return found
+
+
+def _packed(config: Config, dataset: IndexedDataset, documents: range) -> PackedDataset:
+    """The samples of some documents of a data set."""
+    return PackedDataset(
+        dataset,
+        documents,
+        config.sample_tokens - 1,
+        config.seed,
+        cache_dir=config.data.index_cache,
+        vocab_size=config.model.vocab_size,
+        packing=config.data.packing,
+        loss_mask=_loss_mask(config, dataset),
+    )
+
+
+def _validation_sets(config: Config, fingerprint: str | None) -> dict[str, Blend]:
+    """The samples of each set of data.validation. Raises ValueError as `open_inputs` does."""
+    found: dict[str, Blend] = {}
+    assert config.model.vocab_size is not None
+    for name, prefix in config.data.validation.items():
+        dataset = IndexedDataset(prefix)
+        check_dataset(dataset, config.model.vocab_size, fingerprint)
+        packed = _packed(config, dataset, range(dataset.num_documents))
+        found[name] = Blend([packed], Segment.fresh([1.0], config.seed))
     return found
 
 
@@ -276,8 +293,11 @@ def _blends(data_sets: Sequence[DataSet], progress: Progress, seed: int) -> tupl
     """Blends for training and validation of the data sets that are active in `progress`."""
     active = _active(data_sets, progress)
     train = Blend([x.train for x in active], progress.segment(seed))
-    validation = [x.validation for x in active if x.validation is not None]
-    return train, Blend(validation, Segment.fresh(train.segment.weights, seed)) if validation else None
+    held_out = [(x.validation, weight) for x, weight in zip(active, train.segment.weights) if x.validation is not None]
+    if not held_out:
+        return train, None
+    validation, weights = zip(*held_out, strict=True)
+    return train, Blend(validation, Segment.fresh(weights, seed))
 
 
 def _problem(conflict: Conflict, split: str, split_then: str) -> Problem:
@@ -354,6 +374,10 @@ def check_ranks_agree(inputs: Inputs, consumed_samples: int, group: ProcessGroup
         found[f"the sample index of {entry.prefix}"] = packed.index_checksum(count)
     for packed in inputs.validation.datasets if inputs.validation is not None else []:
         found[f"the sample index of {packed.dataset.prefix} for validation"] = packed.index_checksum(0)
+    for name, validation in inputs.validation_sets.items():
+        (packed,) = validation.datasets
+        found[f"{packed.dataset.prefix} of data.validation.{name}"] = packed.fingerprint
+        found[f"the sample index of data.validation.{name}"] = packed.index_checksum(0)
     found["the order of the data sets"] = hashlib.sha256(order.encode()).hexdigest()
     everything = hashlib.sha256(json.dumps(found).encode()).hexdigest()
     if len(set(all_gather_objects(everything, group))) == 1:
@@ -376,16 +400,20 @@ def check_ranks_agree(inputs: Inputs, consumed_samples: int, group: ProcessGroup
 
 def describe_planned_data(config: Config) -> str:
     """`describe_data` of a new run, or one line if files are missing. Raises ValueError."""
-    files = [path for prefix in dict.fromkeys(config.data.train) for path in (bin_path(prefix), idx_path(prefix))]
+    prefixes = dict.fromkeys([*config.data.train, *config.data.validation.values()])
+    files = [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
     missing = [path for path in files if not path.exists()]
     if missing:
         more = f" and {len(missing) - 1} more files are" if len(missing) > 1 else " is"
         return f"data sets: tokens, shares and epochs are not known, as {missing[0]}{more} missing"
     data_sets = open_data_sets(config)
-    return describe_data(config, data_sets, Progress.begin(_sources(config.data.train, data_sets, "tokens")))
+    progress = Progress.begin(_sources(config.data.train, data_sets, "tokens"))
+    return describe_data(config, data_sets, progress, _validation_sets(config, None))
 
 
-def describe_data(config: Config, data_sets: Sequence[DataSet], progress: Progress) -> str:
+def describe_data(
+    config: Config, data_sets: Sequence[DataSet], progress: Progress, validation_sets: Mapping[str, Blend] = {}
+) -> str:
     """A table of the data sets: tokens, share of the samples, and samples and epochs by the end of the run.
 
     Below it, how well documents fit into samples, if they are not cut.
@@ -394,13 +422,19 @@ def describe_data(config: Config, data_sets: Sequence[DataSet], progress: Progre
     segment = progress.segment(config.seed)
     counts = segment.given(max(t.steps * t.global_batch_size, progress.first_sample))
     rows = [(x.prefix, x.train, share, count) for x, share, count in zip(active, shares(segment.weights), counts)]
-    if t.eval_interval:
-        evaluated = Segment.fresh(segment.weights, config.seed).given(t.eval_steps * t.global_batch_size)
+    held_out = [(x, weight) for x, weight in zip(active, segment.weights) if x.validation is not None]
+    evaluated = t.eval_steps * t.global_batch_size
+    if held_out:
+        weights = tuple(weight for _, weight in held_out)
+        given = Segment.fresh(weights, config.seed).given(evaluated)
         rows += [
             (f"{x.prefix} (one evaluation)", x.validation, share, count)
-            for x, share, count in zip(active, shares(segment.weights), evaluated)
+            for (x, _), share, count in zip(held_out, shares(weights), given)
             if x.validation is not None
         ]
+    for name, blend in validation_sets.items():
+        (packed,) = blend.datasets
+        rows.append((f"valid/{name}: {packed.dataset.prefix} (one evaluation)", packed, 1.0, evaluated))
     width = max(len("data set"), *(len(name) for name, *_ in rows))
     lines = [f"{'data set':<{width}} {'tokens':>19} {'share':>8} {'samples':>15} {'epochs':>10}"]
     lines += [

@@ -9,8 +9,9 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import yaml
@@ -71,9 +72,16 @@ from megafp8.training.validate import choose_device, run_folder
 logger = logging.getLogger(__name__)
 
 
-def train(inputs: Inputs) -> None:
+Evaluation = Callable[[int], Mapping[str, float]]
+"""What `training.evaluate` asks for, after a step: its metrics by name. Collective."""
+MakeEvaluation = Callable[[Trainer, Inputs, Path], Evaluation]
+"""The evaluation of a trainer's live model, whose files go to the run folder."""
+
+
+def train(inputs: Inputs, make_evaluation: MakeEvaluation | None = None) -> None:
     """Run the job to its last step, or to a clean stop. Call `validate.check_run` first.
 
+    `make_evaluation`: needed where the config has `training.evaluate`.
     Raises FolderInUse if another job uses the run folder, before anything in it is changed; TrainingError, on all
     ranks, if training cannot continue.
     """
@@ -94,7 +102,7 @@ def train(inputs: Inputs) -> None:
         )
         try:
             with FolderLock(checkpoint_folder(run_folder(config))) as lock:
-                Job(inputs, parallel, lock, log).run()
+                Job(inputs, parallel, lock, log, make_evaluation).run()
         except TrainingError:
             destroy_model_parallel()  # all ranks are here
             raise
@@ -109,7 +117,14 @@ def _is_at(interval: int, step: int) -> bool:
 class Job:
     """The training loop around a `Trainer`. Collective: build it on every rank."""
 
-    def __init__(self, inputs: Inputs, parallel: ParallelState, lock: FolderLock, log: RunLog) -> None:
+    def __init__(
+        self,
+        inputs: Inputs,
+        parallel: ParallelState,
+        lock: FolderLock,
+        log: RunLog,
+        make_evaluation: MakeEvaluation | None = None,
+    ) -> None:
         self.inputs, self.config, self.parallel = inputs, inputs.config, parallel
         self.folder, self.lock = run_folder(self.config), lock
         self.is_main = parallel.rank == 0
@@ -133,6 +148,10 @@ class Job:
                 logger.info(f"data changed since step {self.step}: {'; '.join(changes)}")
         check_ranks_agree(self.inputs, self.step * samples_per_step, parallel.world.group)
         self._log_choices()
+        self.evaluation: Evaluation | None = None
+        if self.config.training.evaluate is not None:
+            assert make_evaluation is not None
+            self.evaluation = make_evaluation(self.trainer, self.inputs, self.folder)
         self.saved_step = self.step
         self.tokenizer = tokenizer_copy(self.config) if self.is_main else {}
         self.save_postponed = False
@@ -148,7 +167,9 @@ class Job:
     def _log_choices(self) -> None:
         """Log the data sets, and what was chosen when the trainer was built."""
         trainer, parallel = self.trainer, self.parallel
-        logger.info("data:\n" + describe_data(self.config, self.inputs.data_sets, self.inputs.progress))
+        inputs = self.inputs
+        data = describe_data(self.config, inputs.data_sets, inputs.progress, inputs.validation_sets)
+        logger.info(f"data:\n{data}")
         for line in describe_longrope(self.config):
             logger.info(line)
         logger.info(f"optimizer: {trainer.optimizer.reason}")
@@ -281,9 +302,8 @@ class Job:
         flops = per_gpu * training_flops_per_token(self.config)
         peak = PEAK_FLOPS["fp8" if self.config.fp8.recipe != "none" else t.precision] if self._peak_is_known() else None
         start = time.perf_counter()
-        evaluate = _is_at(t.eval_interval, self.step) or (t.eval_interval > 0 and self.step == t.last_step)
-        validation_loss = self._evaluate() if evaluate else None
-        evaluation_seconds = time.perf_counter() - start if evaluate else 0.0
+        validation_loss, evaluations, evaluated = self._evaluate()
+        evaluation_seconds = time.perf_counter() - start if evaluated else 0.0
         save_seconds, self.save_seconds = self.save_seconds, 0.0
         return StepMetrics(
             step=self.step,
@@ -312,6 +332,7 @@ class Job:
             expert_imbalance=None if load is None else load.imbalance,
             router_entropy=None if load is None else load.entropy,
             expert_drop_rate=None if load is None else load.drop_rate,
+            evaluations=evaluations,
         )
 
     def _stop_if_diverged(self, metrics: StepMetrics) -> None:
@@ -334,10 +355,26 @@ class Job:
             and self.config.training.precision in ("bf16", "fp16")
         )
 
-    def _evaluate(self) -> float:
-        """Mean loss over the first validation samples, the same in every evaluation."""
-        assert self.inputs.validation is not None
-        stream = self._batches(self.inputs.validation, 0)
+    def _evaluate(self) -> tuple[float | None, dict[str, float], bool]:
+        """What is due after this step: the loss on the training data's documents for validation, and all other metrics.
+
+        Third, whether anything was due.
+        """
+        t, loss, found = self.config.training, None, dict[str, float]()
+        last = self.step == t.last_step
+        validates = t.eval_interval > 0 and (last or _is_at(t.eval_interval, self.step))
+        evaluates = t.evaluate is not None and (last or _is_at(t.evaluate.interval, self.step))
+        if validates:
+            if self.inputs.validation is not None:
+                loss = self._validation_loss(self.inputs.validation)
+            found |= {f"valid/{name}": self._validation_loss(own) for name, own in self.inputs.validation_sets.items()}
+        if evaluates and self.evaluation is not None:
+            found |= self.evaluation(self.step)
+        return loss, found, validates or evaluates
+
+    def _validation_loss(self, samples: Blend) -> float:
+        """Mean loss over the first of `samples`, the same ones in every evaluation."""
+        stream = self._batches(samples, 0)
         losses = [self.trainer.evaluate(next(stream)) for _ in range(self.config.training.eval_steps)]
         return math.fsum(x.mean * x.tokens for x in losses) / max(1, sum(x.tokens for x in losses))
 

@@ -18,8 +18,8 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -44,7 +44,8 @@ class StepMetrics:
     `skipped_in_a_row`: number of consecutive skipped steps that end with this one. `mtp_loss`, `binary_loss`: mean loss
     of multi-token prediction, unweighted, and of BERT's binary head; None without. Of a model with experts, as
     `megafp8.training.expert_load.ExpertLoad` has them: `router_aux_loss`, `router_z_loss`, `expert_imbalance` and
-    `router_entropy`; else None.
+    `router_entropy`; else None. `evaluations`: by name, the other numbers of evaluations after the step: losses of
+    `data.validation` (`valid/<name>`) and metrics of tasks (`eval/<task>/<metric>`).
     """
 
     step: int
@@ -73,6 +74,16 @@ class StepMetrics:
     expert_imbalance: float | None = None
     router_entropy: float | None = None
     expert_drop_rate: float | None = None
+    evaluations: Mapping[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All metrics by name, those of `evaluations` among them."""
+        found = asdict(self)
+        return found | found.pop("evaluations")
+
+    @property
+    def evaluated(self) -> bool:
+        return self.validation_loss is not None or bool(self.evaluations)
 
 
 def memory_gib(device: torch.device) -> float:
@@ -160,7 +171,7 @@ class JsonlWriter:
     def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
         record = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in asdict(metrics).items()
+            for key, value in metrics.as_dict().items()
         }
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
@@ -184,7 +195,7 @@ class Fp8ReportWriter:
 
 def scalars(metrics: StepMetrics, records: Sequence[Record]) -> dict[str, float]:
     """All known numbers of a step by name, without the step itself."""
-    values = {**asdict(metrics), **fp8_scalars(records)}
+    values = {**metrics.as_dict(), **fp8_scalars(records)}
     return {k: float(v) for k, v in values.items() if k != "step" and isinstance(v, (int, float))}
 
 
@@ -260,7 +271,7 @@ class LogWriter:
         if self._bar is not None:
             self._bar.update(1)
         ends = metrics.step == self._last
-        if not (metrics.skipped or metrics.validation_loss is not None or ends or metrics.step % self._interval == 0):
+        if not (metrics.skipped or metrics.evaluated or ends or metrics.step % self._interval == 0):
             return
         line = f"step {metrics.step:>6}/{self._last}  {self._line(metrics)}"
         self._since = []
@@ -269,7 +280,7 @@ class LogWriter:
         if metrics.skipped:
             row = f", {metrics.skipped_in_a_row} in a row" if metrics.skipped_in_a_row > 1 else ""
             logger.warning(f"{line}  SKIPPED{row}: gradients not finite")
-        elif metrics.validation_loss is not None:
+        elif metrics.evaluated:
             logger.info(line)
         else:
             _steps_logger.info(line)
@@ -297,6 +308,8 @@ class LogWriter:
             parts.append(f"ETA {datetime.timedelta(seconds=round(mean * (self._last - metrics.step)))}")
         if metrics.validation_loss is not None:
             parts.append(f"validation {metrics.validation_loss:.4f}")
+        losses = ((name, value) for name, value in metrics.evaluations.items() if name.startswith("valid/"))
+        parts += [f"{name} {value:.4f}" for name, value in losses]
         return "  ".join(parts)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from megafp8.conversion.native import NativeSink, NativeSource
 from megafp8.data.tokenizers import build_tokenizer
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.generator import CacheOptions
-from megafp8.inference.load import Layout, open_checkpoint
+from megafp8.inference.load import Layout, live_model, open_checkpoint
+from megafp8.inference.model import Model
+from megafp8.inference.scoring import Request, Scorer
 from megafp8.training.state import checkpoint_folder, save_state
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import SMALL, RandomSource
@@ -40,27 +43,37 @@ def _texts(generator: Generator) -> Texts:
     return [x.tokens for options in OPTIONS for x in generator.generate(PROMPTS, options)]
 
 
-def _live(config: Config, folder: str | None) -> tuple[list[Texts], list[Any]]:
-    """Texts after two steps and after two more, and the curve. Without `folder` nothing is generated; else the state
-    after the two more steps is saved there."""
+def _logprobs(model: Model, before: Callable[[], None] = lambda: None) -> list[float]:
+    """Of the tokens of the longest prompt, and of two that follow it."""
+    scorer = Scorer(model, max_length=16, before=before)
+    requests = [Request(PROMPTS[0][:1], PROMPTS[0][1:]), *(Request(PROMPTS[0], [token]) for token in (1, 2))]
+    return [x for score in scorer.score(requests) for x in score.logprobs]
+
+
+def _live(config: Config, folder: str | None) -> tuple[list[Texts], list[Any], list[float]]:
+    """Texts after two steps and after two more, the curve, and log-probabilities at the end. Without `folder` nothing
+    is generated or scored; else the state after the two more steps is saved there."""
     trainer, parallel = start(config)
     curve = steps_of(trainer, parallel, range(2))
     texts: list[Texts] = []
     generator = None if folder is None else Generator.from_trainer(trainer, cache=CACHE)
     if generator is not None:
         texts.append(_texts(generator))
+        _logprobs(*live_model(trainer))
     curve += steps_of(trainer, parallel, range(2, 4))
+    logprobs = []
     if generator is not None and folder is not None:
         texts.append(_texts(generator))
+        logprobs = _logprobs(*live_model(trainer))
         save_state(trainer, Path(folder), 4, None)
-    return texts, curve
+    return texts, curve, logprobs
 
 
-def _from_checkpoint(folder: str, layout: dict[str, int]) -> tuple[Texts, Texts]:
-    """Together, and each alone."""
+def _from_checkpoint(folder: str, layout: dict[str, int]) -> tuple[Texts, Texts, list[float]]:
+    """Texts together, and each alone; log-probabilities."""
     generator = Generator.from_checkpoint(folder, device="cpu", cache=CACHE, **layout)
     alone = [generator.generate(prompt, options)[0].tokens for options in OPTIONS for prompt in PROMPTS]
-    return _texts(generator), alone
+    return _texts(generator), alone, _logprobs(generator.model)
 
 
 LIVE = [
@@ -94,7 +107,7 @@ def test_the_live_model_and_its_checkpoint(world4: World, tmp_path: Path, words:
     """Training goes on as if nothing had been generated; texts follow the weights, and a checkpoint gives the same."""
     config, ranks = config_of(words), ranks_of(words)
     of_ranks = world4.run(_live, config, str(tmp_path), ranks=ranks)
-    (before, after), curve = of_ranks[0]
+    (before, after), curve, logprobs = of_ranks[0]
     assert all(found == of_ranks[0] for found in of_ranks)
     assert before != after
     assert world4.run(_live, config, None, ranks=ranks)[0][1] == curve
@@ -104,6 +117,7 @@ def test_the_live_model_and_its_checkpoint(world4: World, tmp_path: Path, words:
         assert found[0][0] == after
         if config.fp8.recipe not in SCALES_OF_BATCHES:
             assert found[0][1] == after
+            assert found[0][2] == pytest.approx(logprobs, abs=1e-4 if config.fp8.recipe == "none" else 0.05)
 
 
 def _without_scales(folder: str) -> tuple[str, list[list[float]]]:

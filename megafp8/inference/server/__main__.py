@@ -27,7 +27,7 @@ from megafp8.conversion.hf_tokenizer import find_tokenizer
 from megafp8.data.chats import chat_prompt_encoder, read_chat_template
 from megafp8.data.packages import import_package
 from megafp8.data.tokenizers import build_tokenizer
-from megafp8.inference.arguments import add_model_flags, load_generator
+from megafp8.inference.arguments import add_cache_flags, add_model_flags, load_generator
 from megafp8.inference.server.engine import Engine
 from megafp8.parallel_state import destroy_model_parallel
 
@@ -57,6 +57,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chat-template", type=Path, help="default: that of the tokenizer")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key of requests")
     add_model_flags(parser)
+    add_cache_flags(parser)
     limits = parser.add_argument_group("limits")
     limits.add_argument("--max-body-bytes", type=int, default=2**20, help="of a request; default: %(default)s")
     limits.add_argument("--max-prompt-tokens", type=int, help="of a prompt; default: what fits")

@@ -1,0 +1,136 @@
+"""Sample texts and tasks by the live model of a training job, as `training.evaluate` asks for."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from pathlib import Path
+
+from megafp8.config import ConfigError, EvaluateConfig, Problem
+from megafp8.inference.generator import CacheOptions, Generator
+from megafp8.inference.load import live_model
+from megafp8.inference.sampling import SamplingOptions
+from megafp8.inference.scoring import Scorer
+from megafp8.training.inputs import Inputs
+from megafp8.training.metrics import open_to_append
+from megafp8.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+SAMPLES_FILE = "samples.jsonl"
+_KEY = "training.evaluate"
+
+
+def check(inputs: Inputs) -> None:
+    """Raise ConfigError if `training.evaluate` asks for what cannot be done; needs no process group."""
+    evaluate, tokenizer, rows = inputs.config.training.evaluate, inputs.tokenizer, inputs.config.position_rows
+    assert evaluate is not None
+    assert tokenizer is not None
+    problems = []
+    try:
+        _sampling(evaluate, inputs.config.seed)
+    except ValueError as error:
+        problems.append(Problem(f"{_KEY}.temperature", evaluate.temperature, str(error), "try 0.8"))
+    for prompt in evaluate.prompts:
+        used = 1 + len(tokenizer.encode(prompt))
+        if used + evaluate.max_tokens > rows:
+            rule = f"{used} tokens and {evaluate.max_tokens} of {_KEY}.max_tokens are more than the model's {rows}"
+            problems.append(Problem(f"{_KEY}.prompts", prompt, rule, "shorten it, or try a smaller max_tokens"))
+    if evaluate.tasks and importlib.util.find_spec("lm_eval") is None:
+        rule, works = "lm-evaluation-harness is not installed", "run pip install -e '.[eval]', or leave them out"
+        problems.append(Problem(f"{_KEY}.tasks", evaluate.tasks, rule, works))
+    elif evaluate.tasks:
+        problems += _unknown_tasks(evaluate)
+    if problems:
+        raise ConfigError("config", problems)
+
+
+def _unknown_tasks(evaluate: EvaluateConfig) -> list[Problem]:
+    from megafp8.inference.harness import find_tasks  # its package is optional
+
+    if evaluate.include_path is not None and not Path(evaluate.include_path).is_dir():
+        return [
+            Problem(
+                f"{_KEY}.include_path",
+                evaluate.include_path,
+                "no such folder",
+                "give the folder with the YAML files of tasks",
+            )
+        ]
+    try:
+        find_tasks(evaluate.tasks, evaluate.include_path)
+    except ValueError as error:
+        return [Problem(f"{_KEY}.tasks", evaluate.tasks, str(error), "correct the name, or give include_path")]
+    return []
+
+
+class LiveEvaluation:
+    """Evaluates a trainer's model after a step, without an effect on its training. Collective.
+
+    Texts go to the log and to samples.jsonl in `folder`, one JSON object each.
+    """
+
+    def __init__(self, trainer: Trainer, inputs: Inputs, folder: Path) -> None:
+        evaluate, tokenizer = inputs.config.training.evaluate, inputs.tokenizer
+        assert evaluate is not None
+        assert tokenizer is not None
+        self._evaluate, self._tokenizer, self._trainer = evaluate, tokenizer, trainer
+        self._folder, self._seed = folder, inputs.config.seed
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """The metrics of tasks, `eval/<task>/<metric>`, on the first rank.
+
+        What fails is a warning, and training goes on.
+        """
+        found: dict[str, float] = {}
+        is_first = self._trainer.parallel.world.is_first
+        for evaluates, part in ((self._evaluate.prompts, self._write_samples), (self._evaluate.tasks, self._run_tasks)):
+            try:
+                found |= part(step) if evaluates else {}
+            except ValueError as error:  # the same on all ranks
+                if is_first:
+                    logger.warning(f"evaluation after step {step}: {error}")
+        return found
+
+    def _write_samples(self, step: int) -> dict[str, float]:
+        prompts, options = self._evaluate.prompts, _sampling(self._evaluate, self._seed)
+        longest = max(1 + len(self._tokenizer.encode(prompt)) for prompt in prompts) + options.max_tokens
+        page = CacheOptions().page_size
+        cache = CacheOptions(cache_tokens=len(prompts) * -(-longest // page) * page)
+        # Made in each evaluation, since its cache would take memory from training.
+        generator = Generator.from_trainer(self._trainer, self._tokenizer, cache=cache)
+        completions = generator.generate(prompts, options)
+        if self._trainer.parallel.world.is_first:
+            with open_to_append(self._folder / SAMPLES_FILE) as file:
+                for prompt, own in zip(prompts, completions, strict=True):
+                    sample = {"step": step, "prompt": prompt, "text": own.text, "finish_reason": own.finish_reason}
+                    file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+                    logger.info(f"text after step {step}:\n{prompt}{own.text}")
+        return {}
+
+    def _run_tasks(self, step: int) -> dict[str, float]:
+        from megafp8.inference.harness import HarnessModel, metrics_of, run_tasks  # its package is optional
+
+        trainer, tokenizer, evaluate = self._trainer, self._tokenizer, self._evaluate
+        model, before = live_model(trainer)
+        eod = tokenizer.eod_id
+        harness_model = HarnessModel(
+            Scorer(model, max_length=trainer.config.position_rows, before=before),
+            lambda: Generator.from_trainer(trainer, tokenizer),
+            tokenizer,
+            added_tokens=[],
+            bos=eod,
+            eos=eod,
+            seed=self._seed,
+        )
+        results = run_tasks(harness_model, evaluate.tasks, include_path=evaluate.include_path, limit=evaluate.limit)
+        if results is None:
+            return {}
+        metrics = {name: value for name, value in metrics_of(results).items() if "_stderr" not in name}
+        logger.info(f"scores after step {step}: " + "  ".join(f"{name} {x:.4g}" for name, x in metrics.items()))
+        return {f"eval/{name}": value for name, value in metrics.items()}
+
+
+def _sampling(evaluate: EvaluateConfig, seed: int) -> SamplingOptions:
+    return SamplingOptions(max_tokens=evaluate.max_tokens, temperature=evaluate.temperature, seed=seed)

@@ -1,0 +1,343 @@
+"""`Scorer`: log-probabilities of tokens after given contexts, by a model in any layout.
+
+Sequences are packed one after the other, without padding between them and without a cache. Requests with the same
+context, such as the choices of a question, compute it once: the keys of each continuation are those of the context and
+its own. Logits are those before scored tokens only, some rows at a time, and never gathered from the ranks that divide
+the vocabulary.
+
+Shapes: n tokens of a step, r of them before scored ones, c scored tokens after one of these, h hidden, v vocabulary, t
+tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megafp8.data.samples import room_for
+from megafp8.distributed.collectives import broadcast, broadcast_object
+from megafp8.inference.attention import scores_of_length
+from megafp8.inference.model import Model, PackedModel
+from megafp8.inference.sampling import VocabShard
+from megafp8.models.gpt import GPTStage
+from megafp8.ops.attention import attention
+from megafp8.ops.attention_mask import AttentionMask, causal_mask
+from megafp8.ops.attention_scores import PLAIN, Scores
+
+_LOGIT_ROWS = 1024
+"""Rows of logits that are computed at once, in float32."""
+_CUDA_ROWS = 256
+"""On a GPU numbers of tokens and keys are multiples of it, since kernels are prepared for each shape."""
+
+
+class Request(NamedTuple):
+    """Score `continuation` after `context`, both token ids of at least one token."""
+
+    context: Sequence[int]
+    continuation: Sequence[int]
+
+
+class Score(NamedTuple):
+    """Log-probability of each token of a continuation, in nats, and whether each of them is the most probable one."""
+
+    logprobs: list[float]
+    greedy: bool
+
+
+def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[Request]:
+    """Requests that together score all of `tokens` but the first, each once, with at most `length` tokens of input.
+
+    The first scores as many tokens as fit, each later one the next `stride` after as many tokens as fit before them.
+    """
+    assert 1 <= stride <= length
+    scored = 1
+    while scored < len(tokens):
+        end = min(scored + (length if scored == 1 else stride), len(tokens))
+        yield Request(tokens[max(0, end - 1 - length) : scored], tokens[scored:end])
+        scored = end
+
+
+class _Group(NamedTuple):
+    """Continuations of one context."""
+
+    context: list[int]
+    continuations: list[list[int]]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the model reads: the last one of a continuation is only scored."""
+        return len(self.context) + sum(len(x) - 1 for x in self.continuations)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The tokens of a step on the device (`megafp8.inference.model.PackedTokens`); all tensors int64 but `cu_seqlens`.
+
+    `tokens`: how many there are without padding, which repeats the last one. `segments_q`, `segments_k`: int32 `[1, m +
+    1]`, the queries and keys of each segment, or None if all tokens are one. `key_rows`: the tokens whose keys the
+    segments attend to; None: `segments_k` are those of the queries. `rows_r`, `labels_rc`: tokens after which others
+    are scored, and these, filled up with 0. `places`: of each scored token, in order, its row and column there.
+    """
+
+    tokens_1n: Tensor
+    positions_1n: Tensor
+    lengths_n: Tensor
+    tokens: int
+    segments_q: Tensor | None
+    segments_k: Tensor | None
+    key_rows: Tensor | None
+    rows_r: Tensor
+    labels_rc: Tensor
+    places: list[tuple[int, int]]
+
+    @property
+    def keys(self) -> int:
+        return 1 << (self.tokens_1n.shape[1] - 1).bit_length()
+
+    @classmethod
+    def pack(cls, groups: Sequence[_Group], device: torch.device, multiple: int) -> _Step:
+        packing = _Packing()
+        for group in groups:
+            packing.add(group)
+        rows, labels = list(packing.labels), list(packing.labels.values())
+        columns = max(map(len, labels))
+        number = {row: i for i, row in enumerate(rows)}
+        count, padding = len(packing.tokens), -len(packing.tokens) % multiple
+
+        def tensor(values: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        def padded(values: list[int]) -> Tensor:
+            return tensor(values + values[-1:] * padding)
+
+        def ends(values: list[int]) -> Tensor:
+            return tensor([[0, *values, *values[-1:] * (room_for(len(values)) - len(values))]], torch.int32)
+
+        segments_q = segments_k = key_rows = None
+        if len(packing.ends_q) > 1:
+            segments_q = segments_k = ends(packing.ends_q)
+        if packing.shares:
+            segments_k = ends(packing.ends_k)
+            key_rows = tensor(packing.key_rows + [0] * (-len(packing.key_rows) % multiple))
+        return cls(
+            padded(packing.tokens).unsqueeze(0),
+            padded(packing.positions).unsqueeze(0),
+            padded(packing.lengths),
+            count,
+            segments_q,
+            segments_k,
+            key_rows,
+            tensor(rows),
+            tensor([x + [0] * (columns - len(x)) for x in labels]),
+            [(number[row], column) for row, column in packing.scored],
+        )
+
+    def mask(self, window: int | None) -> AttentionMask:
+        if self.key_rows is None:
+            return causal_mask(self.segments_q, window, self.tokens_1n.shape[1], self.tokens_1n.device)
+        return AttentionMask(self.segments_q, self.segments_k, window=window)
+
+
+class _Packing:
+    """Tokens of groups one after the other, as lists; see `_Step`. `labels`: by row, the tokens that are scored."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.lengths: list[int] = []
+        self.ends_q: list[int] = []
+        self.ends_k: list[int] = []
+        self.key_rows: list[int] = []
+        self.labels: dict[int, list[int]] = {}
+        self.scored: list[tuple[int, int]] = []
+        self.shares = False
+
+    def add(self, group: _Group) -> None:
+        """Add a group: the context with the only continuation, or before several of them."""
+        context, several = group.context, len(group.continuations) > 1
+        first = len(self.tokens)
+        self._segment(context if several else context + group.continuations[0][:-1], range(0))
+        own = first + len(context)
+        for continuation in group.continuations:
+            if several and len(continuation) > 1:
+                own = len(self.tokens)
+                self._segment(continuation[:-1], range(first, first + len(context)))
+            for i, label in enumerate(continuation):
+                self._score(first + len(context) - 1 if i == 0 else own + i - 1, label)
+
+    def _segment(self, tokens: list[int], before: range) -> None:
+        """Tokens that attend to the rows `before`, and to each other."""
+        first, start, length = len(self.tokens), len(before), len(before) + len(tokens)
+        self.tokens += tokens
+        self.positions += range(start, length)
+        self.lengths += [length] * len(tokens)
+        self.key_rows += [*before, *range(first, first + len(tokens))]
+        self.ends_q.append(len(self.tokens))
+        self.ends_k.append(len(self.key_rows))
+        self.shares |= len(before) > 0
+
+    def _score(self, row: int, label: int) -> None:
+        of_row = self.labels.setdefault(row, [])
+        self.scored.append((row, len(of_row)))
+        of_row.append(label)
+
+
+@dataclass(frozen=True)
+class _PackedAttention:
+    """A layer's core attention of the segments of a step (`ops.attention.CoreAttention`)."""
+
+    step: _Step
+    mask: AttentionMask
+
+    def __call__(
+        self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
+    ) -> Tensor:
+        """All `[n, 1, ...]`. `scores`: of sequences of `step.keys` tokens."""
+        step = self.step
+        if step.key_rows is not None:
+            k_sbgd, v_sbgd = k_sbgd[step.key_rows], v_sbgd[step.key_rows]
+        y_sbad = attention(q_sbad, k_sbgd, v_sbgd, self.mask, sink_a, scores_of_length(scores, len(q_sbad)))
+        if len(y_sbad) > step.tokens:  # padding repeats the last token, so that no amax is that of another
+            y_sbad[step.tokens :] = y_sbad[step.tokens - 1]
+        return y_sbad
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return []
+
+
+class Scorer:
+    """Scores of tokens by a model in any layout. Collective: every rank makes it, and every call.
+
+    `max_length`: the most tokens that the model reads of a sequence. `max_batch_tokens`: tokens of a forward pass; a
+    longer sequence has one of its own. `before`: called before each call, for a model whose weights change.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        max_length: int,
+        max_batch_tokens: int = 8192,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        model.check_length(max_length)
+        for name, value in (("max_length", max_length), ("max_batch_tokens", max_batch_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} = {value}: must be at least 1")
+        self.model, self.max_length, self._before = model, max_length, before
+        self._packed, self._max_batch_tokens = PackedModel(model), max_batch_tokens
+        self._multiple = self._packed.multiple
+        if model.parallel.device.type == "cuda":
+            self._multiple = math.lcm(self._multiple, _CUDA_ROWS)
+        # The frequencies of LongRoPE and the bias of ALiBi depend on where a sequence, or a query, is among all.
+        self._shares = model.config.longrope is None and model.config.position_embedding != "alibi"
+
+    def score(self, requests: Iterable[Request]) -> Iterator[Score]:
+        """The scores of all requests, in order. All ranks use the requests of the first one, and must read all scores.
+
+        Contexts that are too long lose their first tokens. Successive requests with equal contexts compute them once.
+        Raises ValueError, on all ranks, for a request that does not fit, and what reading `requests` raises.
+        """
+        world = self.model.parallel.world
+        self._before()
+        batches = self._batches(requests)
+        while True:
+            batch: list[_Group] | ValueError | OSError | None = None
+            if world.is_first:
+                try:
+                    batch = next(batches, None)
+                except (ValueError, OSError) as error:
+                    batch = error
+            batch = broadcast_object(batch, world.group)
+            if batch is None:
+                return
+            if isinstance(batch, Exception):
+                raise batch
+            yield from self._scores(batch)
+
+    def _batches(self, requests: Iterable[Request]) -> Iterator[list[_Group]]:
+        """Groups of at most `max_batch_tokens` tokens, or one that has more."""
+        batch: list[_Group] = []
+        used = 0
+        for request in requests:
+            context, continuation = self._fitting(request)
+            more = len(context) + len(continuation) - 1
+            if self._shares and batch and batch[-1].context == context:
+                more = len(continuation) - 1
+            if batch and used + more > self._max_batch_tokens:
+                yield batch
+                batch, used = [], 0
+                more = len(context) + len(continuation) - 1
+            if self._shares and batch and batch[-1].context == context:
+                batch[-1].continuations.append(continuation)
+            else:
+                batch.append(_Group(context, [continuation]))
+            used += more
+        if batch:
+            yield batch
+
+    def _fitting(self, request: Request) -> tuple[list[int], list[int]]:
+        """Context and continuation of a request, as long as the model takes them. Raises ValueError."""
+        context, continuation = ([int(token) for token in part] for part in request)
+        if not context or not continuation:
+            which = "continuation" if context else "context"
+            raise ValueError(f"a request has an empty {which}; give at least one token")
+        if len(continuation) > self.max_length:
+            raise ValueError(
+                f"a continuation has {len(continuation)} tokens, and max_length is {self.max_length}; score it in "
+                "windows"
+            )
+        size = self.model.config.vocab_size
+        assert size is not None
+        if foreign := [token for token in itertools.chain(context, continuation) if not 0 <= token < size]:
+            raise ValueError(f"a request has the token {foreign[0]}, and the model has those from 0 to {size - 1}")
+        return context[-(self.max_length + 1 - len(continuation)) :], continuation
+
+    def _scores(self, groups: Sequence[_Group]) -> Iterator[Score]:
+        parallel = self.model.parallel
+        step = _Step.pack(groups, parallel.device, self._multiple)
+        masks = {window: step.mask(window) for window in {*map(self.model.config.window_of, self.model.config.layers)}}
+
+        def run_stage(index: int, x_sbh: Tensor | None, step: _Step) -> Tensor:
+            stage = self.model.stages[index]
+            x_sbh, branch_sbh = self._packed.run_blocks(
+                stage, x_sbh, step, lambda layer: _PackedAttention(step, masks[self.model.config.window_of(layer)])
+            )
+            if stage.head is None:
+                return x_sbh if branch_sbh is None else x_sbh + branch_sbh
+            return self._output(stage, x_sbh, branch_sbh, step)
+
+        found_rc2 = self._packed.run(step, run_stage)
+        if found_rc2 is None:
+            found_rc2 = torch.empty(*step.labels_rc.shape, 2, dtype=torch.float64, device=parallel.device)
+        ranks_of_a_stage = parallel.world_size // parallel.pipeline.size
+        broadcast(found_rc2, parallel.world.group, self.model.last_rank * ranks_of_a_stage)
+        found = found_rc2.tolist()
+        scored = iter(found[row][column] for row, column in step.places)
+        for group in groups:
+            for continuation in group.continuations:
+                logprobs, greedy = zip(*itertools.islice(scored, len(continuation)), strict=True)
+                if any(map(math.isnan, logprobs)):
+                    raise ValueError(
+                        "the model's logits are not finite; its weights may be damaged, or too large for FP8"
+                    )
+                yield Score(list(logprobs), all(greedy))
+
+    def _output(self, stage: GPTStage, x_sbh: Tensor, branch_sbh: Tensor | None, step: _Step) -> Tensor:
+        """Log-probabilities of all labels and whether they are the most probable tokens, float64 `[r, c, 2]`."""
+        group, size = self.model.parallel.tensor.group, self.model.config.vocab_size
+        assert size is not None
+        found = []
+        for rows_r, labels_rc in zip(step.rows_r.split(_LOGIT_ROWS), step.labels_rc.split(_LOGIT_ROWS), strict=True):
+            shard = VocabShard(self._packed.logits(stage, x_sbh, branch_sbh, rows_r), size, group)
+            logprobs_rc = shard.at(shard.logits, labels_rc) - shard.logsumexp(shard.logits).unsqueeze(1)
+            greedy_rc = shard.most_probable(shard.logits).unsqueeze(1) == labels_rc
+            found.append(torch.stack([logprobs_rc.double(), greedy_rc.double()], dim=-1))
+        return torch.cat(found)

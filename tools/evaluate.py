@@ -1,0 +1,223 @@
+"""Evaluate a model: perplexity of texts and data sets, and tasks of lm-evaluation-harness.
+
+    python tools/evaluate.py runs/mine --input book.txt 'held-out/*.jsonl.zst'
+    python tools/evaluate.py runs/mine --data data/code data/web --split 969,30,1
+    python tools/evaluate.py meta-llama/Llama-3.1-8B --tasks hellaswag arc_easy --num-fewshot 5 --json > scores.json
+    torchrun --nproc-per-node 4 tools/evaluate.py runs/mine --tensor 2 --pipeline 2 --tasks mine --include-path tasks
+
+The model is a run's newest checkpoint, a checkpoint of any format and layout, or a Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from megafp8.data.indexed_dataset import IndexedDataset
+from megafp8.data.packages import import_package
+from megafp8.data.samples import split_documents
+from megafp8.inference import Generator
+from megafp8.inference.arguments import add_model_flags, model_options
+from megafp8.inference.load import Layout, Opened, load_model, open_checkpoint
+from megafp8.inference.perplexity import Document, Loss, documents_of_data_set, documents_of_files, loss_of
+from megafp8.inference.scoring import Scorer
+from megafp8.parallel_state import destroy_model_parallel
+from tools.common import add_input_flags, input_files, new_parser, run_tool
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = new_parser(__doc__)
+    parser.add_argument("checkpoint", type=Path, help="run, checkpoint or folder of Hugging Face")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    texts = parser.add_argument_group("texts and data sets")
+    add_input_flags(texts)
+    texts.add_argument("--data", nargs="+", default=[], metavar="PREFIX", help="prefixes of .bin/.idx files")
+    texts.add_argument("--split", help="as data.split of a config: of --data only its documents for validation")
+    texts.add_argument("--max-documents", type=int, help="of each of --data and of all inputs, from the first")
+    texts.add_argument("--stride", type=int, help="tokens that a window scores; default: half of its length")
+    texts.add_argument("--concatenate", action="store_true", help="documents one after the other, not each by itself")
+    tasks = parser.add_argument_group("tasks of lm-evaluation-harness")
+    tasks.add_argument("--tasks", nargs="+", default=[], help="names or patterns")
+    tasks.add_argument("--include-path", type=Path, help="folder with YAML files of tasks")
+    tasks.add_argument("--num-fewshot", type=int, help="examples before a question; default: those of the task")
+    tasks.add_argument("--limit", type=int, help="questions of each task, from the first")
+    add_model_flags(parser)
+    parser.add_argument("--max-batch-tokens", type=int, default=8192, help="in a forward pass; default: %(default)s")
+    return parser.parse_args(argv)
+
+
+class _Texts(NamedTuple):
+    """Documents under a name, which only the first rank reads. `tokens`: about how many, if known."""
+
+    name: str
+    documents: Callable[[], Iterable[Document]]
+    tokens: int | None
+
+
+def open_texts(arguments: argparse.Namespace, opened: Opened) -> list[_Texts]:
+    """What is to be scored. Raises ValueError for what is not there."""
+    found = []
+    vocab_size, tokenizer, most = opened.source.model.vocab_size, opened.tokenizer, arguments.max_documents
+    assert vocab_size is not None
+    if most is not None and most < 1:
+        raise ValueError(f"--max-documents {most}: must be at least 1")
+    if (arguments.input or arguments.input_list) and tokenizer is None:
+        raise ValueError(f"{arguments.checkpoint} has no tokenizer to read texts with; give a data set by --data")
+    if arguments.input or arguments.input_list:
+        files = input_files(arguments)
+        name = ", ".join(arguments.input) or arguments.input_list
+
+        def of_files() -> Iterable[Document]:
+            assert tokenizer is not None
+            return itertools.islice(documents_of_files(files, tokenizer), most)
+
+        found.append(_Texts(name, of_files, None))
+    for prefix in arguments.data:
+        dataset = IndexedDataset(prefix)
+        documents = range(dataset.num_documents)
+        if arguments.split is not None:
+            documents = split_documents(dataset.num_documents, arguments.split)[1]
+            if not documents:
+                raise ValueError(f"--split {arguments.split}: {prefix} has no documents for validation")
+        documents = documents[:most]
+
+        def of_data_set(dataset: IndexedDataset = dataset, documents: range = documents) -> Iterable[Document]:
+            return documents_of_data_set(dataset, documents, vocab_size, tokenizer)
+
+        tokens = int(dataset.document_lengths[documents.start : documents.stop].sum())
+        found.append(_Texts(prefix, of_data_set, tokens))
+    return found
+
+
+class Evaluation:
+    """A model in its layout, and what it is to be evaluated on. Collective."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        if not (arguments.input or arguments.input_list or arguments.data or arguments.tasks):
+            raise ValueError("there is nothing to evaluate on: give --input, --data or --tasks")
+        if arguments.tasks:
+            import_package("lm_eval", "--tasks")
+        layout = Layout(arguments.tensor, arguments.pipeline, arguments.expert)
+        self.opened = open_checkpoint(
+            arguments.checkpoint,
+            layout,
+            **model_options(arguments),
+        )
+        if arguments.tasks and self.opened.tokenizer is None:
+            raise ValueError(f"{arguments.checkpoint} has no tokenizer, which tasks need")
+        self.max_length = self.opened.max_length(arguments.max_length)
+        self.stride = arguments.stride or -(-self.max_length // 2)
+        self.texts = open_texts(arguments, self.opened)
+        if arguments.concatenate and self.opened.tokenizer is None:
+            raise ValueError(
+                f"--concatenate: {arguments.checkpoint} has no tokenizer, and so no token between documents"
+            )
+        self.model = load_model(self.opened)
+        self.is_first = self.model.parallel.world.is_first
+        self.scorer = Scorer(self.model, max_length=self.max_length, max_batch_tokens=arguments.max_batch_tokens)
+
+    @property
+    def start(self) -> list[int]:
+        """The tokens that a document begins after; none without a tokenizer: its first token is not scored then."""
+        return list(self.opened.start_tokens) or ([] if self.opened.bos is None else [self.opened.bos])
+
+    def loss(self, texts: _Texts) -> Loss:
+        tokenizer = self.opened.tokenizer
+        by = tokenizer.eod_id if self.arguments.concatenate and tokenizer is not None else None
+        documents = texts.documents() if self.is_first else ()
+        with tqdm(total=texts.tokens, unit="tok", desc=texts.name, disable=None if self.is_first else True) as bar:
+            return loss_of(self.scorer, documents, self.start, self.stride, concatenated_by=by, progress=bar.update)
+
+    def tasks(self) -> dict[str, Any] | None:
+        """The results of the harness, on the first rank."""
+        from megafp8.inference.harness import HarnessModel, run_tasks  # its package is optional
+
+        a, opened = self.arguments, self.opened
+        assert opened.tokenizer is not None
+        assert opened.bos is not None
+        assert opened.eos is not None
+        model = HarnessModel(
+            self.scorer,
+            lambda: Generator.of(opened, self.model, max_length=self.max_length),
+            opened.tokenizer,
+            added_tokens=opened.added_tokens,
+            bos=opened.bos,
+            eos=opened.eos,
+        )
+        return run_tasks(model, a.tasks, include_path=a.include_path, num_fewshot=a.num_fewshot, limit=a.limit)
+
+
+def as_dict(name: str, loss: Loss) -> dict[str, Any]:
+    """An entry of --json."""
+    figures = {
+        "nats_per_token": loss.nats_per_token,
+        "perplexity": loss.perplexity,
+        "bits_per_byte": loss.bits_per_byte,
+    }
+    return {"name": name, **asdict(loss), **figures}
+
+
+def table(rows: Sequence[tuple[str, Loss]]) -> str:
+    """Losses by name."""
+    width = max(len("text"), *(len(name) for name, _ in rows))
+    heads = ("documents", "tokens", "words", "bytes", "nats/token", "perplexity", "bits/byte")
+    lines = [f"{'text':<{width}} " + " ".join(f"{head:>13}" for head in heads)]
+    for name, x in rows:
+        counts = [f"{'-' if n is None else format(n, ',')}" for n in (x.documents, x.tokens, x.words, x.bytes)]
+        bits = "-" if x.bits_per_byte is None else f"{x.bits_per_byte:.5f}"
+        cells = [*counts, f"{x.nats_per_token:.5f}", f"{x.perplexity:.4f}", bits]
+        lines.append(f"{name:<{width}} " + " ".join(f"{cell:>13}" for cell in cells))
+    return "\n".join(lines)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    evaluation = Evaluation(arguments)
+    try:
+        losses = [(texts.name, evaluation.loss(texts)) for texts in evaluation.texts]
+        results = evaluation.tasks() if arguments.tasks else None
+    finally:
+        destroy_model_parallel()
+    if not evaluation.is_first:
+        return
+    how = {
+        "max_length": evaluation.max_length,
+        "stride": evaluation.stride,
+        "documents": "concatenated" if arguments.concatenate else "separate",
+        "start": evaluation.start,
+    }
+    if arguments.json:
+        found: dict[str, Any] = {"checkpoint": str(arguments.checkpoint)}
+        if losses:
+            found |= {**how, "texts": [as_dict(*x) for x in losses]}
+        if results is not None:
+            found |= {"tasks": results["results"], "num_fewshot": results["n-shot"], "versions": results["versions"]}
+        print(json.dumps(found, ensure_ascii=False))
+        return
+    if losses:
+        print(table(losses))
+        print(
+            f"windows of {how['max_length']:,} tokens, stride {how['stride']:,}; documents {how['documents']}, "
+            f"{'each ' if not arguments.concatenate else ''}after the tokens {how['start']}"
+        )
+    if results is not None:
+        from lm_eval.utils import make_table
+
+        print(make_table(results).rstrip())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    return run_tool(lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
