@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from megafp8.checkpoint import Rectangles, collect
 from megafp8.config import Config, Fp8Config, ModelConfig
 from megafp8.config.checks import check_layout
+from megafp8.conversion.adapters import MergedSource
 from megafp8.conversion.base import Source
 from megafp8.conversion.formats import open_source
 from megafp8.conversion.hf_source import GENERATION_FILE, HfSource
@@ -102,7 +103,8 @@ def open_checkpoint(
     if dtype is None:
         stored = source.tensors["model.embedding.word.weight"].dtype
         dtype = stored if run is None else DTYPES[run.training.precision]
-    of_fp8 = run.fp8 if run is not None and fp8 and form is None else Fp8Config()
+    trained = run is not None and not isinstance(source, MergedSource)  # merged weights have no scales
+    of_fp8 = run.fp8 if run is not None and trained and fp8 and form is None else Fp8Config()
     config = config_of(source.model, layout, of_fp8, dtype, cuda=cuda)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = layout.tensor * layout.pipeline
@@ -119,7 +121,7 @@ def open_checkpoint(
     eos: int | None = None
     if found is not None:
         tokenizer = build_tokenizer(**found)
-        start = _start_tokens(found["kind"], tokenizer, of_run=run is not None)
+        start = _start_tokens(found["kind"], tokenizer, run)
         ends.add(tokenizer.eod_id)
         bos = eos = tokenizer.eod_id
         if run is None:
@@ -260,10 +262,10 @@ def _load_fp8(source: Source, state: Mapping[str, torch.Tensor]) -> None:
         tensor.copy_(source.read(name))
 
 
-def _start_tokens(kind: str, tokenizer: Tokenizer, *, of_run: bool) -> list[int]:
-    """The tokens before a text: of a run what its documents begin after, else what the tokenizer's file says."""
-    if of_run:
-        return [tokenizer.eod_id]
+def _start_tokens(kind: str, tokenizer: Tokenizer, run: Config | None) -> list[int]:
+    """The tokens before a text: of a run those after which its documents began, else what the tokenizer's file says."""
+    if run is not None:
+        return [] if run.data.reset_at_documents else [tokenizer.eod_id]
     if kind == "huggingface":
         encoded = tokenizer.model.encode("a", add_special_tokens=True)
         special: list[int] = encoded.special_tokens_mask

@@ -37,10 +37,12 @@ ALL = [*ATTENTION, "gate", "up", "down"]
 RANK, ALPHA = 3, 5.0
 
 
-def _config(folder: Path, start: Path, tp: int = 1, lora: dict[str, Any] | None = None, name: str = "run") -> Config:
+def _config(
+    folder: Path, start: Path, tp: int = 1, lora: dict[str, Any] | None = None, name: str = "run", recipe: str = "none"
+) -> Config:
     """A run in `folder` that starts from the weights in `start`."""
     sections = {
-        "name": name, "run_dir": str(folder), "device": "cpu", "lora": lora,
+        "name": name, "run_dir": str(folder), "device": "cpu", "lora": lora, "fp8": {"recipe": recipe},
         "parallel": {"tensor": tp, "sequence_parallel": tp > 1},
         "training": {"steps": 9, "seq_length": 12, "micro_batch_size": 2, "global_batch_size": 4, "precision": "fp32"},
         "optimizer": {"learning_rate": 3e-2, "clip_grad_norm": 0.0}, "data": {"train": ["none"]},
@@ -247,10 +249,10 @@ def _generate(path: Path, tp: int) -> list[int]:
 
 @torch.no_grad()
 def test_generation(world2: World, tmp_path: Path) -> None:
-    """Greedy texts of a run with LoRA and of its adapter folder are those of PEFT."""
+    """Greedy texts of a run with LoRA, in FP8, and of its adapter folder are those of PEFT, in high precision."""
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     make_theirs("llama3").save_pretrained(base)
-    world2.run(_train, _config(tmp_path, base, lora={"rank": RANK, "alpha": ALPHA}), ranks=1)
+    world2.run(_train, _config(tmp_path, base, lora={"rank": RANK, "alpha": ALPHA}, recipe="delayed"), ranks=1)
     _convert("--load", tmp_path / "run", "--save", adapter, "--to", "peft")
     model, _ = _their_logits(base, adapter)
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
