@@ -675,7 +675,8 @@ class EvaluateConfig(Section):
     interval: PositiveInt
     """Steps between evaluations; the last step is evaluated too."""
     prompts: list[str] = []
-    """Texts to continue, which go to the log and to samples.jsonl in the run folder. An empty one begins a document."""
+    """Texts to continue, which go to the log and to samples.jsonl in the run folder. An empty one begins a document;
+    not with data.reset_at_documents, where nothing is before a document."""
     max_tokens: PositiveInt = 64
     """Tokens that continue a prompt, at most."""
     temperature: NonNegative = 0.0

@@ -14,7 +14,7 @@ import torch
 
 from megafp8.data.tokenizers import Tokenizer
 from megafp8.distributed.collectives import broadcast, broadcast_object
-from megafp8.inference.load import Device, Layout, Opened, live_model, load_model, open_checkpoint
+from megafp8.inference.load import Device, Layout, Opened, live_model, load_model, open_checkpoint, start_of_documents
 from megafp8.inference.model import CachedModel, Model
 from megafp8.inference.pages import PageAllocator
 from megafp8.inference.sampling import GREEDY, Row, SamplingOptions, VocabShard, choose, stream_of
@@ -198,8 +198,12 @@ class Generator:
         Collective."""
 
         model, before = live_model(trainer)
-        ends, length = [] if tokenizer is None else [tokenizer.eod_id], trainer.config.position_rows
-        return cls(model, tokenizer, start_tokens=ends, end_tokens=ends, max_length=length, cache=cache, before=before)
+        start: list[int] = []
+        ends: list[int] = []
+        if tokenizer is not None:
+            start, ends = start_of_documents(trainer.config, tokenizer), [tokenizer.eod_id]
+        length = trainer.config.position_rows
+        return cls(model, tokenizer, start_tokens=start, end_tokens=ends, max_length=length, cache=cache, before=before)
 
     def generate(
         self,

@@ -33,6 +33,9 @@ def check(inputs: Inputs) -> None:
     except ValueError as error:
         problems.append(Problem(f"{_KEY}.temperature", evaluate.temperature, str(error), "try 0.8"))
     for prompt in evaluate.prompts:
+        if not prompt and inputs.config.data.reset_at_documents:
+            rule = "with data.reset_at_documents nothing is before a document, so the model cannot give its first token"
+            problems.append(Problem(f"{_KEY}.prompts", prompt, rule, "give the beginning of a text"))
         used = 1 + len(tokenizer.encode(prompt))
         if used + evaluate.max_tokens > rows:
             rule = f"{used} tokens and {evaluate.max_tokens} of {_KEY}.max_tokens are more than the model's {rows}"

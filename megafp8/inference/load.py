@@ -265,7 +265,7 @@ def _load_fp8(source: Source, state: Mapping[str, torch.Tensor]) -> None:
 def _start_tokens(kind: str, tokenizer: Tokenizer, run: Config | None) -> list[int]:
     """The tokens before a text: of a run those after which its documents began, else what the tokenizer's file says."""
     if run is not None:
-        return [] if run.data.reset_at_documents else [tokenizer.eod_id]
+        return start_of_documents(run, tokenizer)
     if kind == "huggingface":
         encoded = tokenizer.model.encode("a", add_special_tokens=True)
         special: list[int] = encoded.special_tokens_mask
@@ -273,6 +273,11 @@ def _start_tokens(kind: str, tokenizer: Tokenizer, run: Config | None) -> list[i
     if kind == "sentencepiece" and tokenizer.model.bos_id() >= 0:
         return [tokenizer.model.bos_id()]
     return []
+
+
+def start_of_documents(run: Config, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that the first token of a document saw before it in a run."""
+    return [] if run.data.reset_at_documents else [tokenizer.eod_id]
 
 
 def _bos_and_eos(tokenizer: Tokenizer, folder: Path, start: Sequence[int]) -> tuple[int, int]:

@@ -153,14 +153,15 @@ def test_what_the_config_refuses(quickstart_data: QuickstartData, tmp_path: Path
 
 
 def test_what_needs_the_tokenizer_is_refused_too(quickstart_data: QuickstartData, tmp_path: Path) -> None:
-    long = json.dumps(["x" * 90])
+    long = json.dumps(["x" * 90, ""])
     wrong = ["training.evaluate.interval=1", f"training.evaluate.prompts={long}", "training.evaluate.max_tokens=6",
              "training.evaluate.temperature=1e-6", "training.evaluate.tasks=[a]",
-             f"training.evaluate.include_path={tmp_path / 'none'}"]  # fmt: skip
+             "data.reset_at_documents=true", f"training.evaluate.include_path={tmp_path / 'none'}"]  # fmt: skip
     with pytest.raises(ConfigError) as error:
         live.check(inputs_of(options(quickstart_data, tmp_path, *wrong)))
     for message in (
         "tokens and 6 of training.evaluate.max_tokens are more than the model's 32; shorten it",
+        "nothing is before a document, so the model cannot give its first token; give the beginning of a text",
         "training.evaluate.temperature = 1e-06: temperature = 1e-06: must be 0",
         "no such folder; give the folder with the YAML files of tasks",
     ):
