@@ -32,7 +32,8 @@ from benchmarks.profiling import Kernel, by_name, record
 from megafp8.config import ModelConfig, load_config
 from megafp8.config.schema import Fp8Config
 from megafp8.inference.generator import CacheOptions, Generator
-from megafp8.inference.load import Layout, build_model, config_of, pack_weights
+from megafp8.inference.load import Layout, build_model, config_of
+from megafp8.inference.packed_weights import pack_weights
 from megafp8.inference.quantized_weights import quantize_stages
 from megafp8.inference.sampling import SamplingOptions
 from megafp8.ops.quantized_weight import WEIGHT_FORMATS
@@ -67,7 +68,7 @@ def our_generate(
     for form in (WEIGHT_FORMATS[extra] for extra in extras if extra in WEIGHT_FORMATS):  # type: ignore[index]
         quantize_stages(built.stages, form)
         size = output + (blocks // 2 if form.kind == "int4" else blocks)
-    pack_weights(built)
+    pack_weights(built.stages)
     if "eager" in extras:
         built = replace(built, why_eager="+eager")
     generator = Generator(built, max_length=longest, cache=cache)

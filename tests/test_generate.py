@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megafp8.config import ModelConfig
 from megafp8.conversion.native import NativeSink
@@ -19,6 +22,15 @@ from tests.world import World
 from tools.generate import main
 
 SAMPLED = ["--temperature", "1", "--seed", "3", "--max-tokens", "6", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    """The tool binds its process to cores."""
+    cpus, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    yield
+    os.sched_setaffinity(0, cpus)
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +79,7 @@ def test_errors(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     for arguments, message in (
         ([str(tmp_path / "none"), "a"], "error: there is no "),
         ([str(tmp_path / "weights"), "a", "--device", "cpu"], "has no tokenizer; use megafp8.inference.Generator"),
+        ([run, "a", "--threads", "999", "--device", "cpu"], "error: threads = 999: must be between 1 and"),
         ([run, "a", "--top-p", "2"], "error: top_p = 2.0: must be above 0"),
         ([run, "--file", str(tmp_path / "empty")], "has no prompts"),
         ([run, "a", "--tensor", "2"], "are 2 ranks, and the job has 1; start it with torchrun --nproc-per-node 2"),

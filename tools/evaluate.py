@@ -25,7 +25,7 @@ from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.packages import import_package
 from megafp8.data.samples import split_documents
 from megafp8.inference import Generator
-from megafp8.inference.arguments import add_model_flags, model_options
+from megafp8.inference.arguments import add_model_flags, bind_to_cores, model_options
 from megafp8.inference.load import Layout, Opened, load_model, open_checkpoint
 from megafp8.inference.perplexity import Document, Loss, documents_of_data_set, documents_of_files, loss_of
 from megafp8.inference.scoring import Scorer
@@ -106,6 +106,7 @@ class Evaluation:
             raise ValueError("there is nothing to evaluate on: give --input, --data or --tasks")
         if arguments.tasks:
             import_package("lm_eval", "--tasks")
+        bind_to_cores(arguments)
         layout = Layout(arguments.tensor, arguments.pipeline, arguments.expert)
         self.opened = open_checkpoint(
             arguments.checkpoint,

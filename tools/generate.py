@@ -4,6 +4,7 @@
     python tools/generate.py runs/quickstart "def main(" --temperature 0.8 --top-p 0.95 --samples 3 --seed 1
     python tools/generate.py meta-llama/Llama-3.1-8B --file prompts.txt --json > texts.jsonl
     torchrun --nproc-per-node 2 tools/generate.py runs/mine --tensor 2
+    python tools/generate.py runs/mine "def main(" --device cpu --weights int8
     python tools/generate.py runs/mine < article.txt
 
 Without a prompt it asks for one after the other, or reads standard input as one prompt if that is no terminal.

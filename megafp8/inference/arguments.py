@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megafp8.inference.cpu_threads import bind_threads
 from megafp8.inference.generator import CacheOptions, Generator
 from megafp8.ops.quantized_weight import WEIGHT_FORMATS
 
@@ -14,12 +15,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of `model_options`."""
+    """Flags of `model_options` and `bind_to_cores`."""
     model = parser.add_argument_group("model")
     model.add_argument("--tensor", type=int, default=1, help="tensor-parallel size")
     model.add_argument("--pipeline", type=int, default=1, help="pipeline-parallel size")
     model.add_argument("--expert", type=int, default=1, help="expert-parallel size, a divisor of --tensor")
     model.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    model.add_argument("--threads", type=int, help="on a CPU; default: one on each core, divided over the ranks")
     model.add_argument("--dtype", choices=list(DTYPES), help="default: that of the checkpoint")
     model.add_argument("--no-fp8", action="store_true", help="compute in high precision what was trained in FP8")
     model.add_argument("--weights", choices=list(WEIGHT_FORMATS), help="quantize the weights of linear layers")
@@ -34,6 +36,17 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "fp8": not arguments.no_fp8,
         "weights": arguments.weights,
     }
+
+
+def bind_to_cores(arguments: argparse.Namespace) -> None:
+    """Where the model runs on a CPU, bind the process to its cores; before the first operation on tensors.
+
+    Raises ValueError for `--threads` that cannot be.
+    """
+    if arguments.device == "cpu" or (arguments.device == "auto" and not torch.cuda.is_available()):
+        bind_threads(arguments.threads)
+    elif arguments.threads is not None:
+        raise ValueError(f"--threads {arguments.threads}: is about CPUs, and the model runs on a GPU; leave it out")
 
 
 def add_cache_flags(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +65,7 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
 
 def load_generator(arguments: argparse.Namespace) -> Generator:
     """The generator of `arguments.checkpoint`, with the flags for models and caches. Collective."""
+    bind_to_cores(arguments)
     return Generator.from_checkpoint(
         arguments.checkpoint,
         tensor=arguments.tensor,

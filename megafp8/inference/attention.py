@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 
 class _LongChunk(NamedTuple):
-    """`rows`: of its tokens in the step. `slots_t1`: of its keys, which with `positions_1s` is None if it begins its
-    sequence."""
+    """`rows`: of its tokens in the step. `table_1p`: pages of its keys, which with `positions_1s` is None if it begins
+    its sequence."""
 
     rows: slice
-    slots_t1: Tensor | None
+    table_1p: Tensor | None
     positions_1s: Tensor | None
 
 
@@ -80,8 +80,7 @@ class PackedStep:
             elif chunk.start == 0:
                 long.append(_LongChunk(own, None, None))
             else:
-                own_slots = cache.slots(pages.to(device)[None])
-                long.append(_LongChunk(own, own_slots, positions.to(device)[None]))
+                long.append(_LongChunk(own, pages.to(device)[None], positions.to(device)[None]))
         tokens_4n[:, count:] = tokens_4n[:, count - 1 : count]
         tokens_4n[_SLOTS, count:] = cache.unread_slot
         singles = [chunk.pages for chunk in batch if len(chunk.tokens) == 1]
@@ -175,17 +174,22 @@ class PagedAttention:
                 return y_bad.unsqueeze(1)
             y_sbad[:b, 0] = y_bad
         elif b:
-            k, v = cache.read(self.layer, step.once("slots", lambda: cache.slots(step.table_bm)))
+            k, v = cache.read(self.layer, step.table_bm)
             mask = step.once(self.window, self._mask_of_singles)
             q = q_sbad[:b].transpose(0, 1)
-            y_sbad[:b] = attention(q, k, v, mask, sink_a, scores_of_length(scores, len(k))).transpose(0, 1)
-        for rows, slots_t1, positions_1s in step.long:
+            y = attention(q, k, v, mask, sink_a, scores_of_length(scores, len(k))).transpose(0, 1)
+            if b == len(q_sbad):
+                return y
+            y_sbad[:b] = y
+        for rows, table_1p, positions_1s in step.long:
             q, k, v = q_sbad[rows], k_sbgd[rows], v_sbgd[rows]
-            if slots_t1 is None:
+            if table_1p is None:
                 mask = causal_mask(None, self.window, len(q), q.device)
             else:
-                k, v = self.cache.read(self.layer, slots_t1)
-                mask = AttentionMask(window=self.window, positions_bs=positions_1s)
+                k, v = self.cache.read(self.layer, table_1p)
+                mask = step.once(
+                    (rows.start, self.window), partial(AttentionMask, window=self.window, positions_bs=positions_1s)
+                )
             y_sbad[rows] = attention(q, k, v, mask, sink_a, scores_of_length(scores, len(k)))
         if step.padding:
             y_sbad[-step.padding :] = y_sbad[-step.padding - 1]

@@ -25,14 +25,13 @@ from megafp8.data.chats import read_special_tokens
 from megafp8.data.tokenizers import Tokenizer, build_tokenizer
 from megafp8.distributed.tp_overlap import default_overlap
 from megafp8.inference.model import Model, check_decoder
+from megafp8.inference.packed_weights import pack_weights
 from megafp8.inference.quantized_weights import check_stages, quantize_stages, weight_format
 from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext
-from megafp8.ops.packed_weight import VectorWeight
 from megafp8.ops.quantized_weight import WeightFormat
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.planner.stages import stages_of
-from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.training.cuda_graphs import why_not
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.trainer import DTYPES, Trainer
@@ -145,20 +144,8 @@ def load_model(opened: Opened) -> Model:
     model.fp8.invalidate_weights()
     if opened.weights is not None:
         quantize_stages(model.stages, opened.weights)
-    pack_weights(model)
+    pack_weights(model.stages)
     return model
-
-
-def pack_weights(model: Model) -> None:
-    """Have linear layers compute with the form of their weights that is fastest for a few tokens."""
-    if model.parallel.device.type != "cuda":
-        return
-    for stage in model.stages:
-        for layer in stage.modules():
-            if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-                state = layer.state
-                if not state.plan.fp8 and state.packed_weight is None and layer.weight.dtype == torch.bfloat16:
-                    state.set_packed_weight(VectorWeight(layer.weight.detach()))
 
 
 def build_model(config: Config, left_out: Sequence[str] = (), trained_length: int = 0) -> Model:
@@ -209,7 +196,9 @@ def live_model(trainer: Trainer) -> tuple[Model, Callable[[], None]]:
     config = trainer.config
     length, placement = config.training.seq_length, trainer.plan.placement
     why_eager = "copies of weights, which change, have other addresses after each step"
-    return Model(config.model, trainer.stages, placement, trainer.parallel, trainer.fp8, length, why_eager), before
+    return Model(
+        config.model, trainer.stages, placement, trainer.parallel, trainer.fp8, length, why_eager, True
+    ), before
 
 
 def _config_of_run(source: Source) -> Config | None:

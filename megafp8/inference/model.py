@@ -37,7 +37,8 @@ class Model:
     """This rank's stages of a model, in the order of its chunks, and the layout they belong to.
 
     `trained_length`: tokens of the sequences that a run trained it with; 0 where that is not known. `why_eager`: why
-    decode steps are not replayed from CUDA graphs; empty where they are.
+    decode steps are not replayed from CUDA graphs; empty where they are. `in_training`: its weights change, and what it
+    makes of them is used with gradients.
     """
 
     config: ModelConfig
@@ -47,6 +48,7 @@ class Model:
     fp8: Fp8Manager
     trained_length: int = 0
     why_eager: str = ""
+    in_training: bool = False
 
     @property
     def last_rank(self) -> int:
@@ -97,6 +99,8 @@ class PackedModel:
         self.multiple = self._ranks
         if model.fp8.recipe is not None:
             self.multiple *= _FP8_ROWS if self._ranks == 1 else _FP8_SHARD
+        # Where operations without kernels of ours then run PyTorch's own (`ops.fusion.runs_unfused`).
+        self._inference_mode = context.device.type == "cpu" and not model.in_training
 
     @torch.no_grad()
     def run(self, packed: P, run_stage: Callable[[int, Tensor | None, P], Tensor | None]) -> Tensor | None:
@@ -107,7 +111,7 @@ class PackedModel:
         """
         model, pipeline = self.model, self.model.parallel.pipeline
         x_sbh: Tensor | None = None
-        with model.fp8.recording(False):
+        with torch.inference_mode(self._inference_mode), model.fp8.recording(False):
             for index, (home, chunk) in enumerate(model.placement.homes):
                 if home != pipeline.rank:
                     continue

@@ -106,16 +106,17 @@ class PagedCache:
             q_nad, own.keys, own.values, own.scales, table_nm, positions_n, window, sink_a, scores
         )
 
-    def slots(self, pages_bp: Tensor) -> Tensor:
-        """The slots of the pages of b sequences, int64, in the order of their tokens: `[t, b]`."""
-        places = torch.arange(self.page_size, device=pages_bp.device)
-        return (pages_bp.long().unsqueeze(-1) * self.page_size + places).flatten(1).t().contiguous()
+    def read(self, layer: int, table_bp: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[t, b, g, d]` in the pages of b sequences, int32 or int64; views of `[b, t, g, d]`."""
+        own, (b, p) = self._layers[layer], table_bp.shape
 
-    def read(self, layer: int, slots_tb: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[t, b, g, d]` in these slots."""
-        own = self._layers[layer]
-        k, v = (x.flatten(0, 1)[slots_tb] for x in (own.keys, own.values))
+        def gathered(pages: Tensor) -> Tensor:
+            raw = pages.view(torch.int8) if pages.dtype == torch.float8_e4m3fn else pages  # FP8 has no index_select
+            found = raw.index_select(0, table_bp.flatten()).view(pages.dtype)
+            return found.view(b, p * self.page_size, *pages.shape[2:]).transpose(0, 1)
+
+        k, v = gathered(own.keys), gathered(own.values)
         if own.scales is not None:
-            k_scales, v_scales = (x.flatten(0, 1)[slots_tb].unsqueeze(-1) for x in own.scales)
+            k_scales, v_scales = (gathered(x).unsqueeze(-1) for x in own.scales)
             k, v = (k.float() * k_scales).to(self.dtype), (v.float() * v_scales).to(self.dtype)
         return k, v if v.shape == k.shape else F.pad(v, (0, k.shape[-1] - v.shape[-1]))

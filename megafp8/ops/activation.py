@@ -9,17 +9,36 @@ Shapes: r rows (tokens; all leading dims), f width of the activation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 
 from megafp8.fp8.linear_state import InputFormat, QuantizedGradHandoff
 from megafp8.fp8.quantizers import casts
 from megafp8.fp8.sources import ACTIVATION_SOURCES
 from megafp8.ops.autograd import once_differentiable
-from megafp8.ops.fusion import FusedOutput, LinearInput, as_matrix, fused_gradient
+from megafp8.ops.fusion import FusedOutput, LinearInput, as_matrix, fused_gradient, runs_unfused
+
+
+def _gated(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return function(gate).mul_(up)
+
+
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+_OF_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": partial(_gated, F.silu),
+    "geglu_tanh": partial(_gated, _gelu_tanh),
+    "gelu_tanh": _gelu_tanh,
+    "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square_(),
+}
+"""Activations by PyTorch's ops in the dtype of their input, where `runs_unfused`."""
 
 
 class _Activation(Function):
@@ -54,5 +73,7 @@ def activation(
     x is [gate | up] `[..., 2f]` if the activation is gated, else `[..., f]`; only then may it have a bias, `[f]`.
     `handoff`: where the layer that computed x, which has no other user, takes the gradient.
     """
+    if form is None and kind in _OF_TORCH and runs_unfused(x):
+        return _OF_TORCH[kind](x if bias is None else x + bias)
     fused = FusedOutput(form, torch.is_grad_enabled())
     return fused.result(_Activation.apply(x, bias, kind, handoff, fused))

@@ -18,6 +18,7 @@ Kernels, of which `choose` takes one (docs/decisions/0029-attention-of-documents
     soft caps, biases, dropout; prefixes, boolean masks, queries that are some tokens of their sequence
                                    our own in Triton (`megafp8.kernels.attention`), which is deterministic
     on a CPU, or in fp32 or fp64   the reference in PyTorch, some queries at a time (`ops.attention_reference`)
+    on a CPU in inference mode     torch's flash kernel where it can (`ops.cpu_attention`)
 
 cuDNN's graphs are cached by the layout of q, k and v, and expect all other tensors in the layout that the forward pass
 produces. So all tensors here are dense, sequence first.
@@ -41,9 +42,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megafp8.fp8.autocast import in_onnx_export
-from megafp8.ops import attention_reference, cudnn_attention
+from megafp8.ops import attention_reference, cpu_attention, cudnn_attention
 from megafp8.ops.attention_mask import CAUSAL, AttentionMask, one_segment
 from megafp8.ops.attention_scores import PLAIN, Scores
+from megafp8.ops.fusion import runs_unfused
 from megafp8.ops.wgrad import deliver, wgrad_dtype
 
 
@@ -58,6 +60,8 @@ def attention(
     if sink_a is not None or not scores.only_scales or not mask.is_plain(q_sbad.shape[0], k_tbgd.shape[0]):
         if in_onnx_export():
             return attention_reference.in_one_block(q_sbad, k_tbgd, v_tbgd, mask, sink_a, scores)
+        if runs_unfused(q_sbad) and cpu_attention.computes(mask, scores, sink_a):
+            return cpu_attention.attention(q_sbad, k_tbgd, v_tbgd, mask, scores)
         return _Attention.apply(q_sbad, k_tbgd, v_tbgd, sink_a, scores.distance_bias_ar, mask, scores)
     q, k, v = q_sbad.permute(1, 2, 0, 3), k_tbgd.permute(1, 2, 0, 3), v_tbgd.permute(1, 2, 0, 3)
     grouped = q.shape[1] != k.shape[1]

@@ -111,6 +111,14 @@ def as_matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
+def runs_unfused(x: Tensor) -> bool:
+    """Whether an operation on x gives values by PyTorch's own ops: on a CPU, in torch.inference_mode.
+
+    What is trained runs the references of the GPU's kernels on a CPU, step by step, in the same order of roundings.
+    """
+    return not x.is_cuda and torch.is_inference_mode_enabled()
+
+
 @dataclass
 class FusedOutput:
     """What an operation gives the linear layer after it: made within the operation's autograd Function.

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 
 from megafp8.fp8.linear_state import InputFormat
-from megafp8.fp8.sources import Normalized, ZeroCenteredNormalized
+from megafp8.fp8.sources import Normalized, ZeroCenteredNormalized, norm_factor
 from megafp8.ops import dropout as dropouts
 from megafp8.ops import dropout_reference, norm_reference
 from megafp8.ops.autograd import once_differentiable
 from megafp8.ops.dropout_reference import Dropout
-from megafp8.ops.fusion import FusedOutput, LinearInput, as_matrix
+from megafp8.ops.fusion import FusedOutput, LinearInput, as_matrix, runs_unfused
 from megafp8.ops.wgrad import deliver, summed_in_place
 
 
@@ -124,6 +125,16 @@ def _kernels() -> ModuleType:
     return norm
 
 
+def _unfused(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    total = x if branch is None else x + branch
+    factor = norm_factor(weight, zero_centered).to(x.dtype) if zero_centered else weight
+    if bias is not None:
+        return total, F.layer_norm(total, weight.shape, factor, bias, eps)
+    return total, F.rms_norm(total, weight.shape, factor, eps)
+
+
 def norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, form: InputFormat | None, *,
     dropout: Dropout | None = None, zero_centered: bool = False,
@@ -133,6 +144,8 @@ def norm(
     RMSNorm without a bias, LayerNorm with one; weight and bias `[c]`. `form`: how the layer takes its input. `dropout`:
     of the branch, before it is added. `zero_centered`: the norm multiplies by 1 + weight.
     """
+    if form is None and dropout is None and runs_unfused(x):
+        return _unfused(x, branch, weight, bias, eps, zero_centered=zero_centered)
     fused = FusedOutput(form, torch.is_grad_enabled())
     own = None if branch is None else dropout
     total, y = _Norm.apply(x, branch, weight, bias, eps, zero_centered, fused, own)

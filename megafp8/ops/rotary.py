@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from megafp8.fp8.linear_state import QuantizedGradHandoff
 from megafp8.fp8.sources import QKVGrad, rotate
 from megafp8.ops.autograd import once_differentiable
-from megafp8.ops.fusion import fused_gradient
+from megafp8.ops.fusion import fused_gradient, runs_unfused
 
 
 class _RotateAndSplit(Function):
@@ -31,20 +31,10 @@ class _RotateAndSplit(Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.handoff = handoff
-        d = 2 * cos.shape[-1]
         # The linear layer needs its output for nothing; were it kept by another, autograd would complain.
         increment_version(qkv_sbc)
         qkv_sbc = qkv_sbc.detach()
-        if qkv_sbc.is_cuda and cos.dtype == torch.float32:
-            from megafp8.kernels.rotary import rotate_qkv_  # needs Triton, which comes with torch's CUDA builds
-
-            rotate_qkv_(qkv_sbc, heads, cos, sin)
-        else:
-            rotated = qkv_sbc[..., : (heads + groups) * d].unflatten(-1, (-1, d))
-            rotated.copy_(rotate(rotated, cos, sin))
-        s, b, _ = qkv_sbc.shape
-        q, k, v = qkv_sbc.view(s, b, heads + 2 * groups, d).split_with_sizes([heads, groups, groups], 2)
-        return q, k, v
+        return _rotated_and_split(qkv_sbc, heads, groups, cos, sin)
 
     @staticmethod
     @once_differentiable
@@ -61,7 +51,26 @@ def rotate_and_split(
     They are views of `qkv_sbc`, which is overwritten. cos and sin are `[s, 1 or b, 1, d/2]`. `handoff`: as for
     `swiglu`.
     """
+    if runs_unfused(qkv_sbc):
+        return _rotated_and_split(qkv_sbc, heads, groups, cos, sin)
     return _RotateAndSplit.apply(qkv_sbc, heads, groups, cos, sin, handoff)
+
+
+def _rotated_and_split(
+    qkv_sbc: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of `qkv_sbc`, rotated in place."""
+    d = 2 * cos.shape[-1]
+    if qkv_sbc.is_cuda and cos.dtype == torch.float32:
+        from megafp8.kernels.rotary import rotate_qkv_  # needs Triton, which comes with torch's CUDA builds
+
+        rotate_qkv_(qkv_sbc, heads, cos, sin)
+    else:
+        rotated = qkv_sbc[..., : (heads + groups) * d].unflatten(-1, (-1, d))
+        rotated.copy_(rotate(rotated, cos, sin))
+    s, b, _ = qkv_sbc.shape
+    q, k, v = qkv_sbc.view(s, b, heads + 2 * groups, d).split_with_sizes([heads, groups, groups], 2)
+    return q, k, v
 
 
 class _RotateHeads(Function):

@@ -62,9 +62,8 @@ def test_texts_are_those_of_dequantized_weights(
     _save_llama(tmp_path / "dequantized", tied=tied, weights=name)
     expected = world2.run(_texts, tmp_path / "dequantized", None, {}, ranks=1)[0]
     assert world2.run(_texts, tmp_path / "model", None, {}, ranks=1)[0] != expected, "quantized nothing"
-    assert world2.run(_texts, tmp_path / "model", name, {}, ranks=1)[0] == expected
-    for layout in ({"tensor": 2}, {"pipeline": 2}):
-        for found in world2.run(_texts, tmp_path / "model", name, layout, ranks=2):
+    for layout in ({}, {"tensor": 2}, {"pipeline": 2}):
+        for found in world2.run(_texts, tmp_path / "model", name, layout, ranks=2 if layout else 1):
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
             for (_, ours), (_, theirs) in zip(found, expected, strict=True):
                 assert ours == pytest.approx(theirs, abs=1e-5)
