@@ -8,11 +8,13 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 
 if not torch.cuda.is_available():
     # Read when Triton is imported, which importing the package may do: tests of kernels run in Triton's interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
 
+from megafp8.parallel_state import destroy_model_parallel
 from tests.quickstart_data import QuickstartData, make_quickstart_data
 from tests.training.runs import Runs
 from tests.world import Ranks, World
@@ -30,6 +32,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_groups() -> Iterator[None]:
+    """Destroy the groups of a module that loads models in this process."""
+    yield
+    destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -82,8 +82,6 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {  # overrides, number of rank
     "no documents to validate on": (['data.split="100,0,0"'], 4, "has no documents for it"),
     "no tokenizer and no vocabulary": (["data.tokenizer=null", "model.vocab_size=null"], 4,
         "model.vocab_size = None: not given, and no data.tokenizer"),
-    "resets without a tokenizer": (["data.tokenizer=null", "data.reset_at_documents=true"], 4,
-        "data.reset_at_documents = True: needs the end-of-document token"),
     "a vocabulary smaller than the tokenizer": (["model.vocab_size=500"], 4,
         "model.vocab_size = 500: smaller than the 512 tokens of data.tokenizer"),
     "too little data": (["training.seq_length=1000000", "parallel.sequence_parallel=false"], 4,

@@ -164,9 +164,6 @@ def _evaluation(config: Config) -> Iterator[Problem]:
     for key, value in (("include_path", e.include_path), ("limit", e.limit)):
         if value is not None and not e.tasks:
             yield Problem(f"training.evaluate.{key}", value, "there are no tasks", "leave it out, or give tasks")
-    if e.prompts and e.max_tokens >= config.position_rows:
-        rule = f"the model has {config.position_rows} positions for prompt and text"
-        yield Problem("training.evaluate.max_tokens", e.max_tokens, rule, f"try {config.position_rows // 2}")
 
 
 def attention_heads(m: ModelConfig) -> Iterator[Problem]:

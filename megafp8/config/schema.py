@@ -678,7 +678,7 @@ class EvaluateConfig(Section):
     """Texts to continue, which go to the log and to samples.jsonl in the run folder. An empty one begins a document;
     not with data.reset_at_documents, where nothing is before a document."""
     max_tokens: PositiveInt = 64
-    """Tokens that continue a prompt, at most."""
+    """Tokens that continue a prompt, at most. A text ends where the model has no more positions, too."""
     temperature: NonNegative = 0.0
     """Of the choice of tokens. 0: the most probable one."""
     tasks: list[str] = []

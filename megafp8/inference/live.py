@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from megafp8.config import ConfigError, EvaluateConfig, Problem
+from megafp8.data.tokenizers import Tokenizer
 from megafp8.inference.generator import CacheOptions, Generator
 from megafp8.inference.load import live_model
 from megafp8.inference.sampling import SamplingOptions
@@ -36,10 +38,9 @@ def check(inputs: Inputs) -> None:
         if not prompt and inputs.config.data.reset_at_documents:
             rule = "with data.reset_at_documents nothing is before a document, so the model cannot give its first token"
             problems.append(Problem(f"{_KEY}.prompts", prompt, rule, "give the beginning of a text"))
-        used = 1 + len(tokenizer.encode(prompt))
-        if used + evaluate.max_tokens > rows:
-            rule = f"{used} tokens and {evaluate.max_tokens} of {_KEY}.max_tokens are more than the model's {rows}"
-            problems.append(Problem(f"{_KEY}.prompts", prompt, rule, "shorten it, or try a smaller max_tokens"))
+        if _tokens_of(prompt, tokenizer) >= rows:
+            rule = f"{_tokens_of(prompt, tokenizer)} tokens leave no room in the model's {rows} positions"
+            problems.append(Problem(f"{_KEY}.prompts", prompt, rule, "shorten it"))
     if evaluate.tasks and importlib.util.find_spec("lm_eval") is None:
         rule, works = "lm-evaluation-harness is not installed", "run pip install -e '.[eval]', or leave them out"
         problems.append(Problem(f"{_KEY}.tasks", evaluate.tasks, rule, works))
@@ -97,10 +98,14 @@ class LiveEvaluation:
         return found
 
     def _write_samples(self, step: int) -> dict[str, float]:
-        prompts, options = self._evaluate.prompts, _sampling(self._evaluate, self._seed)
-        longest = max(1 + len(self._tokenizer.encode(prompt)) for prompt in prompts) + options.max_tokens
-        page = CacheOptions().page_size
-        cache = CacheOptions(cache_tokens=len(prompts) * -(-longest // page) * page)
+        prompts, common = self._evaluate.prompts, _sampling(self._evaluate, self._seed)
+        rows, page = self._trainer.config.position_rows, CacheOptions().page_size
+        options, pages = [], 0
+        for prompt in prompts:
+            used = _tokens_of(prompt, self._tokenizer)
+            options.append(replace(common, max_tokens=min(common.max_tokens, rows - used)))
+            pages += -(-(used + options[-1].max_tokens) // page)
+        cache = CacheOptions(cache_tokens=pages * page)
         # Made in each evaluation, since its cache would take memory from training.
         generator = Generator.from_trainer(self._trainer, self._tokenizer, cache=cache)
         completions = generator.generate(prompts, options)
@@ -133,6 +138,11 @@ class LiveEvaluation:
         metrics = {name: value for name, value in metrics_of(results).items() if "_stderr" not in name}
         logger.info(f"scores after step {step}: " + "  ".join(f"{name} {x:.4g}" for name, x in metrics.items()))
         return {f"eval/{name}": value for name, value in metrics.items()}
+
+
+def _tokens_of(prompt: str, tokenizer: Tokenizer) -> int:
+    """Tokens that the model reads before a text, with that which begins a document."""
+    return 1 + len(tokenizer.encode(prompt))
 
 
 def _sampling(evaluate: EvaluateConfig, seed: int) -> SamplingOptions:

@@ -26,7 +26,7 @@ PROMPTS = ["def main(", "", "import os\n"]
 EVALUATE = [
     "training.evaluate.interval=2",
     f"training.evaluate.prompts={json.dumps(PROMPTS)}",
-    "training.evaluate.max_tokens=6",
+    "training.evaluate.max_tokens=28",
 ]
 SECONDS = ("time", "_seconds", "per_second", "per_gpu", "mfu", "memory")
 """Metrics that differ from run to run."""
@@ -49,8 +49,13 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def _generated(run: str) -> list[str]:
-    sampling = SamplingOptions(max_tokens=6, seed=1234)
-    return [x.text for x in Generator.from_checkpoint(run, device="cpu").generate(PROMPTS, sampling)]
+    """Texts of 28 tokens, or as long as the model's 32 positions allow."""
+    generator = Generator.from_checkpoint(run, device="cpu")
+    assert generator.tokenizer is not None
+    rooms = [32 - 1 - len(generator.tokenizer.encode(prompt)) for prompt in PROMPTS]
+    assert min(rooms) < 28 <= max(rooms)
+    sampling = [SamplingOptions(max_tokens=min(28, room), seed=1234) for room in rooms]
+    return [x.text for x in generator.generate(PROMPTS, sampling)]
 
 
 def test_evaluation_changes_nothing(world2: World, tmp_path: Path, quickstart_data: QuickstartData) -> None:
@@ -139,7 +144,6 @@ def _scores_of(run: str, tasks: str) -> float:
 WRONG = {
     "prompts": (EVALUATE[:1], "training.evaluate = 'set': has neither prompts nor tasks"),
     "limit": ([*EVALUATE, "training.evaluate.limit=3"], "training.evaluate.limit = 3: there are no tasks"),
-    "positions": ([*EVALUATE[:2], "training.evaluate.max_tokens=64"], "the model has 32 positions for prompt and text"),
     "interval": (["data.validation={code: data/code}", "training.eval_interval=0"], "nothing says when to compute"),
 }
 
@@ -154,13 +158,13 @@ def test_what_the_config_refuses(quickstart_data: QuickstartData, tmp_path: Path
 
 def test_what_needs_the_tokenizer_is_refused_too(quickstart_data: QuickstartData, tmp_path: Path) -> None:
     long = json.dumps(["x" * 90, ""])
-    wrong = ["training.evaluate.interval=1", f"training.evaluate.prompts={long}", "training.evaluate.max_tokens=6",
+    wrong = ["training.evaluate.interval=1", f"training.evaluate.prompts={long}",
              "training.evaluate.temperature=1e-6", "training.evaluate.tasks=[a]",
              "data.reset_at_documents=true", f"training.evaluate.include_path={tmp_path / 'none'}"]  # fmt: skip
     with pytest.raises(ConfigError) as error:
         live.check(inputs_of(options(quickstart_data, tmp_path, *wrong)))
     for message in (
-        "tokens and 6 of training.evaluate.max_tokens are more than the model's 32; shorten it",
+        "tokens leave no room in the model's 32 positions; shorten it",
         "nothing is before a document, so the model cannot give its first token; give the beginning of a text",
         "training.evaluate.temperature = 1e-06: temperature = 1e-06: must be 0",
         "no such folder; give the folder with the YAML files of tasks",

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,6 @@ from megafp8.data.chats import chat_prompt_encoder, read_chat_template
 from megafp8.inference import Completion, Generator, SamplingOptions
 from megafp8.inference.generator import CacheOptions
 from megafp8.inference.server.app import Limits
-from megafp8.parallel_state import destroy_model_parallel
 from tests.inference.server.serving import LENGTH, events, pages_used, served, until, write_model
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -39,9 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def generator(folder: Path) -> Iterator[Generator]:
-    yield Generator.from_checkpoint(folder, device="cpu", cache=SMALL_CACHE)
-    destroy_model_parallel()
+def generator(folder: Path) -> Generator:
+    return Generator.from_checkpoint(folder, device="cpu", cache=SMALL_CACHE)
 
 
 def client_of(url: str) -> openai.OpenAI:

@@ -15,7 +15,6 @@ import pytest
 
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.server.__main__ import main
-from megafp8.parallel_state import destroy_model_parallel
 from tests.inference.server.serving import LENGTH, server_process, until, write_model
 
 LONG: dict[str, Any] = {"model": "tiny", "prompt": "abc", "max_tokens": LENGTH - 3, "ignore_end": True, "seed": 4}
@@ -48,7 +47,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = write_model(tmp_path_factory.mktemp("model"))
     options = SamplingOptions(max_tokens=LONG["max_tokens"], temperature=1.0, ignore_end=True, seed=LONG["seed"])
     text = Generator.from_checkpoint(folder, device="cpu").generate(LONG["prompt"], options)[0].text
-    destroy_model_parallel()
     return folder, text
 
 
