@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 
 import torch
@@ -19,33 +21,45 @@ def pack_weights(stages: Sequence[GPTStage]) -> None:
     """Pack the weights of all linear layers, and free the parameters that are copied and that no embedding reads.
 
     On CPUs into oneDNN's order: weights in int8 stay so; those in FP8 or int4, which processors do not multiply, become
-    bf16. On GPUs weights in bf16 stay where they are. Layers in FP8, experts, and what `_packed` does not know stay as
-    they are.
+    bf16. Weights in bf16 stay in row-major order too, for steps of one text, if all processes of the host together need
+    no more than half of its memory for both. On GPUs weights in bf16 stay where they are. Layers in FP8, experts, and
+    what `_packed` does not know stay as they are.
     """
-    for stage in stages:
-        looked_up = None if stage.embedding is None else stage.embedding.word.weight
-        for layer in stage.modules():
-            if not isinstance(layer, ColumnParallelLinear | RowParallelLinear) or layer.state.plan.fp8:
-                continue
-            weight = layer.weight
-            packed = _packed(layer.state.packed_weight, weight)
-            if packed is None:
-                continue
-            layer.state.set_packed_weight(packed)
-            if weight is not looked_up and not isinstance(packed, VectorWeight):
-                weight.data = weight.data.new_empty(0)
+    layers = [
+        (layer, stage.embedding is not None and layer.weight is stage.embedding.word.weight)
+        for stage in stages
+        for layer in stage.modules()
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and not layer.state.plan.fp8
+    ]
+    elements = sum(math.prod((layer.state.packed_weight or layer.weight).shape) for layer, _ in layers)
+    both = 2 * torch.bfloat16.itemsize * elements * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    keeps_rows = both <= _host_memory() / 2
+    for layer, is_looked_up in layers:
+        weight = layer.weight
+        packed = _packed(layer.state.packed_weight, weight, keeps_rows)
+        if packed is None:
+            continue
+        layer.state.set_packed_weight(packed)
+        if not is_looked_up and not isinstance(packed, VectorWeight):
+            weight.data = weight.data.new_empty(0)
 
 
-def _packed(given: PackedWeight | None, parameter: Tensor) -> PackedWeight | None:
+def _packed(given: PackedWeight | None, parameter: Tensor, keeps_rows: bool) -> PackedWeight | None:
     """The weight in another form; None where it stays as it is."""
     if parameter.is_cuda:
         return VectorWeight(parameter.detach()) if given is None and parameter.dtype == torch.bfloat16 else None
     if not packs(parameter.dtype):
         return None
+    keeps_rows = keeps_rows and parameter.dtype == torch.bfloat16
     if given is None:
-        return OneDnnWeight(parameter)
+        return OneDnnWeight(parameter, keeps_rows=keeps_rows)
     if not isinstance(given, QuantizedWeight) or parameter.dtype != torch.bfloat16:
         return None
     if given.format.kind == "int8":
         return OneDnnInt8Weight(given.data, given.scale_inv_gn[0])
-    return OneDnnWeight(given.dequantize(parameter.dtype))
+    return OneDnnWeight(given.dequantize(parameter.dtype), keeps_rows=keeps_rows)
+
+
+def _host_memory() -> int:
+    """Bytes of this host's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

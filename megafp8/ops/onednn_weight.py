@@ -37,17 +37,33 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 class OneDnnWeight:
-    """A weight `[n, k]` of a dtype that `packs`."""
+    """A weight `[n, k]` of a dtype that `packs`.
 
-    def __init__(self, w_nk: Tensor) -> None:
+    `keeps_rows`: the weight in row-major order is kept too, for products with one token by PyTorch's own kernel, which
+    reads weights in bf16 1.2 to 1.5 times as fast.
+    """
+
+    def __init__(self, w_nk: Tensor, *, keeps_rows: bool = False) -> None:
         self.shape = (w_nk.shape[0], w_nk.shape[1])
+        self.rows = w_nk.detach() if keeps_rows else None
         self._packed = torch.ops.mkldnn._reorder_linear_weight(w_nk.detach(), _TOKENS)
 
     def product(self, x_mk: Tensor, bias_n: Tensor | None = None) -> Tensor:
         """`x wᵀ + bias`, `[m, n]`; x is in the weight's dtype."""
         bias_n = None if bias_n is None else bias_n.to(x_mk.dtype)
+        if len(x_mk) == 1 and self.rows is not None:
+            return _vector_product(x_mk, self.rows, bias_n)
         y_mn: Tensor = torch.ops.mkldnn._linear_pointwise(x_mk, self._packed, bias_n, "none", [], "")
         return y_mn
+
+
+def _vector_product(x_1k: Tensor, w_nk: Tensor, bias_n: Tensor | None) -> Tensor:
+    """`F.linear` by PyTorch's own kernel, which it uses where oneDNN is switched off."""
+    before = torch.backends.mkldnn.set_flags(False)
+    try:
+        return torch.nn.functional.linear(x_1k, w_nk, bias_n)
+    finally:
+        torch.backends.mkldnn.set_flags(*before)
 
 
 class OneDnnInt8Weight:

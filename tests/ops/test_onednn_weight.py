@@ -27,13 +27,15 @@ def test_product(dtype: torch.dtype, m: int, biased: bool) -> None:
         pytest.skip(f"oneDNN has no kernels for {dtype} here")
     w, x = torch.randn(N, K, dtype=dtype), torch.randn(m, K, dtype=dtype)
     bias = torch.randn(N) if biased else None
-    weight = OneDnnWeight(w)
-    assert weight.shape == (N, K)
-    y = weight.product(x, bias)
     exact, magnitude = _exact(x, w, None if bias is None else bias.to(dtype))
-    assert y.dtype == dtype
     eps = torch.finfo(dtype).eps
-    assert ((y.double() - exact).abs() <= eps * exact.abs() + 2**-20 * magnitude).all()
+    for keeps_rows in (False, True):
+        weight = OneDnnWeight(w, keeps_rows=keeps_rows)
+        assert weight.shape == (N, K)
+        y = weight.product(x, bias)
+        assert y.dtype == dtype
+        assert ((y.double() - exact).abs() <= eps * exact.abs() + 2**-20 * magnitude).all()
+    assert torch.backends.mkldnn.enabled
 
 
 def _int8(n: int = N) -> tuple[Tensor, Tensor]:
