@@ -102,7 +102,6 @@ class PackedModel:
         # Where operations without kernels of ours then run PyTorch's own (`ops.fusion.runs_unfused`).
         self._inference_mode = context.device.type == "cpu" and not model.in_training
 
-    @torch.no_grad()
     def run(self, packed: P, run_stage: Callable[[int, Tensor | None, P], Tensor | None]) -> Tensor | None:
         """What `run_stage` gives for the last stage; None on ranks without it.
 
@@ -111,7 +110,9 @@ class PackedModel:
         """
         model, pipeline = self.model, self.model.parallel.pipeline
         x_sbh: Tensor | None = None
-        with torch.inference_mode(self._inference_mode), model.fp8.recording(False):
+        # torch.inference_mode(False) would allow gradients.
+        without_gradients = torch.inference_mode if self._inference_mode else torch.no_grad
+        with without_gradients(), model.fp8.recording(False):
             for index, (home, chunk) in enumerate(model.placement.homes):
                 if home != pipeline.rank:
                     continue

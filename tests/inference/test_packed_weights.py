@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,21 @@ def _save_llama(folder: Path, *, tied: bool = False) -> None:
     model = transformers.LlamaForCausalLM(config)
     randomize(model)
     model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("in_training", [False, True])
+def test_no_gradients(world2: World, tmp_path: Path, in_training: bool) -> None:
+    _save_llama(tmp_path)
+    world2.run(_check_gradients, tmp_path, in_training, ranks=1)
+
+
+def _check_gradients(folder: Path, in_training: bool) -> None:
+    model = load_model(open_checkpoint(folder, Layout(), device="cpu"))
+    model = replace(model, in_training=in_training)
+    seen: list[bool] = []
+    model.stages[0].blocks[0].register_forward_pre_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    Generator(model, max_length=16).generate(PROMPTS, GREEDY)
+    assert set(seen) == {False}
 
 
 def _texts(
