@@ -135,7 +135,8 @@ def attend_kernel(
     o = o / tl.where(some, total, 1.0)[:, None]
     to = (row * parts + part) * a + head
     tl.store(lse_nka + to, tl.where(some, largest + tl.log2(total), float("-inf")), mask=i < heads)
-    tl.store(o_nkaw + to[:, None] * D + c[None, :], o, mask=(i < heads)[:, None] & (c < D)[None, :])
+    # The merging kernel does not read what a part without keys has summed up.
+    tl.store(o_nkaw + to[:, None] * D + c[None, :], o, mask=((i < heads) & some)[:, None] & (c < D)[None, :])
 
 
 def merge_kernel(
