@@ -5,7 +5,8 @@ after a clean stop, and on the other nodes reports only lost connections. This o
 `LocalElasticAgent`, with torchrun's options (c10d rendezvous only), and differs as follows:
 
 - Exit codes: 0 done, or stopped cleanly; 2 wrong config, data or checkpoint, never restarted; 1 another failure,
-  after its restarts. The last output is the message of the rank that failed first.
+  after its restarts. The last output is the message of the rank that failed first. STOPPED_EXIT_CODE in the
+  environment is the exit code of all nodes after a clean stop, for schedulers that take 0 for the end of the job.
 - SIGTERM and Ctrl-C ask the ranks to finish their step, save and exit; the agent waits for them. torchrun's agent
   raises an exception instead, and agents of other nodes wait 5 minutes for it. A second Ctrl-C kills the ranks at once.
   While no ranks run, signals end the agent as they end any process.
@@ -19,6 +20,7 @@ Exit codes, and messages of ranks: megafp8/training/errors.py.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -43,6 +45,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.elastic.utils.store import barrier
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
@@ -51,6 +54,7 @@ from megafp8.training.errors import AGENT_REPORTS, DONE, FAILED, NO_RESTART
 
 LOST_STORE = (RendezvousConnectionError, dist.DistNetworkError, dist.DistStoreError)
 OUTCOME_KEY = "megafp8/outcome"
+STOPPED_KEY = "megafp8/stopped"
 OUTCOME_SECONDS = 45.0  # for other nodes to read the outcome: torch takes up to 30 to end ranks that hang
 FOLLOWER_SECONDS = 5.0  # for the node of the rank that failed first to report it
 GRACE_SECONDS = 5  # for ranks to exit by themselves once one has failed
@@ -59,11 +63,15 @@ STOP_SECONDS = 110  # from a stop signal until ranks are killed; TORCH_ELASTIC_S
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The end of a job, or of one attempt. `follows`: it is the consequence of a failure on another node."""
+    """The end of a job, or of one attempt.
+
+    `follows`: it is the consequence of a failure on another node. `stopped`: a signal asked for it.
+    """
 
     code: int
     message: str = ""
     follows: bool = False
+    stopped: bool = False
 
 
 def outcome_of(failures: Mapping[int, ProcessFailure]) -> Outcome:
@@ -112,6 +120,7 @@ class Agent(LocalElasticAgent):
             log_line_prefix_template=config.log_line_prefix_template,
         )
         self.outcome: Outcome | None = None
+        self.stopped = False
         self._stop_signal: int | None = None
         self._stop_deadline = float("inf")
 
@@ -157,6 +166,11 @@ class Agent(LocalElasticAgent):
             self._pcontext.close(signal.SIGTERM, GRACE_SECONDS)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._stop_signal is not None and not self.stopped:
+            self.stopped = True
+            if worker_group.group_world_size > 1:
+                with contextlib.suppress(*LOST_STORE):
+                    self._store.set(STOPPED_KEY, "1")
         ranks = self._pcontext.subprocess_handlers.values()  # type: ignore[union-attr]
         if any(rank.proc.poll() for rank in ranks):
             self._end_ranks()
@@ -170,12 +184,22 @@ class Agent(LocalElasticAgent):
             self._on_failure(outcome_of(result.failures), result.failures)
         return result
 
+    def _exit_barrier(self) -> None:
+        nodes = self._worker_group.group_world_size
+        if nodes > 1:
+            try:
+                barrier(self._store, nodes, f"{STOPPED_KEY}/known", self._exit_barrier_timeout)
+                self.stopped |= self._store.check([STOPPED_KEY])
+            except LOST_STORE:
+                return  # a node is gone
+        super()._exit_barrier()  # the node that has the store must exit last
+
     def _on_failure(self, outcome: Outcome, failures: Mapping[int, ProcessFailure]) -> None:
         """Decide whether the ranks of this node, which have ended, are restarted."""
         if self._stop_signal is not None and failures:
             ends = {failure.exitcode for failure in failures.values()}
             if ends == {-signal.SIGTERM}:  # before they installed their handler: there is nothing to save
-                outcome = Outcome(DONE, "stopped on request before training began")
+                outcome = Outcome(DONE, "stopped on request before training began", stopped=True)
             elif ends <= {-signal.SIGTERM, -signal.SIGKILL} and time.monotonic() > self._stop_deadline:
                 outcome = Outcome(FAILED, "error: killed: the step and its checkpoint were not done in time to stop")
         if outcome.follows and self._is_decided_elsewhere():
@@ -257,6 +281,9 @@ def run(config: LaunchConfig, entrypoint: str, arguments: list[str]) -> Outcome:
 
 def _make_agent(config: LaunchConfig, max_restarts: int, entrypoint: str, arguments: list[str]) -> Agent:
     """An agent with a new rendezvous. Raises RendezvousConnectionError if the store does not answer."""
+    settings = dict(config.rdzv_configs)
+    if can_listen(config.rdzv_endpoint):
+        settings.setdefault("is_host", "true")
     rendezvous = get_rendezvous_handler(
         RendezvousParameters(
             config.rdzv_backend,
@@ -265,19 +292,35 @@ def _make_agent(config: LaunchConfig, max_restarts: int, entrypoint: str, argume
             config.min_nodes,
             config.max_nodes,
             local_addr=config.local_addr,
-            **config.rdzv_configs,
+            **settings,
         )
     )
     shared = {field.name for field in dataclasses.fields(WorkerSpec)} & {f.name for f in dataclasses.fields(config)}
-    settings = {name: getattr(config, name) for name in shared} | {"max_restarts": max_restarts}
+    options = {name: getattr(config, name) for name in shared} | {"max_restarts": max_restarts}
     spec = WorkerSpec(
         local_world_size=config.nproc_per_node,
         rdzv_handler=rendezvous,
         entrypoint=entrypoint,
         args=tuple(arguments),
-        **settings,
+        **options,
     )
     return Agent(spec, config)
+
+
+def can_listen(endpoint: str) -> bool:
+    """Whether this machine has the address of the rendezvous, and nothing listens there yet.
+
+    torch compares the address with those of the machine's host name only, which on many machines is 127.0.0.1, or an
+    address in another network. All agents would then wait for a store that none of them makes.
+    """
+    host, port = parse_rendezvous_endpoint(endpoint, default_port=29400)
+    with contextlib.suppress(OSError):  # an unknown name, or an address of another machine
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+                probe.bind(address)
+                return True
+    return False
 
 
 def _attempt(agent: Agent) -> Outcome | None:
@@ -293,8 +336,10 @@ def _attempt(agent: Agent) -> Outcome | None:
     except RendezvousError as error:
         outcome = Outcome(FAILED, f"error: the nodes of the job did not meet: {type(error).__name__} {error}")
     else:
-        done = result is not None and not result.is_failed()
-        outcome = Outcome(DONE) if done else agent.outcome or Outcome(FAILED, "error: the job ended unexpectedly")
+        if result is not None and not result.is_failed():
+            outcome = Outcome(DONE, stopped=agent.stopped)
+        else:
+            outcome = agent.outcome or Outcome(FAILED, "error: the job ended unexpectedly")
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
@@ -321,7 +366,7 @@ def main() -> int:
     outcome = run(config, str(entrypoint), arguments)
     if outcome.message:
         print(outcome.message, file=sys.stderr, flush=True)
-    return outcome.code
+    return int(os.environ.get("STOPPED_EXIT_CODE", DONE)) if outcome.stopped else outcome.code
 
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@
 # MAX_RESTARTS     restarts after a failure (3)
 # NPROC_PER_NODE   processes on each machine (its GPUs)
 # LOG_DIR          keep what each rank prints, in files below this folder
+# SCRIPT           what the ranks run (pretrain_gpt.py), for example tools/check_cluster.py before a long run
+# LOCAL_ADDR       this machine's address, where the others cannot resolve its host name
+# STOPPED_EXIT_CODE  exit code after a clean stop (0), for schedulers that start again what did not end with 0
 #
 # Exit codes: 0 done, or stopped cleanly by SIGTERM or Ctrl-C on any machine; 2 a fault of config, data or checkpoint,
 # which is not restarted; 1 another failure. docs/launching.md describes recovery from failures.
@@ -45,4 +48,5 @@ exec python -m launch.agent \
     --rdzv-id "$RDZV_ID" \
     --max-restarts "${MAX_RESTARTS:-3}" \
     ${LOG_DIR:+--log-dir "$LOG_DIR" --tee 3} \
-    pretrain_gpt.py --config "$config" "$@"
+    ${LOCAL_ADDR:+--local-addr "$LOCAL_ADDR"} \
+    "${SCRIPT:-pretrain_gpt.py}" --config "$config" "$@"

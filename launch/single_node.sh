@@ -7,6 +7,7 @@
 # MAX_RESTARTS     restarts after a failure (0)
 # NPROC_PER_NODE   processes (the GPUs)
 # LOG_DIR          keep what each rank prints, in files below this folder
+# SCRIPT           what the ranks run (pretrain_gpt.py), for example tools/check_cluster.py before a long run
 #
 # Exit codes: 0 done, or stopped cleanly by SIGTERM or Ctrl-C; 2 a fault of config, data or checkpoint, which is not
 # restarted; 1 another failure. docs/launching.md describes recovery from failures.
@@ -38,4 +39,4 @@ exec python -m launch.agent \
     --nproc-per-node "${NPROC_PER_NODE:-$processes}" \
     --max-restarts "${MAX_RESTARTS:-0}" \
     ${LOG_DIR:+--log-dir "$LOG_DIR" --tee 3} \
-    pretrain_gpt.py --config "$config" "$@"
+    "${SCRIPT:-pretrain_gpt.py}" --config "$config" "$@"

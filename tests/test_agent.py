@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from launch.agent import can_listen
 from megafp8.checkpoint import complete_checkpoints
 from megafp8.training.metrics import read_metrics
 from tests.marks import slow_but
@@ -118,18 +120,22 @@ class Launch:
         command = ["bash", "launch/single_node.sh", str(CONFIG), *self.options(*options)]
         return self.start("single", command, NPROC_PER_NODE=str(processes), **environment)
 
-    def multi(self, name: str, processes: int, *options: str) -> Node:
-        command = ["bash", "launch/multi_node.sh", str(CONFIG), *self.options(*options)]
+    def multi(self, name: str, processes: int, *options: str, inside: Sequence[str] = (), **environment: str) -> Node:
+        """`inside`: a command that runs another one elsewhere, such as in a network namespace."""
+        command = [*inside, "bash", "launch/multi_node.sh", str(CONFIG), *self.options(*options)]
         where = {"NNODES": "2", "HEAD_NODE": "localhost", "HEAD_PORT": self.port, "RDZV_ID": self.word}
-        return self.start(name, command, NPROC_PER_NODE=str(processes), **where)
+        return self.start(name, command, NPROC_PER_NODE=str(processes), **where | environment)
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "quickstart" / "metrics.jsonl"
 
     def steps(self) -> list[int]:
         """Steps in metrics.jsonl, in the order in which they were done."""
-        path = self.folder / "quickstart" / "metrics.jsonl"
-        return [int(line.split('"step": ')[1].split(",")[0]) for line in path.read_text().splitlines()]
+        return [int(line.split('"step": ')[1].split(",")[0]) for line in self.metrics.read_text().splitlines()]
 
     def curve(self) -> list[tuple[int, float]]:
-        return [(r["step"], r["loss"]) for r in read_metrics(self.folder / "quickstart" / "metrics.jsonl")]
+        return [(r["step"], r["loss"]) for r in read_metrics(self.metrics)]
 
     def saved(self) -> list[int]:
         return [step for step, _ in complete_checkpoints(self.folder / "quickstart" / "checkpoints")]
@@ -171,9 +177,11 @@ def test_two_nodes_recover_and_stop(launch: Launch, lost: str) -> None:
     """From kill -9 of a rank, and of a whole node that is then started again. SIGTERM to one node then ends both."""
     ranks, layout = (1, THREE) if lost == "rank" else (2, FOUR)  # the head has the rendezvous store
     options = [*layout, FOREVER]
-    head = launch.multi("head", ranks, *options)
+    stopped = 143 if lost == "rank" else 0
+    environment = {"STOPPED_EXIT_CODE": "143"} if stopped else {}
+    head = launch.multi("head", ranks, *options, **environment)
     launch.wait_for("the head's store", lambda: answers(launch.port))
-    other = launch.multi("other", 2, *options)
+    other = launch.multi("other", 2, *options, **environment)
     launch.wait_for_save(5)
     if lost == "rank":
         os.kill(other.rank_pids()[1], signal.SIGKILL)
@@ -194,10 +202,77 @@ def test_two_nodes_recover_and_stop(launch: Launch, lost: str) -> None:
 
     other.process.send_signal(signal.SIGTERM)
     codes = [node.wait(180) for node in (head, other)]
-    assert codes == [0, 0], f"--- head\n{head.said()}\n--- other\n{other.said()}"
+    assert codes == [stopped, stopped], f"--- head\n{head.said()}\n--- other\n{other.said()}"
     assert any("stopped on request after step" in node.said() for node in (head, other))
     assert launch.saved()[-1] == launch.curve()[-1][0]
     assert "Traceback" not in head.said() + other.said()
+
+
+def test_the_head_knows_its_address() -> None:
+    """By the address itself, not by what the host name resolves to; but not where another agent listens already."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{other.getsockname()[1]}"
+        other.listen()
+        assert not can_listen(endpoint)
+    assert can_listen(endpoint)
+    assert can_listen("localhost:0")
+    assert not can_listen("192.0.2.1:29400")  # of no machine: RFC 5737
+    assert not can_listen("no-such-host.invalid:29400")
+
+
+@pytest.fixture
+def namespaces(tmp_path: Path) -> Iterator[list[list[str]]]:
+    """Commands that run another one in a network of its own: two network namespaces, joined by one link.
+
+    The machine's own network is not reachable from them, and its host name is the loopback interface in both.
+    """
+    if shutil.which("ip") is None:
+        pytest.skip("needs iproute2")
+    names = [f"megafp8-{os.getpid()}-{i}" for i in range(2)]
+    enter = [["ip", "netns", "exec", name] for name in names]
+    link = [f"m{os.getpid()}x{i}" for i in range(2)]
+    commands = [["ip", "netns", "add", name] for name in names]
+    commands += [["ip", "link", "add", link[0], "type", "veth", "peer", "name", link[1]]]
+    for i in range(2):
+        commands += [["ip", "link", "set", link[i], "netns", names[i]]]
+        commands += [[*enter[i], "ip", "link", "set", link[i], "name", "veth0"]]
+        commands += [[*enter[i], "ip", "address", "add", f"10.83.7.{i + 1}/24", "dev", "veth0"]]
+        commands += [[*enter[i], "ip", "link", "set", device, "up"] for device in ("veth0", "lo")]
+    try:
+        for command in commands:
+            if subprocess.run(command, capture_output=True).returncode:
+                pytest.skip(f"no network namespaces here: {' '.join(command)} failed")
+        yield enter
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_two_networks_train_on_after_a_node_was_lost(launch: Launch, namespaces: list[list[str]], lost: int) -> None:
+    """Tensor parallelism inside a node, the pipeline across: the losses are those of an undisturbed run."""
+    options = [*FOUR, "training.steps=60"]
+    where = {"HEAD_NODE": "10.83.7.1", "GLOO_SOCKET_IFNAME": "veth0"}
+
+    def node(i: int) -> Node:
+        return launch.multi(f"node{i}", 2, *options, inside=namespaces[i], LOCAL_ADDR=f"10.83.7.{i + 1}", **where)
+
+    nodes = [node(0), node(1)]
+    launch.wait_for_save(5)
+    nodes[lost].kill()
+    nodes[lost] = node(lost)
+    assert [node.wait(300) for node in nodes] == [0, 0], "\n".join(node.said() for node in nodes)
+    assert any("resumed from step" in node.said() for node in launch.nodes)
+    disturbed = launch.curve()
+
+    alone = launch.single(4, *options, "name=undisturbed")
+    assert alone.wait(300) == 0, alone.said()
+    records = read_metrics(launch.folder / "undisturbed" / "metrics.jsonl")
+    assert disturbed == [(r["step"], r["loss"]) for r in records]
+    assert [step for step, _ in disturbed] == list(range(1, 61))
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ def tools(tmp_path: Path) -> dict[str, str]:
     fakes = {
         "python": '[[ $1 == -c ]] || { echo "python $*"; echo "threads $OMP_NUM_THREADS"; env | grep SHUTDOWN; }',
         "scancel": 'echo "scancel $*"',
-        "srun": 'echo "srun $1"; shift; exec "$@"',
+        "srun": 'while [[ $1 == --* ]]; do args+=" $1"; shift; done; echo "srun$args"; exec "$@"',
         "scontrol": 'if [[ $1 == show ]]; then echo node7; echo node8; else echo "scontrol $*"; fi',
         "nvidia-smi": "for i in 0 1 2 3; do echo GPU $i; done",
     }
@@ -50,14 +50,17 @@ SLURM = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_I
         ("multi_node.sh", MULTI, f"{AGENT} --nnodes 4 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint "
          "node0:29400 --rdzv-id run1 --max-restarts 3", 8),
         ("slurm.sbatch", SLURM, f"{AGENT} --nnodes 2 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint "
-         "node7:29400 --rdzv-id 99 --max-restarts 3", 8),
+         "node7:29400 --rdzv-id 99-0 --max-restarts 3", 8),
+        ("multi_node.sh", MULTI | {"SCRIPT": "tools/check_cluster.py", "LOCAL_ADDR": "10.0.0.7"},
+         f"{AGENT} --nnodes 4 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint node0:29400 --rdzv-id run1 "
+         "--max-restarts 3 --local-addr 10.0.0.7", 8),
     ],
 )  # fmt: skip
 def test_commands(tools: dict[str, str], script: str, environment: dict[str, str], expected: str, threads: int) -> None:
     done = launch(script, CONFIG, "seed=7", **environment, **tools)
     assert done.returncode == 0, done.stderr
-    command = f"{expected} pretrain_gpt.py --config {CONFIG} seed=7"
-    srun = ["srun --kill-on-bad-exit=1"] if script == "slurm.sbatch" else []
+    command = f"{expected} {environment.get('SCRIPT', 'pretrain_gpt.py')} --config {CONFIG} seed=7"
+    srun = ["srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none"] if script == "slurm.sbatch" else []
     assert done.stdout.splitlines() == [*srun, command, f"threads {threads}", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110"]
 
 
@@ -110,6 +113,25 @@ def stop_a_batch_job(tools: dict[str, str], tmp_path: Path, leaves_with: int) ->
     finally:
         batch.kill()
     return printed
+
+
+@pytest.mark.parametrize(("code", "left", "requeued"), [(1, 1, True), (1, 0, False), (137, 1, True), (2, 1, False)])
+def test_slurm_queues_failed_jobs_again(
+    tools: dict[str, str], tmp_path: Path, code: int, left: int, requeued: bool
+) -> None:
+    (tmp_path / "srun").write_text(f"#!/usr/bin/env bash\nexit {code}\n")
+    for name in ("launch", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    folder = {"SLURM_SUBMIT_DIR": str(tmp_path), "MAX_REQUEUES": str(left)}
+    done = launch("slurm.sbatch", CONFIG, **SLURM | folder, **tools)
+    assert ("scontrol requeue 99" in done.stdout) == requeued
+    assert done.returncode == (0 if requeued else code)
+    failures = tmp_path / "megafp8-99.failures"
+    if code == 2:
+        assert not failures.exists()
+    else:
+        assert f"exit code {code} on x" in failures.read_text()
+        assert ("not queued again" in done.stderr) == (not requeued)
 
 
 def test_slurm_is_for_sbatch(tools: dict[str, str]) -> None:

@@ -98,7 +98,7 @@ class RunLog:
         self._logger.setLevel(level)
 
 
-def _source_commit() -> str | None:
+def source_commit() -> str | None:
     """Git commit of this source, with `-dirty` if files were changed; None without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
@@ -121,7 +121,7 @@ def record_launch(folder: Path, parallel: ParallelState, step: int) -> None:
         "step": step,
         "command": shlex.join(sys.argv),
         "directory": str(Path.cwd()),
-        "commit": _source_commit(),
+        "commit": source_commit(),
         "megafp8_version": megafp8.__version__,
         "torch_version": str(torch.__version__),
         "python": sys.version.split()[0],
