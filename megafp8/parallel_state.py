@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 Ranks = npt.NDArray[np.int_]
 
@@ -347,6 +348,25 @@ def initialize_model_parallel(
 def host_group(timeout_seconds: float = 600.0) -> ProcessGroup:
     """A gloo group of the whole job, for communication by another thread than training's. Collective."""
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+
+
+def rejoin(device_type: str, timeout_seconds: float = 600.0) -> None:
+    """Leave all groups and join the same job again, in which groups of another layout can be built. Collective.
+
+    Nothing that holds a group may be used after this.
+    """
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    # Groups get the same names as before, under which the store has addresses that are no longer valid.
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+    dist.all_reduce(torch.zeros(1))  # until all ranks are done with the groups, on the host
+    destroy_model_parallel()
+    # Meshes of the same ranks are equal, so these results have the groups that were destroyed.
+    _clear_sharding_prop_cache()
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def destroy_model_parallel() -> None:

@@ -116,7 +116,8 @@ class BackgroundSaver:
 
     `destination.group`: all ranks, used by nobody else while a save runs; its backend takes host objects. `report` is
     called with each checkpoint that was saved, at the next call of any method here. Every method raises what failed
-    since, as `save` would have. As a context manager it waits for the running save, also where training failed.
+    since, as `save` would have. As a context manager it waits for the running save, also where training failed, and
+    gives back its memory.
     """
 
     def __init__(self, destination: Destination, device: torch.device, report: Callable[[Saved], None]) -> None:
@@ -201,6 +202,7 @@ class BackgroundSaver:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             self.finish()
+            self._buffer.release()
         elif isinstance(error, Exception):
             try:
                 self.finish()
@@ -277,6 +279,10 @@ class StagingBuffer:
             target = _with_own_storage(self._memory[start : start + view.nbytes], view)
             staged.append(Staged(index.fqn, tuple(index.offset or ()), view, target))
         return staged
+
+    def release(self) -> None:
+        """Give the memory back; torch does not know that it is registered with CUDA."""
+        self._resize(0)
 
     def _resize(self, size: int) -> None:
         if self._memory.numel() == size:

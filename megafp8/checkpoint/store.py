@@ -150,7 +150,10 @@ class _Metadata(BaseModel):
     config: dict[str, Any] | None = None
     config_hash: str | None = None
     fp8_left_out: list[str] | None = None
+    stage: str | None = None
+    changes: list[dict[str, Any]] | None = None
     converted_from: str | None = None
+    average_of: list[str] | None = None
     huggingface: dict[str, Any] | None = None
 
 

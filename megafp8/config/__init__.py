@@ -21,10 +21,12 @@ from megafp8.config.schema import (
     PrefixLmConfig,
     RopeScaling,
     SpecialTokens,
+    StageConfig,
     TokenizerConfig,
     TrainingConfig,
     YarnConfig,
 )
+from megafp8.config.stages import PlannedStage, config_at, end_of_stage, planned_stages, stage_at
 
 __all__ = [
     "CheckpointConfig",
@@ -42,13 +44,19 @@ __all__ = [
     "MoeConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PlannedStage",
     "PrefixLmConfig",
     "Problem",
     "RopeScaling",
     "SpecialTokens",
+    "StageConfig",
     "TokenizerConfig",
     "TrainingConfig",
     "YarnConfig",
     "check_layout",
+    "config_at",
+    "end_of_stage",
     "load_config",
+    "planned_stages",
+    "stage_at",
 ]

@@ -38,7 +38,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), complete: Compl
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(source, _explain(error.errors())) from None
+        raise ConfigError(source, explain(error.errors())) from None
 
 
 def _read(path: Path, source: str) -> dict[str, Any]:
@@ -74,6 +74,20 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> None:
     if not equals or not key:
         problem = Problem("(override)", override, "an override is key=value", "for example parallel.tensor=2")
         raise ConfigError(source, [problem])
+    node, leaf = holder_of(tree, key, text, source)
+    try:
+        node[leaf] = override_value(text, _locate(key.split(".")).annotation)
+    except yaml.YAMLError as error:
+        why = getattr(error, "problem", None) or error
+        problem = Problem(key, text, f"the value is not valid YAML: {why}", "quote it, for example name='\"a: b\"'")
+        raise ConfigError(source, [problem]) from None
+
+
+def holder_of(tree: dict[str, Any], key: str, value: object, source: str) -> tuple[dict[str, Any], str]:
+    """The section of `tree` that holds the dotted `key`, made if it is missing, and the key's name in it.
+
+    Raises ConfigError, which shows `value`, if a part of the key is no section.
+    """
     *parents, leaf = key.split(".")
     node = tree
     for i, parent in enumerate(parents):
@@ -82,15 +96,10 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> None:
             child = node[parent] = {}
         if not isinstance(child, dict):
             where = ".".join(parents[: i + 1])
-            problem = Problem(key, text, f"{where} holds the value {child!r}, not a section", f"set {where} itself")
+            problem = Problem(key, value, f"{where} holds the value {child!r}, not a section", f"set {where} itself")
             raise ConfigError(source, [problem])
         node = child
-    try:
-        node[leaf] = override_value(text, _locate([*parents, leaf]).annotation)
-    except yaml.YAMLError as error:
-        why = getattr(error, "problem", None) or error
-        problem = Problem(key, text, f"the value is not valid YAML: {why}", "quote it, for example name='\"a: b\"'")
-        raise ConfigError(source, [problem]) from None
+    return node, leaf
 
 
 class _Place(NamedTuple):
@@ -141,8 +150,8 @@ _WRONG_KIND = ("_type", "_parsing", "literal_error")
 """Suffixes of pydantic's error types for a value of another kind than the type."""
 
 
-def _explain(errors: Sequence[ErrorDetails]) -> list[Problem]:
-    """Pydantic's errors as Problems.
+def explain(errors: Sequence[ErrorDetails]) -> list[Problem]:
+    """Pydantic's errors about a tree of sections as Problems.
 
     For a union, pydantic reports the errors of every member. Only those of members of the same kind as the value are
     kept; if there are none, all are merged into one Problem.

@@ -22,9 +22,18 @@ def schedule(config: Config) -> Iterator[Problem]:
     if o.min_learning_rate > o.learning_rate:
         rule = f"larger than optimizer.learning_rate ({o.learning_rate})"
         yield Problem("optimizer.min_learning_rate", o.min_learning_rate, rule, f"try {o.learning_rate / 10}")
+    if o.warmup_from > o.learning_rate:
+        rule = f"larger than optimizer.learning_rate ({o.learning_rate})"
+        yield Problem("optimizer.warmup_from", o.warmup_from, rule, f"try {o.learning_rate / 10}")
+    if o.schedule_from >= steps:
+        rule = f"the schedule ends at {length} = {steps}"
+        yield Problem("optimizer.schedule_from", o.schedule_from, rule, f"try less than {steps}")
+        return
+    steps -= o.schedule_from
+    less = f" - optimizer.schedule_from = {steps}" if o.schedule_from else f" = {steps}"
     if o.warmup_steps >= steps and o.warmup_steps > 0:
         whole = "run" if o.decay_until is None else "schedule"
-        rule = f"the {whole} has only {length} = {steps}"
+        rule = f"the {whole} has only {length}{less}"
         yield Problem("optimizer.warmup_steps", o.warmup_steps, rule, f"try {steps // 10}")
     elif o.schedule == "wsd" and o.warmup_steps + (o.decay_steps or 0) > steps:
         rule = f"with optimizer.warmup_steps ({o.warmup_steps}) longer than {length} ({steps})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import PydanticCustomError
@@ -756,6 +756,12 @@ class OptimizerConfig(Section):
     """Shape of the schedule after warm-up. wsd: warm-up, stable, decay."""
     warmup_steps: Count = 0
     """Number of steps of linear warm-up."""
+    warmup_from: NonNegative = 0.0
+    """Learning rate from which the warm-up rises. After a schedule that has ended, for example its
+    min_learning_rate."""
+    schedule_from: Count = 0
+    """Step at which the schedule begins, with its warm-up; earlier steps have the learning rate of that one. For a
+    schedule of a stage, or of a run that was continued after its schedule had ended."""
     decay_until: PositiveInt | None = None
     """Step at which the schedule reaches min_learning_rate, where it stays. Default: training.steps. Give it to train
     longer or shorter than planned without changing the schedule."""
@@ -976,6 +982,19 @@ class LoggingConfig(Section):
     tools/plot_schedule.py draws it next to the simulation."""
 
 
+class StageConfig(Section):
+    """A part of a run in which some keys have other values. It begins as if the run had been stopped and resumed with
+    these."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    """Name in the log and in checkpoints."""
+    begin: Count
+    """Number of steps of the run before it. It ends where the next stage begins, or with the run."""
+    overrides: dict[str, Any] = {}
+    """Values by dotted keys, as on the command line: {training.seq_length: 8192}. A value replaces the whole value of
+    its key, such as a blend in data.train. Other keys are those of the run, not those of the stage before."""
+
+
 class Config(Section):
     """The config of a run of pretrain_gpt.py, pretrain_bert.py or pretrain_t5.py."""
 
@@ -1000,6 +1019,9 @@ class Config(Section):
     data: DataConfig
     lora: LoraConfig | None = None
     """Train adapters of linear layers, and no other weight; usually of checkpoint.init_from. Default: train all."""
+    stages: list[StageConfig] = []
+    """Parts of the run that change sequence length, batch size, data, learning rate, layout, recipe or other keys
+    (docs/stages.md)."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 

@@ -14,6 +14,9 @@ is which document of a length goes where, and the order of the samples.
 `Sentences` fills a sample with consecutive sentences of one document, as many as fit, for models that are trained on
 pairs of sentences.
 
+A run may go on with samples of another length within an epoch. Then the *rest* of the epoch, the tokens that no sample
+has had as a label yet, is packed like an epoch: it consists of `Pieces` of documents, which take the documents' place.
+
 A sample has s + 1 tokens, of which s are labels. A document of n tokens has n - 1 to predict, all but its first, so it
 fits whole if n <= s + 1. A longer one is cut into full samples and a *rest*, which overlap by one token: the last label
 of one part is the first input of the next, as for windows. So each of these n - 1 tokens is predicted exactly once. A
@@ -48,6 +51,14 @@ class Span(NamedTuple):
     length: int
 
 
+class Pieces(NamedTuple):
+    """Parts of documents, int64 `[p]` each: the document, how many of its tokens come before, and how many it has."""
+
+    documents: NDArray[np.int64]
+    skips: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+
 class Packing(Protocol):
     """How documents of known lengths fill the samples of an epoch.
 
@@ -65,6 +76,13 @@ class Packing(Protocol):
 
     def spans(self, index: Arrays, place: int) -> Iterator[Span]:
         """The content of the sample at `place` of an epoch, at most s + 1 tokens."""
+
+    def rest(self, index: Arrays, given: int, *, context: bool) -> Pieces:
+        """What is left of an epoch after its first `given` samples: all tokens that were no label yet.
+
+        `context`: a piece that begins within a document begins one token earlier, since the first token of a piece is
+        not predicted.
+        """
 
 
 class Concatenation:
@@ -98,6 +116,24 @@ class Concatenation:
             taken = min(missing, int(self.lengths[document]) - skip)
             yield Span(document, skip, taken)
             position, missing, j = position + taken, missing - taken, j + 1
+
+    def rest(self, index: Arrays, given: int, *, context: bool) -> Pieces:
+        starts, documents, samples = index
+        firsts = np.sort(samples[:given].astype(np.int64)) * self.seq_length
+        # Gaps between the labels of the windows that were given; the first token of the stream is no label.
+        lows = np.concatenate([[0], firsts + self.seq_length + 1])
+        highs = np.concatenate([firsts + 1, [int(self.lengths.sum())]])
+        if given and firsts[0] == 0:
+            lows, highs = lows[1:], highs[1:]
+        begins = np.unique(np.concatenate([lows, starts]))
+        place = np.searchsorted(starts, begins, side="right") - 1
+        gap = np.searchsorted(lows, begins, side="right") - 1
+        ends = np.minimum(highs[gap], starts[place] + self.lengths[documents[place]])
+        own = (gap >= 0) & (ends > begins)
+        found = documents[place[own]].astype(np.int64)
+        skips, lengths = (begins - starts[place])[own], (ends - begins)[own]
+        more = (skips > 0).astype(np.int64) if context else 0
+        return Pieces(found, skips - more, lengths + more)
 
 
 class BestFit:
@@ -149,6 +185,26 @@ class BestFit:
                 rest = (length - 1) % s + 1
                 yield Span(document, length - rest, rest)
 
+    def rest(self, index: Arrays, given: int, *, context: bool) -> Pieces:
+        assert context, "the first token of a document is not predicted"
+        documents, samples = index
+        left = np.ones(self.samples, np.bool_)
+        left[samples[:given]] = False
+        full, rests = self._split()
+        numbers = np.arange(self.full_samples) - np.repeat(np.cumsum(full) - full, full)
+        of_long = np.repeat(np.arange(len(full)), full)[left[: self.full_samples]]
+        of_rests = documents[left[self.full_samples + self.groups.samples_of_places(len(documents))]].astype(np.int64)
+        found = np.concatenate([of_long, of_rests])
+        skips = np.concatenate([numbers[left[: self.full_samples]], full[of_rests]]) * self.seq_length
+        ends = np.concatenate([skips[: len(of_long)] + self.seq_length + 1, skips[len(of_long) :] + rests[of_rests]])
+        order = np.lexsort((skips, found))
+        found, skips, ends = found[order], skips[order], ends[order]
+        # Parts that follow each other overlap by one token, and are one piece.
+        first = np.ones(len(found), np.bool_)
+        first[1:] = (found[1:] != found[:-1]) | (skips[1:] != ends[:-1] - 1)
+        last = np.roll(first, -1)
+        return Pieces(found[first], skips[first], ends[last] - skips[first])
+
     def describe(self) -> str:
         """Samples an epoch, padding, and the documents that are cut, here and (expected) by concatenation."""
         s, lengths = self.seq_length, self.lengths
@@ -196,6 +252,9 @@ class Sentences:
         for first, last in pairwise(bounds):
             yield Span(document, first - int(self._documents[document]), last - first)
 
+    def rest(self, index: Arrays, given: int, *, context: bool) -> Pieces:
+        raise ValueError("samples of sentences keep their length to the end of an epoch")
+
 
 def _runs(ends: NDArray[np.int64], starts: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """The first token of each sample of `Sentences`, and the number of all tokens."""
@@ -234,6 +293,14 @@ class Groups:
         group = int(np.searchsorted(self.starts, sample, side="right")) - 1
         entries = self.entries[self.ends[group] : self.ends[group + 1]].tolist()
         return [slice(first + sample * count, first + (sample + 1) * count) for first, count in entries]
+
+    def samples_of_places(self, places: int) -> NDArray[np.int64]:
+        """The sample that holds each of the `places` of the list: the inverse of `places`."""
+        found = np.empty(places, np.int64)
+        for group, (start, stop) in enumerate(pairwise([*self.starts.tolist(), self.samples])):
+            for first, count in self.entries[self.ends[group] : self.ends[group + 1]].tolist():
+                found[first + start * count : first + stop * count] = np.repeat(np.arange(start, stop), count)
+        return found
 
 
 _Group = tuple[int, int, int, tuple[tuple[int, int], ...]]

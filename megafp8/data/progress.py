@@ -1,8 +1,8 @@
 """The record of how many samples a run has read of each data set, and how a resumed run continues.
 
 A *source* is a data set as training reads it. Its identity is what decides its sequence of samples: the contents
-(`IndexedDataset.fingerprint`), the documents that data.split selects, and how they are packed. Seed and sequence
-length are those of the run; paths and the order in the config make no difference.
+(`IndexedDataset.fingerprint`), the documents that data.split selects, and how they are packed. The seed is that of the
+run; paths and the order in the config make no difference.
 
 A run that resumes with the same sources and weights continues the recorded `Segment` of the blend. With others it
 starts a new one at its current sample, in which each source continues with its first sample that was not given yet. A
@@ -21,14 +21,17 @@ from typing import Any, Literal
 
 from megafp8.data.blend import Segment, shares
 from megafp8.data.packing import PackingName
-from megafp8.data.samples import split_documents
+from megafp8.data.samples import Position, split_documents
 
 Identity = tuple[str, int, int, PackingName]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set of the config, of `weight` > 0. `documents`: those for training, of `num_documents`."""
+    """A data set of the config, of `weight` > 0. `documents`: those for training, of `num_documents`.
+
+    `length`: labels of a sample; None where it is not known.
+    """
 
     prefix: str
     contents: str
@@ -36,6 +39,7 @@ class Source:
     num_documents: int
     weight: float
     packing: PackingName = "concatenate"
+    length: int | None = None
 
     @property
     def identity(self) -> Identity:
@@ -48,7 +52,8 @@ class RecordedSource:
 
     `contents` and `documents` (start, stop) are None if the record was made from a config, which does not have them.
     `weight` is 0 for a source that is no longer read. `start`: samples given before the current segment; `consumed`: in
-    total. `packing`: runs from before there was a choice concatenated documents.
+    total. `packing`: runs from before there was a choice concatenated documents. `length`: labels of a sample,
+    None in records from before it could change; `position`: where samples of that length began.
     """
 
     prefix: str
@@ -58,6 +63,8 @@ class RecordedSource:
     start: int
     consumed: int
     packing: PackingName = "concatenate"
+    length: int | None = None
+    position: Position = Position()  # noqa: RUF009 - immutable
 
     @property
     def identity(self) -> Identity:
@@ -93,15 +100,18 @@ class Progress:
     @classmethod
     def begin(cls, sources: Sequence[Source]) -> Progress:
         """The record of a new run. `sources` are combined."""
-        return cls("tokens", 0, tuple(_listed(source, 0) for source in sources))
+        return cls("tokens", 0, tuple(_listed(source, None) for source in sources))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Progress:
         """The inverse of `as_json`."""
-        sources = [
-            RecordedSource(**{**entry, "documents": entry["documents"] and tuple(entry["documents"])})
-            for entry in data["sources"]
-        ]
+        sources = []
+        for entry in data["sources"]:
+            documents, position = entry["documents"], entry.get("position")
+            found = {**entry, "documents": documents and tuple(documents)}
+            if position is not None:
+                found["position"] = Position(**position | {"given": tuple(map(tuple, position["given"]))})
+            sources.append(RecordedSource(**found))
         return cls(data["list_weights"], data["first_sample"], tuple(sources))
 
     @classmethod
@@ -124,6 +134,19 @@ class Progress:
     def as_json(self) -> dict[str, Any]:
         """For metadata.json."""
         return asdict(self)
+
+    def with_length(self, length: int) -> Progress:
+        """With `length` in entries that have none."""
+        known = (replace(e, length=length) if e.length is None else e for e in self.sources)
+        return replace(self, sources=tuple(known))
+
+    def moved(self, positions: Mapping[Identity, Position], length: int) -> Progress:
+        """With samples of `length` in the sources of `positions`, from these on."""
+        found = (
+            replace(e, length=length, position=positions[e.identity]) if e.identity in positions else e
+            for e in self.sources
+        )
+        return replace(self, sources=tuple(found))
 
     @property
     def active(self) -> list[RecordedSource]:
@@ -170,7 +193,8 @@ class Progress:
             moved = (replace(e, prefix=now[e.identity].prefix) if e.weight else e for e in done.sources)
             return replace(done, sources=tuple(moved)), []
         # A run from before this record may have read one source under two names: the larger count is used.
-        consumed = {e.identity: e.consumed for e in sorted(done.sources, key=lambda entry: entry.consumed)}
+        entries = {e.identity: e for e in sorted(done.sources, key=lambda entry: entry.consumed)}
+        consumed = {key: entry.consumed for key, entry in entries.items()}
         changes = [
             f"{source.prefix} added with a share of {100 * new[key]:.4g}%, from its sample {consumed.get(key, 0):,} on"
             if key not in old
@@ -181,7 +205,7 @@ class Progress:
         gone = [entry for entry in done.sources if entry.identity not in now]
         changes += [f"{e.prefix} removed after {e.consumed:,} of its samples" for e in gone if e.weight]
         removed = (replace(entry, weight=0.0, start=entry.consumed) for entry in gone)
-        listed = (_listed(source, consumed.get(key, 0)) for key, source in now.items())
+        listed = (_listed(source, entries.get(key)) for key, source in now.items())
         return replace(done, first_sample=samples, sources=(*listed, *removed)), changes
 
     def _recognized(self, sources: Sequence[Source]) -> Progress:
@@ -204,9 +228,16 @@ def combine(sources: Sequence[Source]) -> list[Source]:
     return list(found.values())
 
 
-def _listed(source: Source, consumed: int) -> RecordedSource:
+def _listed(source: Source, before: RecordedSource | None) -> RecordedSource:
+    """The entry of `source`, which continues after that of `before`."""
     documents = source.identity[1:3]
-    return RecordedSource(source.prefix, source.contents, documents, source.weight, consumed, consumed, source.packing)
+    found = RecordedSource(
+        source.prefix, source.contents, documents, source.weight, 0, 0, source.packing, source.length
+    )
+    if before is None:
+        return found
+    count = before.consumed
+    return replace(found, start=count, consumed=count, length=before.length, position=before.position)
 
 
 def _equal(share: float, other: float) -> bool:

@@ -4,6 +4,9 @@ There is no state. Sample i belongs to epoch i // samples_per_epoch, and everyth
 (seed, epoch): which tokens of which documents are in a sample (`packing`), and the order of the samples. So any rank
 can read any sample, and a resumed run or one with another number of ranks reads the same sequence.
 
+A run that goes on with samples of another length has a `Position`: its samples are numbered on, and the first of them
+are the rest of the epoch that it is in (`Packing.rest`). That is a function of the position, too.
+
 The permutations and sums of an epoch are its *index*. It is cached on local disk, in a file named by a hash of all that
 it depends on, which is written under a temporary name and renamed. Any number of processes on any number of nodes may
 make it at the same time: they write the same bytes, so nobody waits and no shared file system is needed. The file ends
@@ -17,6 +20,7 @@ Shapes: b micro-batch, s sequence.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import math
@@ -24,6 +28,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +40,7 @@ from torch import Tensor
 from megafp8.context_parallel.split import shard_positions
 from megafp8.data import DataError
 from megafp8.data.indexed_dataset import IndexedDataset, check_ids, read_loss_mask
-from megafp8.data.packing import PACKINGS, Arrays, Packing, PackingName, Sentences
+from megafp8.data.packing import PACKINGS, Arrays, BestFit, Concatenation, Packing, PackingName, Sentences
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +72,30 @@ def split_documents(num_documents: int, split: str) -> tuple[range, range, range
     return range(ends[0]), range(ends[0], ends[1]), range(ends[1], ends[2])
 
 
+Given = tuple[int, int, bool]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where samples of one length begin, in a data set that gave samples of other lengths before.
+
+    `first`: number of the first of them. `epoch`: that it is in. `given`: of this epoch, for each length that it has
+    had, in their order: seq_length, number of samples, and whether pieces of what was left then have context
+    (`Packing.rest`). Empty at the beginning of an epoch.
+    """
+
+    first: int = 0
+    epoch: int = 0
+    given: tuple[Given, ...] = ()
+
+
+class _Rest(NamedTuple):
+    """The rest of an epoch: its packing, whose documents are pieces, and the position of each of these in the data."""
+
+    packing: Packing
+    positions: NDArray[np.int64]
+
+
 class _Index(NamedTuple):
     """The index of one epoch (`Packing.make_index`), and its SHA-256."""
 
@@ -82,7 +111,8 @@ def default_cache() -> Path:
 class PackedDataset:
     """Endless samples of `seq_length + 1` tokens from `documents` of `dataset`.
 
-    `loss_mask`: that of the data set, if `parts` are to have it. Raises DataError if there are too few tokens for one
+    `loss_mask`: that of the data set, if `parts` are to have it. `context`: the first token of a document is not
+    predicted, so of a piece of one neither (`Packing.rest`). Raises DataError if there are too few tokens for one
     sample, and from `parts` if a sample holds an id that is not in [0, `vocab_size`), unless that is None, or a mask
     that is neither 0 nor 1.
     """
@@ -97,7 +127,9 @@ class PackedDataset:
         vocab_size: int | None = None,
         packing: PackingName = "concatenate",
         loss_mask: IndexedDataset | None = None,
+        context: bool = False,
     ) -> None:
+        self.position, self._context = Position(), context
         self.loss_mask = loss_mask
         self.dataset, self.documents, self.seq_length, self.seed = dataset, documents, seq_length, seed
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache()
@@ -120,7 +152,61 @@ class PackedDataset:
                 f"{self.packing.too_few}; add data, or change data.split"
             )
         self._identity = hashlib.sha256(lengths.tobytes()).hexdigest()
-        self._index: tuple[int, _Index] | None = None
+        self._index: tuple[tuple[object, ...], _Index] | None = None
+
+    def at(self, position: Position) -> PackedDataset:
+        """The same samples from another position on."""
+        found = copy.copy(self)
+        found.position = position
+        found.__dict__.pop("_rest", None)
+        return found
+
+    @cached_property
+    def _rest(self) -> _Rest | None:
+        """The rest of the position's epoch; None where all of it is left, or too little for a sample."""
+        if not self.position.given:
+            return None
+        assert isinstance(self.packing, (Concatenation, BestFit))
+        lengths, positions = self.packing.lengths, self._positions
+        for i, (seq_length, given, context) in enumerate(self.position.given):
+            packing = PACKINGS[self.packing.name](lengths, seq_length)
+            index = self._load_index(packing, seq_length, self.position.epoch, self.position.given[:i])
+            pieces = packing.rest(index.arrays, given, context=context)
+            positions, lengths = positions[pieces.documents] + pieces.skips, pieces.lengths
+        if not len(lengths):
+            return None
+        rest = PACKINGS[self.packing.name](lengths, self.seq_length)
+        return _Rest(rest, positions) if rest.samples > 0 else None
+
+    @property
+    def _first_samples(self) -> int:
+        """Number of samples from `position.first` to the end of the position's epoch."""
+        if not self.position.given:
+            return self.samples_per_epoch
+        return 0 if self._rest is None else self._rest.packing.samples
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Sample `index` >= `position.first` as (epochs after that of the position, place in the epoch or its rest)."""
+        number = index - self.position.first
+        assert number >= 0
+        if number < self._first_samples:
+            return 0, number
+        epochs, place = divmod(number - self._first_samples, self.samples_per_epoch)
+        return 1 + epochs, place
+
+    def position_after(self, samples: int) -> Position:
+        """The position of another length that begins after `samples` >= `position.first`."""
+        epochs, place = self._place(samples)
+        before = self.position.given if epochs == 0 else ()
+        given = (*before, (self.seq_length, place, self._context)) if place else before
+        return Position(samples, self.position.epoch + epochs, given)
+
+    def epochs(self, samples: int) -> float:
+        """Epochs read after `samples` >= `position.first`."""
+        epochs, place = self._place(samples)
+        if epochs == 0:
+            return self.position.epoch + 1 - (self._first_samples - place) / self.samples_per_epoch
+        return self.position.epoch + epochs + place / self.samples_per_epoch
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Sample `index` >= 0, int64 `[seq_length + 1]`, padded at its end by `PADDING`."""
@@ -129,10 +215,13 @@ class PackedDataset:
     def parts(self, index: int) -> list[NDArray[Any]]:
         """The pieces of documents, or sentences, that sample `index` >= 0 consists of, in order: `[n]`, or with a loss
         mask `[2, n]`, tokens and mask."""
-        number, place = divmod(index, self.samples_per_epoch)
+        epochs, place = self._place(index)
+        packing, positions = self.packing, self._positions
+        if epochs == 0 and self._rest is not None:
+            packing, positions = self._rest
         firsts, parts = [], []
-        for document, skip, count in self.packing.spans(self._load(number).arrays, place):
-            firsts.append(int(self._positions[document]) + skip)
+        for document, skip, count in packing.spans(self._load(epochs).arrays, place):
+            firsts.append(int(positions[document]) + skip)
             parts.append(self.dataset.read(firsts[-1], count))
         if self.vocab_size is not None:
             for first, part in zip(firsts, parts):
@@ -154,27 +243,34 @@ class PackedDataset:
 
     def index_checksum(self, index: int) -> str:
         """SHA-256 of the index of the epoch of sample `index`, on this machine."""
-        return self._load(index // self.samples_per_epoch).checksum
+        return self._load(self._place(index)[0]).checksum
 
-    def _load(self, number: int) -> _Index:
-        """The index of epoch `number`: from memory, from the cache, or made and cached."""
-        if self._index is not None and self._index[0] == number:
+    def _load(self, epochs: int) -> _Index:
+        """The index of the epoch `epochs` after that of the position; 0: of that, or of its rest."""
+        number = self.position.epoch + epochs
+        if epochs == 0 and self._rest is not None:
+            return self._load_index(self._rest.packing, self.seq_length, number, self.position.given)
+        return self._load_index(self.packing, self.seq_length, number, ())
+
+    def _load_index(self, packing: Packing, seq_length: int, number: int, given: tuple[Given, ...]) -> _Index:
+        """The index of epoch `number`, or of its rest after `given`: from memory, the cache, or made and cached."""
+        settings = (packing.name, seq_length, self.seed, number, *given)
+        if self._index is not None and self._index[0] == settings:
             return self._index[1]
-        settings = (self.packing.name, self.seq_length, self.seed, number)
         key = hashlib.sha256(repr((_CACHE_FORMAT, self._identity, *settings)).encode())
         path = self.cache_dir / f"{key.hexdigest()[:32]}.index"
-        index = self._read(path)
+        index = self._read(path, packing)
         if index is None:
-            index = self._write(path, self._make(number))
-        self._index = (number, index)
+            index = self._write(path, self._make(number, packing, len(given)))
+        self._index = (settings, index)
         return index
 
-    def _make(self, number: int) -> Arrays:
-        """The arrays of the index of epoch `number`."""
-        key = np.array([self.seed & (2**64 - 1), number], dtype=np.uint64)
-        return self.packing.make_index(np.random.Generator(np.random.Philox(key=key)))
+    def _make(self, number: int, packing: Packing, rests: int = 0) -> Arrays:
+        """The arrays of the index of epoch `number`, or of its rest after `rests` other lengths."""
+        key = np.array([self.seed & (2**64 - 1), number + (rests << 48)], dtype=np.uint64)
+        return packing.make_index(np.random.Generator(np.random.Philox(key=key)))
 
-    def _read(self, path: Path) -> _Index | None:
+    def _read(self, path: Path, packing: Packing) -> _Index | None:
         """The cached index; None if it is missing, or damaged, which is logged."""
         raw: NDArray[np.uint8]
         try:
@@ -188,7 +284,7 @@ class PackedDataset:
             logger.warning("sample index %s is damaged: its checksum does not match; it is made again", path)
             return None
         arrays, start = [], 0
-        for dtype, length in self.packing.layout:
+        for dtype, length in packing.layout:
             end = start + np.dtype(dtype).itemsize * length
             arrays.append(content[start:end].view(dtype))
             start = end

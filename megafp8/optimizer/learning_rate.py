@@ -1,8 +1,9 @@
 """The learning rate of each update, a pure function of its number, so that a resumed run needs no scheduler state.
 
-Updates are numbered from 0. With W = `warmup_steps`, T = `total_steps`, D = `decay_steps`:
+Updates are numbered from 0. With W = `warmup_steps`, T = `total_steps`, D = `decay_steps`, and the schedule beginning
+at step 0:
 
-    step < W             peak · (step + 1) / W       the first update already learns; step W-1 is at the peak
+    step < W             low + (peak - low) · (step + 1) / W       low = `warmup_from`; step W-1 is at the peak
     W <= step < T        minimum + (peak - minimum) · f(p)
         cosine           f = (1 + cos(π p)) / 2      p = (step - W) / (T - W)
         linear           f = 1 - p                   p as above
@@ -11,7 +12,9 @@ Updates are numbered from 0. With W = `warmup_steps`, T = `total_steps`, D = `de
     step >= T            minimum (all but constant)
 
 So the rate is the peak at the first step after warm-up (or of the decay), and the minimum at step T, one step after the
-last update of a run of T updates. The warm-up starts from peak / W even where the minimum is higher.
+last update of a run of T updates. The warm-up starts from low + (peak - low) / W even where the minimum is higher.
+
+With `first_step` F, the schedule begins there: W is counted from F, T is not, and updates before F have the rate of F.
 
 WSD ("warm-up, stable, decay": Hu et al. 2024, MiniCPM, arXiv:2404.06395) decays with 1 - sqrt, which ended at a lower
 loss than a linear decay of the same length in Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond
@@ -37,22 +40,28 @@ class Schedule:
     warmup_steps: int
     total_steps: int
     decay_steps: int = 0
+    first_step: int = 0
+    warmup_from: float = 0.0
 
     def __post_init__(self) -> None:
         assert 0.0 <= self.minimum <= self.peak
         assert (self.decay_steps > 0) == (self.kind == "wsd")
-        assert self.kind == "constant" or 0 <= self.warmup_steps + self.decay_steps <= self.total_steps > 0
+        assert 0.0 <= self.warmup_from <= self.peak
+        assert self.kind == "constant" or self.first_step + self.warmup_steps + self.decay_steps <= self.total_steps
 
     def at(self, step: int) -> float:
         """The learning rate of update `step`, counted from 0."""
         assert step >= 0
-        if step < self.warmup_steps:
-            return self.peak * ((step + 1) / self.warmup_steps)
+        step = max(step, self.first_step)
+        warm = self.first_step + self.warmup_steps
+        if step < warm:
+            risen = (step - self.first_step + 1) / self.warmup_steps
+            return self.warmup_from + (self.peak - self.warmup_from) * risen
         if self.kind == "constant":
             return self.peak
         if step >= self.total_steps:
             return self.minimum
-        decay_start = self.total_steps - self.decay_steps if self.kind == "wsd" else self.warmup_steps
+        decay_start = self.total_steps - self.decay_steps if self.kind == "wsd" else warm
         progress = max(0, step - decay_start) / (self.total_steps - decay_start)
         return self.minimum + (self.peak - self.minimum) * self._remaining(progress)
 

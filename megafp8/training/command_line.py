@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megafp8.config import Config, ConfigError, Problem, check_layout, load_config
+from megafp8.config import Config, ConfigError, Problem, check_layout, end_of_stage, load_config, planned_stages
 from megafp8.training.errors import run_and_report
 
 if TYPE_CHECKING:
@@ -96,16 +96,23 @@ def prepare(arguments: argparse.Namespace, architecture: str) -> Inputs | None:
         p = config.parallel
         world_size = arguments.world_size or max(world_size, p.tensor * p.pipeline * p.context)
         gc.disable()  # this process ends soon, and collecting takes a sixth of its time
-    check_layout(config, world_size, arguments.config)
+    stages = planned_stages(config, arguments.config)
+    for stage in stages:
+        check_layout(stage.config, world_size, stage.source)
 
     # From here on torch is needed; a dry run imports no more of it than it must.
     from megafp8.training.fp8_config import check_recipe
 
-    check_recipe(config, arguments.config)
+    for stage in stages:
+        check_recipe(stage.config, stage.source)
     if arguments.dry_run:
         from megafp8.training.describe import dry_run
 
-        print(dry_run(config, world_size, arguments.config))
+        for stage in stages:
+            steps = end_of_stage(config, stage.begin) - stage.begin if config.stages else config.training.steps
+            if stage.name is not None:
+                print(f"stage {stage.name}, steps {stage.begin + 1} to {stage.begin + steps}:\n")
+            print(dry_run(stage.config, world_size, stage.source, steps))
         return None
 
     from megafp8.training.validate import validate

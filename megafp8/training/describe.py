@@ -103,8 +103,10 @@ def _host_memory() -> int:
     return min(found)
 
 
-def dry_run(config: Config, world_size: int, source: str) -> str:
+def dry_run(config: Config, world_size: int, source: str, steps: int | None = None) -> str:
     """The text of --dry-run for a config that passed `check_layout`. Data sets are described if their files exist.
+
+    `steps`: for which the config holds, if not all of the run's; data sets are described as these steps read them.
 
     Raises ValueError (ConfigError if a key of the config is at fault) for errors that need neither data nor devices.
     """
@@ -116,7 +118,7 @@ def dry_run(config: Config, world_size: int, source: str) -> str:
     fp8 = build_fp8(config, None)
     described = _describe(config, world_size, fp8, plan)
     plans = f"linear layers:\n{plans_table(layer_plans(config, fp8).values())}"
-    return "\n\n".join([described, plans, memory_table(memory), describe_planned_data(config)])
+    return "\n\n".join([described, plans, memory_table(memory), describe_planned_data(config, steps)])
 
 
 def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePlan) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch.distributed import ProcessGroup
 
-from megafp8.config import Config, ConfigError, Problem
+from megafp8.config import Config, ConfigError, Problem, StageConfig, config_at, stage_at
 from megafp8.data import DataError
 from megafp8.data.blend import Blend, Segment, shares
 from megafp8.data.indexed_dataset import IndexedDataset, bin_path, check_dataset, idx_path
@@ -42,8 +42,8 @@ class DataSet:
     def source(self, weight: float) -> Source:
         """This data set in the record of the run's progress."""
         documents = self.train.documents
-        contents, packing = self.train.fingerprint, self.train.packing.name
-        return Source(self.prefix, contents, documents, self.dataset.num_documents, weight, packing)
+        contents, packing, length = self.train.fingerprint, self.train.packing.name, self.train.seq_length
+        return Source(self.prefix, contents, documents, self.dataset.num_documents, weight, packing, length)
 
     @property
     def size(self) -> int:
@@ -59,12 +59,15 @@ class DataSet:
 class Inputs:
     """Tokenizer and data of a run. `validation` is None if there is no evaluation, or no documents for it.
 
+    `config`: of the present stage; `run`: as the user gave it, with all stages.
     `validation_sets`: those of `data.validation`, by name.
     `train` and `validation` mix the data sets according to `progress`, which is that of a new run until `resumed`.
     `objective` makes micro-batches of their samples.
     """
 
     config: Config
+    run: Config
+    stage: StageConfig | None
     tokenizer: Tokenizer | None
     data_sets: Sequence[DataSet]
     progress: Progress
@@ -78,6 +81,10 @@ class Inputs:
         """Identity of the vocabulary, None if no tokenizer is configured."""
         return None if self.tokenizer is None else self.tokenizer.fingerprint
 
+    def at(self, step: int) -> Inputs:
+        """The inputs of the stage of the run that the step after the first `step` is in."""
+        return self if stage_at(self.run, step) == self.stage else open_inputs(self.run, "config", step)
+
     def resumed(self, saved: Mapping[str, Any]) -> tuple[Inputs, list[str]]:
         """These inputs at the position of the checkpoint with metadata `saved`, and descriptions of blend changes.
 
@@ -89,6 +96,9 @@ class Inputs:
             recorded = Progress.from_json(saved["data"])
         else:
             recorded = Progress.from_config(then, _sources(data.train, self.data_sets, "tokens"))
+        length_then = saved["config"]["training"]["seq_length"]
+        training = self.config.training.model_copy(update={"seq_length": length_then})
+        recorded = recorded.with_length(self.config.model_copy(update={"training": training}).sample_tokens - 1)
         recorded = recorded.after(saved["consumed_samples"], self.config.seed)
         sources = _sources(data.train, self.data_sets, recorded.list_weights)
         if not data.restart_changed:
@@ -96,19 +106,42 @@ class Inputs:
             if problems:
                 raise ConfigError(f"checkpoint of step {saved['step']}", problems)
         progress, changes = recorded.proceed(sources, saved["consumed_samples"], self.config.seed)
+        progress, lengths = self._with_own_lengths(progress, f"checkpoint of step {saved['step']}")
+        changes += lengths
         train, validation = _blends(self.data_sets, progress, self.config.seed)
         return replace(self, progress=progress, train=train, validation=validation), changes
+
+    def _with_own_lengths(self, progress: Progress, source: str) -> tuple[Progress, list[str]]:
+        """`progress` with samples of this run's length, and messages on what changed.
+
+        Raises ConfigError where a data set cannot go on with another length.
+        """
+        positions, changes = {}, []
+        for entry, data_set in zip(progress.active, _active(self.data_sets, progress)):
+            length = data_set.train.seq_length
+            if entry.length is None or entry.length == length:
+                continue
+            if data_set.train.packing.name == "sentences" and entry.consumed:
+                rule = f"the run has read samples of {entry.length} tokens, which sentences fill to the end of an epoch"
+                works = "set training.seq_length as it was, or choose another name for a new run"
+                raise ConfigError(source, [Problem("training.seq_length", length, rule, works)])
+            before = _packed(self.config, data_set.dataset, data_set.train.documents, entry.length)
+            positions[entry.identity] = before.at(entry.position).position_after(entry.consumed)
+            changes.append(f"samples of {entry.prefix} have {length:,} tokens instead of {entry.length:,}")
+        return progress.moved(positions, self.config.sample_tokens - 1), changes
 
     def record(self, samples: int) -> dict[str, Any]:
         """Progress in each data set after `samples`, for the metadata of a checkpoint."""
         return self.progress.after(samples, self.config.seed).as_json()
 
 
-def open_inputs(config: Config, source: str) -> Inputs:
+def open_inputs(config: Config, source: str, step: int = 0) -> Inputs:
     """Open tokenizer and data sets, resolve `model.vocab_size`, and check that they match.
 
-    Raises ValueError (ConfigError if a key of the config is at fault) for missing, damaged or mismatched inputs.
+    `step`: number of steps of the run before its stage that is opened. Raises ValueError (ConfigError if a key of the
+    config is at fault) for missing, damaged or mismatched inputs.
     """
+    run, config = config, config_at(config, step, source)
     tokenizer = open_tokenizer(config, source)
     config = _resolve_vocabulary(config, tokenizer, source)
     vocab_size = config.model.vocab_size
@@ -120,7 +153,7 @@ def open_inputs(config: Config, source: str) -> Inputs:
     progress = Progress.begin(_sources(config.data.train, data_sets, "tokens"))
     train, validation = _blends(data_sets, progress, config.seed)
     sets = _validation_sets(config, None if tokenizer is None else tokenizer.fingerprint)
-    return Inputs(config, tokenizer, data_sets, progress, train, validation, sets, objective)
+    return Inputs(config, run, stage_at(run, step), tokenizer, data_sets, progress, train, validation, sets, objective)
 
 
 def objective_of(config: Config, tokenizer: Tokenizer | None, source: str) -> Objective:
@@ -233,17 +266,18 @@ def open_data_sets(config: Config) -> list[DataSet]:
     return found
 
 
-def _packed(config: Config, dataset: IndexedDataset, documents: range) -> PackedDataset:
-    """The samples of some documents of a data set."""
+def _packed(config: Config, dataset: IndexedDataset, documents: range, length: int | None = None) -> PackedDataset:
+    """The samples of some documents of a data set. `length`: labels of a sample, if they are not the config's."""
     return PackedDataset(
         dataset,
         documents,
-        config.sample_tokens - 1,
+        length or config.sample_tokens - 1,
         config.seed,
         cache_dir=config.data.index_cache,
         vocab_size=config.model.vocab_size,
         packing=config.data.packing,
         loss_mask=_loss_mask(config, dataset),
+        context=config.data.mask_eod_loss,
     )
 
 
@@ -292,7 +326,7 @@ def _active(data_sets: Sequence[DataSet], progress: Progress) -> list[DataSet]:
 def _blends(data_sets: Sequence[DataSet], progress: Progress, seed: int) -> tuple[Blend, Blend | None]:
     """Blends for training and validation of the data sets that are active in `progress`."""
     active = _active(data_sets, progress)
-    train = Blend([x.train for x in active], progress.segment(seed))
+    train = Blend([x.train.at(e.position) for x, e in zip(active, progress.active)], progress.segment(seed))
     held_out = [(x.validation, weight) for x, weight in zip(active, train.segment.weights) if x.validation is not None]
     if not held_out:
         return train, None
@@ -398,8 +432,11 @@ def check_ranks_agree(inputs: Inputs, consumed_samples: int, group: ProcessGroup
     raise DataError("ranks would not train on the same data: their configs list other data sets")
 
 
-def describe_planned_data(config: Config) -> str:
-    """`describe_data` of a new run, or one line if files are missing. Raises ValueError."""
+def describe_planned_data(config: Config, steps: int | None = None) -> str:
+    """`describe_data` of a new run, or one line if files are missing. Raises ValueError.
+
+    `steps`: of it, if not training.steps.
+    """
     prefixes = dict.fromkeys([*config.data.train, *config.data.validation.values()])
     files = [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
     missing = [path for path in files if not path.exists()]
@@ -408,20 +445,27 @@ def describe_planned_data(config: Config) -> str:
         return f"data sets: tokens, shares and epochs are not known, as {missing[0]}{more} missing"
     data_sets = open_data_sets(config)
     progress = Progress.begin(_sources(config.data.train, data_sets, "tokens"))
-    return describe_data(config, data_sets, progress, _validation_sets(config, None))
+    samples = (steps or config.training.steps) * config.training.global_batch_size
+    return describe_data(config, data_sets, progress, _validation_sets(config, None), samples)
 
 
 def describe_data(
-    config: Config, data_sets: Sequence[DataSet], progress: Progress, validation_sets: Mapping[str, Blend] = {}
+    config: Config,
+    data_sets: Sequence[DataSet],
+    progress: Progress,
+    validation_sets: Mapping[str, Blend],
+    samples: int,
 ) -> str:
     """A table of the data sets: tokens, share of the samples, and samples and epochs by the end of the run.
 
-    Below it, how well documents fit into samples, if they are not cut.
+    `samples`: of the run by its end. Below the table, how well documents fit into samples, if they are not cut.
     """
     t, active = config.training, _active(data_sets, progress)
     segment = progress.segment(config.seed)
-    counts = segment.given(max(t.steps * t.global_batch_size, progress.first_sample))
-    rows = [(x.prefix, x.train, share, count) for x, share, count in zip(active, shares(segment.weights), counts)]
+    counts = segment.given(max(samples, progress.first_sample))
+    packed = [x.train.at(entry.position) for x, entry in zip(active, progress.active)]
+    of_run = zip(active, packed, shares(segment.weights), counts)
+    rows = [(x.prefix, own, share, count) for x, own, share, count in of_run]
     held_out = [(x, weight) for x, weight in zip(active, segment.weights) if x.validation is not None]
     evaluated = t.eval_steps * t.global_batch_size
     if held_out:
@@ -433,13 +477,13 @@ def describe_data(
             if x.validation is not None
         ]
     for name, blend in validation_sets.items():
-        (packed,) = blend.datasets
-        rows.append((f"valid/{name}: {packed.dataset.prefix} (one evaluation)", packed, 1.0, evaluated))
+        (own,) = blend.datasets
+        rows.append((f"valid/{name}: {own.dataset.prefix} (one evaluation)", own, 1.0, evaluated))
     width = max(len("data set"), *(len(name) for name, *_ in rows))
     lines = [f"{'data set':<{width}} {'tokens':>19} {'share':>8} {'samples':>15} {'epochs':>10}"]
     lines += [
-        f"{name:<{width}} {packed.num_tokens:>19,} {share:>8.2%} {count:>15,} {count / packed.samples_per_epoch:>10.3f}"
-        for name, packed, share, count in rows
+        f"{name:<{width}} {own.num_tokens:>19,} {share:>8.2%} {count:>15,} {own.epochs(count):>10.3f}"
+        for name, own, share, count in rows
     ]
     for x in active:
         if isinstance(x.train.packing, BestFit):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -12,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import yaml
 
-from megafp8.checkpoint import BackgroundSaver, Destination, FolderLock, Saved
+from megafp8.checkpoint import BackgroundSaver, CheckpointReader, Destination, FolderLock, Saved
+from megafp8.config import end_of_stage, stage_at
 from megafp8.data.blend import Blend
 from megafp8.data.sampler import batches as batch_stream
 from megafp8.data.samples import Batch
@@ -32,6 +35,7 @@ from megafp8.parallel_state import (
     host_group,
     initialize_distributed,
     initialize_model_parallel,
+    rejoin,
 )
 from megafp8.pipeline_parallel.trace import write_timeline
 from megafp8.training import cuda_graphs, expert_load
@@ -42,6 +46,7 @@ from megafp8.training.determinism import describe_determinism
 from megafp8.training.divergence import diverged
 from megafp8.training.errors import TrainingError
 from megafp8.training.expert_load import ExpertLoadWriter
+from megafp8.training.history import History
 from megafp8.training.init_from import load_init
 from megafp8.training.inputs import Inputs, check_ranks_agree, describe_data
 from megafp8.training.metrics import (
@@ -81,32 +86,68 @@ MakeEvaluation = Callable[[Trainer, Inputs, Path], Evaluation]
 def train(inputs: Inputs, make_evaluation: MakeEvaluation | None = None) -> None:
     """Run the job to its last step, or to a clean stop. Call `validate.check_run` first.
 
-    `make_evaluation`: needed where the config has `training.evaluate`.
-    Raises FolderInUse if another job uses the run folder, before anything in it is changed; TrainingError, on all
-    ranks, if training cannot continue.
+    A stage ends with a checkpoint, from which the next one starts with groups and a trainer of its own: a stage is a
+    resumption. `inputs`: of the stage of the newest checkpoint. `make_evaluation`: needed where the config has
+    `training.evaluate`. Raises FolderInUse if another job uses the run folder, before anything in it is changed;
+    TrainingError, on all ranks, if training cannot continue.
     """
     config = inputs.config
     show_steps = config.logging.progress and not sys.stderr.isatty()
     with RunLog(int(os.environ.get("RANK", "0")), show_steps=show_steps) as log:
         device = initialize_distributed(choose_device(config), config.timeout_seconds)
-        parallel = initialize_model_parallel(
-            config.parallel.tensor,
-            config.parallel.pipeline,
-            config.parallel.virtual_pipeline,
-            context_parallel_size=config.parallel.context,
-            expert_model_parallel_size=config.parallel.expert,
-            expert_tensor_parallel_size=config.parallel.expert_tensor,
-            fsdp_replicas=config.parallel.fsdp_replicas,
-            device=device,
-            timeout_seconds=config.timeout_seconds,
-        )
         try:
             with FolderLock(checkpoint_folder(run_folder(config))) as lock:
-                Job(inputs, parallel, lock, log, make_evaluation).run()
+                shared = Shared(lock, StopRequest(), make_evaluation)
+                shared.stop.install()
+                log.open(run_folder(config))
+                following = _train_stage(inputs, shared, device, first=True)
+                while following is not None:
+                    gc.collect()  # models have cycles
+                    if device.type == "cuda":
+                        torch.cuda.empty_cache()
+                    rejoin(device.type, config.timeout_seconds)
+                    following = _train_stage(following, shared, device, first=False)
         except TrainingError:
             destroy_model_parallel()  # all ranks are here
             raise
     destroy_model_parallel()
+
+
+class Shared(NamedTuple):
+    """What all stages of a job share: the lock of the run folder, requests to stop, and what makes its evaluation."""
+
+    lock: FolderLock
+    stop: StopRequest
+    make_evaluation: MakeEvaluation | None
+
+
+def _train_stage(inputs: Inputs, shared: Shared, device: torch.device, *, first: bool) -> Inputs | None:
+    """Train the stage of `inputs`, which is the job's `first` or resumes; returns the next one, if it is to follow.
+
+    If the newest checkpoint is damaged, an older one may be of an earlier stage, which is then the next. Collective.
+    """
+    p, config = inputs.config.parallel, inputs.config
+    parallel = initialize_model_parallel(
+        p.tensor,
+        p.pipeline,
+        p.virtual_pipeline,
+        context_parallel_size=p.context,
+        expert_model_parallel_size=p.expert,
+        expert_tensor_parallel_size=p.expert_tensor,
+        fsdp_replicas=p.fsdp_replicas,
+        device=device,
+        timeout_seconds=config.timeout_seconds,
+    )
+    found = None
+    if config.checkpoint.resume or not first:
+        found = find_checkpoint(inputs.run, run_folder(config), parallel, inputs.fingerprint)
+    step = 0 if found is None else int(found.metadata["step"])
+    if stage_at(inputs.run, step) != inputs.stage:
+        return inputs.at(step)
+    if first:
+        record_launch(run_folder(config), parallel, step)
+    job = Job(inputs, parallel, found, shared)
+    return job.inputs.at(job.step) if job.run() else None
 
 
 def _is_at(interval: int, step: int) -> bool:
@@ -117,26 +158,16 @@ def _is_at(interval: int, step: int) -> bool:
 class Job:
     """The training loop around a `Trainer`. Collective: build it on every rank."""
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        parallel: ParallelState,
-        lock: FolderLock,
-        log: RunLog,
-        make_evaluation: MakeEvaluation | None = None,
-    ) -> None:
+    def __init__(self, inputs: Inputs, parallel: ParallelState, found: CheckpointReader | None, shared: Shared) -> None:
+        """`found`: the checkpoint to resume from, if there is one."""
         self.inputs, self.config, self.parallel = inputs, inputs.config, parallel
-        self.folder, self.lock = run_folder(self.config), lock
+        self.folder, self.lock, self.stop = run_folder(self.config), shared.lock, shared.stop
         self.is_main = parallel.rank == 0
-        if self.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            log.open(self.folder)
-        self.stop = StopRequest()
-        self.stop.install()
-        keep, samples_per_step = self.config.checkpoint, self.config.training.global_batch_size
-        found = find_checkpoint(self.config, self.folder, parallel, inputs.fingerprint) if keep.resume else None
+        keep = self.config.checkpoint
         self.trainer = Trainer(self.config, parallel, saved_choice(self.config, found))
         self.step = 0 if found is None else load_state(self.trainer, found)
+        self.history = History() if found is None else History.resumed(found.metadata, self.config)
+        self.last_step = end_of_stage(inputs.run, self.step)
         logger.info(f"run folder: {self.folder}")
         if not self.step and keep.init_from is not None:
             load_init(self.trainer, keep.init_from)
@@ -146,29 +177,36 @@ class Job:
             self.inputs, changes = inputs.resumed(found.metadata)
             if changes:
                 logger.info(f"data changed since step {self.step}: {'; '.join(changes)}")
-        check_ranks_agree(self.inputs, self.step * samples_per_step, parallel.world.group)
+        check_ranks_agree(self.inputs, self.consumed_samples, parallel.world.group)
         self._log_choices()
         self.evaluation: Evaluation | None = None
         if self.config.training.evaluate is not None:
-            assert make_evaluation is not None
-            self.evaluation = make_evaluation(self.trainer, self.inputs, self.folder)
+            assert shared.make_evaluation is not None
+            self.evaluation = shared.make_evaluation(self.trainer, self.inputs, self.folder)
         self.saved_step = self.step
         self.tokenizer = tokenizer_copy(self.config) if self.is_main else {}
         self.save_postponed = False
         self.skipped_in_a_row = 0
         self.save_seconds = 0.0
-        record_launch(self.folder, parallel, self.step)
         self.saver: BackgroundSaver | None = None
         if keep.async_save:
             group, folder = host_group(self.config.timeout_seconds), checkpoint_folder(self.folder)
-            to = Destination(folder, group, keep.keep_last, keep.keep_every, lock, self.tokenizer)
+            to = Destination(folder, group, keep.keep_last, keep.keep_every, self.lock, self.tokenizer)
             self.saver = BackgroundSaver(to, parallel.device, self._log_saved)
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples of the data that the run has read."""
+        return self.history.samples_at(self.step, self.config)
 
     def _log_choices(self) -> None:
         """Log the data sets, and what was chosen when the trainer was built."""
         trainer, parallel = self.trainer, self.parallel
         inputs = self.inputs
-        data = describe_data(self.config, inputs.data_sets, inputs.progress, inputs.validation_sets)
+        if inputs.stage is not None:
+            logger.info(f"stage {inputs.stage.name}: steps {inputs.stage.begin + 1} to {self.last_step}")
+        samples = self.history.samples_at(max(self.step, self.last_step), self.config)
+        data = describe_data(self.config, inputs.data_sets, inputs.progress, inputs.validation_sets, samples)
         logger.info(f"data:\n{data}")
         for line in describe_longrope(self.config):
             logger.info(line)
@@ -194,8 +232,11 @@ class Job:
         if self.config.deterministic:
             logger.info(describe_determinism(parallel.device.type))
 
-    def run(self) -> None:
-        """Train from the current step to the end of the run; return once everything is saved."""
+    def run(self) -> bool:
+        """Train from the current step to the end of the stage; return once everything is saved.
+
+        Returns whether another stage follows.
+        """
         t = self.config.training
         with (
             contextlib.closing(self.trainer),
@@ -205,7 +246,7 @@ class Job:
             if self.step >= t.last_step:
                 limit = "training.steps" if t.last_step == t.steps else "training.stop_after"
                 logger.info(f"nothing to do: the run has done {self.step} steps, and {limit} is {t.last_step}")
-                return
+                return False
             self._check_replicas()
             with contextlib.ExitStack() as stack:
                 writers = self._open_writers()
@@ -215,17 +256,19 @@ class Job:
                 if load_writer is not None:
                     stack.callback(load_writer.close)
                 stopped = self._train(writers, load_writer, after_step)
+            if self.step < t.last_step and not stopped:
+                return True
             if self.is_main:
                 self._report(stopped)
+            return False
 
     def _train(
         self, writers: Sequence[Writer], load_writer: ExpertLoadWriter | None, after_step: Callable[[int], None]
     ) -> bool:
         """Step until the run ends; returns whether it was asked to stop before that."""
-        last = self.config.training.last_step
-        stream = self._batches(self.inputs.train, self.step * self.config.training.global_batch_size)
+        stream = self._batches(self.inputs.train, self.consumed_samples)
         stopped = False
-        while self.step < last and not stopped:
+        while self.step < self.last_step and not stopped:
             metrics = self._one_step(stream)
             after_step(self.step)
             self._write_timeline()
@@ -237,7 +280,7 @@ class Job:
             if self.saver is not None:
                 self.saver.poll()
             stopped = self.stop.agreed(self.parallel.world.group)
-            ends = stopped or self.step == last
+            ends = stopped or self.step == self.last_step
             if self._save_is_due(ends):
                 self._check_replicas()
                 self._save(ends)
@@ -310,7 +353,7 @@ class Job:
             loss=loss.mean,
             grad_norm=result.grad_norm,
             learning_rate=learning_rate,
-            tokens=self.step * tokens,
+            tokens=self.history.tokens_at(self.step, self.config),
             tokens_per_second_per_gpu=per_gpu,
             tflops_per_gpu=flops / 1e12,
             mfu=flops / peak if peak else None,
@@ -318,7 +361,7 @@ class Job:
             step_seconds=seconds,
             skipped=result.skipped,
             time=utc_now(),
-            consumed_samples=self.step * t.global_batch_size,
+            consumed_samples=self.consumed_samples,
             data_seconds=data_seconds,
             evaluation_seconds=evaluation_seconds,
             save_seconds=save_seconds,
@@ -361,7 +404,7 @@ class Job:
         Third, whether anything was due.
         """
         t, loss, found = self.config.training, None, dict[str, float]()
-        last = self.step == t.last_step
+        last = self.step == self.last_step
         validates = t.eval_interval > 0 and (last or _is_at(t.eval_interval, self.step))
         evaluates = t.evaluate is not None and (last or _is_at(t.evaluate.interval, self.step))
         if validates:
@@ -408,17 +451,18 @@ class Job:
             return
         start = time.perf_counter()
         self.saved_step = self.step
-        data = self.inputs.record(self.step * self.config.training.global_batch_size)
+        data = self.inputs.record(self.consumed_samples)
         fingerprint = self.inputs.fingerprint
         if self.saver is not None and not ends:
-            begin_save(self.trainer, self.saver, self.step, fingerprint, data)
+            begin_save(self.trainer, self.saver, self.step, fingerprint, data, self.history)
         else:
             if self.saver is not None:
                 self.saver.finish()
             keep_all, files = self.skipped_in_a_row > 0, self.tokenizer
             path = save_state(
-                self.trainer, self.folder, self.step, fingerprint, self.lock, data=data, files=files, keep_all=keep_all
-            )
+                self.trainer, self.folder, self.step, fingerprint, self.lock,
+                data=data, history=self.history, files=files, keep_all=keep_all,
+            )  # fmt: skip
             logger.info(f"saved {path} in {time.perf_counter() - start:.1f} s")
         self.save_seconds += time.perf_counter() - start
 

@@ -16,11 +16,13 @@ from megafp8.optimizer.learning_rate import Schedule
 
 def schedule_of(o: OptimizerConfig, steps: int) -> Schedule:
     """The schedule of a run of `steps` steps."""
+    begin = o.schedule_from, o.warmup_from
     if o.schedule == "constant":  # the same for any length
-        return Schedule(o.schedule, o.learning_rate, o.learning_rate, o.warmup_steps, max(1, o.warmup_steps), 0)
+        return Schedule(o.schedule, o.learning_rate, o.learning_rate, o.warmup_steps, max(1, o.warmup_steps), 0, *begin)
     total = o.decay_until or steps
-    decay = min(o.decay_steps or max(1, total // 10), total - o.warmup_steps) if o.schedule == "wsd" else 0
-    return Schedule(o.schedule, o.learning_rate, o.min_learning_rate, o.warmup_steps, total, decay)
+    length = total - o.schedule_from
+    decay = min(o.decay_steps or max(1, length // 10), length - o.warmup_steps) if o.schedule == "wsd" else 0
+    return Schedule(o.schedule, o.learning_rate, o.min_learning_rate, o.warmup_steps, total, decay, *begin)
 
 
 def _schedules(then: Mapping[str, Any], now: Config) -> tuple[Schedule, Schedule, Schedule]:

@@ -77,8 +77,8 @@ class RunLog:
         return self
 
     def open(self, folder: Path) -> None:
-        """On rank 0, also append to log.txt in `folder`."""
-        if not self._rank:
+        """On rank 0, also append to log.txt in `folder`, from the first call on."""
+        if not self._rank and self._file is None:
             self._file = logging.FileHandler(folder / LOG_FILE, encoding="utf-8")
             self._file.setFormatter(_Formatter(self._rank))
             self._logger.addHandler(self._file)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ from megafp8.checkpoint import (
 from megafp8.checkpoint.errors import on_all_ranks
 from megafp8.checkpoint.files import read_file
 from megafp8.checkpoint.store import METADATA_FILE
-from megafp8.config import Config, ModelConfig
+from megafp8.config import Config, ConfigError, ModelConfig, Problem, config_at, stage_at
 from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.target import TOKENIZER_FOLDER, with_companions
 from megafp8.distributed.sharding import Shape, spec_of
@@ -61,6 +61,7 @@ from megafp8.parallel_state import ParallelState
 from megafp8.planner.stages import stages_of
 from megafp8.training.auto_filter import Choice, kept_choice
 from megafp8.training.describe import planned_stage
+from megafp8.training.history import History, changed_keys, leaves
 from megafp8.training.learning_rate import schedule_change, schedule_jump
 from megafp8.training.trainer import DTYPES, Trainer
 
@@ -128,14 +129,18 @@ def tokenizer_copy(config: Config) -> dict[str, bytes]:
     return {f"{TOKENIZER_FOLDER}/{file.name}": read_file(file) for file in with_companions(Path(given.path))}
 
 
-def _metadata(trainer: Trainer, step: int, fingerprint: str | None, data: Mapping[str, Any] | None) -> dict[str, Any]:
+def _metadata(
+    trainer: Trainer, step: int, fingerprint: str | None, data: Mapping[str, Any] | None, history: History
+) -> dict[str, Any]:
     """The content of metadata.json, besides what `save` itself adds. `data`: progress in each data set."""
     config, parallel = trainer.config, trainer.parallel
-    samples, settings = step * config.training.global_batch_size, config.model_dump(mode="json")
+    settings, stage = config.model_dump(mode="json"), stage_at(config, history.step)
     return {
-        "consumed_samples": samples,
-        "tokens": samples * config.training.seq_length,
+        "consumed_samples": history.samples_at(step, config),
+        "tokens": history.tokens_at(step, config),
         **({} if data is None else {"data": data}),
+        "stage": None if stage is None else stage.name,
+        "changes": list(history.changes),
         "optimizer_steps": trainer.optimizer.step_count,
         "tokenizer_fingerprint": fingerprint,
         "layout": {"ranks": parallel.world_size, "data": parallel.data.size, **settings["parallel"]},
@@ -153,20 +158,21 @@ def save_state(
     lock: FolderLock | None = None,
     *,
     data: Mapping[str, Any] | None = None,
+    history: History = History(),  # noqa: B008 - immutable
     files: Mapping[str, bytes] | None = None,
     keep_all: bool = False,
 ) -> Path:
     """Save a checkpoint after `step` steps. Collective.
 
-    `data`: progress in each data set (`Inputs.record`). `files`: small files to save with it, by path in the
-    checkpoint. `keep_all`: remove no older checkpoint.
+    `data`: progress in each data set (`Inputs.record`). `history`: of the run. `files`: small files to save with it, by
+    path in the checkpoint. `keep_all`: remove no older checkpoint.
     """
     keep = trainer.config.checkpoint
     return save(
         checkpoint_folder(run),
         step,
         tensors(trainer),
-        _metadata(trainer, step, fingerprint, data),
+        _metadata(trainer, step, fingerprint, data, history),
         keep_last=None if keep_all else keep.keep_last,
         keep_every=keep.keep_every,
         lock=lock,
@@ -180,13 +186,14 @@ def begin_save(
     step: int,
     fingerprint: str | None,
     data: Mapping[str, Any] | None = None,
+    history: History = History(),  # noqa: B008 - immutable
 ) -> None:
     """Save in the background; the next update of the weights must come after `saver.wait_copied`. Collective."""
     # A forward pass records amaxes; weights, masters and moments change in optimizer steps only.
     saver.save(
         step,
         tensors(trainer),
-        _metadata(trainer, step, fingerprint, data),
+        _metadata(trainer, step, fingerprint, data, history),
         changes_early=lambda name: name.startswith("fp8."),
     )
 
@@ -207,8 +214,9 @@ def check_resume(config: Config, run: Path, fingerprint: str | None) -> Checkpoi
 def check_same_run(config: Config, fingerprint: str | None, found: CheckpointReader) -> None:
     """Raise IncompatibleCheckpoint, with all reasons, if a run of `config` cannot continue from `found`.
 
-    Keys that determine the sequence of batches must be unchanged, and so must keys that change what the model computes
-    from given weights, unless `checkpoint.allow_model_change` lists them. The tensors must be those of the run.
+    Keys that determine weights and the order of the data must be unchanged, and so must keys that change what the model
+    computes from given weights, unless `checkpoint.allow_model_change` lists them. The tensors must be those of the
+    run. Of a run with stages, the config is that of the checkpoint's step.
     """
     path, then = found.path, found.metadata.get("config") or {}
     if "training" not in then:
@@ -217,22 +225,54 @@ def check_same_run(config: Config, fingerprint: str | None, found: CheckpointRea
             f"start a run from its weights with checkpoint.init_from={path} and another name"
         )
     model = saved_model(found)
+    config = config_at(config, found.metadata["step"])
+
+    def fits() -> str:
+        return misfits(tensor_kinds(config), found.index, _is_fp8)
+
     try:
         vocabulary = found.metadata["tokenizer_fingerprint"]
-        problems = list(_changed_fixed_keys(then, config))
+        problems = _changes(then, model, config, found.metadata["step"], fits)
         if vocabulary != fingerprint:
             known = f"fingerprint {vocabulary}, here {fingerprint}"
             problems.append(f"was trained with another vocabulary ({known}); use that run's tokenizer, {_ANOTHER}")
-        problems += _changed_model(model, then["training"]["seq_length"], config, found)
-        problems += _changed_lora(then.get("lora"), config.model_dump(mode="json")["lora"])
-        problems += filter(None, [schedule_jump(then, config, found.metadata["step"])])
         _ = found.metadata["optimizer_steps"]
     except (KeyError, TypeError, AttributeError) as error:
         raise _unknown_config(found, error) from error
-    if not problems and (wrong := misfits(tensor_kinds(config), found.index, _is_fp8)):
+    if not problems and (wrong := fits()):
         problems = [f"does not fit: {wrong}"]
     if problems:
         raise IncompatibleCheckpoint("\n  ".join(f"{path} {problem}" for problem in problems))
+
+
+def check_next_stage(before: Config, now: Config, step: int, source: str) -> None:
+    """Raise ConfigError, with all reasons, if a run of `before` cannot go on as one of `now` after `step` steps.
+
+    The reasons are those of `check_same_run` for the checkpoint of that step.
+    """
+    there, here = tensor_kinds(before), tensor_kinds(now)
+    wrong = "" if there == here else "the stage's tensors have other names, shapes or dtypes"
+    reasons = _changes(before.model_dump(mode="json"), before.model, now, step, lambda: wrong)
+    if not reasons and wrong:
+        reasons = [f"does not fit: {wrong}"]
+    stage = stage_at(now, step)
+    if reasons and stage is not None:
+        rule = f"the stage cannot begin, since the checkpoint of step {step} "
+        works = "change the stage's overrides"
+        raise ConfigError(source, [Problem("overrides", stage.overrides, rule + why, works) for why in reasons])
+
+
+def _changes(
+    then: Mapping[str, Any], model: ModelConfig, config: Config, step: int, fits: Callable[[], str]
+) -> list[str]:
+    """Why a run of `config` cannot continue one of config `then` and `model`. `fits`: what of its tensors does not."""
+    problems = [
+        *_changed_fixed_keys(then, config),
+        *_changed_model(model, then["training"]["seq_length"], config, fits),
+        *_changed_lora(then.get("lora"), config.model_dump(mode="json")["lora"]),
+    ]
+    jump = schedule_jump(then, config, step)
+    return problems if jump is None else [*problems, jump]
 
 
 def saved_model(found: CheckpointReader) -> ModelConfig:
@@ -262,14 +302,12 @@ _ANOTHER = "or choose another name for a new run"
 
 _FIXED_KEYS = {
     "seed": "so its data would not continue where it stopped",
-    "training.seq_length": "so its data would not continue where it stopped",
-    "training.global_batch_size": "so its data would not continue where it stopped",
     "training.precision": "so its weights have another dtype",
 }
 
 
 def _changed_fixed_keys(then: Mapping[str, Any], config: Config) -> Iterator[str]:
-    old, new = dict(_leaves(then)), dict(_leaves(config.model_dump(mode="json")))
+    old, new = dict(leaves(then)), dict(leaves(config.model_dump(mode="json")))
     for key, why in _FIXED_KEYS.items():
         if old[key] != new[key]:
             yield f"was saved with {key} = {old[key]}, this run has {new[key]}, {why}; set {key}={old[key]}, {_ANOTHER}"
@@ -288,10 +326,10 @@ def _changed_lora(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) 
         yield f"was saved with lora = {old}, this run has {new}, so other weights are trained; {back}, {_ANOTHER}"
 
 
-def _changed_model(then: ModelConfig, seq_length: int, config: Config, found: CheckpointReader) -> Iterator[str]:
+def _changed_model(then: ModelConfig, seq_length: int, config: Config, fits: Callable[[], str]) -> Iterator[str]:
     """Changed keys of the model section with which the weights compute something else.
 
-    `seq_length`: of the run that saved the checkpoint.
+    `seq_length`: of the run that saved the checkpoint. `fits`: what of its tensors does not fit.
     """
     old = then.model_copy(update={"max_position_embeddings": then.max_position_embeddings or seq_length})
     new = config.model.model_copy(update={"max_position_embeddings": config.position_rows})
@@ -303,7 +341,7 @@ def _changed_model(then: ModelConfig, seq_length: int, config: Config, found: Ch
     changes = ", ".join(f"model.{key} {before[key]} -> {after[key]}" for key in keys)
     back = " ".join(shlex.quote(f"model.{key}={_yaml(before[key])}") for key in keys)
     text = f"holds the weights of another model ({changes}); set {back}, {_ANOTHER}"
-    if not misfits(tensor_kinds(config), found.index, _is_fp8):
+    if not fits():
         names = ",".join([*allowed, *keys])
         text += f". To continue the same weights as this model, set checkpoint.allow_model_change=[{names}]"
     yield text
@@ -316,29 +354,14 @@ def _yaml(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("\n").removesuffix("\n...")
 
 
-def changed_keys(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The differences of two configs, as `parallel.tensor 1 -> 2`. A key that one of them lacks is `unset` there."""
-    old, new = dict(_leaves(then)), dict(_leaves(now))
-    keys = [key for key in {**old, **new} if (key in old, old.get(key)) != (key in new, new.get(key))]
-    return [f"{key} {old.get(key, 'unset')} -> {new.get(key, 'unset')}" for key in keys]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
 def find_checkpoint(
     config: Config, run: Path, parallel: ParallelState, fingerprint: str | None
 ) -> CheckpointReader | None:
     """The newest undamaged checkpoint of `run`, opened, or None if there is none. Collective.
 
-    Removes what a killed save left behind, and renames damaged checkpoints, with a warning. Raises DamagedCheckpoint
-    if all are damaged, and IncompatibleCheckpoint as `check_same_run` does: the checkpoint may be older than that of
-    `check_resume`.
+    `config`: of the run, with all its stages. Removes what a killed save left behind, and renames damaged checkpoints,
+    with a warning. Raises DamagedCheckpoint if all are damaged, and IncompatibleCheckpoint as `check_same_run` does:
+    the checkpoint may be older than that of `check_resume`.
     """
     folder, group = checkpoint_folder(run), parallel.world.group
     if parallel.world.is_first:

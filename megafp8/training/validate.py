@@ -13,17 +13,19 @@ from pathlib import Path
 
 import torch
 
-from megafp8.config import Config, ConfigError, Problem
+from megafp8.checkpoint import CheckpointReader, newest_readable
+from megafp8.config import Config, ConfigError, Problem, planned_stages
 from megafp8.data.samples import default_cache
 from megafp8.parallel_state import set_cuda_environment
 from megafp8.training import auto_filter
 from megafp8.training.describe import check_device_memory
 from megafp8.training.determinism import make_deterministic
 from megafp8.training.fp8_config import build_fp8
+from megafp8.training.history import History
 from megafp8.training.init_from import check_init
 from megafp8.training.inputs import Inputs, open_inputs
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
-from megafp8.training.state import check_resume, checkpoint_folder
+from megafp8.training.state import check_next_stage, check_resume, checkpoint_folder
 
 _PROBE_BYTES = 1 << 16
 
@@ -35,14 +37,47 @@ def validate(config: Config, world_size: int, source: str) -> Inputs:
     """
     if config.device != "cpu":
         set_cuda_environment()  # before CUDA is used
-    inputs = open_inputs(config, source)
+    inputs = open_inputs(config, source, newest_step(config))
     plan = plan_pipeline(inputs.config, num_microbatches(config, world_size))
     device = choose_device(config)
     if config.deterministic:
         make_deterministic(device)  # before CUDA is used
     check_device_memory(inputs.config, plan, world_size, device, source)
-    check_run(inputs)
+    found = check_run(inputs)
+    if inputs.run.stages:
+        _check_later_stages(inputs, found, world_size, device, source)
     return inputs
+
+
+def newest_step(config: Config) -> int:
+    """The step of the newest checkpoint that the run will resume from; 0 without one. Raises ValueError."""
+    found = newest_readable(checkpoint_folder(run_folder(config))) if config.checkpoint.resume else None
+    return 0 if found is None else int(found.metadata["step"])
+
+
+def _check_later_stages(
+    inputs: Inputs, found: CheckpointReader | None, world_size: int, device: str, source: str
+) -> None:
+    """Raise ValueError if a stage that is to come cannot begin after the one before it.
+
+    `inputs`: of the present stage, which resumes from `found`. Data sets are opened and go on where they will be then.
+    """
+    history = History()
+    if found is not None:
+        history = History.resumed(found.metadata, inputs.config)
+        inputs, _ = inputs.resumed(found.metadata)
+    for stage in planned_stages(inputs.run, source):
+        if stage.begin <= (0 if inputs.stage is None else inputs.stage.begin):
+            continue
+        later = open_inputs(inputs.run, source, stage.begin)
+        check_next_stage(inputs.config, later.config, stage.begin, stage.source)
+        plan = plan_pipeline(later.config, num_microbatches(later.config, world_size))
+        check_device_memory(later.config, plan, world_size, device, stage.source)
+        auto_filter.check(later.config, build_fp8(later.config, None), torch.device(device))
+        samples = history.samples_at(stage.begin, inputs.config)
+        config = inputs.config.model_dump(mode="json")
+        saved = {"step": stage.begin, "consumed_samples": samples, "config": config, "data": inputs.record(samples)}
+        inputs, history = later.resumed(saved)[0], History.resumed(saved, later.config)
 
 
 def choose_device(config: Config) -> str:
@@ -65,8 +100,8 @@ def run_folder(config: Config) -> Path:
     return Path(config.run_dir) / config.name
 
 
-def check_run(inputs: Inputs) -> None:
-    """Raise ValueError if the run cannot train, or would damage an earlier run."""
+def check_run(inputs: Inputs) -> CheckpointReader | None:
+    """Raise ValueError if the run cannot train, or would damage an earlier run. Returns what it resumes from."""
     config, folder = inputs.config, run_folder(inputs.config)
     project = config.logging.wandb_project
     if project is not None and importlib.util.find_spec("wandb") is None:
@@ -78,14 +113,16 @@ def check_run(inputs: Inputs) -> None:
     _check_writable(path, "data.index_cache", cache, "sample indices cannot be written to", works)
     auto_filter.check(config, build_fp8(config, None), torch.device(choose_device(config)))
     check_init(config, folder, inputs.tokenizer)
+    found = None
     if config.checkpoint.resume:
-        found = check_resume(config, folder, inputs.fingerprint)
+        found = check_resume(inputs.run, folder, inputs.fingerprint)
         if found is not None:
             inputs.resumed(found.metadata)
     elif (folder / "metrics.jsonl").exists():
         rule = f"{folder} already holds a run, and checkpoint.resume is false"
         raise ConfigError("config", [Problem("name", config.name, rule, "choose another name, or resume it")])
     check_writable(config, checkpoint_folder(folder))
+    return found
 
 
 def check_writable(config: Config, folder: Path) -> None:

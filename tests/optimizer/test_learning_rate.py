@@ -60,3 +60,14 @@ def test_values_by_hand() -> None:
     assert schedule("cosine").at(8) == pytest.approx(0.6)
     assert schedule("cosine").at(6) == pytest.approx(0.2 + 0.4 * (1 + math.sqrt(0.5)))
     assert [schedule("wsd", 4).at(i) for i in (5, 8, 9, 12)] == pytest.approx([1, 1, 0.6, 0.2])
+
+
+def test_a_schedule_that_begins_later() -> None:
+    """Annealing to zero from step 8 on; and a decay that ended at 0.2, warmed up again from there and decayed."""
+    anneal = Schedule("linear", 1.0, 0.0, 0, 12, first_step=8)
+    assert [anneal.at(i) for i in (0, 8, 9, 11, 12)] == [1.0, 1.0, 0.75, 0.25, 0.0]
+    again = Schedule("wsd", 1.0, 0.1, 4, 20, 4, first_step=8, warmup_from=0.2)
+    rates = [again.at(i) for i in (7, 8, 9, 11, 12, 16, 17, 20)]
+    assert rates == pytest.approx([0.4, 0.4, 0.6, 1.0, 1.0, 1.0, 0.55, 0.1])
+    constant = Schedule("constant", 1.0, 1.0, 2, 2, first_step=8)
+    assert [constant.at(i) for i in (8, 9, 10, 100)] == [0.5, 1.0, 1.0, 1.0]

@@ -20,7 +20,7 @@ from megafp8.config import Config, ConfigError
 from megafp8.data import DataError
 from megafp8.data.blend import BLOCK
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megafp8.data.samples import PackedDataset, split_documents
+from megafp8.data.samples import PackedDataset, Position, split_documents
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.inputs import Inputs, check_ranks_agree, describe_data, describe_planned_data, open_inputs
 from megafp8.training.job import train
@@ -233,6 +233,36 @@ def test_another_split_or_other_contents_are_errors(tmp_path: Path) -> None:
     assert "its files have changed" in refusal(then, 600, now)
 
 
+def test_another_sequence_length_continues_with_what_was_not_predicted(tmp_path: Path) -> None:
+    """Also from records without lengths. The blend goes on as it was; a source that was removed keeps its length."""
+    a, b, cache = write(tmp_path / "a", 50, 1), write(tmp_path / "b", 30, 2), tmp_path / "cache"
+
+    def with_length(length: int, train: dict[str, float]) -> Config:
+        found = config(train, cache)
+        return found.model_copy(update={"training": found.training.model_copy(update={"seq_length": length})})
+
+    then = open_inputs(config({a: 3.0, b: 1.0}, cache), "test")
+    given = counts(then, 40)
+    old = saved(then, 40)
+    for entry in old["data"]["sources"]:
+        del entry["length"], entry["position"]
+    for about in (saved(then, 40), old):
+        inputs, changes = open_inputs(with_length(16, {a: 3.0, b: 1.0}), "test").resumed(about)
+        assert changes == [f"samples of {prefix} have 16 tokens instead of 8" for prefix in (a, b)]
+        assert [x.position for x in inputs.train.datasets] == [Position(n, 0, ((8, n, False),)) for n in given]
+        assert [inputs.train.segment.locate(i) for i in range(40, 90)] == [
+            then.train.segment.locate(i) for i in range(40, 90)
+        ]
+    again, changes = resume(inputs, 60, with_length(16, {a: 3.0, b: 1.0}))
+    assert changes == []
+    assert all(np.array_equal(again.train[i], inputs.train[i]) for i in range(60, 80))
+    alone, _ = resume(inputs, 60, with_length(4, {a: 1.0}))
+    back, _ = resume(alone, 64, with_length(8, {a: 1.0, b: 1.0}))
+    of_b = counts(inputs, 60)[1]
+    assert back.progress.active[1].position == Position(of_b, 0, ((8, given[1], False), (16, of_b - given[1], False)))
+    assert [length for length, *_ in back.progress.active[0].position.given] == [8, 16, 4]
+
+
 def test_a_checkpoint_without_a_data_record_continues(tmp_path: Path) -> None:
     """A list of data sets had equal shares then, and has them to the end of the run."""
     a, b, c = (write(tmp_path / name, 20 * (i + 1), i) for i, name in enumerate("abc"))
@@ -290,7 +320,7 @@ def test_a_best_fit_run_tells_how_documents_fit(tmp_path: Path) -> None:
     inputs = open_inputs(config([a, b], cache, packing="best_fit"), "test")
     samples = [packed.samples_per_epoch for packed in inputs.train.datasets]
     assert inputs.train.segment.weights == tuple(samples)
-    one, other = describe_data(inputs.config, inputs.data_sets, inputs.progress).splitlines()[-2:]
+    one, other = describe_data(inputs.config, inputs.data_sets, inputs.progress, {}, 40).splitlines()[-2:]
     pattern = r"{}: best_fit: {} samples an epoch, \d+\.\d\d% of their tokens padding, \d+\.\d\d% of documents cut"
     assert re.match(pattern.format(re.escape(a), samples[0]), one)
     assert re.match(pattern.format(re.escape(b), samples[1]), other)
@@ -307,7 +337,7 @@ def test_a_list_weighs_by_size(tmp_path: Path) -> None:
         assert inputs.train.segment.weights == (times * tokens[0], tokens[1])
         assert len(inputs.train.datasets) == 2
 
-    text = describe_data(inputs.config, inputs.data_sets, inputs.progress)
+    text = describe_data(inputs.config, inputs.data_sets, inputs.progress, {}, 40)
     _, *rows = [line.split() for line in text.splitlines()]
     assert [row[0] for row in rows] == [a, b, a, b]
     share = 2 * tokens[0] / (2 * tokens[0] + tokens[1])
@@ -392,7 +422,7 @@ def _agree(folders: list[str], orders: list[list[str]], other_index: bool) -> st
         inputs = open_inputs(config(orders[world.rank], Path("cache")), "test")
         if other_index and world.rank == 1:
             packed = inputs.train.datasets[1]
-            packed._make = lambda number: PackedDataset._make(packed, number + 1)  # type: ignore[method-assign]
+            packed._make = lambda number, *more: PackedDataset._make(packed, number + 1, *more)  # type: ignore[method-assign]
         check_ranks_agree(inputs, 0, world.group)
     except DataError as error:
         return str(error)

@@ -217,7 +217,6 @@ def done(world2: World, tmp_path_factory: pytest.TempPathFactory, quickstart_dat
     ("change", "message"),
     [
         ("seed=7", "was saved with seed = 1234, this run has 7"),
-        ("training.global_batch_size=16", "was saved with training.global_batch_size = 8, this run has 16"),
         ("training.steps=4", "was saved with training.steps = 3, this run has 4, and without optimizer.decay_until"),
         ("checkpoint.resume=false", "already holds a run, and checkpoint.resume is false"),
         ("model.rope_theta=5e5", "holds the weights of another model (model.rope_theta 10000.0 -> 500000.0)"),

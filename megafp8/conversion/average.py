@@ -1,0 +1,62 @@
+"""The mean of the weights of several checkpoints of one model, as a source for every format.
+
+Averages of the last checkpoints of a run are often better than each of them, above all where the learning rate has not
+decayed (Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima", arXiv:1803.05407; Sanyal et al. 2023, "Early
+Weight Averaging meets High Learning Rates", arXiv:2306.03241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megafp8.conversion.base import Source
+from megafp8.conversion.convert import is_weight
+from megafp8.conversion.hf_config import differences
+
+_MASTER = "optimizer.master."
+_OF_A_RUN = ("data", "consumed_samples", "tokens", "optimizer_steps", "layout", "changes", "stage")
+"""Keys of metadata.json about the position of one run."""
+
+
+class Averaged(Source):
+    """The mean weights of `sources`, which are of one model and vocabulary, in any layouts; no other state.
+
+    Of each weight the fp32 masters are averaged where all sources have them, else the weights. Sums are float64, and
+    rounded once. Two tensors are in memory at a time. Raises ValueError where the sources are not alike.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        first, last = sources[0], sources[-1]
+        for other in sources[1:]:
+            if fields := differences(first.model, other.model):
+                raise ValueError(f"{other.path} holds another model than {first.path}: {', '.join(fields)}")
+            if _weights(other) != _weights(first):
+                raise ValueError(f"{other.path} holds weights of other names, shapes or dtypes than {first.path}")
+            ids = [source.about.get("tokenizer_fingerprint") for source in (first, other)]
+            if ids[0] != ids[1]:
+                raise ValueError(f"{other.path} was trained with another vocabulary than {first.path}")
+        self._sources = sources
+        self.path, self.model, self.tokenizer_files = last.path, last.model, last.tokenizer_files
+        self.tensors = _weights(last)
+        self.about = {key: value for key, value in last.about.items() if key not in _OF_A_RUN}
+        self.about["average_of"] = [str(source.path) for source in sources]
+
+    def read(self, name: str) -> Tensor:
+        """The mean, rounded to the weight's dtype."""
+        master = _MASTER + name.removeprefix("model.")
+        read = master if all(master in source.tensors for source in self._sources) else name
+        dtype = self.tensors[name].dtype
+        if not dtype.is_floating_point:
+            raise ValueError(f"{name} is {dtype}, of which there is no mean")
+        total = torch.zeros(self.tensors[name].shape, dtype=torch.float64)
+        for source in self._sources:
+            total += source.read(read)
+        return (total / len(self._sources)).to(dtype)
+
+
+def _weights(source: Source) -> Mapping[str, Any]:
+    return {name: info for name, info in source.tensors.items() if is_weight(name)}
