@@ -18,7 +18,7 @@ by the rank with the least to write, and loaded by all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megafp8.distributed.sharding import FlatShard, ParamShard, Shape, shards_of, spec_of
+from megafp8.distributed.sharding import FlatShard, ParamShard, Shape, boxes_of, shards_of
 
 
 class TensorInfo(NamedTuple):
@@ -123,37 +123,9 @@ def collect_shards(shards: Iterable[tuple[FlatShard, Tensor]], prefix: str) -> d
     state: dict[str, Rectangles] = {}
     for shard, flat in shards:
         assert flat.shape == (shard.end - shard.start,)
-        row = math.prod(shard.param.shape[1:])
-        for piece in spec_of(shard.param).shards:
-            first = piece.row * row
-            start, end = max(shard.start, first), min(shard.end, first + math.prod(piece.shape))
-            rest = flat[start - shard.start : end - shard.start]
-            for low, shape in boxes(piece.shape, start - first, end - first):
-                view, rest = rest[: math.prod(shape)].view(shape), rest[math.prod(shape) :]
-                _add(state, prefix, piece, tuple(o + n for o, n in zip(piece.offset, low)), view)
+        for box in boxes_of(shard):
+            _add(state, prefix, box.piece, box.offset, flat[box.start : box.end].view(box.shape))
     return state
-
-
-def boxes(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
-    """Elements `[start, end)` of a tensor of `shape`, in row-major order, as boxes of (first index, shape).
-
-    For d dims there are at most 2 d - 1, in the order of the elements; none where `start >= end`.
-    """
-    if start >= end:
-        return
-    if len(shape) == 1:
-        yield (start,), (end - start,)
-        return
-    row = math.prod(shape[1:])
-    (first, skipped), (last, left) = divmod(start, row), divmod(end, row)
-    if skipped:
-        stop = end - first * row if first == last else row
-        yield from (((first, *low), (1, *box)) for low, box in boxes(shape[1:], skipped, stop))
-        first += 1
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    if left and first <= last:
-        yield from (((last, *low), (1, *box)) for low, box in boxes(shape[1:], 0, left))
 
 
 def _add(state: dict[str, Rectangles], prefix: str, piece: ParamShard, offset: Shape, view: Tensor) -> None:

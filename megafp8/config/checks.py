@@ -42,6 +42,8 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         optimizer_checks.reduce_dtype,
         optimizer_checks.state_storage,
         optimizer_checks.loss_scale,
+        optimizer_checks.muon,
+        optimizer_checks.mup,
         _fp8,
         _smooth_swiglu,
         _overlap,

@@ -89,3 +89,43 @@ def state_storage(config: Config) -> Iterator[Problem]:
     elif config.fp8.param_gather:
         rule = "fp8.param_gather stores FP8 data and fp32 masters, and no bf16 weights that would be half of these"
         yield Problem(path, True, rule, f"try fp8.param_gather=false, {off}")
+
+
+def muon(config: Config) -> Iterator[Problem]:
+    """Muon keeps fp32 state, and is for weights that are trained as matrices."""
+    o, adamw = config.optimizer, "or optimizer.name=adamw"
+    if o.name != "muon":
+        if o.muon != type(o.muon)():
+            given = o.muon.model_dump(exclude_defaults=True)
+            yield Problem("optimizer.muon", given, f"optimizer.name is {o.name}", "leave it out, or try name: muon")
+        return
+    if o.moments_dtype != "fp32":
+        rule = "optimizer.name is muon, whose momentum is stored in fp32 (half of what AdamW's two moments need)"
+        yield Problem("optimizer.moments_dtype", o.moments_dtype, rule, f"try fp32, {adamw}")
+    if o.store_param_remainders:
+        rule = "optimizer.name is muon, which stores fp32 masters"
+        yield Problem("optimizer.store_param_remainders", True, rule, f"try false, {adamw}")
+    if config.lora is not None:
+        rule = "with lora, factors of matrices are trained, and Muon is for whole matrices"
+        yield Problem("optimizer.name", o.name, rule, "try adamw")
+
+
+def mup(config: Config) -> Iterator[Problem]:
+    """The rules of muP are there for dense models of the kind gpt."""
+    m = config.model
+    if m.mup is None:
+        return
+    given, off = m.mup.model_dump(exclude_none=True), "leave model.mup out"
+    lacks = {
+        f"model.architecture is {m.architecture}": m.architecture != "gpt",
+        "the model has experts (model.moe)": m.moe is not None,
+        "the model has latent attention": m.latent_attention is not None,
+        "the model has multi-token prediction (model.mtp_num_layers)": m.mtp_num_layers > 0,
+        "only adapters are trained (lora)": config.lora is not None,
+    }
+    for what, lacking in lacks.items():
+        if lacking:
+            yield Problem("model.mup", given, f"{what}, for which muP is not offered", off)
+    if m.attention_scale is not None and m.mup.base_head_dim is not None:
+        rule = "model.attention_scale is given, and each sets what scores are multiplied by"
+        yield Problem("model.mup.base_head_dim", m.mup.base_head_dim, rule, "leave one of them out")

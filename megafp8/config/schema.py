@@ -221,6 +221,19 @@ class MoeConfig(Section):
         return layer >= self.first_dense_layers and (layer + 1) % self.layer_interval == 0
 
 
+class MupConfig(Section):
+    """Maximal update parametrization (Yang et al. 2022, arXiv:2203.03466, table 8): hyperparameters that are best for a
+    narrow model are so for wide ones."""
+
+    base_hidden_size: PositiveInt
+    """hidden_size of the model that the hyperparameters were chosen with, for which this section changes nothing. With
+    m = hidden_size / base_hidden_size, matrices of blocks have init_std / √m and AdamW's learning rate / m, and logits
+    are divided by m. ffn_hidden_size must have grown with hidden_size (Megatron-LM's mup_base_hidden_size)."""
+    base_head_dim: PositiveInt | None = None
+    """head_dim of that model, if heads were widened: scores are multiplied by √base_head_dim / head_dim. Default:
+    head_dim, for models that have more heads instead (Megatron-LM's mup_base_head_dim)."""
+
+
 class ModelConfig(Section):
     """The network. The defaults are those of Llama; GPT-2 and Qwen differ in a few fields."""
 
@@ -349,6 +362,8 @@ class ModelConfig(Section):
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights. The output projections of a block use init_std / sqrt(2 ·
     num_layers)."""
+    mup: MupConfig | None = None
+    """Initial weights, learning rates and scales that suit any width. Default: the usual ones (docs/optimizers.md)."""
 
     @property
     def query_groups(self) -> int:
@@ -374,7 +389,32 @@ class ModelConfig(Section):
         """What scores of attention are multiplied by."""
         if self.attention_scale is not None:
             return self.attention_scale
+        if self.mup is not None and self.mup.base_head_dim is not None:
+            return self.mup.base_head_dim**0.5 / self.channels
         return 1.0 if self.architecture == "t5" else self.channels**-0.5
+
+    @property
+    def width_multiplier(self) -> float:
+        """How many times as wide the model is as the one of `mup`; 1 without mup."""
+        return 1.0 if self.mup is None else self.hidden_size / self.mup.base_hidden_size
+
+    @property
+    def hidden_init_std(self) -> float:
+        """Standard deviation of the initial weights of blocks, but for their output projections."""
+        return self.init_std / math.sqrt(self.width_multiplier)
+
+    @property
+    def logits_divisor(self) -> float:
+        """What logits are divided by."""
+        return self.logits_scaling * self.width_multiplier
+
+    @property
+    def without_mup(self) -> ModelConfig:
+        """A model without `mup` that computes the same from given weights."""
+        if self.mup is None:
+            return self
+        scale = self.attention_scale if self.mup.base_head_dim is None else self.score_scale
+        return self.model_copy(update={"mup": None, "logits_scaling": self.logits_divisor, "attention_scale": scale})
 
     @property
     def value_channels(self) -> int:
@@ -745,9 +785,44 @@ class TrainingConfig(Section):
         return min(self.steps, self.stop_after or self.steps)
 
 
-class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule."""
+class MuonConfig(Section):
+    """Muon (Jordan et al. 2024), which updates the weights of blocks that are matrices; AdamW updates all others."""
 
+    learning_rate: PositiveFloat | None = None
+    """Peak learning rate of the matrices; it follows the same schedule. Default: optimizer.learning_rate."""
+    momentum: Decay = 0.95
+    """Decay rate of the momentum."""
+    nesterov: bool = True
+    """Orthogonalize Nesterov's momentum."""
+    scaling: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """What updates of matrices are multiplied by (torch.optim.Muon's adjust_lr_fn). match_rms_adamw: 0.2 √max(rows,
+    columns), so that learning rate and weight decay of AdamW serve Muon too (Moonlight, arXiv:2502.16982). original:
+    √max(1, rows / columns), with learning rates around 0.02."""
+    newton_schulz_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Dtype in which matrices are orthogonalized and travel between ranks. bf16: that of all published results. fp32:
+    twice the traffic, and results that hardly depend on the layout."""
+
+
+class ParamGroupConfig(Section):
+    """Weights with a learning rate or weight decay of their own."""
+
+    match: Annotated[list[Pattern], Field(min_length=1)]
+    """Patterns of names of tensors, as in a checkpoint: "embedding.*", "layers.0.*", "*_norm.weight"; * matches any
+    text. A tensor is in the first group that matches it. It is an error if a pattern matches nothing."""
+    learning_rate_scale: NonNegative = 1.0
+    """Multiplies the learning rate of every step. 0: these weights stay as they are."""
+    weight_decay: NonNegative | None = None
+    """Their weight decay, norms and biases included. Default: optimizer.weight_decay for matrices, none for others."""
+
+
+class OptimizerConfig(Section):
+    """AdamW or Muon, and the learning-rate schedule."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon for the matrices of blocks and adamw for all other weights (docs/optimizers.md)."""
+    muon: MuonConfig = MuonConfig()
+    groups: list[ParamGroupConfig] = []
+    """Weights with a learning rate or weight decay of their own. Default: none."""
     learning_rate: PositiveFloat
     """Peak learning rate."""
     min_learning_rate: NonNegative = 0.0

@@ -1340,6 +1340,7 @@ def check_model(model: ModelConfig) -> None:
 
 def write_config(family: Family, model: ModelConfig) -> dict[str, Any]:
     """config.json of `model` as one of `family`; complete only if `choose` allows that family."""
+    model = model.without_mup
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     for trait in family.traits:
         written |= trait.write(model)
@@ -1380,6 +1381,7 @@ def _lacks(family: Family, model: ModelConfig) -> list[str]:
 
 def canonical(model: ModelConfig) -> dict[str, Any]:
     """All fields of `model`, and of its sections as moe.top_k, with defaults that depend on other fields resolved."""
+    model = model.without_mup
     fields = {name: getattr(model, name) for name in ModelConfig.model_fields}
     for name, section in _SECTIONS.items():
         if fields[name] is not None:
@@ -1406,6 +1408,7 @@ def _has_local_rope(model: ModelConfig) -> bool:
 
 def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
     """The fields in which two models differ that change what a model computes from given weights."""
+    one, other = one.without_mup, other.without_mup
     a, b = canonical(one), canonical(other)
     ignored = {"vocab_multiple", "init_std", "mtp_num_layers", "mtp_loss_scaling_factor"}
     ignored |= {"hidden_dropout", "attention_dropout"}

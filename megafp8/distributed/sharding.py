@@ -15,10 +15,11 @@ elements. Nothing here knows ranks or groups: the layers record how they shard.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -135,3 +136,51 @@ def shards_of(param: nn.Parameter, local: Tensor) -> Iterator[tuple[ParamShard, 
     """Each shard of `param` with its view of `local`, a tensor shaped like the parameter."""
     for shard in spec_of(param).shards:
         yield shard, shard.view(local)
+
+
+class Box(NamedTuple):
+    """A part of a `ParamShard`, of `shape`, that is elements `[start, end)` of a `FlatShard`, counted from its start.
+
+    `offset`: of its first element in the global tensor.
+    """
+
+    piece: ParamShard
+    offset: Shape
+    shape: Shape
+    start: int
+    end: int
+
+
+def boxes_of(shard: FlatShard) -> Iterator[Box]:
+    """What a flat shard has of each global tensor, in the order of its elements."""
+    row = math.prod(shard.param.shape[1:])
+    for piece in spec_of(shard.param).shards:
+        first = piece.row * row
+        start, end = max(shard.start, first), min(shard.end, first + math.prod(piece.shape))
+        at = start - shard.start
+        for low, shape in boxes(piece.shape, start - first, end - first):
+            size = math.prod(shape)
+            yield Box(piece, tuple(o + n for o, n in zip(piece.offset, low)), shape, at, at + size)
+            at += size
+
+
+def boxes(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
+    """Elements `[start, end)` of a tensor of `shape`, in row-major order, as boxes of (first index, shape).
+
+    For d dims there are at most 2 d - 1, in the order of the elements; none where `start >= end`.
+    """
+    if start >= end:
+        return
+    if len(shape) == 1:
+        yield (start,), (end - start,)
+        return
+    row = math.prod(shape[1:])
+    (first, skipped), (last, left) = divmod(start, row), divmod(end, row)
+    if skipped:
+        stop = end - first * row if first == last else row
+        yield from (((first, *low), (1, *box)) for low, box in boxes(shape[1:], skipped, stop))
+        first += 1
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if left and first <= last:
+        yield from (((last, *low), (1, *box)) for low, box in boxes(shape[1:], 0, left))

@@ -82,7 +82,7 @@ class Attention(nn.Module):
             q_size + 2 * kv_size,
             parts={f"{name}.q": q_size, f"{name}.k": kv_size, f"{name}.v": kv_size},
             bias=config.linear_bias or config.qkv_bias,
-            init=Init("normal", config.init_std),
+            init=Init("normal", config.hidden_init_std),
             site=context.site(before=input, after=ROTARY if rotates else ATTENTION, recompute_input=memory.norms),
             **common,
         )
@@ -92,7 +92,7 @@ class Attention(nn.Module):
             q_size,
             config.hidden_size,
             bias=config.linear_bias,
-            init=Init("normal", config.init_std / math.sqrt(2 * config.num_layers)),
+            init=Init("normal", config.hidden_init_std / math.sqrt(2 * config.num_layers)),
             site=context.site(before=ATTENTION),
             **common,
         )

@@ -290,7 +290,7 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig, context: BuildContext, tied: nn.Parameter | None, z_loss: float) -> None:
         super().__init__()
         self.context, self.vocab_size, self.z_loss = context, config.vocab_size, z_loss
-        self.scaling, self.softcap = config.logits_scaling, config.logit_softcap
+        self.scaling, self.softcap = config.logits_divisor, config.logit_softcap
         if config.architecture == "t5" and config.tie_embeddings:
             self.scaling *= math.sqrt(config.hidden_size)
         self.norm = None if config.norm_position == "post" else block_norm("final_norm", config, context)
@@ -491,7 +491,7 @@ class GPTStage(nn.Module):
                 heads = config.num_attention_heads
                 self._alibi[s] = alibi_bias(s, heads, context.tensor, context.dtype, context.device)
             bias_ar = self._alibi[s]
-        return Scores(config.attention_scale, config.attention_softcap, bias_ar)
+        return Scores(config.without_mup.attention_scale, config.attention_softcap, bias_ar)
 
     def _is_local(self, window: int | None) -> bool:
         """Whether layers with this window have rotary frequencies of their own."""

@@ -43,7 +43,7 @@ class MLP(nn.Module):
             config.hidden_size,
             self.activation.up_width(f),
             parts={f"{name}.gate": f, f"{name}.up": f} if self.activation.gated else None,
-            init=Init("normal", config.init_std),
+            init=Init("normal", config.hidden_init_std),
             skip_bias_add=self.activation.fuses_bias,
             site=context.site(before=input, after=neighbor, recompute_input=memory.norms),
             **common,
@@ -52,7 +52,7 @@ class MLP(nn.Module):
             f"{name}.down",
             f,
             config.hidden_size,
-            init=Init("normal", config.init_std / math.sqrt(2 * config.num_layers)),
+            init=Init("normal", config.hidden_init_std / math.sqrt(2 * config.num_layers)),
             site=context.site(
                 before=neighbor,
                 recompute_input=memory.activation,

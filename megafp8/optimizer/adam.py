@@ -1,4 +1,4 @@
-"""AdamW in fp32 for a model in bf16.
+"""AdamW in fp32 for a model in bf16, and Muon for its hidden matrices if asked for.
 
 A bf16 weight has 8 significant bits, so an update below 1/256 of it would be lost by rounding. Each parameter that is
 not fp32 therefore has an fp32 master copy; moments and update are fp32 and the model gets the rounded result. fp32
@@ -6,10 +6,11 @@ parameters are their own masters.
 
 The arithmetic is torch's fused AdamW (one kernel over all tensors, on CUDA and CPU), or NVIDIA apex's `FusedAdam` where
 that is installed. Both are ordinary torch optimizers over the masters; the gradients are set once, as views of the
-gradient buffer. Masters and moments exist before the first step, so a checkpoint always has a place to load into.
+gradient buffer. Masters and moments exist before the first step, so a checkpoint always has a place to load into. Muon
+(`megafp8.optimizer.muon`) is a torch optimizer over masters too.
 
 The optimizer works on flat shards of the parameters and holds their state only. A shard is a whole parameter, or under
-ZeRO what this rank owns of it; Adam is elementwise, so this makes no difference.
+ZeRO what this rank owns of it; Adam is elementwise, so this makes no difference, and Muon puts matrices together.
 
 A parameter may be released: its values are in the masters only, and what needs them rounded takes them from there
 (FP8 parameters, `megafp8.data_parallel.fp8_weight_shards`; FSDP, `megafp8.data_parallel.fsdp`).
@@ -20,23 +21,27 @@ kernels need fp32, so a batch of shards at a time is loaded in fp32, updated, an
 shrinks by less than 1/256 might never change; so betas are at most 1 - 1/256 then.
 
 Memory: 12 bytes an element (8 where the parameter is fp32; 4 fewer with moments in bf16, 6 with FP8 but for 1/64 of a
-byte; 2 fewer with remainders), on top of the model and its fp32 gradients.
+byte; 2 fewer with remainders; Muon's have one moment, 4 fewer), on top of the model and its fp32 gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import AdamW, Optimizer
 
 from megafp8.data_parallel.grad_buffer import gradient_of
-from megafp8.distributed.sharding import FlatShard, spec_of
+from megafp8.distributed.sharding import FlatShard, ParamSpec, spec_of
 from megafp8.optimizer.fp8_moments import FIRST, SECOND, Fp8MomentStorage
+from megafp8.optimizer.muon import MOMENTUM, Muon, MuonSettings
+from megafp8.optimizer.param_groups import ParamGroup, Rates, is_hidden_matrix, rates_of
 from megafp8.optimizer.state_storage import PlainStorage, RemainderStorage, StateStorage
 
 BATCH = 1 << 24
@@ -93,14 +98,27 @@ def _moments(shard: FlatShard, dtype: torch.dtype, seed: int) -> dict[str, State
     return {name: PlainStorage(torch.zeros(len(shard), dtype=dtype, device=device)) for name in _MOMENTS}
 
 
+def _momentum(shard: FlatShard) -> dict[str, StateStorage]:
+    """Muon's momentum of a shard, zero."""
+    return {MOMENTUM: PlainStorage(torch.zeros(len(shard), dtype=torch.float32, device=shard.param.device))}
+
+
+def _set_lr(optimizer: Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]
+
+
 class MixedPrecisionAdamW:
     """AdamW (Loshchilov & Hutter 2019) over `shards`, at most one of each parameter, as a `GradBuffer` gives them.
 
-    `weight_decay` applies to parameters whose `spec.weight_decay` is set; not to others (norms, biases). `reason` says
-    in one line which implementation runs and why; `step_count` is the number of updates made so far. `moments_dtype`:
-    fp32, bf16, or float8_e4m3fn for `fp8_moments`, whose noise has the given `seed`. `store_param_remainders`: store
-    masters of bf16 parameters that are not released as remainders. `released`: parameters whose values, read here for
-    the last time, are in the masters from now on. `masters`: existing masters, fp32 and flat, updated in place.
+    `weight_decay` applies to parameters whose `spec.weight_decay` is set; not to others (norms, biases). `groups`:
+    those with other rates; `hidden_learning_rate_scale`: of all hidden matrices. `muon`: update these with Muon; then
+    all ranks of `matrix_group`, which together hold all parts of them, construct this and step at the same time, and
+    state is fp32. `reason` says in one line which implementation runs and why; `step_count` is the number of updates
+    made so far. `moments_dtype`: fp32, bf16, or float8_e4m3fn for `fp8_moments`, whose noise has the given `seed`.
+    `store_param_remainders`: store masters of bf16 parameters that are not released as remainders. `released`:
+    parameters whose values, read here for the last time, are in the masters from now on. `masters`: existing masters,
+    fp32 and flat, updated in place.
     """
 
     def __init__(
@@ -116,15 +134,21 @@ class MixedPrecisionAdamW:
         seed: int = 0,
         released: AbstractSet[nn.Parameter] = frozenset(),
         masters: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
+        groups: Sequence[ParamGroup] = (),
+        hidden_learning_rate_scale: float = 1.0,
+        muon: MuonSettings | None = None,
+        matrix_group: ProcessGroup | None = None,
     ) -> None:
         self.shards = list(shards)
+        matrices = {shard for shard in shards if muon is not None and is_hidden_matrix(spec_of(shard.param))}
         self.released = released
         self._masters: dict[nn.Parameter, Tensor] = {}
         self.storage: dict[Tensor, dict[str, StateStorage]] = {}  # by master
         rounded: list[FlatShard] = []
         for shard in shards:
             param, master = shard.param, self._make_master(shard, masters)
-            self._masters[param], self.storage[master] = master, _moments(shard, moments_dtype, seed)
+            moments = _momentum(shard) if shard in matrices else _moments(shard, moments_dtype, seed)
+            self._masters[param], self.storage[master] = master, moments
             if store_param_remainders and param.dtype == torch.bfloat16 and param not in released:
                 self.storage[master]["master"] = RemainderStorage(shard.view(param.detach()))
                 master.data = master.data.new_empty(0)
@@ -139,18 +163,39 @@ class MixedPrecisionAdamW:
         options: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": eps}
         options |= {"adam_w_mode": True} if self._apex else {"fused": True}
         self._adams: list[Optimizer] = []
-        for batch in _batches(self.shards, BATCH) if self._loads_state else [self.shards]:
-            decaying = [self._masters[s.param] for s in batch if spec_of(s.param).weight_decay]
-            others = [self._masters[s.param] for s in batch if not spec_of(s.param).weight_decay]
-            groups = [
-                {"params": decaying, "weight_decay": weight_decay, "decays": True},
-                {"params": others, "weight_decay": 0.0, "decays": False},
-            ]
-            adam = implementation(groups, **options)
-            for master in decaying + others:
+        rates = partial(
+            rates_of, weight_decay=weight_decay, groups=groups, hidden_learning_rate_scale=hidden_learning_rate_scale
+        )
+        others = [shard for shard in shards if shard not in matrices]
+        for batch in _batches(others, BATCH) if self._loads_state else [others]:
+            adam = implementation(self._param_groups(batch, rates), **options)
+            for shard in batch:
+                master = self._masters[shard.param]
                 adam.state[master] = {} if self._loads_state else self._load_moments(master)
             self._adams.append(adam)
+        self._muon: Muon | None = None
+        if muon is not None:
+            assert not self._loads_state, "Muon's state is fp32"
+            ordered = [shard for shard in shards if shard in matrices]
+            by_master = {self._masters[shard.param]: shard for shard in ordered}
+            self._muon = Muon(self._param_groups(ordered, rates), by_master, muon, matrix_group, device)
+            for master in by_master:
+                self._muon.state[master] = {MOMENTUM: self.storage[master][MOMENTUM].load()}
+            self.reason += f"; Muon for {len(self._muon.matrices)} hidden matrices"
         self.step_count = 0
+
+    def _param_groups(
+        self, shards: Sequence[FlatShard], rates_of_spec: Callable[[ParamSpec], Rates]
+    ) -> list[dict[str, Any]]:
+        """Torch's parameter groups of the masters of `shards`, one for each pair of rates."""
+        alike: dict[Rates, list[Tensor]] = {}
+        for shard in shards:
+            alike.setdefault(rates_of_spec(spec_of(shard.param)), []).append(self._masters[shard.param])
+        alike = alike or {Rates(1.0, 0.0): []}
+        return [
+            {"params": masters, "weight_decay": rates.weight_decay, "lr_scale": rates.learning_rate_scale}
+            for rates, masters in alike.items()
+        ]
 
     def _make_master(self, shard: FlatShard, given: Mapping[nn.Parameter, Tensor]) -> Tensor:
         """The fp32 tensor that the optimizer updates; it shares the memory of a parameter that is fp32 already."""
@@ -191,15 +236,16 @@ class MixedPrecisionAdamW:
         return [(shard, self.master_of(shard).to(shard.param.dtype)) for shard in released]
 
     def state_tensors(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """The state of the shard of `param`, flat: the fp32 `master` if separate, `exp_avg`, `exp_avg_sq`.
+        """The state of the shard of `param`, flat: the fp32 `master` if separate; `exp_avg` and `exp_avg_sq`, or Muon's
+        `momentum_buffer`.
 
         Live tensors, or copies on the host (`StateStorage.checkpoint_tensor`).
         """
         storage = self.storage[self._masters[param]]
-        return {key: storage[key].checkpoint_tensor() for key in ("master", *_MOMENTS) if key in storage}
+        return {key: storage[key].checkpoint_tensor() for key in ("master", *_MOMENTS, MOMENTUM) if key in storage}
 
     def stored_tensors(self, shard: FlatShard) -> dict[str, tuple[Tensor, ...]]:
-        """The live tensors that hold a shard's `master`, `exp_avg` and `exp_avg_sq` between steps."""
+        """The live tensors that hold a shard's `master` and moments between steps."""
         stored = {key: storage.tensors for key, storage in self.storage[self._masters[shard.param]].items()}
         if shard.param in self.released:  # also where it is fp32
             stored["master"] = (self.master_of(shard),)
@@ -231,25 +277,27 @@ class MixedPrecisionAdamW:
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether `step` takes a `skip`. apex counts steps on the host; storing state again may round it again."""
-        return not (self._apex or self._loads_state)
+        """Whether `step` takes a `skip`. apex counts steps on the host; storing state again may round it again; Muon
+        has no such argument."""
+        return not (self._apex or self._loads_state or self._muon is not None)
 
-    def step(self, lr: float, weight_decay: float | None = None, *, skip: Tensor | None = None) -> None:
-        """One update from the gradients in the buffer. `weight_decay` replaces the decay from here on.
+    def step(self, lr: float, *, skip: Tensor | None = None) -> None:
+        """One update from the gradients in the buffer, with learning rate `lr` times the scale of each group.
 
         `skip`: a bool scalar on the device; where it is true nothing changes, and `forget_step` must follow.
         """
+        assert skip is None or self.skips_on_device
         for adam in self._adams:
             if skip is not None:
                 adam.found_inf = skip.float()  # type: ignore[attr-defined]  # torch's name, from gradient scaling
-            for group in adam.param_groups:
-                group["lr"] = lr
-                if weight_decay is not None and group["decays"]:
-                    group["weight_decay"] = weight_decay
+            _set_lr(adam, lr)
             if self._loads_state:
                 self._load_step_store(adam)
             else:
                 adam.step()
+        if self._muon is not None:
+            _set_lr(self._muon, lr)
+            self._muon.step()
         self._step_count += 1
         self._copy_masters_to_params()
 

@@ -93,12 +93,13 @@ def state_memory(
     fp8: Collection[int] = (),
     experts: Collection[int] = (),
     trained: Collection[int] | None = None,
+    matrices: Collection[int] = (),
 ) -> StateMemory:
     """State of parameters of `numels` elements on one of `data` ranks that sum their gradients; under ZeRO the maximum.
 
     `own_bucket`, `fp8`, `experts`: indices of the parameters that have buckets of their own, of those that are FP8
     data, and of the weights of experts. The gradients of these are summed over as many ranks as hold the same experts.
-    `trained`: of those that are not frozen; None: all.
+    `trained`: of those that are not frozen; None: all. `matrices`: of those that Muon updates.
     """
     p = config.parallel
     if trained is not None:
@@ -108,20 +109,35 @@ def state_memory(
         return replace(state, weights=state.weights + frozen * ELEMENT[config.training.precision])
     expert_data = data * p.tensor // p.expert_ranks
     if not experts or expert_data == data:
-        return _state_memory(config, numels, data, own_bucket, fp8)
+        return _state_memory(config, numels, data, own_bucket, fp8, matrices)
     others = [i for i in range(len(numels)) if i not in experts]
     place = {index: at for at, index in enumerate(others)}
     parts = [
         _state_memory(
-            config, [numels[i] for i in others], data, [place[i] for i in own_bucket], [place[i] for i in fp8]
+            config,
+            [numels[i] for i in others],
+            data,
+            [place[i] for i in own_bucket],
+            [place[i] for i in fp8],
+            [place[i] for i in matrices if i in place],
         ),
-        _state_memory(config, [numels[i] for i in experts], expert_data),
+        _state_memory(
+            config,
+            [numels[i] for i in experts],
+            expert_data,
+            matrices=[at for at, i in enumerate(experts) if i in matrices],
+        ),
     ]
     return StateMemory(*(sum(values) for values in zip(*map(astuple, parts))))
 
 
 def _state_memory(
-    config: Config, numels: Sequence[int], data: int, own_bucket: Sequence[int] = (), fp8: Collection[int] = ()
+    config: Config,
+    numels: Sequence[int],
+    data: int,
+    own_bucket: Sequence[int] = (),
+    fp8: Collection[int] = (),
+    matrices: Collection[int] = (),
 ) -> StateMemory:
     """`state_memory` of parameters whose gradients are summed over the same ranks."""
     p, dtype = config.parallel, config.training.precision
@@ -131,7 +147,7 @@ def _state_memory(
             weights=sum(shards[i] for i in fp8),
             gradients=4 * sum(-(-count // 64) * 64 for count in shards),
             masters=4 * sum(shards),
-            moments=_moments(config, shards),
+            moments=_moments(config, shards) - 4 * sum(shards[i] for i in matrices),
         )
     ranks, count = data if p.zero else 1, sum(numels)
     layout = bucket_layout(
@@ -140,16 +156,18 @@ def _state_memory(
     in_fp8 = sum(bucket.end - bucket.start for bucket in layout.buckets if bucket.params[0] in fp8)
     owned = min(count, layout.numel // ranks)
     owned_fp8 = min(sum(numels[i] for i in fp8), in_fp8 // ranks)
+    of_muon = sum(numels[i] for i in matrices)
+    of_muon = max(0, owned - (count - of_muon)) if p.zero else of_muon
     return StateMemory(
         weights=((layout.numel if p.zero else count) - in_fp8) * ELEMENT[dtype] + in_fp8,
         gradients=layout.numel * 4,
         masters=(2 if config.optimizer.store_param_remainders else 4) * (owned_fp8 if dtype == "fp32" else owned),
-        moments=_moments(config, [owned] if p.zero else numels),
+        moments=_moments(config, [owned] if p.zero else numels) - 4 * of_muon,
     )
 
 
 def _moments(config: Config, numels: Sequence[int]) -> int:
-    """Bytes of both moments of tensors of `numels` elements."""
+    """Bytes of both moments of tensors of `numels` elements under AdamW."""
     dtype = config.optimizer.moments_dtype
     if dtype == "fp8":
         return 2 * sum(count + -(-count // BLOCK) for count in numels)
@@ -158,12 +176,13 @@ def _moments(config: Config, numels: Sequence[int]) -> int:
 
 class _Parameter(NamedTuple):
     """Elements on a rank; the name of its linear layer if that may be FP8; whether it is the weights of experts, or of
-    LoRA."""
+    LoRA; whether it is matrices of a block (`param_groups.is_hidden_matrix`)."""
 
     elements: int
     layer: str = ""
     expert: bool = False
     lora: bool = False
+    matrix: bool = False
 
 
 def _column_lora(config: Config, parts: Mapping[str, int], inputs: int) -> list[_Parameter]:
@@ -208,10 +227,10 @@ def _block(config: Config, index: int) -> list[_Parameter]:
         mlp = [up, *[_Parameter(x.up)] * model.linear_bias, *of_up, down, *bias, *of_down]
     block = [*before, *attention, *after, *before, *mlp, *after]
     for name, (k, n) in cross_layer_sizes(model, config.parallel.tensor, range(index, index + 1)).items():
-        more = [*norm * name.endswith(".q"), _Parameter(k * n, name)]
+        more = [*norm * name.endswith(".q"), _Parameter(k * n, name, matrix=True)]
         block += [*more, *[_Parameter(n)] * model.linear_bias]
     ahead = index >= model.num_blocks  # multi-token prediction
-    return [_Parameter(2 * x.h * x.h), *norm, *norm, *block, *norm] if ahead else block
+    return [_Parameter(2 * x.h * x.h, matrix=True), *norm, *norm, *block, *norm] if ahead else block
 
 
 def _attention(config: Config, index: int) -> tuple[list[_Parameter], list[_Parameter]]:
@@ -220,7 +239,7 @@ def _attention(config: Config, index: int) -> tuple[list[_Parameter], list[_Para
     weights = _layer_weights(config, index)
     if latent is not None:
         ranks = [rank for rank in (latent.q_rank, latent.kv_rank) if rank is not None]
-        down = _Parameter((sum(ranks) + latent.rope_head_dim) * x.h)
+        down = _Parameter((sum(ranks) + latent.rope_head_dim) * x.h, matrix=True)
         sizes_of = fp8_layer_sizes(model, config.parallel.tensor, range(index, index + 1))
         layers = zip(weights[:3], ((name.rpartition(".")[2], k, n) for name, (k, n) in sizes_of.items()))
         up = [p for own, (name, k, n) in layers for p in (own, *(_lora_of_latent(config, name, k, n)))]
@@ -239,7 +258,7 @@ def _attention(config: Config, index: int) -> tuple[list[_Parameter], list[_Para
 def _layer_weights(config: Config, index: int) -> list[_Parameter]:
     """The weights of the linear layers of block `index` that may be FP8."""
     layers = fp8_layer_sizes(config.model, config.parallel.tensor, range(index, index + 1))
-    return [_Parameter(k * n, name) for name, (k, n) in layers.items()]
+    return [_Parameter(k * n, name, matrix=True) for name, (k, n) in layers.items()]
 
 
 def _experts(config: Config) -> list[_Parameter]:
@@ -247,7 +266,7 @@ def _experts(config: Config) -> list[_Parameter]:
     model, moe, f = config.model, config.model.moe, config.model.expert_size // config.parallel.expert_tensor
     assert moe is not None
     count, h, up = moe.num_experts // config.parallel.expert, model.hidden_size, ACTIVATIONS[model.activation].up_width
-    experts = [_Parameter(count * h * n, expert=True) for n in (up(f), f)]
+    experts = [_Parameter(count * h * n, expert=True, matrix=True) for n in (up(f), f)]
     biases = [_Parameter(count * n, expert=True) for n in (up(f), h)] * model.linear_bias
     router = [_Parameter(moe.num_experts * h), *[_Parameter(moe.num_experts)] * model.linear_bias]
     return [*router, *experts, *biases, *[_Parameter(h)] * moe.shared_gate]
@@ -299,6 +318,13 @@ def parameter_sizes(config: Config, layers: range) -> list[int]:
 def expert_parameters(config: Config, layers: range) -> list[int]:
     """Indices of the parameters of a stage that are weights of experts."""
     return [i for i, parameter in enumerate(_stage(config, layers)) if parameter.expert]
+
+
+def muon_parameters(config: Config, layers: range) -> list[int]:
+    """Indices of the parameters of a stage that Muon updates."""
+    if config.optimizer.name != "muon":
+        return []
+    return [i for i, parameter in enumerate(_stage(config, layers)) if parameter.matrix]
 
 
 def trained_parameters(config: Config, layers: range) -> list[int] | None:
@@ -362,6 +388,7 @@ def rank_memory(
     own_bucket: list[int] = []
     in_fp8: list[int] = []
     experts: list[int] = []
+    matrices: list[int] = []
     trained: list[int] | None = None if config.lora is None else []
     for layers in stages:
         at_an_end = layers.start == 0 or layers.stop == config.model.layers.stop
@@ -369,11 +396,12 @@ def rank_memory(
             own_bucket.append(len(numels))
         in_fp8 += [len(numels) + i for i in fp8_parameters(config, fp8, layers)]
         experts += [len(numels) + i for i in expert_parameters(config, layers)]
+        matrices += [len(numels) + i for i in muon_parameters(config, layers)]
         if trained is not None:
             trained += [len(numels) + i for i in trained_parameters(config, layers) or ()]
         numels += parameter_sizes(config, layers)
     static = RankMemory(
-        **vars(state_memory(config, numels, data, own_bucket, in_fp8, experts, trained)),
+        **vars(state_memory(config, numels, data, own_bucket, in_fp8, experts, trained, matrices)),
         fp8_weights=0 if p.fsdp else sum(fp8_weight_bytes(config, fp8, layers) for layers in stages),
         amax_history=sum(amax_history_bytes(config, fp8, layers) for layers in stages),
         # An activation and a gradient in flight each way; the received activation is the first block's input.

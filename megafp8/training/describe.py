@@ -27,11 +27,19 @@ from megafp8.pipeline_parallel.actions import v_placement
 from megafp8.plan import plans_table
 from megafp8.planner.activations import layer_plans
 from megafp8.planner.fits import NO_DEVICE_HAS, check_memory
-from megafp8.planner.memory import RankMemory, fp8_parameters, memory_table, pipeline_memory, state_memory
+from megafp8.planner.memory import (
+    RankMemory,
+    fp8_parameters,
+    memory_table,
+    muon_parameters,
+    pipeline_memory,
+    state_memory,
+)
 from megafp8.planner.stages import stages_of
 from megafp8.training import cuda_graphs
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.inputs import describe_planned_data, with_vocabulary
+from megafp8.training.optimizer_config import check_optimizer
 from megafp8.training.pipeline import PipelinePlan, describe_schedule, num_microbatches, plan_pipeline
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -115,6 +123,7 @@ def dry_run(config: Config, world_size: int, source: str, steps: int | None = No
     memory_of = memory_under(plan, world_size)
     memory = memory_of(config)
     check_memory(config, lambda x: memory if x is config else memory_of(x), NO_DEVICE_HAS, "no device has", source)
+    check_optimizer(config)
     fp8 = build_fp8(config, None)
     described = _describe(config, world_size, fp8, plan)
     plans = f"linear layers:\n{plans_table(layer_plans(config, fp8).values())}"
@@ -162,8 +171,10 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     for stage, (size, span) in enumerate(zip(sizes, plan.layers)):
         rank, chunk = plan.placement.homes[stage]
         ranks = f"{rank * per_rank}-{(rank + 1) * per_rank - 1}{f', chunk {chunk}' if p.virtual_pipeline > 1 else ''}"
-        coded = fp8_parameters(config, fp8, span)
-        memory = state_memory(config, size.numels, data * p.context, size.shared, coded, size.experts, size.trained)
+        coded, matrices = fp8_parameters(config, fp8, span), muon_parameters(config, span)
+        memory = state_memory(
+            config, size.numels, data * p.context, size.shared, coded, size.experts, size.trained, matrices
+        )
         of_state = (memory.weights, memory.gradients, memory.masters + memory.moments)
         weights, gradients, optimizer = (x / 2**30 for x in of_state)
         lines.append(

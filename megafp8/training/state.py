@@ -2,6 +2,7 @@
 
     model.<name>                                   weights, in the model's dtype
     optimizer.{exp_avg,exp_avg_sq}.<name>          Adam's moments, in optimizer.moments_dtype; FP8 ones as bf16
+    optimizer.momentum_buffer.<name>               fp32, of a matrix that Muon updates, instead
     optimizer.master.<name>                        fp32, only if the weight is not
     fp8.<layer>.<operand>.{amax_history,scale}     state of delayed scaling; {amax,calibrated_steps} of static scaling
     fp8.<layer>.input.channel_scale                of smooth SwiGLU, for all channels
@@ -57,6 +58,8 @@ from megafp8.conversion.target import TOKENIZER_FOLDER, with_companions
 from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.optimizer.adam import State
 from megafp8.optimizer.loss_scale import LossScaler
+from megafp8.optimizer.muon import MOMENTUM
+from megafp8.optimizer.param_groups import is_hidden_matrix
 from megafp8.parallel_state import ParallelState
 from megafp8.planner.stages import stages_of
 from megafp8.training.auto_filter import Choice, kept_choice
@@ -96,19 +99,20 @@ def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
     Needs neither memory nor a process group.
     """
     weight, moment = DTYPES[config.training.precision], DTYPES[config.optimizer.moments_dtype]
+    moment = torch.bfloat16 if moment.itemsize == 1 else moment
     dtypes = {"model.": weight}
-    dtypes |= dict.fromkeys(
-        ("optimizer.exp_avg.", "optimizer.exp_avg_sq."), torch.bfloat16 if moment.itemsize == 1 else moment
-    )
     if weight != torch.float32:
         dtypes["optimizer.master."] = torch.float32
+    of_adam = {**dtypes, **{f"optimizer.{key}.": moment for key in ("exp_avg", "exp_avg_sq")}}
+    of_muon = {**dtypes, f"optimizer.{MOMENTUM}.": torch.float32}
+    has_muon = config.optimizer.name == "muon"
     stages = [planned_stage(config, stage) for stage in range(len(stages_of(config)[1]))]
     kinds = {
         f"{prefix}{piece.name}": (piece.global_shape, dtype)
         for stage in stages
         for param in stage.parameters()
         for piece in spec_of(param).shards
-        for prefix, dtype in dtypes.items()
+        for prefix, dtype in (of_muon if has_muon and is_hidden_matrix(spec_of(param)) else of_adam).items()
         if param.requires_grad or prefix == "model."
     }
     constants = {f"model.{name}": values for stage in stages for name, values in stage.constants.items()}
@@ -311,6 +315,12 @@ def _changed_fixed_keys(then: Mapping[str, Any], config: Config) -> Iterator[str
     for key, why in _FIXED_KEYS.items():
         if old[key] != new[key]:
             yield f"was saved with {key} = {old[key]}, this run has {new[key]}, {why}; set {key}={old[key]}, {_ANOTHER}"
+    optimizer, name = old.get("optimizer.name", "adamw"), config.optimizer.name
+    if optimizer != name:
+        yield (
+            f"was saved with optimizer.name = {optimizer}, this run has {name}, so matrices have another optimizer "
+            f"state; set optimizer.name={optimizer}, {_ANOTHER}"
+        )
     moments, ours = old.get("optimizer.moments_dtype", "fp32"), config.optimizer.moments_dtype
     if moments != ours and "fp32" in (moments, ours):
         yield (

@@ -57,6 +57,7 @@ from megafp8.training.fp8_config import build_fp8
 from megafp8.training.fp8_param_gather import fp8_weights, weight_shards
 from megafp8.training.fsdp import gather_in_fp8, shard
 from megafp8.training.learning_rate import schedule_of
+from megafp8.training.optimizer_config import hidden_learning_rate_scale, muon_settings, param_groups
 from megafp8.training.overlap import build_expert_overlap, build_tp_overlap
 from megafp8.training.pipeline import plan_pipeline
 
@@ -276,6 +277,10 @@ class Trainer:
                 seed=self.config.seed,
                 released=self.released.keys() if self.sharded is None else set(self.trained),
                 masters={} if self.sharded is None else self.sharded.masters,
+                groups=param_groups(o),
+                hidden_learning_rate_scale=hidden_learning_rate_scale(self.config),
+                muon=muon_settings(o),
+                matrix_group=parallel.amax.group,  # all ranks that have parts of this rank's stages
             ),
             tensor_group=parallel.tensor.group,
             model_group=parallel.model.group,

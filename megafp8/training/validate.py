@@ -24,6 +24,7 @@ from megafp8.training.fp8_config import build_fp8
 from megafp8.training.history import History
 from megafp8.training.init_from import check_init
 from megafp8.training.inputs import Inputs, open_inputs
+from megafp8.training.optimizer_config import check_optimizer
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
 from megafp8.training.state import check_next_stage, check_resume, checkpoint_folder
 
@@ -112,6 +113,7 @@ def check_run(inputs: Inputs) -> CheckpointReader | None:
     path = default_cache() if cache is None else Path(cache)
     _check_writable(path, "data.index_cache", cache, "sample indices cannot be written to", works)
     auto_filter.check(config, build_fp8(config, None), torch.device(choose_device(config)))
+    check_optimizer(config)
     check_init(config, folder, inputs.tokenizer)
     found = None
     if config.checkpoint.resume:

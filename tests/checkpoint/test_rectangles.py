@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.checkpoint import CheckpointReader, Rectangle, Rectangles, collect, collect_shards, load, save
-from megafp8.checkpoint.rectangles import boxes
 from megafp8.distributed.sharding import FlatShard, Init, ParamSpec, set_spec, shard_dim, stack_rows
 from tests.checkpoint import toy
 
@@ -71,18 +70,6 @@ def test_the_same_rectangle_twice_on_a_rank_is_saved_once_and_loaded_twice(tmp_p
     copies = toy.Toy([embedding, tied], [], {}).zeroed().params
     load(path, collect(copies, lambda p: p, ""))
     assert all(torch.equal(copy, toy.truth("embedding", (16, 4), torch.float32)) for copy in copies)
-
-
-@pytest.mark.parametrize("shape", [(7,), (1, 5), (4, 3), (3, 1), (2, 3, 4)])
-def test_boxes_cover_a_run_of_elements_in_order(shape: tuple[int, ...]) -> None:
-    index = torch.arange(torch.Size(shape).numel()).view(shape)
-    for start, end in itertools.combinations(range(index.numel() + 1), 2):
-        found = list(boxes(shape, start, end))
-        assert len(found) <= 2 * len(shape) - 1
-        parts = [index[tuple(slice(a, a + n) for a, n in zip(low, box))] for low, box in found]
-        assert all(part.shape == box for part, (_, box) in zip(parts, found))
-        assert torch.cat([part.flatten() for part in parts]).tolist() == list(range(start, end))
-    assert list(boxes(shape, 1, 1)) == []
 
 
 @pytest.mark.parametrize("ends", [(7,), (1, 2, 17), (11, 12)])

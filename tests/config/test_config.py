@@ -444,6 +444,17 @@ CASES: list[tuple[list[str], int, str]] = [
     (["optimizer.store_param_remainders=true", "parallel.zero=1", "fp8.param_gather=true", "fp8.recipe=delayed"], 2,
      "fp8.param_gather stores FP8 data and fp32 masters, and no bf16 weights that would be half of these; try "
      "fp8.param_gather=false"),
+    (["optimizer.muon.momentum=0.9"], 1,
+     "optimizer.muon = {'momentum': 0.9}: optimizer.name is adamw; leave it out, or try name: muon"),
+    (["optimizer.name=muon", "optimizer.moments_dtype=bf16"], 1,
+     "optimizer.moments_dtype = 'bf16': optimizer.name is muon, whose momentum is stored in fp32"),
+    (["optimizer.name=muon", "optimizer.store_param_remainders=true"], 1,
+     "optimizer.store_param_remainders = True: optimizer.name is muon, which stores fp32 masters"),
+    (["optimizer.name=muon", "lora.rank=4"], 1, "optimizer.name = 'muon': with lora, factors of matrices are trained"),
+    (["model.mup.base_hidden_size=16", "model.mtp_num_layers=1"], 1,
+     "model.mup = {'base_hidden_size': 16}: the model has multi-token prediction (model.mtp_num_layers), for which"),
+    (["model.mup.base_hidden_size=16", "model.mup.base_head_dim=8", "model.attention_scale=0.5"], 1,
+     "model.mup.base_head_dim = 8: model.attention_scale is given"),
     (["optimizer.reduce_dtype=fp8"], 2,
      "optimizer.reduce_dtype = 'fp8': FP8 gradients are summed by the owner of a shard, and with parallel.zero=0 "
      "every rank needs all sums; try parallel.zero=1 and parallel.fsdp=false"),

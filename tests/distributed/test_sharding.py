@@ -10,6 +10,7 @@ import torch
 from megafp8.distributed.sharding import (
     Init,
     ParamSpec,
+    boxes,
     set_spec,
     shard_dim,
     shards_of,
@@ -55,3 +56,15 @@ def test_sliced_rows_keep_the_rest_of_the_spec() -> None:
     ]
     bias = ParamSpec(unsharded("b", (4,)), Init("zeros"), replicated_over_tp=True)
     assert [(p.offset, p.shape) for p in slice_rows(bias, 1, 3).shards] == [((1,), (2,))]
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 5), (4, 3), (3, 1), (2, 3, 4)])
+def test_boxes_cover_a_run_of_elements_in_order(shape: tuple[int, ...]) -> None:
+    index = torch.arange(torch.Size(shape).numel()).view(shape)
+    for start, end in itertools.combinations(range(index.numel() + 1), 2):
+        found = list(boxes(shape, start, end))
+        assert len(found) <= 2 * len(shape) - 1
+        parts = [index[tuple(slice(a, a + n) for a, n in zip(low, box))] for low, box in found]
+        assert all(part.shape == box for part, (_, box) in zip(parts, found))
+        assert torch.cat([part.flatten() for part in parts]).tolist() == list(range(start, end))
+    assert list(boxes(shape, 1, 1)) == []

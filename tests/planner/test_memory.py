@@ -232,7 +232,7 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
     sizes: Counter[str] = Counter()
     for parts in trainer.optimizer.storage.values():
         sizes.update({key: part.nbytes for key, part in parts.items()})
-    moments = sizes["exp_avg"] + sizes["exp_avg_sq"]
+    moments = sizes["exp_avg"] + sizes["exp_avg_sq"] + sizes["momentum_buffer"]
     p = _plans(config, trainer.parallel.world_size)[trainer.parallel.pipeline.rank]
     planned = [p.weights, p.gradients, p.masters, p.moments, p.fp8_weights]
     if trainer.sharded is not None:
@@ -282,6 +282,7 @@ def test_state_of_a_rank(world4: World, ranks: int) -> None:
             f"parallel.expert={ranks // 2 or 1}",
         ],
         ["fp8.recipe=delayed", "training.precision=bf16", "lora.rank=4", "model.tie_embeddings=true"],
+        ["optimizer.name=muon", "model.moe={num_experts: 8}", "model.mtp_num_layers=1"],
     ):
         for measured, planned in world4.run(_state, [*layout, *options], ranks=ranks):
             assert measured == planned, options
@@ -295,6 +296,7 @@ def test_state_of_a_rank_under_fsdp(world4: World) -> None:
         ["parallel.fsdp_replicas=2", "parallel.context=2", "parallel.expert=2", "model.moe={num_experts: 8}"],
         ["parallel.fsdp_replicas=2", "parallel.context=2", "model.tie_embeddings=true", "model.mtp_num_layers=1"],
         ["parallel.fsdp_replicas=2", "training.precision=bf16", "fp8.recipe=current", "lora.rank=4"],
+        ["optimizer.name=muon", "fp8.recipe=current", "fp8.param_gather=true", *GPT2],
     ):
         for measured, planned in world4.run(_state, [*ALONE, *options, "parallel.fsdp=true"], ranks=4):
             assert measured == planned, options

@@ -194,6 +194,9 @@ WORDS: dict[str, Sections] = {
     "remainders": {"optimizer": {"store_param_remainders": True}},
     "bf16-reduce": {"optimizer": {"reduce_dtype": "bf16"}},
     "fp8-reduce": {"optimizer": {"reduce_dtype": "fp8"}},
+    "muon": {"optimizer": {"name": "muon", "muon": {"newton_schulz_dtype": "fp32"}}},
+    "groups": {"optimizer": {"groups": [{"match": ["embedding.*", "*.attention.*"], "learning_rate_scale": 0.5},
+                                        {"match": ["*norm*"], "weight_decay": 0.1}]}},
     # layouts
     "tp2": {"parallel": {"tensor": 2}},
     "tp4": {"parallel": {"tensor": 4}},

@@ -8,6 +8,7 @@ those of A within the tolerance of `test_layouts`; those of A, back from B, are 
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -26,8 +27,11 @@ QUICK = [
     ("delayed tied", "dp2 fsdp fp8-gather", "tp2 dp2 fsdp"),
     ("4-layers no-clip delayed tied", "pp2 interleaved", "pp2 zb-v"),
     ("deepseek delayed", "dp4 ep4 zero", "tp2 pp2 ep2"),
+    ("muon moe tied", "tp2 dp2 ep2 zero", "dp4 ep2 fsdp"),
 ]
 SLOW = [
+    ("muon bf16 delayed", "tp2 pp2", "dp2 zero fp8-gather"),
+    ("muon deepseek", "dp4 hsdp", "tp2 ep2"),
     ("delayed fp64", "tp2 cp2", "cp4"),
     ("gpt2 tied mtp", "tp2 pp2", "pp2 dp2 zero"),
     ("4-layers delayed gpt2 tied", "pp2 zb-v", "tp2"),
@@ -124,9 +128,12 @@ def saved_by(runs: Runs, model: str, layout: str) -> Saved:
 @pytest.mark.parametrize(("model", "a", "b"), slow_but(QUICK + SLOW, *QUICK))
 def test_there_and_back(runs: Runs, model: str, a: str, b: str) -> None:
     saved = saved_by(runs, model, a)
-    moments = [name for name, tensor in saved.tensors.items() if name.startswith("optimizer.exp_avg") and tensor.any()]
+    moments = Counter(
+        name.split(".")[1] for name, x in saved.tensors.items() if name.startswith("optimizer.") and x.any()
+    )
     trained = [name for name in saved.tensors if name.startswith("model.") and not name.endswith("router.bias")]
-    assert len(moments) == 2 * len(trained)
+    assert moments["exp_avg"] == moments["exp_avg_sq"] == len(trained) - moments["momentum_buffer"]
+    assert bool(moments["momentum_buffer"]) == ("muon" in model.split())
     masters = any(name.startswith("optimizer.master.") for name in saved.tensors)
     assert masters == bool({"bf16", "fp64"} & {*model.split()})
     there = runs.saved(f"4-samples {model} {b}", saved.folder)

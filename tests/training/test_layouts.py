@@ -91,8 +91,13 @@ QUICK_CASES = [
     "dp2 pp2 fp16 zero delayed",
     "bert tp2 pp2 4-samples dropout", "t5 tp2 fp64 delayed",
     "t5 pp2 fp16 dropout", "bert dp2 fp16 zero",  # encoders
+    "muon groups tp2 pp2 dp2 zero", "muon moe dp2 ep2 fsdp",
 ]  # fmt: skip
 SLOW_CASES = [
+    *product(["muon"], ["tp2", "tp2 no-sp", "dp2", "dp2 zero", "dp2 fsdp", "pp2", "tp2 pp2 tied", "cp2", "dp4 hsdp"]),
+    *product(["muon"], ["deepseek tp2 dp2 ep4 zero", "moe dp2 ep2", "moe tp2 dp2 etp2", "mtp pp2 dp2 zero"]),
+    *product(["muon"], ["dp2 zero fp64 delayed fp8-gather", "dp2 fsdp current fp8-gather", "bf16 dp2 zero", "graphs"]),
+    *product(["muon"], ["4-layers pp2 zb-v", "t5 tp2 pp2", "bert dp2 zero", "dp2 zero fp8-reduce", "fp16 dp2"]),
     "dp2 cp2 best-fit", "4-layers pp4 4-samples answers", "bert-pre tp2 cp2 fp64 delayed",
     "dropout dp2 fsdp", "dp2 cp2 text", "tp2 dp2 answers", "moe tp2 dp2 fsdp", "4-layers moe pp2 tp2 ep2 dualpipev",
     "cp2 fp64 rowwise", "cp2 fp64 seq256 mxfp8", "mtp dp2 fsdp", "bert dp2 fsdp", "t5-tied pp2 dp2 zero dropout",

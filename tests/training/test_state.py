@@ -99,6 +99,7 @@ SAME: list[dict[str, Any]] = [
     {"model": {"vocab_multiple": 128}},  # 100 tokens are padded to 128 with 64 too
     {"parallel": {"zero": 1}, "optimizer": {"beta1": 0.8}, "logging": {"interval": 7}},
     {"fp8": {"recipe": "delayed"}},
+    {"optimizer": {"groups": [{"match": ["*"], "learning_rate_scale": 0.5}]}},
     {"model": {"rope_theta": 5e5, "norm_eps": 1e-6}, "checkpoint": {"allow_model_change": ["norm_eps", "rope_theta"]}},
 ]
 OTHER: list[tuple[dict[str, Any], str]] = [
@@ -125,6 +126,7 @@ OTHER: list[tuple[dict[str, Any], str]] = [
      "training.precision = fp32, this run has bf16, .* set training.precision=fp32"),
     ({"optimizer": {"moments_dtype": "bf16"}},
      "optimizer.moments_dtype = fp32, this run has bf16, .* bf16 and fp8 only"),
+    ({"optimizer": {"name": "muon"}}, "optimizer.name = adamw, this run has muon, .* set optimizer.name=adamw, or"),
     ({"seed": 2, "model": {"rope_theta": 5.0}},
      r"seed = 1, this run has 2, (.|\n)*step_00000003 holds the weights of"),
 ]  # fmt: skip

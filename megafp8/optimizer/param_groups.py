@@ -1,0 +1,102 @@
+"""Parameters whose learning rate and weight decay differ from the others', by the names of their tensors.
+
+Names are those of checkpoints: `layers.0.attention.q.weight`. A fused parameter (q, k, v; gate and up; the experts of a
+rank) has several names and is updated as one tensor, so all of them must be in the same group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from megafp8.distributed.sharding import ParamSpec
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """Tensors whose names fit one of the patterns `match`; * is any text.
+
+    `learning_rate_scale` multiplies the learning rate of every step. `weight_decay`: None: as without the group.
+    """
+
+    match: tuple[str, ...]
+    learning_rate_scale: float = 1.0
+    weight_decay: float | None = None
+
+
+class Rates(NamedTuple):
+    """What the learning rate of a parameter is multiplied by, and its weight decay."""
+
+    learning_rate_scale: float
+    weight_decay: float
+
+
+def is_hidden_matrix(spec: ParamSpec) -> bool:
+    """Whether a parameter is a weight of a block with two dims: those that Muon updates, and whose learning rate
+    depends on the width under muP.
+
+    Not the embedding, the output layer and what else is before or after the blocks, and in them not vectors and
+    routers, whose rows are independent classifiers.
+    """
+    return all(
+        piece.name.startswith("layers.")
+        and not piece.name.endswith(".router.weight")
+        and len(piece.global_shape) == 2
+        and min(piece.global_shape) > 1
+        for piece in spec.shards
+    )
+
+
+def rates_of(
+    spec: ParamSpec, weight_decay: float, groups: Sequence[ParamGroup], hidden_learning_rate_scale: float = 1.0
+) -> Rates:
+    """The rates of a parameter: of the first group it is in, if any.
+
+    `weight_decay`: of matrices in no group. `hidden_learning_rate_scale`: of all hidden matrices, beside their group's.
+    """
+    decay = weight_decay if spec.weight_decay else 0.0
+    scale = hidden_learning_rate_scale if is_hidden_matrix(spec) else 1.0
+    index = _group_of(spec.shards[0].name, groups)
+    if index is None:
+        return Rates(scale, decay)
+    group = groups[index]
+    return Rates(scale * group.learning_rate_scale, decay if group.weight_decay is None else group.weight_decay)
+
+
+def check_groups(specs: Iterable[ParamSpec], groups: Sequence[ParamGroup]) -> None:
+    """ValueError unless each pattern fits a tensor of the whole model, and each parameter is in one group or none."""
+    specs = list(specs)
+    names = [piece.name for spec in specs for piece in spec.shards]
+    for i, group in enumerate(groups):
+        for pattern in group.match:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(
+                    f"optimizer.groups[{i}].match has {pattern!r}, which no tensor of the model fits; names are like "
+                    f"{', '.join(_examples(names))}"
+                )
+    for spec in specs:
+        first, *others = [piece.name for piece in spec.shards]
+        of_first = _group_of(first, groups)
+        for other in others:
+            if (of_other := _group_of(other, groups)) != of_first:
+                inside, outside = (first, other) if of_other is None else (other, first)
+                index = of_first if of_other is None else of_other
+                raise ValueError(
+                    f"optimizer.groups[{index}] has {inside} but not {outside}, and both are parts of one parameter, "
+                    f"which has one learning rate and weight decay; match all of its tensors or none"
+                )
+
+
+def _group_of(name: str, groups: Sequence[ParamGroup]) -> int | None:
+    matches = (i for i, group in enumerate(groups) if any(fnmatchcase(name, pattern) for pattern in group.match))
+    return next(matches, None)
+
+
+def _examples(names: Sequence[str]) -> list[str]:
+    """One name of each kind: of tensors whose names differ in numbers only, the first."""
+    kinds: dict[tuple[str, ...], str] = {}
+    for name in names:
+        kinds.setdefault(tuple(part for part in name.split(".") if not part.isdigit()), name)
+    return list(kinds.values())[:12]

@@ -1,0 +1,49 @@
+"""tools/coordinate_check.py: activations grow with the width without muP, and do not with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools import coordinate_check
+
+CONFIG = """
+name: test
+model: {num_layers: 2, hidden_size: 32, num_attention_heads: 4, ffn_hidden_size: 64, vocab_size: 128}
+training: {steps: 10, seq_length: 16, micro_batch_size: 4, global_batch_size: 4, precision: fp32}
+optimizer: {learning_rate: 1.0e-2, schedule: constant}
+data: {train: [none]}
+"""
+
+
+def _table(text: str) -> dict[str, dict[str, float]]:
+    header, *rows = (line.split() for line in text.splitlines()[1:])
+    return {title: dict(zip(header, map(float, values), strict=True)) for title, *values in rows}
+
+
+@pytest.mark.parametrize("more", [[], ["--widen-heads"], ["optimizer.name=muon"]])
+def test_growth(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
+    config, png = tmp_path / "config.yaml", tmp_path / "check.png"
+    config.write_text(CONFIG)
+    arguments = [str(config), "--widths", "32,128", "--steps", "4", "--png", str(png), *more]
+    assert coordinate_check.main(arguments) == 0
+    found = _table(capsys.readouterr().out)
+    assert found["standard"]["logits"] > 2
+    assert found["standard"]["mlp"] > 2.5
+    assert max(found["muP"].values()) < 1.5
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("widths", "message"),
+    [
+        ("40", "--widths needs at least two"),
+        ("36,64", "--widths 36: model.num_attention_heads 4 · 36 / 32 is not a whole"),
+    ],
+)
+def test_bad_widths(tmp_path: Path, capsys: pytest.CaptureFixture[str], widths: str, message: str) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG)
+    assert coordinate_check.main([str(config), "--widths", widths]) == 2
+    assert message in capsys.readouterr().err

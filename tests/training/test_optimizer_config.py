@@ -1,0 +1,103 @@
+"""From the config's optimizer section to the optimizer: patterns of groups, Muon's settings, muP's factors."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.config import Config
+from megafp8.conversion.hf_config import choose, differences, write_config
+from megafp8.distributed.sharding import spec_of
+from megafp8.optimizer.muon import MuonSettings
+from megafp8.optimizer.param_groups import ParamGroup
+from megafp8.training.describe import planned_stage
+from megafp8.training.optimizer_config import check_optimizer, hidden_learning_rate_scale, muon_settings, param_groups
+from tests.training.runs import Runs, config, config_of
+
+
+def test_muon() -> None:
+    assert muon_settings(config().optimizer) is None
+    given = {"name": "muon", "muon": {"momentum": 0.9, "nesterov": False, "scaling": "original"}}
+    assert muon_settings(config(optimizer=given).optimizer) == MuonSettings(0.9, False, "original", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        ({}, 1 / 4),
+        ({"name": "muon"}, 1 / 2),
+        ({"name": "muon", "muon": {"scaling": "original", "learning_rate": 0.02}}, 20.0),
+        ({"name": "muon", "muon": {"learning_rate": 0.02}}, 10.0),
+    ],
+)
+def test_learning_rate_of_hidden_matrices(optimizer: dict[str, Any], expected: float) -> None:
+    """In a model 4 times as wide as the base."""
+    found = config(model={"mup": {"base_hidden_size": 16}}, optimizer=optimizer)
+    assert hidden_learning_rate_scale(found) == pytest.approx(expected)
+
+
+def test_groups() -> None:
+    given = [{"match": ["embedding.*"], "learning_rate_scale": 0.1}, {"match": ["*.mlp.*"], "weight_decay": 0.0}]
+    found = config_of("tp2 pp2", optimizer={"groups": given})
+    assert param_groups(found.optimizer) == [ParamGroup(("embedding.*",), 0.1), ParamGroup(("*.mlp.*",), 1.0, 0.0)]
+    check_optimizer(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "pattern", "error"),
+    [
+        ("4-layers pp2", "layers.3.*", None),
+        (
+            "moe dp2 ep2",
+            "*.experts.7.*",
+            "but not layers.0.mlp.experts.0.gate.weight, and both are parts of one parameter",
+        ),
+        ("tied", "output.*", "'output.\\*', which no tensor of the model fits"),
+    ],
+)
+def test_patterns_are_checked_against_the_whole_model(words: str, pattern: str, error: str | None) -> None:
+    """Layers and experts of other ranks included."""
+    found = config_of(words, optimizer={"groups": [{"match": [pattern]}]})
+    with pytest.raises(ValueError, match=error) if error else nullcontext():
+        check_optimizer(found)
+
+
+# --- muP -------------------------------------------------------------------------------------------------------------
+
+
+def _stds(found: Config) -> dict[str, float]:
+    params = planned_stage(found, 0).parameters()
+    return {piece.name: spec_of(param).init.std for param in params for piece in spec_of(param).shards}
+
+
+def test_the_base_of_mup_is_the_usual_model(runs: Runs) -> None:
+    """Bit for bit."""
+    usual, same = runs.of("dp2 zero"), runs.of("dp2 zero", model={"mup": {"base_hidden_size": 64, "base_head_dim": 8}})
+    assert same.curve == usual.curve
+    assert same.state == usual.state
+
+
+def test_mup_in_a_wider_model() -> None:
+    """Table 8 of arXiv:2203.03466 for a model that is 4 times as wide as the base, with heads twice as wide."""
+    usual, wide = config(), config(model={"mup": {"base_hidden_size": 16, "base_head_dim": 4}})
+    for name, std in _stds(wide).items():
+        hidden = name.startswith("layers.") and "norm" not in name
+        assert std == pytest.approx(_stds(usual)[name] / (2 if hidden else 1)), name
+    assert wide.model.logits_divisor == 4
+    assert wide.model.score_scale == pytest.approx(math.sqrt(4) / 8)
+    assert config(model={"mup": {"base_hidden_size": 16}}).model.score_scale == pytest.approx(1 / math.sqrt(8))
+
+
+def test_a_model_of_mup_as_one_without() -> None:
+    """What is converted, and compared with checkpoints, computes the same: Granite has both scales."""
+    wide = config(model={"mup": {"base_hidden_size": 16, "base_head_dim": 4}, "vocab_size": 128}).model
+    plain = config(model={"logits_scaling": 4.0, "attention_scale": 0.25, "vocab_size": 128}).model
+    assert differences(wide, plain) == differences(plain, wide) == []
+    assert differences(wide, config(model={"vocab_size": 128}).model) == ["attention_scale", "logits_scaling"]
+    family = choose(wide)
+    written = write_config(family, wide)
+    assert (written["model_type"], written["logits_scaling"], written["attention_multiplier"]) == ("granite", 4.0, 0.25)
