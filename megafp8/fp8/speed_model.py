@@ -84,7 +84,8 @@ CEILINGS = {
 }
 
 _RESULT: dict[str, OperandName] = {"fprop": "grad_output", "dgrad": "input", "wgrad": "weight"}  # of the same shape
-_BF16, _FP8, _FP32 = 2, 1, 4  # bytes
+BF16, FP8, _FP32 = 2, 1, 4
+"""Bytes of an element."""
 
 
 def device_name(device: torch.device) -> str:
@@ -111,22 +112,22 @@ def predict(
     bf16 = fp8 = 0.0
     copies = dict.fromkeys(OPERANDS, 0)  # FP8 copies of each operand: one for each GEMM that takes it
     for (gemm, operands), high in zip(GEMMS.items(), recipe.override_linear_precision, strict=True):
-        in_bf16 = _gemm(size, gemm, _BF16, ceilings.bf16, ceilings)
+        in_bf16 = gemm_seconds(size, gemm, BF16, ceilings.bf16, ceilings)
         bf16 += in_bf16
         if high:
             fp8 += in_bf16
             continue
-        fp8 += _gemm(size, gemm, _FP8, ceilings.fp8[_granularities(recipes, operands)], ceilings)
+        fp8 += gemm_seconds(size, gemm, FP8, ceilings.fp8[granularities(recipes, operands)], ceilings)
         for operand in operands:
             copies[operand] += 1
     for operand, own in zip(OPERANDS, recipes, strict=True):
         if copies[operand]:
-            cast = _cast(size.elements[operand], own.capabilities.cast_passes, copies[operand], ceilings)
+            cast = cast_seconds(size.elements[operand], own.capabilities.cast_passes, copies[operand], ceilings)
             fp8 += cast / micro_batches if operand == "weight" else cast
     return LinearSeconds(bf16, fp8)
 
 
-def _granularities(recipes: PerOperand[Fp8Recipe], operands: tuple[OperandName, OperandName]) -> str:
+def granularities(recipes: PerOperand[Fp8Recipe], operands: tuple[OperandName, OperandName]) -> str:
     """The granularities of the two operands of a GEMM, as in `Ceilings.fp8`."""
     own = [getattr(recipes, operand) for operand in operands]
     granularities = [recipe.granularity(operand) for recipe, operand in zip(own, operands)]
@@ -136,13 +137,13 @@ def _granularities(recipes: PerOperand[Fp8Recipe], operands: tuple[OperandName, 
     return "·".join(granularity.name for granularity in granularities)
 
 
-def _gemm(size: LinearSize, gemm: str, element: int, rate: float, ceilings: Ceilings) -> float:
+def gemm_seconds(size: LinearSize, gemm: str, element: int, rate: float, ceilings: Ceilings) -> float:
     """Seconds of a GEMM whose operands have `element` bytes. wgrad reads and writes the fp32 sum, others write bf16."""
-    result = size.elements[_RESULT[gemm]] * (2 * _FP32 if gemm == "wgrad" else _BF16)
+    result = size.elements[_RESULT[gemm]] * (2 * _FP32 if gemm == "wgrad" else BF16)
     moved = result + element * sum(size.elements[operand] for operand in GEMMS[gemm])
     return max(2 * size.m * size.k * size.n / rate, moved / ceilings.bandwidth) + ceilings.launch
 
 
-def _cast(elements: int, passes: int, copies: int, ceilings: Ceilings) -> float:
+def cast_seconds(elements: int, passes: int, copies: int, ceilings: Ceilings) -> float:
     """Seconds of a cast that reads bf16 in `passes` kernels, and writes FP8 `copies` times."""
-    return elements * (passes * _BF16 + copies * _FP8) / ceilings.bandwidth + passes * ceilings.launch
+    return elements * (passes * BF16 + copies * FP8) / ceilings.bandwidth + passes * ceilings.launch

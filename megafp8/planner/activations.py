@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megafp8.config import Config, LatentAttentionConfig
@@ -78,23 +78,90 @@ def own_decoder_tokens(config: Config) -> int:
     return 0 if config.decoder_length is None else sizes(at_layer(config, config.model.num_layers)).m_own
 
 
+class PlannedFp8(Fp8Manager):
+    """A manager of plans that are known: `planned`, by layer, has those of some block of the same kind, with its names.
+
+    `like`: the first block of the same kind for each block.
+    """
+
+    def __init__(self, of: Fp8Manager, plans: Mapping[str, LinearPlan], like: Mapping[int, int]) -> None:
+        super().__init__(of.recipe, amax_group=None, include=of.include, exclude=of.exclude)
+        self.planned, self.like = plans, like
+
+
 def layer_plans(config: Config, fp8: Fp8Manager) -> Mapping[str, LinearPlan]:
     """Plans of the model's linear layers by name; unless `fp8` has any, the model is constructed on the meta device.
 
     It is constructed with few channels: plans do not depend on their number, and an absurd one cannot be constructed.
     """
+    if isinstance(fp8, PlannedFp8):
+        return fp8.planned
     if not fp8.plans:
-        t = config.parallel.tensor
-        few = {"num_attention_heads": t, "num_query_groups": t, "head_dim": 8, "vocab_size": t, "vocab_multiple": 1}
-        sizes: dict[str, Any] = {"hidden_size": 8 * t, "ffn_hidden_size": 8 * t, "max_position_embeddings": 1} | few
-        if (moe := config.model.moe) is not None:
-            narrow = {"ffn_hidden_size": 8, "shared_ffn_hidden_size": moe.shared_ffn_hidden_size and 8 * t}
-            sizes["moe"] = moe.model_copy(update=narrow)
-        model, context = config.model.model_copy(update=sizes), planning_context(config, fp8)
         for layers in stages_of(config)[1]:
-            memory = block_memory(config.parallel, len(layers))
-            build_stage(model, context, layers=layers, positions=1, memory=memory)
+            _build(config, fp8, layers, block_memory(config.parallel, len(layers)))
     return {plan.name: plan for plan in fp8.plans}
+
+
+def _build(config: Config, fp8: Fp8Manager, layers: range, memory: Sequence[BlockMemory]) -> None:
+    """Construct a narrow model of `layers` on the meta device, which plans them."""
+    t = config.parallel.tensor
+    few = {"num_attention_heads": t, "num_query_groups": t, "head_dim": 8, "vocab_size": t, "vocab_multiple": 1}
+    sizes: dict[str, Any] = {"hidden_size": 8 * t, "ffn_hidden_size": 8 * t, "max_position_embeddings": 1} | few
+    if (moe := config.model.moe) is not None:
+        narrow = {"ffn_hidden_size": 8, "shared_ffn_hidden_size": moe.shared_ffn_hidden_size and 8 * t}
+        sizes["moe"] = moe.model_copy(update=narrow)
+    model, context = config.model.model_copy(update=sizes), planning_context(config, fp8)
+    build_stage(model, context, layers=layers, positions=1, memory=memory)
+
+
+class Kinds:
+    """Blocks of one model and selection of FP8 layers, in any layout: what is known of them is computed once.
+
+    `names`: the linear layers of each block, of alike experts the first. `places`: the same number for blocks whose
+    plans differ by the layout only. `plans`: by layout, then by place and recompute; filled by `planned_fp8`.
+    """
+
+    def __init__(self, config: Config, fp8: Fp8Manager) -> None:
+        model, self.fp8 = config.model, fp8
+        self.names: dict[int, list[str]] = {}
+        self.places: dict[int, int] = {}
+        self.plans: dict[tuple[Any, ...], dict[tuple[int, BlockMemory], list[LinearPlan]]] = {}
+        first: dict[tuple[Any, ...], int] = {}
+        for index in model.layers:
+            at = range(index, index + 1)
+            names = [*fp8_layer_sizes(model, 1, at), *cross_layer_sizes(model, 1, at)]
+            names += [name for name in expert_layer_sizes(model, 1, index) if ".experts.0." in name]
+            selected = (*((fp8.selects(x), fp8.recipe and fp8.recipe.operands(x)) for x in names), len(names))
+            ends = (index == 0, model.is_decoder(index), index >= model.num_blocks, model.window_of(index))
+            self.names[index], self.places[index] = names, first.setdefault((*ends, *selected), index)
+
+
+def planned_fp8(config: Config, kinds: Kinds) -> PlannedFp8:
+    """The manager of `kinds` with the plans of `config`; of alike blocks one is constructed, unless `kinds` has it."""
+    p, t, of = config.parallel, config.training, kinds.fp8
+    layout: tuple[Any, ...] = (p.tensor, p.sequence_parallel, p.context, p.expert, p.expert_tensor, p.expert_dispatch)
+    layout += (p.zero, p.fsdp, config.fp8.param_gather, t.micro_batch_size, t.seq_length, p.overlap_tensor)
+    plans: dict[str, LinearPlan] = {}
+    like: dict[int, int] = {}
+    first: dict[tuple[int, BlockMemory], int] = {}
+    known = kinds.plans.setdefault(layout, {})
+    for layers in stages_of(config)[1]:
+        for index, memory in zip(layers, block_memory(p, len(layers))):
+            kind, names = (kinds.places[index], memory), kinds.names[index]
+            if kind not in known:
+                own = Fp8Manager(of.recipe, amax_group=None, include=of.include, exclude=of.exclude)
+                own.smooth_swiglu = of.smooth_swiglu
+                _build(config, own, range(index, index + 1), [memory])
+                found = {plan.name: plan for plan in own.plans}
+                known[kind] = [found[name] for name in names]
+            like[index] = first.setdefault(kind, index)
+            plans.update(zip(names, known[kind]))
+    return PlannedFp8(of, plans, like)
+
+
+def kind_of(fp8: Fp8Manager, index: int) -> int:
+    """The first block that is like block `index`, as far as is known."""
+    return fp8.like[index] if isinstance(fp8, PlannedFp8) else index
 
 
 def granularity(fp8: Fp8Manager, layer: str, operand: OperandName) -> Granularity:
@@ -250,7 +317,8 @@ def expert_layers(config: Config, fp8: Fp8Manager, index: int) -> ExpertLayers |
     experts, rows = moe.num_experts // p.expert, sizes(config).m_own * moe.top_k * p.expert_tensor
     if p.expert_ranks > 1 and config.gathers_tokens and _has_graphs(config):
         rows = int(rows * MARGIN)
-    return ExpertLayers(experts, rows, sizes_of_all[up], plans[up], sizes_of_all[down], plans[down])
+    up_plan, down_plan = (replace(plans[name], name=name) for name in (up, down))
+    return ExpertLayers(experts, rows, sizes_of_all[up], up_plan, sizes_of_all[down], down_plan)
 
 
 def _has_graphs(config: Config) -> bool:

@@ -31,7 +31,7 @@ from megafp8.config.activations import ACTIVATIONS
 from megafp8.data_parallel.buckets import bucket_layout
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.gpt import cross_layer_sizes, fp8_layer_sizes
-from megafp8.models.recompute import block_memory
+from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.optimizer.fp8_moments import BLOCK
 from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, split_backwards
 from megafp8.planner.activations import (
@@ -42,6 +42,7 @@ from megafp8.planner.activations import (
     expert_layers,
     fp8_bytes,
     granularity,
+    kind_of,
     layer_plans,
     own_decoder_tokens,
     saved_by_block,
@@ -231,6 +232,21 @@ def _block(config: Config, index: int) -> list[_Parameter]:
         block += [*more, *[_Parameter(n)] * model.linear_bias]
     ahead = index >= model.num_blocks  # multi-token prediction
     return [_Parameter(2 * x.h * x.h, matrix=True), *norm, *norm, *block, *norm] if ahead else block
+
+
+class BlockElements(NamedTuple):
+    """Elements of a block's parameters on a rank: of the weights of experts, of FP8 data and nothing else, others."""
+
+    experts: int
+    fp8: int
+    others: int
+
+
+def block_elements(config: Config, fp8: Fp8Manager, index: int) -> BlockElements:
+    parameters = _block(config, index)
+    experts = sum(p.elements for p in parameters if p.expert)
+    in_fp8 = sum(p.elements for p in parameters if _is_fp8(config, fp8, p.layer))
+    return BlockElements(experts, in_fp8, sum(p.elements for p in parameters) - experts - in_fp8)
 
 
 def _attention(config: Config, index: int) -> tuple[list[_Parameter], list[_Parameter]]:
@@ -428,8 +444,8 @@ class _Chunk(NamedTuple):
 def _peak(static: RankMemory, chunks: Sequence[_Chunk], actions: Sequence[Action]) -> RankMemory:
     """The rank's memory at the peak of a step."""
     separate = split_backwards(actions)
-    held = offloaded = host = 0
-    found = [static]
+    held = offloaded = host = most = 0
+    peak = (0, 0, 0)
     for action in actions:
         chunk = chunks[action.chunk]
         if action.kind is Kind.FORWARD:
@@ -438,11 +454,14 @@ def _peak(static: RankMemory, chunks: Sequence[_Chunk], actions: Sequence[Action
         elif action.kind is Kind.BACKWARD:
             held, offloaded = held - chunk.saved, offloaded - chunk.offloaded
             activations, loss, backward = chunk.peak
-            found.append(replace(static, activations=held + activations, loss=loss, backward=backward))
+            if held + activations + loss + backward > most:
+                most = held + activations + loss + backward
+                peak = (held + activations, loss, backward)
             held += chunk.deferred if (action.microbatch, action.chunk) in separate else 0
         elif action.kind is Kind.WEIGHT:
             held -= chunk.deferred
-    return replace(max(found, key=lambda memory: memory.total), host=host)
+    activations, loss, backward = peak
+    return replace(static, activations=activations, loss=loss, backward=backward, host=host)
 
 
 class _Gathered(NamedTuple):
@@ -490,7 +509,15 @@ def _gathered(config: Config, fp8: Fp8Manager, layers: range, overlaps: bool) ->
 def _chunk(config: Config, fp8: Fp8Manager, layers: range, overlaps: bool) -> _Chunk:
     x, gathered = sizes(config), _gathered(config, fp8, layers, overlaps)
     memory = block_memory(config.parallel, len(layers))
-    saved = [sum(saved_by_block(config, fp8, i, own).values()) for i, own in zip(layers, memory)]
+    saved_by_kind: dict[tuple[int, BlockMemory], int] = {}
+
+    def saved_by(index: int, own: BlockMemory) -> int:
+        kind = (kind_of(fp8, index), own)
+        if kind not in saved_by_kind:
+            saved_by_kind[kind] = sum(saved_by_block(config, fp8, index, own).values())
+        return saved_by_kind[kind]
+
+    saved = [saved_by(i, own) for i, own in zip(layers, memory)]
     on_device = [0 if own.offload else size for size, own in zip(saved, memory)]
     offloaded = [size if own.offload else 0 for size, own in zip(saved, memory)]
     if layers.start == 0 and config.model.embedding_norm:  # its input and statistics
@@ -503,7 +530,7 @@ def _chunk(config: Config, fp8: Fp8Manager, layers: range, overlaps: bool) -> _C
     for at, index in enumerate(layers):
         recomputed = 0
         if memory[at].full:  # the block's input is one of the saved tensors
-            recomputed = sum(saved_by_block(config, fp8, index, replace(memory[at], full=False)).values()) - saved[at]
+            recomputed = saved_by(index, replace(memory[at], full=False)) - saved[at]
         activations = sum(on_device[: at + 1]) + sum(offloaded[max(0, at - 1) : at + 1])
         candidates.append((activations, 0, recomputed + block_backward(config, fp8, index) + gathered.blocks[at]))
     if last:

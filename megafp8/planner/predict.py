@@ -1,0 +1,247 @@
+"""Predicted step time and memory of a config on a cluster: a sum of terms, each of which can be printed.
+
+A step is the pipeline (a simulation of its schedule with the times of each stage's blocks, from `block_time`), then
+what of the gradients' reduction is not beside the last backward, the optimizer, and what of the gather of parameters is
+not beside the next forward. Without CUDA graphs it is at least the host's time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from megafp8.config import Config
+from megafp8.config.checks import cuda_graph_problems
+from megafp8.fp8 import Fp8Manager
+from megafp8.models.gpt import fp8_layer_sizes
+from megafp8.models.recompute import BlockMemory, block_memory
+from megafp8.pipeline_parallel.actions import Kind, Placement, Schedule
+from megafp8.pipeline_parallel.registry import SCHEDULES, training_schedule
+from megafp8.pipeline_parallel.simulate import Times, simulate
+from megafp8.planner.activations import ELEMENT, expert_layers, kind_of, layer_plans, own_decoder_tokens, sizes
+from megafp8.planner.block_time import Costs, Phases, block_costs, ends_costs, summed
+from megafp8.planner.hardware import Cluster
+from megafp8.planner.memory import RankMemory, expert_parameters, parameter_sizes, pipeline_memory
+from megafp8.planner.stages import stages_of
+
+_SIMULATED = 3
+"""Micro-batches that are simulated, times the ranks; further ones take as long each as those of the last third did."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a step: `seconds`, `terms` that add up to it, and memory by pipeline rank.
+
+    Terms of stages are means over the pipeline ranks; "bubble" is what is left of the schedule's time, waiting for
+    fuller stages included.
+    """
+
+    seconds: float
+    terms: dict[str, float]
+    memory: Sequence[RankMemory]
+    tokens: int
+    gpus: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of each GPU."""
+        return self.tokens / self.seconds / self.gpus
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the fullest rank."""
+        return max(memory.total for memory in self.memory)
+
+
+def micro_batches(config: Config, gpus: int) -> int:
+    """In a step, of each data-parallel rank."""
+    p, t = config.parallel, config.training
+    return t.global_batch_size * p.tensor * p.pipeline * p.context // (t.micro_batch_size * gpus)
+
+
+def predict(config: Config, fp8: Fp8Manager, cluster: Cluster) -> Prediction:
+    """Step time and memory of a config that passed `check_layout` on `cluster.gpus` ranks.
+
+    `fp8`: which layers are FP8, as the config says. ValueError for LoRA, and for recipes that are emulated on Hopper.
+    """
+    memory = predicted_memory(config, fp8, cluster)
+    tokens = config.training.global_batch_size * config.training.seq_length
+    return Prediction(*step_terms(config, fp8, cluster), memory, tokens, cluster.gpus)
+
+
+def predicted_memory(config: Config, fp8: Fp8Manager, cluster: Cluster) -> Sequence[RankMemory]:
+    """Of each pipeline rank."""
+    placement, _ = stages_of(config)
+    return pipeline_memory(config, fp8, cluster.gpus, placement, short_schedule(config, placement, cluster.gpus))
+
+
+def short_schedule(config: Config, placement: Placement, gpus: int) -> Schedule:
+    """The schedule of as many of a step's micro-batches as make a difference to its start and end."""
+    return _schedule(config.parallel.schedule, placement, min(micro_batches(config, gpus), _simulated(placement)))
+
+
+def _simulated(placement: Placement) -> int:
+    return _SIMULATED * placement.num_ranks
+
+
+@lru_cache(maxsize=256)
+def _schedule(source: str, placement: Placement, count: int) -> Schedule:
+    if source in SCHEDULES:  # which need no check
+        return SCHEDULES[source].build(placement, count)
+    return training_schedule(source, placement, count)
+
+
+@lru_cache(maxsize=256)
+def most_in_flight(source: str, placement: Placement, count: int) -> int:
+    """Most micro-batches, times stages, that a rank holds for their backward."""
+    most = 0
+    for actions in _schedule(source, placement, min(count, _simulated(placement))):
+        held = 0
+        for action in actions:
+            held += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
+            most = max(most, held)
+    return most
+
+
+def stage_costs(config: Config, fp8: Fp8Manager, cluster: Cluster) -> list[Costs]:
+    """Of each stage, for one micro-batch."""
+    if config.lora is not None:
+        raise ValueError("lora: the time of steps that train adapters is not predicted; leave the section lora out")
+    found: dict[tuple[int, BlockMemory], Costs] = {}
+    stages = []
+    for layers in stages_of(config)[1]:
+        memories = block_memory(config.parallel, len(layers))
+        kinds = Counter((kind_of(fp8, index), memory) for index, memory in zip(layers, memories))
+        blocks = []
+        for kind, count in kinds.items():
+            if kind not in found:
+                found[kind] = block_costs(config, fp8, cluster, *kind)
+            blocks.append({term: phases * count for term, phases in found[kind].items()})
+        ends = ends_costs(config, cluster, first=layers.start == 0, last=layers.stop == config.model.layers.stop)
+        stages.append(summed([*blocks, ends]))
+    return stages
+
+
+def _total(terms: dict[str, float]) -> float:
+    return sum(terms.values())
+
+
+def _pipeline_seconds(
+    config: Config, placement: Placement, times: Sequence[Times], count: int, busiest: float
+) -> float:
+    """Seconds of `count` micro-batches; `busiest`: of one on the rank with most work."""
+    source, simulated = config.parallel.schedule, min(count, _simulated(placement))
+    whole = simulate(_schedule(source, placement, simulated), placement, times).duration
+    if count == simulated:
+        return whole
+    fewer = simulated - placement.num_ranks
+    further = (whole - simulate(_schedule(source, placement, fewer), placement, times).duration) / placement.num_ranks
+    return whole + (count - simulated) * max(further, busiest)
+
+
+def step_terms(config: Config, fp8: Fp8Manager, cluster: Cluster) -> tuple[float, dict[str, float]]:
+    """Seconds of a step, and their terms."""
+    placement, layers = stages_of(config)
+    p, x, gpu = config.parallel, sizes(config), cluster.gpu
+    count = micro_batches(config, cluster.gpus)
+    costs = stage_costs(config, fp8, cluster)
+    times = [sum(stage.values(), Phases()) for stage in costs]
+    works = [sum(times[stage].total for stage in stages) for stages in placement.stages]
+    if p.pipeline > 1:
+        sent = (x.m_own + own_decoder_tokens(config)) * x.h * x.e
+        p2p = cluster.transfer(cluster.gpus // p.pipeline, sent)
+        stage_times = [Times(time.forward, time.backward, time.weight, p2p) for time in times]
+        pipeline = _pipeline_seconds(config, placement, stage_times, count, max(works))
+    else:
+        pipeline = count * works[0]
+    ranks = p.pipeline
+    terms = {term: phases.total * count / ranks for term, phases in summed(costs).items()}
+    terms["bubble"] = pipeline - sum(works) * count / ranks
+
+    ends: list[dict[str, float]] = [
+        step_end(
+            config, cluster, held(config, fp8, [layers[s] for s in stages]), sum((times[s] for s in stages), Phases())
+        )
+        for stages in placement.stages
+    ]
+    longest: dict[str, float] = max(ends, key=_total)
+    terms.update(longest)
+    on_host = 0.0
+    if config.training.cuda_graphs is False or [*cuda_graph_problems(config)]:
+        blocks = max(sum(len(layers[s]) for s in stages) for stages in placement.stages)
+        on_host = count * blocks * (gpu.host_block if fp8.recipe is None else gpu.host_block_fp8)
+    seconds = sum(terms.values())
+    terms["host"] = max(0.0, on_host - seconds)
+    return seconds + terms["host"], {term: value for term, value in terms.items() if value}
+
+
+class Held(NamedTuple):
+    """What a rank holds: elements of parameters, those of experts apart, and bytes that casts of weights move."""
+
+    others: float
+    experts: float
+    casts: float
+
+
+def held(config: Config, fp8: Fp8Manager, stages: Sequence[range]) -> Held:
+    """Of a rank with the layers `stages`."""
+    numels = [parameter_sizes(config, layers) for layers in stages]
+    experts = sum(own[i] for own, layers in zip(numels, stages) for i in expert_parameters(config, layers))
+    return Held(sum(map(sum, numels)) - experts, experts, sum(_weight_casts(config, fp8, layers) for layers in stages))
+
+
+def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) -> dict[str, float]:
+    """Seconds of what a rank does once a step; `micro_batch`: its work for one."""
+    p, optimizer, gpu = config.parallel, config.optimizer, cluster.gpu
+    data = cluster.gpus // (p.tensor * p.pipeline)
+    of_expert_data = max(1, data * p.tensor // p.expert_ranks)
+    groups = ((rank.others, data, p.tensor), (rank.experts, of_expert_data, p.expert_ranks))
+    sharded, element = p.zero or p.fsdp, ELEMENT[config.training.precision]
+    sent = {"fp32": 4, "bf16": 2, "fp8": 1}[optimizer.reduce_dtype]
+    moment = {"fp32": 4, "bf16": 2, "fp8": 1}[optimizer.moments_dtype]
+    reduce = gather = tail = owned = 0.0
+    for count, size, stride in groups:
+        ranks = max(1, size // p.fsdp_replicas) if p.fsdp else size
+        owned += count / (ranks if sharded else 1)
+        if p.fsdp:
+            reduce += 2 * cluster.collective(p.fsdp_replicas, stride * ranks, count / ranks * sent)
+            continue
+        received = count * (size - 1) / size
+        reduce += cluster.collective(size, stride, received * sent) * (1 if p.zero else 2)
+        tail = max(tail, cluster.collective(size, stride, min(count, p.bucket_mib * 2**18) * sent) * (size > 1))
+        # With FP8 weights about nine tenths of the parameters travel as FP8.
+        gathered = element - 0.9 * (element - 1) * config.fp8.param_gather
+        gather += cluster.collective(size, stride, received * gathered) if p.zero else 0.0
+    found = {
+        "gradient reduction": _beside(
+            reduce, micro_batch.backward + micro_batch.weight if p.overlap_grad_reduce else 0.0, gpu.hidden, tail
+        ),
+        "parameter gather": _beside(gather, micro_batch.forward if p.overlap_param_gather else 0.0, gpu.hidden, 0.0),
+    }
+    # Gradients are read for their norm and for the update, and zeroed; master weights and moments read and written.
+    moved = owned * (8 + 8 + 4 * moment + element) + (rank.others + rank.experts) * 4 / (data if p.fsdp else 1)
+    found["optimizer"] = moved / (gpu.ceilings.bandwidth * gpu.optimizer)
+    if not p.fsdp:
+        found["weight casts"] = rank.casts / (gpu.ceilings.bandwidth * gpu.fine_casts)
+    return found
+
+
+def _weight_casts(config: Config, fp8: Fp8Manager, layers: range) -> float:
+    """Bytes that casts of a stage's weights read and write, once a step."""
+    if fp8.recipe is None:
+        return 0.0
+    plans, total, element = layer_plans(config, fp8), 0.0, ELEMENT[config.training.precision]
+    for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor, layers).items():
+        total += k * n * (element + 2) * plans[name].fp8
+    for own in filter(None, (expert_layers(config, fp8, index) for index in layers)):
+        total += sum(own.experts * k * n * (element + 2) * plan.fp8 for (k, n), plan in own.layers)
+    return total
+
+
+def _beside(communication: float, computation: float, cost: float, tail: float) -> float:
+    """Seconds that communication beside so much computation adds, `tail` of it at least in any case."""
+    exposed = max(communication - computation, min(tail, communication))
+    return exposed + cost * (communication - exposed)

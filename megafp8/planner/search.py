@@ -1,0 +1,371 @@
+"""Search of layouts: the fastest that fit a cluster, and why the others lose.
+
+All combinations of tensor, pipeline, context and expert parallelism, schedule, micro-batch size, recompute and ZeRO
+stage or FSDP are bounded cheaply, then predicted whole in the order of their bounds until none that is left can be
+among the best. Bounds of time are a rank's mean work, the bubble of a schedule with equal stages, and the end of the
+step; of memory, parameters with optimizer state, and saved activations. What can run, `check_layout` knows.
+
+The global batch, the model, the recipe and every other key stay as the config has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from megafp8.config import Config, ConfigError, check_layout
+from megafp8.fp8 import Fp8Manager
+from megafp8.models.recompute import block_memory
+from megafp8.pipeline_parallel.registry import SCHEDULES, place_stages
+from megafp8.planner.activations import ELEMENT, Kinds, PlannedFp8, kind_of, planned_fp8, saved_by_block
+from megafp8.planner.block_time import Phases, ends_costs, summed
+from megafp8.planner.hardware import Cluster
+from megafp8.planner.predict import (
+    Held,
+    Prediction,
+    held,
+    micro_batches,
+    most_in_flight,
+    predicted_memory,
+    stage_costs,
+    step_end,
+    step_terms,
+)
+
+_CHUNKS = (2, 4)
+_MICRO_BATCHES = (1, 2, 4, 8)
+_SHORTEST = 4096
+"""Tokens of a sequence on a rank below which context parallelism is not tried."""
+_TRIES_OF_GROUP = 2
+_GROUPS_EXPLAINED = 8
+
+
+_Predict = Callable[["Layout"], "Candidate | Misfit | None"]
+
+
+class Layout(NamedTuple):
+    """What is searched, by keys of the config."""
+
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    expert_tensor: int
+    schedule: str
+    virtual_pipeline: int
+    micro_batch_size: int
+    recompute: str
+    fsdp: bool
+    fsdp_replicas: int
+
+    @property
+    def group(self) -> str:
+        """The sizes, which one line about losers stands for."""
+        names = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP", "expert_tensor": "ETP"}
+        sizes = (f"{short}{getattr(self, key)}" for key, short in names.items() if getattr(self, key) > 1)
+        return "·".join(sizes) or "DP"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits, with its prediction."""
+
+    layout: Layout
+    config: Config
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A layout that needs so many bytes too many."""
+
+    excess: int
+
+
+@dataclass
+class Found:
+    """`best`: those that fit, fastest first. `losers`: sizes and why the best of them loses, nearest first."""
+
+    best: list[Candidate] = field(default_factory=list)
+    losers: list[tuple[str, str]] = field(default_factory=list)
+    layouts: int = 0
+    predicted: int = 0
+
+
+def _powers(limit: int) -> Iterator[int]:
+    size = 1
+    while size <= limit:
+        yield size
+        size *= 2
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def layouts(config: Config, cluster: Cluster) -> Iterator[Layout]:
+    """All combinations that ranks and heads can be divided into; `check_layout` knows which of them run."""
+    model, t = config.model, config.training
+    moe = model.moe
+    for tensor in _powers(min(cluster.gpus_per_node, model.num_attention_heads)):
+        if cluster.gpus % tensor or model.num_attention_heads % tensor or model.query_groups % tensor:
+            continue
+        for context in _powers(max(1, t.seq_length // _SHORTEST)):
+            for pipeline in _divisors(cluster.gpus // tensor) if cluster.gpus % (tensor * context) == 0 else ():
+                if pipeline > model.num_blocks or cluster.gpus % (tensor * context * pipeline):
+                    continue
+                data = cluster.gpus // (tensor * context * pipeline)
+                experts = (
+                    [1] if moe is None else [e for e in _powers(min(64, moe.num_experts)) if moe.num_experts % e == 0]
+                )
+                for expert in experts:
+                    for expert_tensor in (1,) if moe is None or moe.num_experts > 16 else (1, 2):
+                        if data * context * tensor % (expert * expert_tensor):
+                            continue
+                        for rest in _options(config, cluster, tensor, pipeline, data, context):
+                            yield Layout(tensor, pipeline, context, expert, expert_tensor, *rest)
+
+
+def _options(
+    config: Config, cluster: Cluster, tensor: int, pipeline: int, data: int, context: int
+) -> Iterator[tuple[Any, ...]]:
+    """Schedules, micro-batch sizes, recompute and sharding."""
+    of_rank, rest = divmod(config.training.global_batch_size, data)
+    if rest:
+        return
+    schedules = [("1f1b", 1)]
+    if pipeline > 1:
+        for name, record in SCHEDULES.items():
+            for chunks in (record.chunks,) if record.chunks else _CHUNKS:
+                if (name, chunks) not in schedules and pipeline * chunks <= config.model.num_blocks:
+                    schedules.append((name, chunks))
+    ranks = data * context
+    of_node = max(1, cluster.gpus_per_node // tensor)
+    replicas = [n for n in (1, ranks // of_node) if n and ranks % n == 0]
+    sharding = [(False, 1), *((True, n) for n in dict.fromkeys(replicas))] if ranks > 1 else [(False, 1)]
+    for size in _MICRO_BATCHES:
+        if of_rank % size or (pipeline > 1 and of_rank // size < 2):
+            continue
+        for schedule, chunks in schedules:
+            for recompute in ("none", "selective", "full"):
+                for fsdp, count in sharding:
+                    if not (fsdp and SCHEDULES[schedule].splits_wgrad):
+                        yield schedule, chunks, size, recompute, fsdp, count
+
+
+def applied(config: Config, layout: Layout, gpus: int) -> Config:
+    """`config` in `layout`."""
+    changes = layout._asdict()
+    size = changes.pop("micro_batch_size")
+    alone = gpus == layout.tensor * layout.pipeline
+    changes |= {
+        "zero": 0 if layout.fsdp or alone else 1,
+        "layers_per_stage": "balanced" if layout.pipeline > 1 else None,
+    }
+    if config.parallel.recompute != layout.recompute:
+        changes |= {"recompute_blocks": None, "recompute_ops": type(config.parallel)().recompute_ops}
+    changes["placement"] = None
+    if config.fp8.param_gather and not (changes["zero"] or layout.fsdp):
+        config = config.model_copy(update={"fp8": config.fp8.model_copy(update={"param_gather": False})})
+    parallel = config.parallel.model_copy(update=changes)
+    training = config.training.model_copy(update={"micro_batch_size": size})
+    return config.model_copy(update={"parallel": parallel, "training": training})
+
+
+def changed_keys(before: Config, after: Config) -> dict[str, dict[str, Any]]:
+    """The keys of `after` that differ, by section."""
+    found: dict[str, dict[str, Any]] = {}
+    for section in ("parallel", "training", "fp8"):
+        old, new = getattr(before, section), getattr(after, section)
+        for key in type(new).model_fields:
+            if getattr(old, key) != getattr(new, key):
+                found.setdefault(section, {})[key] = getattr(new, key)
+    return found
+
+
+class _Bound(NamedTuple):
+    """At least these seconds, and at least this memory."""
+
+    seconds: float
+    memory: float
+
+
+class _Work(NamedTuple):
+    """Of a micro-batch on all stages: seconds, those of the blocks alone, and bytes that blocks save."""
+
+    phases: Phases
+    of_blocks: float
+    saved: float
+
+
+def _on_one_stage(config: Config) -> Config:
+    changes = {"pipeline": 1, "virtual_pipeline": 1, "schedule": "1f1b", "layers_per_stage": None}
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})
+
+
+class _Search:
+    """Bounds and predictions of one search, with what is common to several layouts computed once."""
+
+    def __init__(self, config: Config, fp8: Fp8Manager, cluster: Cluster) -> None:
+        self.config, self.cluster = config, cluster
+        self.kinds = Kinds(config, fp8)
+        self._works: dict[tuple[Any, ...], _Work] = {}
+        self._held: dict[tuple[Any, ...], Held] = {}
+
+    @cached_property
+    def element(self) -> int:
+        return ELEMENT[self.config.training.precision]
+
+    def fp8(self, config: Config) -> PlannedFp8:
+        return planned_fp8(config, self.kinds)
+
+    def bound(self, layout: Layout) -> _Bound:
+        p, config = layout, applied(self.config, layout, self.cluster.gpus)
+        key: tuple[Any, ...] = (p.tensor, p.context, p.expert, p.expert_tensor, p.micro_batch_size, p.recompute, p.fsdp)
+        key += (p.fsdp_replicas, p.pipeline) if p.fsdp else ()
+        if key not in self._works:
+            self._works[key] = self._work(config)
+        size = (p.tensor, p.expert, p.expert_tensor)
+        if size not in self._held:
+            one = _on_one_stage(config)
+            self._held[size] = held(one, self.fp8(one), [one.model.layers])
+        work, of_blocks, saved = self._works[key]
+        share = 1 / p.pipeline
+        mine = Held(*(part * share for part in self._held[size]))
+        count = micro_batches(config, self.cluster.gpus)
+        # Some rank has the blocks that are left over. The last rank waits for the first micro-batch, and the first one
+        # for its gradient where backwards are not split; unequal stages may wait a little less.
+        blocks = config.model.num_blocks
+        busiest = max(share * work.total, -(-blocks // p.pipeline) / blocks * of_blocks)
+        before = work.forward if SCHEDULES[p.schedule].splits_wgrad else work.total
+        waiting = 0.9 * before * share * (p.pipeline - 1) / p.virtual_pipeline
+        end = sum(step_end(config, self.cluster, mine, work * share).values())
+        return _Bound(busiest * count + waiting + end, self._memory(config, layout, mine, saved, count))
+
+    def _work(self, config: Config) -> _Work:
+        one, ranks = _on_one_stage(config), self.cluster.gpus // config.parallel.pipeline
+        # As many ranks as a stage has shard its parameters.
+        fp8, near = self.fp8(one), Cluster(self.cluster.gpu, ranks, self.cluster.gpus_per_node)
+        work = sum(summed(stage_costs(one, fp8, near)).values(), Phases())
+        ends = sum(ends_costs(one, near, first=True, last=True).values(), Phases())
+        return _Work(work, work.total - ends.total, self._saved(one, fp8))
+
+    def _saved(self, config: Config, fp8: PlannedFp8) -> float:
+        """Bytes that all blocks save of a micro-batch."""
+        layers = config.model.layers
+        found: dict[Any, int] = {}
+        total = 0
+        for index, memory in zip(layers, block_memory(config.parallel, len(layers))):
+            kind = (kind_of(fp8, index), memory)
+            if kind not in found:
+                found[kind] = sum(saved_by_block(config, fp8, index, memory).values())
+            total += found[kind]
+        return total
+
+    def _memory(self, config: Config, layout: Layout, mine: Held, saved: float, count: int) -> float:
+        data = self.cluster.gpus // (layout.tensor * layout.pipeline)
+        moments = 2 * {"fp32": 4, "bf16": 2, "fp8": 1}[config.optimizer.moments_dtype]
+        masters = 2 if config.optimizer.store_param_remainders else 4
+        of_experts = max(1, data * layout.tensor // (layout.expert * layout.expert_tensor))
+        total = 0.0
+        for numel, ranks in ((mine.others, data), (mine.experts, of_experts)):
+            if layout.fsdp:
+                total += numel * (4 + 4 + moments) / max(1, ranks // layout.fsdp_replicas)
+            else:
+                weights = 1 if config.fp8.param_gather else self.element
+                total += numel * (weights + 4 + (masters + moments) / ranks)
+        placement = place_stages(layout.schedule, layout.pipeline, layout.virtual_pipeline)
+        # A stage has its part of the blocks, or one fewer where they do not divide evenly.
+        blocks = config.model.num_blocks
+        of_stage = max(1, blocks // placement.num_stages - 1) / blocks if placement.num_stages > 1 else 1.0
+        return total + saved * of_stage * most_in_flight(layout.schedule, placement, count)
+
+    def predict(self, layout: Layout) -> Candidate | Misfit | None:
+        """None where the layout cannot run."""
+        config = applied(self.config, layout, self.cluster.gpus)
+        try:
+            check_layout(config, self.cluster.gpus)
+            fp8 = self.fp8(config)
+            memory = predicted_memory(config, fp8, self.cluster)
+        except ConfigError:
+            return None
+        excess = max(rank.total for rank in memory) - self.cluster.memory
+        if excess > 0:
+            return Misfit(excess)
+        tokens = config.training.global_batch_size * config.training.seq_length
+        steps = step_terms(config, fp8, self.cluster)
+        return Candidate(layout, config, Prediction(*steps, memory, tokens, self.cluster.gpus))
+
+
+def search(config: Config, fp8: Fp8Manager, cluster: Cluster, keep: int = 5) -> Found:
+    """The `keep` fastest layouts of `config` that fit `cluster`, and why others lose.
+
+    `fp8`: which layers are FP8, as the config says. ValueError for LoRA, and for recipes that are emulated on Hopper.
+    """
+    own = _Search(config, fp8, cluster)
+    bounds = {layout: own.bound(layout) for layout in layouts(config, cluster)}
+    found = Found(layouts=len(bounds))
+    order = sorted(bounds, key=lambda layout: bounds[layout].seconds)
+    known: dict[Layout, Candidate | Misfit | None] = {}
+
+    def prediction(layout: Layout) -> Candidate | Misfit | None:
+        if layout not in known:
+            known[layout] = own.predict(layout)
+        return known[layout]
+
+    limit = cluster.memory
+    for layout in order:
+        if len(found.best) >= keep and found.best[-1].prediction.seconds <= bounds[layout].seconds:
+            break
+        if bounds[layout].memory > limit:
+            continue
+        candidate = prediction(layout)
+        if isinstance(candidate, Candidate):
+            found.best = sorted([*found.best, candidate], key=lambda c: c.prediction.seconds)[:keep]
+    if found.best:
+        found.losers = list(_losers(found.best, order, bounds, prediction, limit))
+    found.predicted = len(known)
+    return found
+
+
+def _losers(
+    best: list[Candidate], order: list[Layout], bounds: dict[Layout, _Bound], prediction: _Predict, limit: int
+) -> Iterator[tuple[str, str]]:
+    """Other divisions of the ranks and why they lose, those with the smallest bounds first."""
+    winner, groups = best[0], dict[str, list[Layout]]()
+    for layout in order:
+        groups.setdefault(layout.group, []).append(layout)
+    groups.pop(winner.layout.group)
+    fitting = {name: [x for x in members if bounds[x].memory <= limit] for name, members in groups.items()}
+    by_bound = sorted((name for name in groups if fitting[name]), key=lambda name: bounds[fitting[name][0]].seconds)
+    slower: list[tuple[float, str, str]] = []
+    for name in by_bound[:_GROUPS_EXPLAINED]:
+        leanest = min(fitting[name], key=lambda layout: bounds[layout].memory)
+        tried = [prediction(layout) for layout in dict.fromkeys([*fitting[name][:_TRIES_OF_GROUP], leanest])]
+        tried += [candidate for candidate in best if candidate.layout.group == name]
+        fits = [candidate.prediction for candidate in tried if isinstance(candidate, Candidate)]
+        excesses = [candidate.excess for candidate in tried if isinstance(candidate, Misfit)]
+        if fits:
+            nearest = min(fits, key=lambda p: p.seconds)
+            why = why_slower(nearest, winner.prediction)
+            if excesses:  # others of the same sizes, between these and the leanest, may fit too
+                why = f"its fastest need {min(excesses) / 2**30:.1f} GiB too much; one that fits is {why}"
+            slower.append((nearest.seconds, name, why))
+        elif excesses:
+            slower.append((math.inf, name, f"does not fit: {min(excesses) / 2**30:.1f} GiB too much"))
+    yield from (line[1:] for line in sorted(slower))
+    for name in [name for name in groups if not fitting[name]][:_GROUPS_EXPLAINED]:
+        excess = min(bounds[layout].memory for layout in groups[name]) - limit
+        yield name, f"does not fit: at least {excess / 2**30:.1f} GiB too much"
+
+
+def why_slower(loser: Prediction, winner: Prediction) -> str:
+    """The terms that make a step longer, in percent of the winner's."""
+    slower = loser.seconds / winner.seconds - 1
+    names = dict.fromkeys([*loser.terms, *winner.terms])
+    more = {name: (loser.terms.get(name, 0.0) - winner.terms.get(name, 0.0)) / winner.seconds for name in names}
+    largest = [name for name in sorted(more, key=lambda name: -more[name])[:3] if more[name] > 0.005]
+    return f"{slower:.1%} slower: " + ", ".join(f"{name} +{more[name]:.1%}" for name in largest)

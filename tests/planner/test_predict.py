@@ -1,0 +1,132 @@
+"""Predictions against recorded runs, whole schedules, and models that were built whole."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.planner_errors import MEMORY, TIME, Run, predictions, recorded
+from megafp8.config import load_config
+from megafp8.pipeline_parallel.registry import training_schedule
+from megafp8.planner.activations import Kinds, layer_plans, planned_fp8
+from megafp8.planner.hardware import GPUS, Cluster
+from megafp8.planner.memory import pipeline_memory
+from megafp8.planner.predict import Prediction, predict, short_schedule
+from megafp8.planner.stages import stages_of
+from megafp8.training.fp8_config import build_fp8
+from tests.quickstart_data import CONFIG
+
+H200 = GPUS["h200-141gb"]
+PIPELINE = ["parallel.pipeline=2", "training.precision=bf16", "model.num_layers=6", "training.global_batch_size=64"]
+ALONE = ["parallel.tensor=1", "parallel.pipeline=1", "fp8.recipe=none"]
+TINY = [*ALONE, "model.num_layers=4", "training.micro_batch_size=1", "training.global_batch_size=64", "device=cuda"]
+
+
+@pytest.fixture(scope="module")
+def compared() -> list[tuple[Run, Prediction]]:
+    runs = list(recorded())
+    return list(zip(runs, predictions(runs)))
+
+
+def test_recorded_runs_are_within_the_tolerances_or_say_why_not(compared: list[tuple[Run, Prediction]]) -> None:
+    wrong = []
+    for run, prediction in compared:
+        time_error, memory_error = run.errors(prediction)
+        for error, stated, tolerance in (
+            (time_error, run.time_error, TIME),
+            (memory_error, run.memory_error, MEMORY),
+        ):
+            if error is None:
+                continue
+            missed = abs(error) > tolerance
+            if missed != (stated is not None) or (missed and stated != pytest.approx(error, abs=0.01)):
+                wrong.append(f"{run.source}, {run.layout}, {run.variant}: {error:+.3f}, stated {stated}")
+        assert bool(run.reason) == (run.time_error is not None or run.memory_error is not None), run
+    assert not wrong, "\n".join(wrong)
+
+
+def test_most_runs_are_within_the_tolerances(compared: list[tuple[Run, Prediction]]) -> None:
+    assert sum(run.time_error is None for run, _ in compared) >= 0.8 * len(compared)
+    assert sum(run.memory_error is None for run, _ in compared) >= 0.9 * len(compared)
+
+
+def test_the_fastest_of_measured_layouts_is_predicted_to_be_the_fastest(
+    compared: list[tuple[Run, Prediction]],
+) -> None:
+    """Where layouts of one model were measured side by side; a layout within 2% of the fastest counts as fastest."""
+    groups: dict[tuple[object, ...], list[tuple[float, float, str]]] = defaultdict(list)
+    for run, prediction in compared:
+        if "expert-parallel" not in run.source:  # whose sections are of different commits
+            key = (run.source, run.config, run.overrides, run.gpus, run.variant)
+            measured = prediction.tokens / run.milliseconds
+            groups[key].append((measured, prediction.tokens_per_second, run.layout))
+    several = {key: rates for key, rates in groups.items() if len({layout for _, _, layout in rates}) > 1}
+    wrong = {}
+    for key, rates in several.items():
+        chosen = max(rates, key=lambda rate: rate[1])
+        if chosen[0] < 0.98 * max(measured for measured, _, _ in rates):
+            wrong[key] = chosen[2]
+    assert len(several) >= 20
+    assert not wrong
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)])
+def test_further_micro_batches_take_as_long_as_in_the_whole_schedule(
+    schedule: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [f"parallel.schedule={schedule}", f"parallel.virtual_pipeline={chunks}"]
+    config = load_config(CONFIG, [*TINY, *PIPELINE, *keys])
+    fp8, cluster = planned_fp8(config, Kinds(config, build_fp8(config, None))), Cluster(H200, 2)
+    placement, _ = stages_of(config)
+    short = predict(config, fp8, cluster)
+    whole = training_schedule(schedule, placement, 64)
+    assert len(short_schedule(config, placement, 2)[0]) < len(whole[0]) / 2
+    monkeypatch.setattr("megafp8.planner.predict._SIMULATED", 64)
+    assert short.seconds == pytest.approx(predict(config, fp8, cluster).seconds, rel=2e-3)
+    assert short.memory == pipeline_memory(config, fp8, 2, placement, whole)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["fp8.recipe=delayed"],
+        ["fp8.recipe=rowwise", "fp8.first_blocks_bf16=1", "parallel.tensor=2", "model.vocab_multiple=2"],
+        ["fp8.recipe=current", "parallel.recompute=selective", "parallel.recompute_blocks=1", "parallel.pipeline=2"],
+        ["fp8.recipe=delayed", "model.moe={num_experts: 8, ffn_hidden_size: 48, first_dense_layers: 1}"],
+        ["fp8.recipe=delayed", "parallel.fsdp=true", "fp8.param_gather=true", "fp8.exclude=['*.down']"],
+    ],
+)  # fmt: skip
+def test_alike_blocks_have_the_plans_and_memory_of_a_whole_model(overrides: list[str]) -> None:
+    config = load_config(CONFIG, [*TINY, *overrides])
+    whole, gpus = build_fp8(config, None), config.parallel.tensor * config.parallel.pipeline * 2
+    expected = {
+        name: plan
+        for name, plan in layer_plans(config, whole).items()
+        if name != "output" and (".experts." not in name or ".experts.0." in name)
+    }
+    planned = planned_fp8(config, Kinds(config, build_fp8(config, None)))
+    assert {name: replace(plan, name=name) for name, plan in layer_plans(config, planned).items()} == expected
+    placement, _ = stages_of(config)
+    schedule = short_schedule(config, placement, gpus)
+    memory = [pipeline_memory(config, fp8, gpus, placement, schedule) for fp8 in (planned, whole)]
+    assert memory[0] == memory[1]
+
+
+def test_terms_add_up_and_slow_links_are_exposed() -> None:
+    config = load_config(CONFIG, [*TINY, "parallel.tensor=1", "parallel.zero=1", "training.precision=bf16"])
+    fp8 = planned_fp8(config, Kinds(config, build_fp8(config, None)))
+    near, far = (predict(config, fp8, Cluster(replace(H200, network=1e6), 8, size)) for size in (8, 4))
+    assert sum(near.terms.values()) == pytest.approx(near.seconds)
+    assert far.terms["gradient reduction"] > 100 * near.terms["gradient reduction"]
+    assert near.memory == far.memory
+
+
+def test_without_graphs_a_step_takes_the_time_of_the_host() -> None:
+    """64 micro-batches of 4 layers."""
+    config = load_config(CONFIG, [*TINY, "training.cuda_graphs=false", "training.precision=bf16"])
+    fp8 = planned_fp8(config, Kinds(config, build_fp8(config, None)))
+    found = predict(config, fp8, Cluster(H200, 1))
+    assert found.seconds == pytest.approx(64 * 4 * H200.host_block)
+    assert found.terms["host"] > 0

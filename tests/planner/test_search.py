@@ -1,0 +1,87 @@
+"""The search against predictions of all layouts, and its bounds against what they bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megafp8.config import Config, check_layout, load_config
+from megafp8.planner.hardware import GPUS, Cluster
+from megafp8.planner.search import Candidate, Found, _Search, changed_keys, layouts, search
+from megafp8.training.fp8_config import build_fp8
+from tests.quickstart_data import CONFIG
+
+H200 = GPUS["h200-141gb"]
+SMALL = [
+    "model.num_layers=4",
+    "model.num_attention_heads=4",
+    "model.num_query_groups=2",
+    "training.global_batch_size=8",
+    "training.precision=bf16",
+    "device=cuda",
+    "fp8.recipe=delayed",
+]
+
+
+def tight(config: Config, gpus: int, share: float) -> Cluster:
+    """A cluster whose memory is this share of what the layout of the config needs, so that some layouts do not fit."""
+    cluster = Cluster(replace(H200, reserved=0), gpus, 2)
+    own = _Search(config, build_fp8(config, None), cluster)
+    peaks = sorted(c.prediction.peak for c in map(own.predict, layouts(config, cluster)) if isinstance(c, Candidate))
+    return replace(cluster, gpu=replace(cluster.gpu, memory=peaks[int(len(peaks) * share)]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus"), [([], 4), (["model.moe={num_experts: 4, ffn_hidden_size: 64}", "fp8.recipe=none"], 2)]
+)
+def test_it_finds_the_fastest_of_all_that_fit(overrides: list[str], gpus: int) -> None:
+    config = load_config(CONFIG, [*SMALL, *overrides])
+    cluster = tight(config, gpus, 0.4)
+    own = _Search(config, build_fp8(config, None), cluster)
+    every = [c for c in map(own.predict, layouts(config, cluster)) if c is not None]
+    fitting = sorted(c.prediction.seconds for c in every if isinstance(c, Candidate))
+    assert 10 < len(fitting) < len(every)
+    found = search(config, build_fp8(config, None), cluster, keep=3)
+    assert [c.prediction.seconds for c in found.best] == pytest.approx(fitting[:3])
+    assert found.predicted < len(every)
+    assert found.losers
+
+
+def test_bounds_are_not_above_predictions() -> None:
+    config = load_config(CONFIG, SMALL)
+    cluster = Cluster(H200, 4, 2)
+    own = _Search(config, build_fp8(config, None), cluster)
+    for layout in layouts(config, cluster):
+        candidate, bound = own.predict(layout), own.bound(layout)
+        if isinstance(candidate, Candidate):
+            assert bound.seconds <= candidate.prediction.seconds * 1.001, layout
+            assert bound.memory <= candidate.prediction.peak, layout
+
+
+def test_losers_say_by_how_much_and_why() -> None:
+    config = load_config(CONFIG, SMALL)
+    found = search(config, build_fp8(config, None), tight(config, 4, 0.2))
+    reasons = [why for _, why in found.losers]
+    assert any("does not fit:" in why and "GiB too much" in why for why in reasons) or any(
+        "slower:" in why for why in reasons
+    )
+    assert winner_is_no_loser(found)
+
+
+def winner_is_no_loser(found: Found) -> bool:
+    return found.best[0].layout.group not in dict(found.losers)
+
+
+def test_its_keys_make_the_config_that_was_predicted() -> None:
+    config = load_config(CONFIG, SMALL)
+    best = search(config, build_fp8(config, None), Cluster(H200, 8)).best[0]
+    keys = changed_keys(config, best.config)
+    overrides = [
+        f"{section}.{key}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
+        for section, values in keys.items()
+        for key, value in values.items()
+    ]
+    again = load_config(CONFIG, [*SMALL, *overrides])
+    check_layout(again, 8)
+    assert again == best.config
