@@ -1,14 +1,18 @@
-"""Attention on a CPU without gradients, by PyTorch's flash kernel, with the pairs of the mask as a matrix.
+"""Attention on a CPU without gradients, by PyTorch's flash kernel.
 
-The kernel computes blocks of scores in fp32, and takes keys and values in bf16 as they are. One query of each sequence
-with grouped heads is computed as if the heads of a group were queries, so each key is read once and none is repeated.
+The kernel computes blocks of scores in fp32, and takes keys and values in bf16 as they are. Segments of a sample are
+computed one after the other. Where positions of queries are given, the pairs of the mask are a matrix. One query of
+each sequence with grouped heads is computed as if the heads of a group were queries, so each key is read once and none
+is repeated.
 
 Shapes: s queries, t keys, b sequences, a query heads, g key-value heads, d head width.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -19,12 +23,16 @@ from megafp8.ops.attention_scores import Scores
 
 
 def computes(mask: AttentionMask, scores: Scores, sink_a: Tensor | None) -> bool:
-    """Whether `attention` gives these scores, with a matrix of pairs that is not large."""
-    return scores.only_scales and sink_a is None and mask.positions_bs is not None and mask.visible is None
+    """Whether `attention` gives these scores, with no large matrix of pairs."""
+    if not scores.only_scales or sink_a is not None or mask.visible is not None:
+        return False
+    return mask.positions_bs is not None or (mask.causal and mask.prefix_b is None)
 
 
 def attention(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> Tensor:
     """As `ops.attention.attention`, where `computes`."""
+    if mask.positions_bs is None:
+        return _by_segments(q_sbad, k_tbgd, v_tbgd, mask, scores)
     (s, _, a, d), (t, _, g, _) = q_sbad.shape, k_tbgd.shape
     key = "added", t, q_sbad.dtype
     if key not in mask.derived:
@@ -37,6 +45,49 @@ def attention(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMas
         return y.flatten(1, 2).unsqueeze(0)
     q = q_sbad.permute(1, 2, 0, 3)
     return F.scaled_dot_product_attention(q, k, v, added_b1st, scale=scale, enable_gqa=a != g).permute(2, 0, 1, 3)
+
+
+def _by_segments(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> Tensor:
+    (s, b, a, d), (t, _, g, _) = q_sbad.shape, k_tbgd.shape
+    if "segments" not in mask.derived:
+        mask.derived["segments"] = list(_segments(mask, s, t, b))
+    y_sbad = torch.zeros_like(q_sbad)
+    for sample, queries, keys in mask.derived["segments"]:
+        q = q_sbad[queries, sample].transpose(0, 1)[None]
+        k, v = (x[keys, sample].transpose(0, 1)[None] for x in (k_tbgd, v_tbgd))
+        m, n = q.shape[2], k.shape[2]
+        is_triangle = m == n and (mask.window is None or n <= mask.window)
+        added = None if is_triangle else _added_at_the_end(mask, m, n, q.dtype)
+        y = F.scaled_dot_product_attention(
+            q, k, v, added, is_causal=is_triangle, scale=scores.scale_of(d), enable_gqa=a != g
+        )
+        y_sbad[queries, sample] = y[0].transpose(0, 1)
+    return y_sbad
+
+
+def _segments(mask: AttentionMask, s: int, t: int, b: int) -> Iterator[tuple[int, slice, slice]]:
+    """Sample, queries and keys of each segment with queries."""
+    if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
+        yield from ((sample, slice(0, s), slice(0, t)) for sample in range(b))
+        return
+    of_queries, of_keys = mask.cu_seqlens_q.tolist(), mask.cu_seqlens_k.tolist()
+    for sample in range(b):
+        ends_q, ends_k = (x[sample if len(x) > 1 else 0] for x in (of_queries, of_keys))
+        for (first, end), keys in zip(itertools.pairwise(ends_q), itertools.pairwise(ends_k), strict=True):
+            if first < end:
+                yield sample, slice(first, end), slice(*keys)
+
+
+def _added_at_the_end(mask: AttentionMask, m: int, n: int, dtype: torch.dtype) -> Tensor:
+    """What is added to each score `[m, n]` of the queries for the last m of n keys."""
+    key = "added at the end", m, n, dtype
+    if key not in mask.derived:
+        visible = torch.ones(m, n, dtype=torch.bool).tril_(n - m)
+        if mask.window is not None:
+            visible = visible.triu_(n - m - mask.window + 1)
+        mask.derived[key] = torch.zeros(m, n, dtype=dtype).masked_fill_(~visible, -math.inf)
+    found: Tensor = mask.derived[key]
+    return found
 
 
 def _added(mask: AttentionMask, s: int, t: int, dtype: torch.dtype) -> Tensor:
