@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 Ranks = npt.NDArray[np.int_]
 
@@ -355,6 +354,8 @@ def rejoin(device_type: str, timeout_seconds: float = 600.0) -> None:
 
     Nothing that holds a group may be used after this.
     """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # takes a second, which few jobs need
+
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # Groups get the same names as before, under which the store has addresses that are no longer valid.
