@@ -4,9 +4,10 @@ torchrun's agent treats all failures alike: it restarts a job whose config is wr
 after a clean stop, and on the other nodes reports only lost connections. This one is a subclass of torch's
 `LocalElasticAgent`, with torchrun's options (c10d rendezvous only), and differs as follows:
 
-- Exit codes: 0 done, or stopped cleanly; 2 wrong config, data or checkpoint, never restarted; 1 another failure,
-  after its restarts. The last output is the message of the rank that failed first. STOPPED_EXIT_CODE in the
-  environment is the exit code of all nodes after a clean stop, for schedulers that take 0 for the end of the job.
+- Exit codes: 0 done, or stopped cleanly; 2 wrong config, data or checkpoint, never restarted; 3 no progress and 1
+  another failure, after its restarts. The last output is the message of the rank that failed first.
+  STOPPED_EXIT_CODE in the environment is the exit code of all nodes after a clean stop, for schedulers that take 0 for
+  the end of the job.
 - SIGTERM and Ctrl-C ask the ranks to finish their step, save and exit; the agent waits for them. torchrun's agent
   raises an exception instead, and agents of other nodes wait 5 minutes for it. A second Ctrl-C kills the ranks at once.
   While no ranks run, signals end the agent as they end any process.
@@ -90,8 +91,8 @@ def outcome_of(failures: Mapping[int, ProcessFailure]) -> Outcome:
     where = f"rank {rank} on {socket.gethostname()}"
     if details:
         message, code = failure.message["message"], int(details["exit_code"])  # type: ignore[index]
-        if code == NO_RESTART:
-            return Outcome(code, message)
+        if message.startswith("error: "):  # for the user, and about the whole job
+            return Outcome(code, message, details["follows"])
         space = "\n" if "\n" in message else " "
         return Outcome(code, f"error: {where} failed:{space}{message}", details["follows"])
     if failure.exitcode < 0:

@@ -152,6 +152,8 @@ class _Metadata(BaseModel):
     fp8_left_out: list[str] | None = None
     stage: str | None = None
     changes: list[dict[str, Any]] | None = None
+    skipped_samples: list[list[_Count]] | None = None
+    losses: list[float] | None = None
     converted_from: str | None = None
     average_of: list[str] | None = None
     huggingface: dict[str, Any] | None = None

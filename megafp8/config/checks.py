@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from megafp8.config import encoder_checks, moe_checks, optimizer_checks
+from megafp8.config import encoder_checks, moe_checks, optimizer_checks, resilience_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.errors import ConfigError, Problem, divisors
 from megafp8.config.schema import (
@@ -59,8 +59,9 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _evaluation,
         _deterministic,
         _cuda_graphs,
+        resilience_checks.layout,
     )
-    rules_on_ranks = (_counts, _batch, _fsdp_replicas, moe_checks.ranks)
+    rules_on_ranks = (_counts, _batch, _fsdp_replicas, moe_checks.ranks, resilience_checks.faults)
     problems = [problem for rule in rules for problem in rule(config)]
     problems += [problem for rule in rules_on_ranks for problem in rule(config, world_size)]
     if problems:

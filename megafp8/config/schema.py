@@ -1037,6 +1037,70 @@ class CheckpointConfig(Section):
     checkpoint is damaged, an older one is used."""
 
 
+class LossSpikeConfig(Section):
+    """What happens when the loss of a step is far above those before. A loss is a spike if it exceeds their mean by
+    `sigmas` standard deviations (docs/resilience.md)."""
+
+    action: Literal["skip", "rewind"] = "skip"
+    """skip: leave the weights as they are, as in a step whose gradients are not finite. rewind: also go back to the
+    newest checkpoint and leave out the samples since then."""
+    sigmas: PositiveFloat = 6.0
+    """Standard deviations above the mean."""
+    window: Annotated[int, Field(ge=4), _INTEGER] = 128
+    """Number of latest steps whose losses count. No step is a spike before half of them are done."""
+
+
+class FaultConfig(Section):
+    """A fault to inject, once in a run."""
+
+    kind: Literal[
+        "kill",
+        "stop",
+        "hang",
+        "leave_out_collective",
+        "exception",
+        "nan_gradient",
+        "flip_weight",
+        "flip_gradient",
+        "slow",
+        "loss_spike",
+        "fail_save",
+        "damage_checkpoint",
+    ]
+    """kill: SIGKILL to itself. stop: SIGSTOP to itself. hang: sleep without end. leave_out_collective: go on without
+    the collective at the end of the step. exception: raise one. nan_gradient: one gradient of the rank is NaN.
+    flip_weight: one bit of a weight, after the update. flip_gradient: one bit of a gradient, when it is recomputed.
+    slow: sleep in each of the steps from this one on, before the forward pass. loss_spike: all labels of the rank's
+    samples are 0. fail_save: no large file can be written. damage_checkpoint: change a byte of the newest checkpoint,
+    then SIGKILL."""
+    rank: Count
+    """Global rank."""
+    step: PositiveInt
+    """Step, counted from 1, in which it happens."""
+    seconds: PositiveFloat = 1.0
+    """slow: time to sleep in each step."""
+    steps: PositiveInt = 10
+    """slow: number of steps."""
+
+
+class ResilienceConfig(Section):
+    """Detection of hangs, loss spikes, slow ranks and wrong results (docs/resilience.md)."""
+
+    hang_seconds: NonNegative | None = None
+    """Time without progress in a training step after which the job is ended for a restart, with a message that names
+    the rank at fault. Default: half of timeout_seconds. 0: never."""
+    loss_spike: LossSpikeConfig | None = None
+    """Detect loss spikes, and skip them. Default: no step is skipped for its loss."""
+    straggler_interval: Count = 100
+    """Steps between comparisons of the ranks' own times, of which the slowest goes to the metrics, and to the log if it
+    is slow. 0: never."""
+    recompute_interval: Count = 0
+    """Steps between checks that each rank computes the same bits twice; costs two forward and backward passes each. On
+    GPUs with deterministic: true only. 0: never."""
+    inject: list[FaultConfig] = []
+    """Faults, for tests."""
+
+
 class LoggingConfig(Section):
     """Logging of metrics, in addition to metrics.jsonl in the run folder."""
 
@@ -1099,6 +1163,7 @@ class Config(Section):
     (docs/stages.md)."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    resilience: ResilienceConfig = ResilienceConfig()
 
     @property
     def lora_targets(self) -> Sequence[LoraTarget]:
@@ -1134,6 +1199,12 @@ class Config(Section):
     def position_rows(self) -> int:
         """Rows of the learned position table."""
         return self.model.max_position_embeddings or self.training.seq_length
+
+    @property
+    def hang_seconds(self) -> float:
+        """Time without progress after which the job is ended; 0 for none."""
+        given = self.resilience.hang_seconds
+        return self.timeout_seconds / 2 if given is None else given
 
     @property
     def tunes_gemms(self) -> bool:

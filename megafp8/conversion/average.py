@@ -18,7 +18,17 @@ from megafp8.conversion.convert import is_weight
 from megafp8.conversion.hf_config import differences
 
 _MASTER = "optimizer.master."
-_OF_A_RUN = ("data", "consumed_samples", "tokens", "optimizer_steps", "layout", "changes", "stage")
+_OF_A_RUN = (
+    "data",
+    "consumed_samples",
+    "tokens",
+    "optimizer_steps",
+    "layout",
+    "changes",
+    "stage",
+    "losses",
+    "skipped_samples",
+)
 """Keys of metadata.json about the position of one run."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -84,17 +84,19 @@ def batches(
     num_workers: int,
     objective: Objective,
     pin_memory: bool,
+    position_of: Callable[[int], int] = lambda samples: samples,
 ) -> Iterator[list[Batch]]:
     """This rank's micro-batches, one list per step, from the step after `consumed_samples` on, without end.
 
-    `num_workers` processes read ahead; 0 reads in this process. Raises DataError in the step that would use a sample
-    that cannot be read.
+    `num_workers` processes read ahead; 0 reads in this process. `position_of`: the sample at which the step begins that
+    comes after so many samples, where some are left out. Raises DataError in the step that would use a sample that
+    cannot be read.
     """
     place = (micro_batch_size, data_parallel_rank, data_parallel_size)
     micro_batches = (
         rows
         for consumed in itertools.count(consumed_samples, global_batch_size)
-        for rows in sample_indices(consumed, global_batch_size, *place)
+        for rows in sample_indices(position_of(consumed), global_batch_size, *place)
     )
     loader: DataLoader[Any] = DataLoader(
         _Samples(dataset, objective),

@@ -11,24 +11,21 @@ and blocks on CPU. Tensors handed to them must stay alive until then.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megafp8.distributed import activity
+from megafp8.distributed.activity import Work, blocking, started
+
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 ReduceOp = Literal["sum", "max", "min"]
-
-
-class Work(Protocol):
-    """A running collective."""
-
-    def wait(self) -> Any: ...
 
 
 class WaitFunction(NamedTuple):
@@ -50,11 +47,6 @@ class WorkList:
         for work in self._works:
             work.wait()
         self._works, self._alive = [], []
-
-
-def _started(work: Any) -> Work:
-    assert work is not None
-    return work
 
 
 def size(group: ProcessGroup | None) -> int:
@@ -91,7 +83,7 @@ def all_reduce_async(x: Tensor, group: ProcessGroup | None, op: ReduceOp = "sum"
     """Start reducing `x` over `group` in place."""
     if size(group) == 1:
         return DONE
-    return _started(dist.all_reduce(x, op=_OPS[op], group=group, async_op=True))
+    return started("all_reduce", group, dist.all_reduce(x, op=_OPS[op], group=group, async_op=True))
 
 
 def coalesced_all_reduce(tensors: Sequence[Tensor], group: ProcessGroup | None) -> None:
@@ -113,7 +105,8 @@ def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
     if size(group) == 1:
         return x
     out = _gathered_like(x, group)
-    _ALL_GATHER(as_bytes(out), as_bytes(x.contiguous()), group=group)
+    with blocking("all_gather", group):
+        _ALL_GATHER(as_bytes(out), as_bytes(x.contiguous()), group=group)
     return out
 
 
@@ -134,7 +127,7 @@ def all_gather_into_async(outs: Sequence[Tensor], tensors: Sequence[Tensor], gro
     with dist._coalescing_manager(group=group, async_ops=True) as work:
         for out, x in zip(outs, tensors):  # all as bytes: gloo coalesces tensors of one dtype
             _ALL_GATHER(out.view(torch.uint8), x.view(torch.uint8), group=group)
-    return work
+    return started("all_gather", group, work)
 
 
 def all_gather_in_place_async(x: Tensor, group: ProcessGroup | None) -> Work:
@@ -142,7 +135,7 @@ def all_gather_in_place_async(x: Tensor, group: ProcessGroup | None) -> Work:
     if size(group) == 1:
         return DONE
     x = x.view(torch.uint8)  # bytes are supported by every backend, whatever the dtype
-    return _started(_ALL_GATHER(x, own_slice(x, group), group=group, async_op=True))
+    return started("all_gather", group, _ALL_GATHER(x, own_slice(x, group), group=group, async_op=True))
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -157,19 +150,20 @@ def reduce_scatter_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor,
     if size(group) == 1:
         return x, DONE
     out = torch.empty_like(own_slice(x, group), memory_format=torch.contiguous_format)
-    return out, _started(_REDUCE_SCATTER(out, x.contiguous(), group=group, async_op=True))
+    return out, started("reduce_scatter", group, _REDUCE_SCATTER(out, x.contiguous(), group=group, async_op=True))
 
 
 def reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup) -> None:
     """Sum `x` over `group` and write this rank's slice of dim 0 to `out`; on CUDA, on the current stream."""
-    _REDUCE_SCATTER(out, x, group=group)
+    with blocking("reduce_scatter", group):
+        _REDUCE_SCATTER(out, x, group=group)
 
 
 def reduce_scatter_in_place_async(x: Tensor, group: ProcessGroup | None) -> Work:
     """Start summing `x` over `group` into this rank's slice of it; the other slices become undefined."""
     if size(group) == 1:
         return DONE
-    return _started(_REDUCE_SCATTER(own_slice(x, group), x, group=group, async_op=True))
+    return started("reduce_scatter", group, _REDUCE_SCATTER(own_slice(x, group), x, group=group, async_op=True))
 
 
 def all_to_all_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Work]:
@@ -180,7 +174,8 @@ def all_to_all_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Wor
         return x, DONE
     out = torch.empty_like(x)
     rows = [int(rank != group.rank()) for rank in range(ranks)]
-    return out, _started(dist.all_to_all_single(as_bytes(out), as_bytes(x), rows, rows, group=group, async_op=True))
+    work = dist.all_to_all_single(as_bytes(out), as_bytes(x), rows, rows, group=group, async_op=True)
+    return out, started("all_to_all", group, work)
 
 
 def all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -195,14 +190,16 @@ def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], gro
     """
     out = torch.empty((sum(received), *x.shape[1:]), dtype=x.dtype, device=x.device)
     to, source = out.view(torch.uint8), x.contiguous().view(torch.uint8)
-    dist.all_to_all_single(to, source, list(received), list(sent), group=group)
+    with blocking("all_to_all", group):
+        dist.all_to_all_single(to, source, list(received), list(sent), group=group)
     return out
 
 
 def broadcast(x: Tensor, group: ProcessGroup | None, group_src: int) -> Tensor:
     """Overwrite `x` in place with that of the rank `group_src` (counted inside the group)."""
     if size(group) > 1:
-        dist.broadcast(x, group=group, group_src=group_src)
+        with blocking("broadcast", group):
+            dist.broadcast(x, group=group, group_src=group_src)
     return x
 
 
@@ -211,7 +208,8 @@ def broadcast_object(value: Any, group: ProcessGroup | None) -> Any:
     if size(group) == 1:
         return value
     values = [value]
-    dist.broadcast_object_list(values, group=group, group_src=0)
+    with blocking("broadcast of an object", group):
+        dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]
 
 
@@ -220,7 +218,8 @@ def all_gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
     if size(group) == 1:
         return [value]
     values: list[Any] = [None] * size(group)
-    dist.all_gather_object(values, value, group=group)
+    with blocking("all_gather of objects", group):
+        dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -229,7 +228,8 @@ def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any] | None:
     if group is None or group.size() == 1:
         return [value]
     values: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-    dist.gather_object(value, values, group=group, group_dst=0)
+    with blocking("gather of objects", group):
+        dist.gather_object(value, values, group=group, group_dst=0)
     return values
 
 
@@ -239,24 +239,26 @@ def scatter_objects(values: list[Any] | None, group: ProcessGroup | None) -> Any
         assert values is not None
         return values[0]
     own = [None]
-    dist.scatter_object_list(own, values, group=group, group_src=0)
+    with blocking("scatter of objects", group):
+        dist.scatter_object_list(own, values, group=group, group_src=0)
     return own[0]
 
 
 def barrier(group: ProcessGroup | None) -> None:
     """Wait until every rank of `group` has called this."""
     if size(group) > 1:
-        dist.barrier(group=group)
+        with blocking("barrier", group):
+            dist.barrier(group=group)
 
 
 def send_async(x: Tensor, group: ProcessGroup, group_dst: int) -> Work:
     """Start sending `x` to the rank `group_dst` of the group."""
-    return _started(dist.isend(as_bytes(x), group=group, group_dst=group_dst))
+    return started("send", group, dist.isend(as_bytes(x), group=group, group_dst=group_dst), group_dst)
 
 
 def recv_async(x: Tensor, group: ProcessGroup, group_src: int) -> Work:
     """Start receiving into `x` from the rank `group_src` of the group."""
-    return _started(dist.irecv(as_bytes(x), group=group, group_src=group_src))
+    return started("receive", group, dist.irecv(as_bytes(x), group=group, group_src=group_src), group_src)
 
 
 def send_recv_async(
@@ -269,4 +271,7 @@ def send_recv_async(
     outgoing = [as_bytes(x.contiguous()) for x in sent]
     ops = [dist.P2POp(dist.isend, x, group=group, group_peer=group_dst) for x in outgoing]
     ops += [dist.P2POp(dist.irecv, as_bytes(x), group=group, group_peer=group_src) for x in received]
-    return WorkList(dist.batch_isend_irecv(ops), outgoing)
+    work = WorkList(dist.batch_isend_irecv(ops), outgoing)
+    if activity.record is not None:
+        activity.record.begin("send", group, group_dst, sends=True)
+    return started("receive", group, work, group_src)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8.data_parallel.grad_buffer import gradient_of
-from megafp8.distributed import collectives
+from megafp8.distributed import activity, collectives
 from megafp8.distributed.sharding import FlatShard, ParamSpec, spec_of
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.loss_scale import LossScaler
@@ -180,7 +180,8 @@ class _OnHost:
 
     def item(self) -> float:
         if self._copied is not None:
-            self._copied.synchronize()
+            with activity.waiting_for_device():
+                self._copied.synchronize()
         return self._copy.item()
 
 

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megafp8.distributed import activity
 from megafp8.distributed.collectives import DONE, Work, recv_async, send_async
 from megafp8.ops import deferred_wgrad as deferred
 from megafp8.parallel_state import Group
@@ -133,6 +134,7 @@ class PipelineEngine:
         with torch.set_grad_enabled(backward):
             for action in actions:
                 run.perform(action)
+                activity.mark()
         return run.finish()
 
 

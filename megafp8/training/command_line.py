@@ -1,8 +1,8 @@
 """The command line of the training scripts: read the config, check it, and train.
 
 A wrong config or damaged data set ends the job with exit code 2 and one message, before any process group exists.
-Exit codes: 0 done or stopped cleanly; 2 wrong config, data or checkpoint, or a run that has diverged; 1 another failure
-(docs/launching.md).
+Exit codes: 0 done or stopped cleanly; 2 wrong config, data or checkpoint, or a run that has diverged; 3 no progress;
+1 another failure (docs/resilience.md).
 """
 
 from __future__ import annotations

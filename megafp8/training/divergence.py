@@ -39,11 +39,12 @@ def diverged(trainer: Trainer, metrics: StepMetrics, saved_step: int) -> Diverge
     weights = _not_finite(trainer, values)
     gradients = _not_finite(trainer, [(f, gradient_of(f)) for f in shards])
     older = "" if weights == "none" else ", one from before the weights went wrong,"
+    spike = f" ({metrics.why_skipped})" if metrics.is_spike else ""
     fp8 = "" if config.fp8.recipe == "none" else ", or fp8.report_interval=10 to see which layers' casts fail"
     return Diverged(
         f"training has diverged: all {skipped} steps from {step - skipped + 1} to {step} were skipped "
         f"(training.max_skipped_steps = {config.training.max_skipped_steps}). In the last one the loss was "
-        f"{metrics.loss} and the gradient norm {metrics.grad_norm}.\n"
+        f"{metrics.loss} and the gradient norm {metrics.grad_norm}{spike}.\n"
         f"Not finite: weights: {weights}; gradients: {gradients}.\n"
         f"The newest checkpoint is {f'of step {saved_step}' if saved_step else 'none'}; it was not replaced. Continue "
         f"from a checkpoint{older} with a lower optimizer.learning_rate (now {config.optimizer.learning_rate}), more "

@@ -27,6 +27,7 @@ from typing import ClassVar
 DONE = 0  # all steps done, or stopped cleanly on request
 FAILED = 1  # may succeed after a restart: a crash, a lost node, a full disk
 NO_RESTART = 2  # fails again after a restart: config, data, checkpoint, divergence
+HUNG = 3  # no progress: ended by the rank's hang watch, whose message names the rank at fault
 
 AGENT_REPORTS = "MEGAFP8_AGENT_REPORTS"  # set by launch/agent.py, which prints the error files of every attempt
 
@@ -52,8 +53,12 @@ class ReplicasDiffer(TrainingError):
     """Ranks that must hold equal bits do not."""
 
 
+class ComputationDiffers(TrainingError):
+    """A rank computed something else from the same input."""
+
+
 class Diverged(TrainingError):
-    """Too many steps in a row were skipped because their gradients were not finite."""
+    """Too many steps in a row were skipped, or the loss jumped again and again after the same checkpoint."""
 
     exit_code: ClassVar[int] = NO_RESTART  # the same steps would be skipped again
 
@@ -77,11 +82,11 @@ def run_and_report(job: Callable[[], object]) -> int:
             code, message = NO_RESTART, f"error: {error}"
         elif lost_connection(error):
             first_line = str(error).partition("\n")[0]  # torch adds the C++ stack
-            _report(f"lost the connection to another rank: {first_line}", FAILED, trace, follows=True)
+            report_failure(f"lost the connection to another rank: {first_line}", FAILED, trace, follows=True)
             return FAILED
         else:
             code, message = FAILED, trace.rstrip()
-        _report(message, code, trace)
+        report_failure(message, code, trace)
         return code
     return DONE
 
@@ -102,7 +107,11 @@ def lost_connection(error: BaseException | None) -> bool:
     return False
 
 
-def _report(message: str, code: int, trace: str, *, follows: bool = False) -> None:
+def report_failure(message: str, code: int, trace: str, *, follows: bool = False) -> None:
+    """Report why this process ends with exit code `code`: to the agent, or on stderr.
+
+    `follows`: the failure was caused by that of another rank.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         print(message, file=sys.stderr, flush=True)

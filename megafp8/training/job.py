@@ -23,6 +23,7 @@ from megafp8.config import end_of_stage, stage_at
 from megafp8.data.blend import Blend
 from megafp8.data.sampler import batches as batch_stream
 from megafp8.data.samples import Batch
+from megafp8.distributed import activity
 from megafp8.fp8 import describe_path
 from megafp8.fp8.health import FILE_NAME
 from megafp8.models.flops import PEAK_FLOPS, training_flops_per_token
@@ -44,7 +45,7 @@ from megafp8.training import fsdp as fully_sharded
 from megafp8.training.describe import describe_longrope
 from megafp8.training.determinism import describe_determinism
 from megafp8.training.divergence import diverged
-from megafp8.training.errors import TrainingError
+from megafp8.training.errors import Diverged, TrainingError
 from megafp8.training.expert_load import ExpertLoadWriter
 from megafp8.training.history import History
 from megafp8.training.init_from import load_init
@@ -61,6 +62,7 @@ from megafp8.training.metrics import (
 from megafp8.training.plots import plot_loss, print_loss
 from megafp8.training.process import StopRequest, garbage_collected_after_steps
 from megafp8.training.replicas import check_replicas
+from megafp8.training.resilience.guard import Guard
 from megafp8.training.run_log import RunLog, record_launch
 from megafp8.training.state import (
     begin_save,
@@ -97,7 +99,7 @@ def train(inputs: Inputs, make_evaluation: MakeEvaluation | None = None) -> None
         device = initialize_distributed(choose_device(config), config.timeout_seconds)
         try:
             with FolderLock(checkpoint_folder(run_folder(config))) as lock:
-                shared = Shared(lock, StopRequest(), make_evaluation)
+                shared = Shared(lock, StopRequest(), log, make_evaluation)
                 shared.stop.install()
                 log.open(run_folder(config))
                 following = _train_stage(inputs, shared, device, first=True)
@@ -114,10 +116,11 @@ def train(inputs: Inputs, make_evaluation: MakeEvaluation | None = None) -> None
 
 
 class Shared(NamedTuple):
-    """What all stages of a job share: the lock of the run folder, requests to stop, and what makes its evaluation."""
+    """What all stages of a job share: the lock of the run folder, requests to stop, log, what makes its evaluation."""
 
     lock: FolderLock
     stop: StopRequest
+    log: RunLog
     make_evaluation: MakeEvaluation | None
 
 
@@ -161,7 +164,7 @@ class Job:
     def __init__(self, inputs: Inputs, parallel: ParallelState, found: CheckpointReader | None, shared: Shared) -> None:
         """`found`: the checkpoint to resume from, if there is one."""
         self.inputs, self.config, self.parallel = inputs, inputs.config, parallel
-        self.folder, self.lock, self.stop = run_folder(self.config), shared.lock, shared.stop
+        self.folder, self.lock, self.stop, self.log = run_folder(self.config), shared.lock, shared.stop, shared.log
         self.is_main = parallel.rank == 0
         keep = self.config.checkpoint
         self.trainer = Trainer(self.config, parallel, saved_choice(self.config, found))
@@ -177,7 +180,8 @@ class Job:
             self.inputs, changes = inputs.resumed(found.metadata)
             if changes:
                 logger.info(f"data changed since step {self.step}: {'; '.join(changes)}")
-        check_ranks_agree(self.inputs, self.consumed_samples, parallel.world.group)
+        self.guard = Guard(self.config, self.folder, parallel, None if found is None else found.metadata)
+        check_ranks_agree(self.inputs, self.guard.position_of(self.consumed_samples), parallel.world.group)
         self._log_choices()
         self.evaluation: Evaluation | None = None
         if self.config.training.evaluate is not None:
@@ -196,7 +200,7 @@ class Job:
 
     @property
     def consumed_samples(self) -> int:
-        """Samples of the data that the run has read."""
+        """Samples that the run would have read, had none been left out since its last checkpoint (`guard.consumed`)."""
         return self.history.samples_at(self.step, self.config)
 
     def _log_choices(self) -> None:
@@ -205,7 +209,7 @@ class Job:
         inputs = self.inputs
         if inputs.stage is not None:
             logger.info(f"stage {inputs.stage.name}: steps {inputs.stage.begin + 1} to {self.last_step}")
-        samples = self.history.samples_at(max(self.step, self.last_step), self.config)
+        samples = self.guard.consumed(self.history.samples_at(max(self.step, self.last_step), self.config))
         data = describe_data(self.config, inputs.data_sets, inputs.progress, inputs.validation_sets, samples)
         logger.info(f"data:\n{data}")
         for line in describe_longrope(self.config):
@@ -255,6 +259,7 @@ class Job:
                 load_writer = self._open_load_writer()
                 if load_writer is not None:
                     stack.callback(load_writer.close)
+                stack.enter_context(self.guard.watching(self.step, self.log.write_error))
                 stopped = self._train(writers, load_writer, after_step)
             if self.step < t.last_step and not stopped:
                 return True
@@ -266,7 +271,7 @@ class Job:
         self, writers: Sequence[Writer], load_writer: ExpertLoadWriter | None, after_step: Callable[[int], None]
     ) -> bool:
         """Step until the run ends; returns whether it was asked to stop before that."""
-        stream = self._batches(self.inputs.train, self.consumed_samples)
+        stream = self._training_batches()
         stopped = False
         while self.step < self.last_step and not stopped:
             metrics = self._one_step(stream)
@@ -279,7 +284,11 @@ class Job:
             self._stop_if_diverged(metrics)
             if self.saver is not None:
                 self.saver.poll()
-            stopped = self.stop.agreed(self.parallel.world.group)
+            if self.guard.rewinds_after(metrics) and self._rewind():
+                stream = self._training_batches()
+                continue
+            if not self.guard.faults.happens("leave_out_collective", self.step):
+                stopped = self.stop.agreed(self.parallel.world.group)
             ends = stopped or self.step == self.last_step
             if self._save_is_due(ends):
                 self._check_replicas()
@@ -315,7 +324,46 @@ class Job:
             draw = f"python tools/plot_schedule.py --measured {path} --png schedule.png"
             logger.info(f"pipeline trace of step {self.step}: {path}; to draw it: {draw}")
 
-    def _batches(self, dataset: Blend, consumed_samples: int) -> Iterator[list[Batch]]:
+    def _training_batches(self) -> Iterator[list[Batch]]:
+        """The batches of the steps to come."""
+        return self._batches(self.inputs.train, self.consumed_samples, self.guard.position_of)
+
+    def _rewind(self) -> bool:
+        """Go back to the newest checkpoint and leave out the samples since then; False if there is none. Collective."""
+        activity.enter("rewind")
+        spike, end = self.step, self.guard.consumed(self.consumed_samples)
+        if self.saver is not None:
+            self.saver.finish()
+        found = find_checkpoint(self.inputs.run, self.folder, self.parallel, self.inputs.fingerprint)
+        if found is None:
+            logger.warning(f"loss spike in step {spike}: there is no checkpoint to go back to; the step was skipped")
+            return False
+        before = found.metadata["step"]
+        if stage_at(self.inputs.run, before) != self.inputs.stage:
+            raise TrainingError(
+                f"loss spike in step {spike}: the newest undamaged checkpoint is that of step {before}, before the "
+                "present stage; start the run again to continue from it"
+            )
+        self.step = self.saved_step = load_state(self.trainer, found)
+        self.history = History.resumed(found.metadata, self.config)
+        self.inputs, _ = self.inputs.resumed(found.metadata)  # it may be older than the one that the job resumed from
+        self.guard.resumed(found.metadata)
+        samples = (self.guard.position_of(self.consumed_samples), end)
+        times, limit = self.guard.leave_out(samples, self.step), self.config.training.max_skipped_steps
+        if limit and times > limit:
+            raise Diverged(
+                f"training has diverged: the loss jumped {times} times after step {self.step}, last in step {spike}, "
+                f"although the samples since then were left out each time (training.max_skipped_steps = {limit})"
+            )
+        logger.warning(
+            f"loss spike in step {spike}: back to step {self.step}, without samples {samples[0]} to {samples[1] - 1}"
+        )
+        self.skipped_in_a_row, self.save_postponed = 0, False
+        return True
+
+    def _batches(
+        self, dataset: Blend, consumed_samples: int, position_of: Callable[[int], int] = lambda samples: samples
+    ) -> Iterator[list[Batch]]:
         t = self.config.training
         return batch_stream(
             dataset,
@@ -327,17 +375,25 @@ class Job:
             num_workers=self.config.data.num_workers,
             objective=self.inputs.objective,
             pin_memory=self.parallel.device.type == "cuda",
+            position_of=position_of,
         )
 
     def _one_step(self, stream: Iterator[list[Batch]]) -> StepMetrics:
         saving = self.save_seconds
         start = time.perf_counter()
+        self.guard.begin_step(self.step + 1)
         batches = next(stream)
         data_seconds = time.perf_counter() - start
-        loss, result = self.trainer.train_step(self.step, batches, before_update=self._wait_copied)
+        checking = time.perf_counter()
+        batches = self.guard.check_batches(self.trainer, self.step + 1, batches)
+        start += time.perf_counter() - checking  # not part of the step
+        limit = self.guard.loss_limit
+        loss, result = self.trainer.train_step(self.step, batches, before_update=self._wait_copied, loss_limit=limit)
+        self.guard.faults.in_weights(self.step + 1, self.trainer)
         seconds = time.perf_counter() - start - (self.save_seconds - saving)
         learning_rate = self.trainer.learning_rate(self.step)
         self.step += 1
+        slowest = self.guard.end_step(self.step, loss.mean, result.skipped)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         t, load = self.config.training, self.trainer.expert_load
         tokens = t.global_batch_size * t.seq_length
@@ -346,6 +402,7 @@ class Job:
         peak = PEAK_FLOPS["fp8" if self.config.fp8.recipe != "none" else t.precision] if self._peak_is_known() else None
         start = time.perf_counter()
         validation_loss, evaluations, evaluated = self._evaluate()
+        activity.enter("after the step")
         evaluation_seconds = time.perf_counter() - start if evaluated else 0.0
         save_seconds, self.save_seconds = self.save_seconds, 0.0
         return StepMetrics(
@@ -361,7 +418,7 @@ class Job:
             step_seconds=seconds,
             skipped=result.skipped,
             time=utc_now(),
-            consumed_samples=self.consumed_samples,
+            consumed_samples=self.guard.consumed(self.consumed_samples),
             data_seconds=data_seconds,
             evaluation_seconds=evaluation_seconds,
             save_seconds=save_seconds,
@@ -375,6 +432,9 @@ class Job:
             expert_imbalance=None if load is None else load.imbalance,
             router_entropy=None if load is None else load.entropy,
             expert_drop_rate=None if load is None else load.drop_rate,
+            loss_limit=limit,
+            slowest_rank=None if slowest is None else slowest.rank,
+            slowest_ratio=None if slowest is None else slowest.ratio,
             evaluations=evaluations,
         )
 
@@ -407,6 +467,8 @@ class Job:
         last = self.step == self.last_step
         validates = t.eval_interval > 0 and (last or _is_at(t.eval_interval, self.step))
         evaluates = t.evaluate is not None and (last or _is_at(t.evaluate.interval, self.step))
+        if validates or evaluates:
+            activity.enter("evaluation")
         if validates:
             if self.inputs.validation is not None:
                 loss = self._validation_loss(self.inputs.validation)
@@ -449,20 +511,30 @@ class Job:
         """Save this step; in the background unless the run ends."""
         if self.saved_step == self.step:
             return
+        activity.enter("save")
         start = time.perf_counter()
         self.saved_step = self.step
-        data = self.inputs.record(self.consumed_samples)
+        data = self.inputs.record(self.guard.consumed(self.consumed_samples))
+        more = self.guard.metadata(self.consumed_samples)
         fingerprint = self.inputs.fingerprint
         if self.saver is not None and not ends:
-            begin_save(self.trainer, self.saver, self.step, fingerprint, data, self.history)
+            begin_save(self.trainer, self.saver, self.step, fingerprint, data, self.history, more)
         else:
             if self.saver is not None:
                 self.saver.finish()
             keep_all, files = self.skipped_in_a_row > 0, self.tokenizer
             path = save_state(
-                self.trainer, self.folder, self.step, fingerprint, self.lock,
-                data=data, history=self.history, files=files, keep_all=keep_all,
-            )  # fmt: skip
+                self.trainer,
+                self.folder,
+                self.step,
+                fingerprint,
+                self.lock,
+                data=data,
+                history=self.history,
+                files=files,
+                keep_all=keep_all,
+                more=more,
+            )
             logger.info(f"saved {path} in {time.perf_counter() - start:.1f} s")
         self.save_seconds += time.perf_counter() - start
 

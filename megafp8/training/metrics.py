@@ -44,8 +44,10 @@ class StepMetrics:
     `skipped_in_a_row`: number of consecutive skipped steps that end with this one. `mtp_loss`, `binary_loss`: mean loss
     of multi-token prediction, unweighted, and of BERT's binary head; None without. Of a model with experts, as
     `megafp8.training.expert_load.ExpertLoad` has them: `router_aux_loss`, `router_z_loss`, `expert_imbalance` and
-    `router_entropy`; else None. `evaluations`: by name, the other numbers of evaluations after the step: losses of
-    `data.validation` (`valid/<name>`) and metrics of tasks (`eval/<task>/<metric>`).
+    `router_entropy`; else None. `loss_limit`: a loss above it is a spike, if they are detected. `slowest_rank`,
+    `slowest_ratio`: the slowest rank since the last comparison, and its time over the median (`resilience.stragglers`).
+    `evaluations`: by name, the other numbers of evaluations after the step: losses of `data.validation`
+    (`valid/<name>`) and metrics of tasks (`eval/<task>/<metric>`).
     """
 
     step: int
@@ -74,12 +76,24 @@ class StepMetrics:
     expert_imbalance: float | None = None
     router_entropy: float | None = None
     expert_drop_rate: float | None = None
+    loss_limit: float | None = None
+    slowest_rank: int | None = None
+    slowest_ratio: float | None = None
     evaluations: Mapping[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """All metrics by name, those of `evaluations` among them."""
         found = asdict(self)
         return found | found.pop("evaluations")
+
+    @property
+    def is_spike(self) -> bool:
+        """Whether the step was skipped because its loss is above the limit."""
+        return self.skipped and self.loss_limit is not None and self.loss > self.loss_limit
+
+    @property
+    def why_skipped(self) -> str:
+        return f"loss above {self.loss_limit:.4f}" if self.is_spike else "gradients not finite"
 
     @property
     def evaluated(self) -> bool:
@@ -279,7 +293,7 @@ class LogWriter:
             self._bar.set_postfix_str(f"loss {metrics.loss:.4f}")
         if metrics.skipped:
             row = f", {metrics.skipped_in_a_row} in a row" if metrics.skipped_in_a_row > 1 else ""
-            logger.warning(f"{line}  SKIPPED{row}: gradients not finite")
+            logger.warning(f"{line}  SKIPPED{row}: {metrics.why_skipped}")
         elif metrics.evaluated:
             logger.info(line)
         else:

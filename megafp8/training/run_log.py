@@ -83,14 +83,20 @@ class RunLog:
             self._file.setFormatter(_Formatter(self._rank))
             self._logger.addHandler(self._file)
 
+    def write_error(self, message: str) -> None:
+        """Append an error to log.txt, for a process that ends at once and reports it to the console otherwise."""
+        self._write_error(message, None)
+
+    def _write_error(self, message: str, details: Any) -> None:
+        if self._file is not None:
+            record = self._logger.makeRecord(self._logger.name, logging.ERROR, "", 0, "%s", (message,), details)
+            self._file.handle(record)
+
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._file is not None:
             if error is not None:  # the caller that catches it writes it to the console
                 details = None if isinstance(error, TrainingError) else (type(error), error, trace)
-                record = self._logger.makeRecord(
-                    self._logger.name, logging.ERROR, "", 0, "%s", (str(error) or type(error).__name__,), details
-                )
-                self._file.handle(record)
+                self._write_error(str(error) or type(error).__name__, details)
             self._logger.removeHandler(self._file)
             self._file.close()
         self._logger.removeHandler(self._console)

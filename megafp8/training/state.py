@@ -134,9 +134,17 @@ def tokenizer_copy(config: Config) -> dict[str, bytes]:
 
 
 def _metadata(
-    trainer: Trainer, step: int, fingerprint: str | None, data: Mapping[str, Any] | None, history: History
+    trainer: Trainer,
+    step: int,
+    fingerprint: str | None,
+    data: Mapping[str, Any] | None,
+    history: History,
+    more: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The content of metadata.json, besides what `save` itself adds. `data`: progress in each data set."""
+    """The content of metadata.json, besides what `save` itself adds.
+
+    `data`: progress in each data set; `more`: keys to add or replace.
+    """
     config, parallel = trainer.config, trainer.parallel
     settings, stage = config.model_dump(mode="json"), stage_at(config, history.step)
     return {
@@ -151,6 +159,7 @@ def _metadata(
         "config_hash": config_hash(settings),
         "config": settings,
         "fp8_left_out": trainer.auto_filter.layers,
+        **(more or {}),
     }
 
 
@@ -165,18 +174,19 @@ def save_state(
     history: History = History(),  # noqa: B008 - immutable
     files: Mapping[str, bytes] | None = None,
     keep_all: bool = False,
+    more: Mapping[str, Any] | None = None,
 ) -> Path:
     """Save a checkpoint after `step` steps. Collective.
 
-    `data`: progress in each data set (`Inputs.record`). `history`: of the run. `files`: small files to save with it, by
-    path in the checkpoint. `keep_all`: remove no older checkpoint.
+    `data`: progress in each data set (`Inputs.record`). `history`: of the run. `more`: further metadata. `files`: small
+    files to save with it, by path in the checkpoint. `keep_all`: remove no older checkpoint.
     """
     keep = trainer.config.checkpoint
     return save(
         checkpoint_folder(run),
         step,
         tensors(trainer),
-        _metadata(trainer, step, fingerprint, data, history),
+        _metadata(trainer, step, fingerprint, data, history, more),
         keep_last=None if keep_all else keep.keep_last,
         keep_every=keep.keep_every,
         lock=lock,
@@ -191,13 +201,14 @@ def begin_save(
     fingerprint: str | None,
     data: Mapping[str, Any] | None = None,
     history: History = History(),  # noqa: B008 - immutable
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     """Save in the background; the next update of the weights must come after `saver.wait_copied`. Collective."""
     # A forward pass records amaxes; weights, masters and moments change in optimizer steps only.
     saver.save(
         step,
         tensors(trainer),
-        _metadata(trainer, step, fingerprint, data, history),
+        _metadata(trainer, step, fingerprint, data, history, more),
         changes_early=lambda name: name.startswith("fp8."),
     )
 

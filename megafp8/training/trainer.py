@@ -31,6 +31,7 @@ from megafp8.data_parallel.fp8_weight_shards import WeightShard, WeightShards
 from megafp8.data_parallel.fsdp import FullySharded
 from megafp8.data_parallel.grad_buffer import GradBuffer, JointGradBuffer
 from megafp8.data_parallel.param_buffer import JointParamBuffer, ParamBuffer
+from megafp8.distributed import activity
 from megafp8.distributed.collectives import all_gather_objects, all_reduce
 from megafp8.distributed.sharding import spec_of
 from megafp8.expert_parallel.own_rows import RowBound
@@ -403,11 +404,17 @@ class Trainer:
         return [batch.with_room(self._room) for batch in batches]
 
     def train_step(
-        self, step: int, batches: Sequence[Batch], *, before_update: Callable[[], None] = lambda: None
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        *,
+        before_update: Callable[[], None] = lambda: None,
+        loss_limit: float | None = None,
     ) -> tuple[Loss, StepResult]:
         """One optimizer step, counted from 0, on this rank's micro-batches of the global batch.
 
         `before_update` is called after the backward passes are queued, and before weights and optimizer state change.
+        If the loss is above `loss_limit`, the step is skipped as if its gradients were not finite.
         On return the update is queued, not done: the next step is queued behind it, so that the device does not idle.
         """
         model = self.config.model
@@ -415,6 +422,7 @@ class Trainer:
             assert all(batch.samples is not None for batch in batches), "dropout is a function of samples' indices"
         batches = self._with_room(batches)
         sampled = self.fp8.begin_step(step + 1)
+        activity.enter("forward and backward")
         passes = self._run_passes(step, batches, sampled, before_update)
         total = self._total(passes.report)
         report = total.to("cpu", non_blocking=True)  # complete once the update has waited for the norm
@@ -422,13 +430,17 @@ class Trainer:
         scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
         if self.graphs is not None and self.load_collector is not None:  # what is not finite is skipped
             scale = torch.where(total[-1] > 0, torch.nan, 1.0 if scale is None else scale)
+        if loss_limit is not None:
+            spikes = total[0] > loss_limit * total[1].clamp(min=1)
+            scale = torch.where(spikes, torch.nan, 1.0 if scale is None else scale)
         load = None if self.load_collector is None else self.load_collector.sum()
         load_on_host = None if load is None else load.to("cpu", non_blocking=True)
         before_update()
+        activity.enter("update")
         result = self.update(self.learning_rate(step), grad_scale=None if scale is None else scale.float())
         if self._exceeded(report):
             self.fp8.discard_step()
-            return self.train_step(step, batches, before_update=before_update)
+            return self.train_step(step, batches, before_update=before_update, loss_limit=loss_limit)
         if self.weight_shards is not None:
             self.weight_shards.record_amaxes()
         self.fp8.end_step()
@@ -465,6 +477,21 @@ class Trainer:
             capturing=self.row_bound.fixed,
         )
 
+    def local_passes(self, step: int, batches: Sequence[Batch]) -> tuple[Tensor, list[Tensor]]:
+        """Passes of `step`, counted from 0, whose gradients are not summed over data parallelism, and no update.
+
+        Returns this rank's report and the flat fp32 gradients of its micro-batches, which stay in the buffer. Leaves
+        FP8 scaling as it was. Not with FSDP, which sums them in the backward pass.
+        """
+        assert self.sharded is None
+        if self.graphs is not None:
+            self.graphs.drop()  # two steps' activations may not fit
+        self.fp8.begin_step(step + 1)
+        passes = self._forward_and_backward(self._to_device(self._with_room(batches)), reduce=False)
+        self.fp8.discard_step()
+        buffers = self.gradients.buffers if isinstance(self.gradients, JointGradBuffer) else [self.gradients]
+        return passes.report, [buffer.flat for buffer in buffers if isinstance(buffer, GradBuffer)]
+
     def _exceeded(self, report: Tensor) -> bool:
         """Whether a replayed graph had no room for all rows of experts; drops all graphs then. `report`: on host."""
         if not report[-1]:
@@ -474,20 +501,26 @@ class Trainer:
         self.graphs.restart()
         return True
 
-    def _forward_and_backward(self, batches: Sequence[Batch], stopwatch: Stopwatch | None = None) -> _Passes:
-        """From zeroed gradients to their sums over data parallelism; batches `[b, s]` are on the device."""
+    def _forward_and_backward(
+        self, batches: Sequence[Batch], stopwatch: Stopwatch | None = None, *, reduce: bool = True
+    ) -> _Passes:
+        """From zeroed gradients to their sums over data parallelism; batches `[b, s]` are on the device.
+
+        `reduce=False` leaves out the sums over data parallelism.
+        """
         self.gradients.zero()
         self.row_bound.exceeded.zero_()
         if self.load_collector is not None:
             self.load_collector.zero()
         if self._updated:
             self.publish_weights()
-        if self.config.parallel.overlap_grad_reduce:
+        if reduce and self.config.parallel.overlap_grad_reduce:
             self.gradients.start_overlap(len(batches))
         actions, shards = self.plan.train[self.parallel.pipeline.rank], self._own_tokens(batches)
         reports = self.engine.run(actions, self._stage_functions(), shards, backward=True, stopwatch=stopwatch)
         self.wait_for_weights()
-        self.gradients.finish()
+        if reduce:
+            self.gradients.finish()
         recorder = self.fp8.recorder
         return _Passes(self._sum(reports), {} if recorder is None else recorder.observed)
 

@@ -93,6 +93,12 @@ def choose_device(config: Config) -> str:
     for key, value, needed, works in needs_cuda:
         if needed and not found:
             raise ConfigError("config", [Problem(key, value, "torch sees no CUDA device here", f"try {works}")])
+    interval = config.resilience.recompute_interval
+    if interval and config.device != "cpu" and found and not config.deterministic:
+        rule = "two computations of a batch on a GPU may differ in their last bits unless deterministic is true"
+        raise ConfigError(
+            "config", [Problem("resilience.recompute_interval", interval, rule, "try 0, or deterministic=true")]
+        )
     return "cuda" if config.device != "cpu" and found else "cpu"
 
 

@@ -334,7 +334,16 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     ([LATENT, "model.attention_softcap=5"], 1, "model.attention_softcap = 5.0: model.latent_attention is set, and its"),
     (["checkpoint.allow_model_change=[latent_attention.qrank]"], 1, "did you mean latent_attention.q_rank?"),
 ]  # fmt: skip
+RESILIENCE = [
+    (["resilience.hang_seconds=600"], 1, "resilience.hang_seconds = 600.0: a collective fails after timeout_seconds "
+     "(600) already, without naming a rank; try 300"),
+    (["resilience.loss_spike={action: rewind}"], 1, "resilience.loss_spike.action = 'rewind': there are no checkpoint"),
+    (["parallel.fsdp=true", "resilience.recompute_interval=5"], 2, "resilience.recompute_interval = 5: with parallel."),
+    (["resilience.inject=[{kind: kill, rank: 4, step: 1}]"], 4, "resilience.inject.0.rank = 4: the job has ranks 0 to"),
+    (["resilience.inject=[{kind: flip_gradient, rank: 0, step: 1}]"], 1, "set resilience.recompute_interval"),
+]  # fmt: skip
 CASES: list[tuple[list[str], int, str]] = [
+    *RESILIENCE,
     *EXPERTS,
     *LATENT_ATTENTION,
     (["parallel.tensor=3"], 3, "parallel.tensor = 3: model.num_attention_heads (8) is not a multiple of it; try"),

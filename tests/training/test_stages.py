@@ -273,6 +273,48 @@ def test_a_run_that_stops_within_a_stage_goes_on(
     assert checkpoint(tmp_path, STEPS)["changes"] != []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_loss_spikes_within_a_stage(world2: World, data: Path, tmp_path: Path) -> None:
+    """Rewinds to the beginning of a stage and to a checkpoint within it: as in separate commands, as with a resumption
+    between them, and as in a run that leaves these samples out from the beginning."""
+    faults = [{"kind": "loss_spike", "rank": rank, "step": step} for step in (7, 10) for rank in (0, 1)]
+    second = {"training.global_batch_size": 4, "training.seq_length": 32, "parallel.tensor": 2}
+
+    def tree(name: str, faults: list[dict[str, Any]]) -> dict[str, Any]:
+        found = tree_of(data, tmp_path / name)
+        found["training"] |= {"steps": 13, "eval_interval": 0}
+        found["data"]["train"] = {str(data / "b"): 1, str(data / "c"): 1}  # without token 0, which the faults predict
+        found["optimizer"] |= {"learning_rate": 1e-2}
+        found["resilience"] = {"loss_spike": {"action": "rewind", "window": 4, "sigmas": 4.0}, "inject": faults}
+        found["stages"] = [{"name": "second", "begin": 4, "overrides": second},
+                           {"name": "third", "begin": 11, "overrides": {"training.seq_length": 24}}]  # fmt: skip
+        return found
+
+    def stopped(name: str, after: int) -> dict[str, Any]:
+        own = tree(name, faults)
+        return {**own, "training": {**own["training"], "stop_after": after}}
+
+    skipped = tmp_path / "without" / "run" / "skipped_samples.json"
+    skipped.parent.mkdir(parents=True)
+    skipped.write_text("[[8, 20], [36, 44]]")
+    run_jobs(world2, [tree("staged", faults)])
+    run_jobs(world2, one_by_one(tree("commands", faults), tmp_path / "commands"))
+    run_jobs(world2, [stopped("resumed", 8), tree("resumed", faults)])
+    run_jobs(world2, [tree("without", [])])
+    found = curve(tmp_path / "staged")
+    assert [row[5] for row in found] == [2, 4, 6, 8, 24, 28, 32, 36, 48, 52, 56, 58, 60]
+    assert found[-1][4] == 16 * 8 + 32 * 28 + 24 * 4  # tokens are those that were trained on
+    log = (tmp_path / "staged" / "run" / "log.txt").read_text()
+    assert "loss spike in step 7: back to step 4, without samples 8 to 19" in log
+    assert "loss spike in step 10: back to step 8, without samples 36 to 43" in log
+    for name in ("commands", "resumed", "without"):
+        assert curve(tmp_path / name) == found
+        one, other = (checkpoint(tmp_path / run, 13) for run in (name, "staged"))
+        keys = ("data", "consumed_samples", "tokens", "losses", "skipped_samples")
+        assert [one[key] for key in keys] == [other[key] for key in keys]
+
+
 BAD: list[tuple[list[dict[str, Any]], str]] = [
     ([{"begin": 3, "overrides": {"training.seq_len": 8}}],
      "s0 from step 3: 1 problem\n  training.seq_len = 8: there is no such key; did you mean training.seq_length?"),

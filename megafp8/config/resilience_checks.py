@@ -1,0 +1,37 @@
+"""Rules of `checks` about the section resilience."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config.errors import Problem
+from megafp8.config.schema import Config
+
+
+def layout(config: Config) -> Iterator[Problem]:
+    """Limits must be reachable, and a rewind needs checkpoints."""
+    r = config.resilience
+    if r.hang_seconds is not None and r.hang_seconds >= config.timeout_seconds:
+        rule = f"a collective fails after timeout_seconds ({config.timeout_seconds:g}) already, without naming a rank"
+        works = f"try {config.timeout_seconds / 2:g}, or a larger timeout_seconds"
+        yield Problem("resilience.hang_seconds", r.hang_seconds, rule, works)
+    if r.loss_spike is not None and r.loss_spike.action == "rewind" and not config.checkpoint.interval:
+        rule = "there are no checkpoints to go back to (checkpoint.interval is 0)"
+        yield Problem("resilience.loss_spike.action", "rewind", rule, "try skip, or set checkpoint.interval")
+    if r.recompute_interval and config.parallel.fsdp:
+        rule = (
+            "with parallel.fsdp gradients are summed over ranks in the backward pass, so no rank has its own to compare"
+        )
+        yield Problem("resilience.recompute_interval", r.recompute_interval, rule, "try 0, or parallel.zero=1")
+
+
+def faults(config: Config, world_size: int) -> Iterator[Problem]:
+    """Faults happen on ranks that exist, where there is something to break."""
+    for i, fault in enumerate(config.resilience.inject):
+        path = f"resilience.inject.{i}"
+        if fault.rank >= world_size:
+            rule = f"the job has ranks 0 to {world_size - 1}"
+            yield Problem(f"{path}.rank", fault.rank, rule, f"try {world_size - 1}")
+        if fault.kind == "flip_gradient" and not config.resilience.recompute_interval:
+            rule = "the bit is flipped in the check that resilience.recompute_interval turns on"
+            yield Problem(f"{path}.kind", fault.kind, rule, "set resilience.recompute_interval")

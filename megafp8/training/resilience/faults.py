@@ -1,0 +1,133 @@
+"""Faults that a run injects into itself, for tests: `resilience.inject` in the config.
+
+Each happens once in a run, also if the job is restarted: `faults/<number>.json` in the run folder says that it has, and
+when. Kinds are described at `config.FaultConfig`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megafp8.checkpoint import latest
+from megafp8.config import FaultConfig
+from megafp8.data.samples import Batch
+from megafp8.training.replicas import words_of
+from megafp8.training.state import checkpoint_folder
+from megafp8.training.trainer import Trainer
+
+FOLDER = "faults"
+_FILE_LIMIT = 16384  # bytes; messages are shorter, checkpoints are longer
+
+
+class Faults:
+    """The faults of this rank in the run in folder `run`."""
+
+    def __init__(self, run: Path, faults: Sequence[FaultConfig], rank: int) -> None:
+        self._run = run
+        self._own = [(i, fault) for i, fault in enumerate(faults) if fault.rank == rank]
+
+    def happens(self, kind: str, step: int) -> bool:
+        """Whether the fault `kind` happens in `step`, counted from 1; it is then recorded as done."""
+        return any(fault.kind == kind and fault.step == step and self._begins(i, fault) for i, fault in self._own)
+
+    def _begins(self, number: int, fault: FaultConfig) -> bool:
+        folder = self._run / FOLDER
+        folder.mkdir(exist_ok=True)
+        try:
+            with (folder / f"{number}.json").open("x", encoding="utf-8") as file:
+                json.dump({**fault.model_dump(), "time": time.time()}, file)
+        except FileExistsError:
+            return False
+        return True
+
+    def at_step(self, step: int) -> None:
+        """At the beginning of `step`: faults of the process."""
+        if not self._own:
+            return
+        for kind, act in _PROCESS_FAULTS.items():
+            if self.happens(kind, step):
+                act()
+        for _, fault in self._own:
+            if fault.kind == "slow" and fault.step <= step < fault.step + fault.steps:
+                self.happens("slow", step)
+                time.sleep(fault.seconds)
+        if self.happens("damage_checkpoint", step):
+            newest = latest(checkpoint_folder(self._run))
+            assert newest is not None, "there is no checkpoint to damage"
+            _change_byte(max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def in_batches(self, step: int, batches: list[Batch]) -> list[Batch]:
+        """The micro-batches of `step`, with labels that no text has in the fault loss_spike."""
+        if not self._own or not self.happens("loss_spike", step):
+            return batches
+        return [replace(batch, labels=torch.zeros_like(batch.labels)) for batch in batches]
+
+    def in_gradients(self, step: int, trainer: Trainer) -> None:
+        """Before the passes of `step`: the first gradient that is added up on this rank is NaN."""
+        if not self._own or not self.happens("nan_gradient", step):
+            return
+        gradients, zero = trainer.gradients, trainer.gradients.zero
+
+        def zero_and_spoil() -> None:
+            zero()
+            gradients.owned[0][0] = torch.nan
+            gradients.zero = zero  # type: ignore[method-assign]
+
+        gradients.zero = zero_and_spoil  # type: ignore[method-assign]
+
+    def in_weights(self, step: int, trainer: Trainer) -> None:
+        """After the update of `step`."""
+        if self._own and self.happens("flip_weight", step):
+            trainer.wait_for_weights()
+            flip_bit(trainer.params[0].detach())
+
+    def in_recomputed(self, step: int, trainer: Trainer) -> None:
+        """Between the second computation of `step` and its comparison."""
+        if self._own and self.happens("flip_gradient", step):
+            flip_bit(trainer.gradients.owned[0])
+
+
+def flip_bit(x: torch.Tensor) -> None:
+    """Flip the lowest bit of the first 32-bit word of `x` in place."""
+    words_of(x)[:1].bitwise_xor_(1)
+
+
+def _change_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def _hang() -> None:
+    while True:
+        time.sleep(3600)
+
+
+def _raise() -> None:
+    raise RuntimeError("an injected fault")
+
+
+def _limit_files() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_LIMIT, hard))
+
+
+_PROCESS_FAULTS: dict[str, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": _hang,
+    "exception": _raise,
+    "fail_save": _limit_files,
+}

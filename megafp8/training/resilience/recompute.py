@@ -1,0 +1,68 @@
+"""Check that a rank computes the same bits twice: forward and backward passes of a step, repeated.
+
+Problem: a faulty core, GPU or memory computes a wrong product now and then. The gradient that comes of it is summed
+over all ranks, so all replicas stay equal and the replica check (`training.replicas`) sees nothing.
+
+Idea: at an interval each rank runs the passes of its micro-batches twice, without summing gradients over data
+parallelism, and compares the loss and the bit sums of all its gradients. Both runs start from the same weights and FP8
+scales, and each quantizes the weights itself. Ranks of one model (tensor, pipeline and context parallelism) compute
+with each other's activations, so a wrong value may show on several of them: then all are named.
+
+Needs a deterministic computation: on CUDA `deterministic: true`. Not with FSDP, which sums gradients over ranks within
+the backward pass (`config.checks`). A fault that both runs repeat is not found.
+
+Cost: two forward and backward passes a check.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megafp8.data.samples import Batch
+from megafp8.distributed.collectives import all_gather_objects, all_reduce
+from megafp8.training.errors import ComputationDiffers
+from megafp8.training.replicas import bit_sums
+from megafp8.training.trainer import Trainer
+
+
+def check_recompute(
+    trainer: Trainer, step: int, batches: Sequence[Batch], after_second: Callable[[], None] = lambda: None
+) -> None:
+    """Compute the passes of `step`, counted from 0, twice. Collective; call it before the training step.
+
+    Raises ComputationDiffers on all ranks, naming ranks and hosts, if any bit of a loss or gradient differs.
+    `after_second`: called after the second passes, to inject a fault.
+    """
+    parallel = trainer.parallel
+    first = _passes(trainer, step, batches)
+    second = _passes(trainer, step, batches, after_second)
+    losses = torch.equal(first[0], second[0])
+    gradients = torch.equal(first[1], second[1])
+    what = " and ".join([*([] if losses else ["losses"]), *([] if gradients else ["gradients"])])
+    differs = torch.tensor([float(bool(what))])
+    if not all_reduce(differs, parallel.world.group, "max").item():
+        return
+    own = (parallel.rank, socket.gethostname(), what, (parallel.data.rank, parallel.context.rank))
+    found = [one for one in all_gather_objects(own, parallel.world.group) if one[2]]
+    named = "\n".join(f"rank {rank} on {host}: other {what}" for rank, host, what, _ in found)
+    several = len(found) > 1 and len({replica for *_, replica in found}) == 1
+    shared = " These ranks compute with each other's activations: one of them is at fault." if several else ""
+    raise ComputationDiffers(
+        f"before step {step + 1} ranks computed other bits from the same micro-batches and weights when they computed "
+        f"again:\n{named}\n"
+        f"The cause may be a faulty GPU, core or memory, or an operation that is not deterministic.{shared} Test that "
+        "host (nvidia-smi -q -d ECC; dcgmi diag -r 3) or exclude it, and start the same command again: it continues "
+        "from the newest checkpoint."
+    )
+
+
+def _passes(
+    trainer: Trainer, step: int, batches: Sequence[Batch], corrupt: Callable[[], None] = lambda: None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bits of the report, and bit sums of the gradients, of this rank's passes; int64 on the host."""
+    report, gradients = trainer.local_passes(step, batches)
+    corrupt()
+    return report.cpu().view(torch.int64), bit_sums(gradients, trainer.parallel.device).cpu()

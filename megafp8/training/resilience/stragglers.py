@@ -1,0 +1,127 @@
+"""Slow ranks: the time that each rank spends in each section of its steps, without waiting for others.
+
+In synchronous training all ranks take as long as the slowest. Their steps are equally long, so it shows only in what a
+rank does itself: the time of a section minus the time in which it waits in collectives, which `distributed.activity`
+sums up. At an interval all ranks gather these sums; a rank is compared with the ranks of its pipeline stage, which do
+the same work. A slow disk, a busy or throttled CPU are found this way.
+
+Times of a few steps vary, most on a busy host. There is a warning only if the same rank is slow in two comparisons in a
+row, and, where it is not its device, loses at least 10 ms a step. Metrics have all comparisons.
+
+On CUDA the host only queues work, so its times say nothing about the device. There each rank also times the
+same matrix products at the interval: a GPU whose clock is throttled is slow at these.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megafp8.distributed.activity import Activity
+from megafp8.distributed.collectives import gather_objects
+from megafp8.parallel_state import ParallelState
+
+logger = logging.getLogger(__name__)
+
+SECTIONS = frozenset({"data", "forward and backward", "update"})
+WARN_RATIO = 1.2
+WARN_SECONDS = 0.01
+"""Least time that a rank loses in a step; in shorter ones times are mostly those of the interpreter."""
+GPU_TEST = "matrix products"
+_SIZE, _PRODUCTS = 4096, 8
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a rank by section since the last report."""
+
+    rank: int
+    host: str
+    stage: int
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The rank with the largest ratio of its time to the median of its stage's ranks.
+
+    `section`: the one in which it loses most; `lost_seconds`: there, against the median.
+    """
+
+    rank: int
+    host: str
+    ratio: float
+    section: str
+    lost_seconds: float
+
+    def is_slow(self, steps: int) -> bool:
+        """Whether a comparison of `steps` steps is worth a warning if the next one is alike."""
+        return self.ratio >= WARN_RATIO and (self.section == GPU_TEST or self.lost_seconds >= WARN_SECONDS * steps)
+
+
+def slowest(times: Sequence[Times]) -> Slowest | None:
+    """The slowest rank; None if no stage has several ranks."""
+    found = [one for stage in {own.stage for own in times} if (one := _slowest([t for t in times if t.stage == stage]))]
+    return max(found, key=lambda one: one.ratio, default=None)
+
+
+def _slowest(peers: Sequence[Times]) -> Slowest | None:
+    if len(peers) < 2:
+        return None
+    sections = sorted({section for own in peers for section in own.seconds})
+    medians = {s: statistics.median_low([own.seconds.get(s, 0.0) for own in peers]) for s in sections}
+    gpus = [own.seconds.get(GPU_TEST, 0.0) for own in peers]
+    total = statistics.median_low([_total(own) for own in peers])
+
+    def ratio(own: Times, gpu: float) -> float:
+        of_device = gpu / medians[GPU_TEST] if medians.get(GPU_TEST) else 0.0
+        return max(of_device, _total(own) / total if total else 0.0)
+
+    ratios = [ratio(own, gpu) for own, gpu in zip(peers, gpus)]
+    own = peers[ratios.index(max(ratios))]
+    lost = {section: own.seconds.get(section, 0.0) - median for section, median in medians.items()}
+    section = max(lost, key=lambda name: lost[name])
+    return Slowest(own.rank, own.host, max(ratios), section, lost[section])
+
+
+def _total(own: Times) -> float:
+    return sum(seconds for section, seconds in own.seconds.items() if section != GPU_TEST)
+
+
+def report_stragglers(
+    activity: Activity, parallel: ParallelState, step: int, steps: int, before: Slowest | None = None
+) -> Slowest | None:
+    """Gather the times of `steps` steps up to `step` on rank 0, which warns if a rank is slow again. Collective.
+
+    `before`: the result of the comparison before. Returns the slowest rank on rank 0, and None on others.
+    """
+    seconds = {name: spent for name, spent in activity.take_own_seconds().items() if name in SECTIONS}
+    if parallel.device.type == "cuda":
+        seconds[GPU_TEST] = _time_products(parallel.device)
+    own = Times(parallel.rank, socket.gethostname(), parallel.pipeline.rank, seconds)
+    found = slowest(gather_objects(own, parallel.world.group) or [])
+    again = before is not None and found is not None and before.rank == found.rank and before.is_slow(steps)
+    if found is not None and again and found.is_slow(steps):
+        logger.warning(
+            f"slow rank: rank {found.rank} on {found.host} took {found.ratio:.2f} times as long as the median of its "
+            f"stage in the {steps} steps to {step}, most of it in {found.section}: {found.lost_seconds:.2f} s more"
+        )
+    return found
+
+
+def _time_products(device: torch.device) -> float:
+    """Seconds of some matrix products on `device`, without those that warm it up."""
+    x = torch.ones(_SIZE, _SIZE, dtype=torch.bfloat16, device=device)
+    x @ x
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(_PRODUCTS):
+        x @ x
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - start

@@ -1,0 +1,154 @@
+"""Which rank is at fault when a job makes no progress, from a report of every rank that can still write one.
+
+    no report             its process is stopped, or blocked in native code, or its host is lost
+    waited for, waits not it hangs, or computes for too long, outside of collectives
+    all wait in a circle  ranks have begun different collectives; those at fault are in the minority
+    a call that all have  its members are all there: the link between them, or one of their devices
+    begun does not end
+
+A rank waits for another if it waits for call n of a group, or message n, of which the other has begun fewer. On a
+device the host does not wait in the collective itself, so a host that waits for the device waits for all that are
+behind it in any group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs."""
+
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """Call `number` of those that `key` names, and what its other members count (`activity.Calls`)."""
+
+    op: str
+    key: str
+    number: int
+    peer_key: str
+    others: list[int]
+
+    def __str__(self) -> str:
+        return f"{self.op} (number {self.number} with {_ranks(self.others)})"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank was doing. `begun`: calls by key; `others`: their other members, for those of groups. `waits`: calls
+    that a thread of it waits for; `waits_for_device`: so does the host. `idle_seconds`: since it made progress.
+    `where`: the innermost line of the main thread in this package. `process_states`: of the ranks on its host."""
+
+    rank: int
+    step: int
+    section: str
+    idle_seconds: float
+    begun: dict[str, int]
+    others: dict[str, list[int]]
+    waits: list[Call]
+    waits_for_device: bool
+    where: str
+    process_states: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The ranks at fault, and the message that says why."""
+
+    ranks: list[int]
+    message: str
+
+
+def decide(reports: Mapping[int, Report], places: Sequence[Place], folder: str) -> Verdict:
+    """The verdict on `reports`, by rank, of the ranks at `places`; `folder` has the stacks."""
+    waited = {rank: _waited_for(report, reports, len(places)) for rank, report in reports.items()}
+    waiting = {rank for rank, others in waited.items() if others}
+    silent = [rank for rank in range(len(places)) if rank not in reports]
+    free = sorted({other for others in waited.values() for other in others} - waiting - set(silent))
+    if silent:
+        at_fault, reasons = silent, {rank: _of_silent(rank, reports) for rank in silent}
+    elif free:
+        at_fault, reasons = free, {rank: _of_free(reports[rank]) for rank in free}
+    elif waiting:
+        at_fault = _minority(reports, waiting)
+        reasons = {rank: f"waits in {_place_in(reports[rank])}, which the others have not begun" for rank in at_fault}
+    else:
+        at_fault = [r for r, report in reports.items() if not report.waits and not report.waits_for_device]
+        at_fault = sorted(at_fault or reports)
+        reasons = {rank: _of_free(reports[rank]) for rank in at_fault}
+    idle = max((report.idle_seconds for report in reports.values()), default=0.0)
+    steps = sorted({report.step for rank, report in reports.items() if rank not in at_fault})
+    lines = [f"no progress for {idle:.0f} s" + (f" in step {steps[0]}" if steps else "")]
+    for rank in at_fault:
+        lines.append(f"rank {rank} on {places[rank].host} (process {places[rank].pid}) {reasons[rank]}")
+    for place, ranks in _others(reports, at_fault).items():
+        lines.append(f"{_ranks(ranks)}: {place}")
+    lines.append(f"stacks of the ranks that could write them: {folder}")
+    return Verdict(at_fault, "\n".join(lines))
+
+
+def _waited_for(report: Report, reports: Mapping[int, Report], ranks: int) -> set[int]:
+    """The ranks that this one waits for."""
+
+    def begun(rank: int, key: str) -> int:
+        return reports[rank].begun.get(key, 0) if rank in reports else -1
+
+    found = {other for call in report.waits for other in call.others if begun(other, call.peer_key) < call.number}
+    if report.waits_for_device:
+        groups = ((key, others) for key, others in report.others.items())
+        found |= {other for key, others in groups for other in others if begun(other, key) < report.begun[key]}
+    return found
+
+
+def _of_silent(rank: int, reports: Mapping[int, Report]) -> str:
+    states = {report.process_states[rank] for report in reports.values() if rank in report.process_states}
+    if any(state.startswith("T") for state in states):
+        return "is stopped (by SIGSTOP, or a debugger)"
+    if "gone" in states:
+        return "has ended"
+    known = f"; state of its process: {', '.join(sorted(states))}" if states else ""
+    return f"does not report: it is stopped, blocked in native code, or its host does not answer{known}"
+
+
+def _of_free(report: Report) -> str:
+    if report.waits:
+        calls = ", ".join(map(str, report.waits))
+        return f"waits in {calls}, which all members have begun: the link between them, or a device"
+    return f"hangs in step {report.step}, {report.section}, outside of collectives: {report.where}"
+
+
+def _place_in(report: Report) -> str:
+    calls = "; ".join(map(str, report.waits)) or ("the device" if report.waits_for_device else report.where)
+    return f"{calls}, step {report.step}, {report.section}"
+
+
+def _minority(reports: Mapping[int, Report], waiting: set[int]) -> list[int]:
+    """Of ranks that wait for each other, those that wait for what the fewest wait for; all if it is a draw."""
+    by_call: dict[tuple[str, ...], list[int]] = {}
+    for rank in sorted(waiting):
+        report = reports[rank]
+        by_call.setdefault((str(report.step), *sorted(call.key for call in report.waits)), []).append(rank)
+    fewest = min(map(len, by_call.values()))
+    return sorted(rank for ranks in by_call.values() if len(ranks) == fewest for rank in ranks)
+
+
+def _others(reports: Mapping[int, Report], at_fault: Sequence[int]) -> dict[str, list[int]]:
+    """What the ranks that are not at fault do, and which do it."""
+    found: dict[str, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        if rank not in at_fault:
+            calls = ", ".join(f"{call.op} number {call.number}" for call in report.waits)
+            doing = f"wait in {calls}" if calls else f"at {report.where}"
+            found.setdefault(f"{doing}, step {report.step}, {report.section}", []).append(rank)
+    return found
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
