@@ -109,7 +109,10 @@ def test_tasks_while_training(world2: World, tmp_path: Path, quickstart_data: Qu
     """Metrics of tasks are those of the checkpoint, and change nothing; those that fail are a warning."""
     pytest.importorskip("lm_eval")
     tasks = write_tasks(tmp_path / "tasks", gen_tokens=4)
-    (tmp_path / "tasks" / "broken.yaml").write_text("task: broken\ndataset_path: json\noutput_type: generate_until\n")
+    # Without a file name datasets would search the working directory, which may be large.
+    (tmp_path / "tasks" / "broken.yaml").write_text(
+        "task: broken\ndataset_path: json\ndataset_kwargs: {data_files: none.jsonl}\noutput_type: generate_until\n"
+    )
     plain = [*options(quickstart_data, tmp_path, "training.steps=2", "training.seq_length=256", layout), "name=plain"]
     asked = ["training.evaluate.interval=1", "training.evaluate.limit=4", f"training.evaluate.include_path={tasks}"]
     full = [*plain, *asked, "training.evaluate.tasks=[capitals,prose,complete]", "name=with"]
