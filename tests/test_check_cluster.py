@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -82,6 +83,7 @@ def faults(
     return [finding for finding in results[0][0] if finding[1] != "pass"], message
 
 
+@pytest.mark.slow
 def test_a_healthy_cluster(world4: World, tmp_path: Path, quickstart_data: QuickstartData) -> None:
     """With a config: its data is read, its run's folder is written."""
     overrides = [*quickstart_data.overrides, f"run_dir={tmp_path}", "parallel.tensor=2", "parallel.pipeline=2"]
@@ -119,17 +121,19 @@ def test_one_rank_differs(world4: World, name: str) -> None:
 @pytest.mark.parametrize(("seconds", "status"), [(60.0, "fail"), (-1.0, "warn"), (0.1, "pass")])
 def test_a_clock_is_off(world2: World, seconds: float, status: str) -> None:
     found, _ = faults(world2, ranks=2, clock=seconds)
-    assert [finding[1] for finding in found] == [status] * (status != "pass")
-    if found:
-        direction = "ahead of" if seconds > 0 else "behind"
-        assert f"{abs(seconds):.3f}"[:-2] in found[0][2]
-        assert direction in found[0][2]
+    of_clocks = [finding for finding in found if finding[0] == "clocks"]  # on a busy machine ranks differ in speed too
+    assert [finding[1] for finding in of_clocks] == [status] * (status != "pass")
+    if of_clocks:
+        text = of_clocks[0][2]
+        assert ("ahead of" if seconds > 0 else "behind") in text
+        (measured,) = re.findall(r"[0-9]+\.[0-9]+", text)
+        assert float(measured) == pytest.approx(abs(seconds), abs=0.3)
 
 
 def test_a_folder_is_not_shared(world2: World, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     found, message = faults(world2, "--folder", str(tmp_path), ranks=2, folder=str(tmp_path / "other"))
-    assert [finding[:2] for finding in found] == [("file system", "fail")]
+    assert [finding[1] for finding in found if finding[0] == "file system"] == ["fail"]
     assert f"{tmp_path} is not shared: rank 1 on " in message
     assert not list(tmp_path.rglob(".check-cluster-*"))
 

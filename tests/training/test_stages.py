@@ -253,6 +253,7 @@ def test_no_token_is_skipped_or_repeated_where_the_length_changes(
     assert max(seen.values()) == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_within_a_stage_goes_on(
     world2: World, data: Path, tmp_path: Path, staged: tuple[Path, dict[int, list[int]]]
 ) -> None:
