@@ -50,7 +50,6 @@ from megafp8.parallel_state import (
     ParallelState,
     destroy_model_parallel,
     initialize_distributed,
-    initialize_model_parallel,
 )
 from megafp8.pipeline_parallel.simulate import Timeline, mean_times, simulate
 from megafp8.pipeline_parallel.trace import write_timeline
@@ -58,6 +57,7 @@ from megafp8.planner.memory import pipeline_memory
 from megafp8.training.determinism import make_deterministic
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.metrics import memory_gib
+from megafp8.training.parallel import build_parallel
 from megafp8.training.pipeline import PipelinePlan
 from megafp8.training.process import garbage_collected_after_steps
 from megafp8.training.trainer import Trainer
@@ -214,16 +214,7 @@ class Groups:
         p = config.parallel
         sizes = (p.tensor, p.pipeline, p.context, p.expert, p.expert_tensor, p.fsdp_replicas)
         if sizes not in self._built:
-            self._built[sizes] = initialize_model_parallel(
-                p.tensor,
-                p.pipeline,
-                context_parallel_size=p.context,
-                expert_model_parallel_size=p.expert,
-                expert_tensor_parallel_size=p.expert_tensor,
-                fsdp_replicas=p.fsdp_replicas,
-                device=self._device,
-                timeout_seconds=config.timeout_seconds,
-            )
+            self._built[sizes] = build_parallel(config, self._device)
         return replace(self._built[sizes], virtual_pipeline_size=p.virtual_pipeline)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
-import torch.distributed as dist
 
 if not torch.cuda.is_available():
     # Read when Triton is imported, which importing the package may do: tests of kernels run in Triton's interpreter.
@@ -39,8 +38,6 @@ def _leave_groups() -> Iterator[None]:
     """Destroy the groups of a module that loads models in this process."""
     yield
     destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -63,15 +63,12 @@ def _serve(pipe: Connection, stack_path: str) -> None:
 def _reset(environment: dict[str, str]) -> None:
     """Undo what the case before may have changed: groups, environment variables, torch's settings and random state."""
     import torch
-    import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     from megafp8.parallel_state import destroy_model_parallel
 
     # Not right after that case: other ranks may still have been connecting to its groups.
     destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
     # Device meshes of the same ranks are equal, so what these caches return has the groups that were just destroyed.
     _clear_sharding_prop_cache()
     os.environ.clear()

@@ -21,9 +21,9 @@ from megafp8.fp8.health import FILE_NAME as FP8_FILE
 from megafp8.fp8.health import OPERANDS, Record, read_report
 from megafp8.training.expert_load import FILE_NAME as EXPERT_LOAD_FILE
 from megafp8.training.expert_load import read_expert_load
-from megafp8.training.goodput import Goodput, counting, goodput, read_lines
+from megafp8.training.goodput import Goodput, goodput, read_lines
 from megafp8.training.history import changed_keys
-from megafp8.training.metrics import fp8_scalars, short_number
+from megafp8.training.metrics import counting, fp8_scalars, short_number
 from megafp8.training.run_log import LAUNCHES_FILE, LOG_FILE
 from tools.common import file_of_run
 from tools.fp8_report import advice_text, grid, ordered_layers, read_config

@@ -57,7 +57,10 @@ def _by_segments(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: Attention
         k, v = (x[keys, sample].transpose(0, 1)[None] for x in (k_tbgd, v_tbgd))
         m, n = q.shape[2], k.shape[2]
         is_triangle = m == n and (mask.window is None or n <= mask.window)
-        added = None if is_triangle else _added_at_the_end(mask, m, n, q.dtype)
+        key = "added", m, n, q.dtype
+        if not is_triangle and key not in mask.derived:
+            mask.derived[key] = _added(AttentionMask(window=mask.window), m, n, q.dtype)
+        added = None if is_triangle else mask.derived[key]
         y = F.scaled_dot_product_attention(
             q, k, v, added, is_causal=is_triangle, scale=scores.scale_of(d), enable_gqa=a != g
         )
@@ -76,18 +79,6 @@ def _segments(mask: AttentionMask, s: int, t: int, b: int) -> Iterator[tuple[int
         for (first, end), keys in zip(itertools.pairwise(ends_q), itertools.pairwise(ends_k), strict=True):
             if first < end:
                 yield sample, slice(first, end), slice(*keys)
-
-
-def _added_at_the_end(mask: AttentionMask, m: int, n: int, dtype: torch.dtype) -> Tensor:
-    """What is added to each score `[m, n]` of the queries for the last m of n keys."""
-    key = "added at the end", m, n, dtype
-    if key not in mask.derived:
-        visible = torch.ones(m, n, dtype=torch.bool).tril_(n - m)
-        if mask.window is not None:
-            visible = visible.triu_(n - m - mask.window + 1)
-        mask.derived[key] = torch.zeros(m, n, dtype=dtype).masked_fill_(~visible, -math.inf)
-    found: Tensor = mask.derived[key]
-    return found
 
 
 def _added(mask: AttentionMask, s: int, t: int, dtype: torch.dtype) -> Tensor:

@@ -24,6 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
+from megafp8.training.text_file import replace_text
+
 DONE = 0  # all steps done, or stopped cleanly on request
 FAILED = 1  # may succeed after a restart: a crash, a lost node, a full disk
 NO_RESTART = 2  # fails again after a restart: config, data, checkpoint, divergence
@@ -142,9 +144,7 @@ def _is_first_of_node(file: Path) -> bool:
 def _write_error_file(file: Path, message: str, code: int, trace: str, follows: bool) -> None:
     # torchrun takes the earliest failure, in whole seconds, as the root cause: consequences get a second more.
     extra = {"timestamp": str(int(time.time()) + follows), "exit_code": code, "follows": follows, "traceback": trace}
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
-    temporary.replace(file)
+    replace_text(file, json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def _agent_prints_error_file() -> bool:

@@ -7,13 +7,13 @@ record before it, or up to the launch, is start-up or other work.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from megafp8.training.metrics import counting, read_records
 
 PARTS: Mapping[str, str] = {
     "training": "steps that count, without waiting for data",
@@ -49,34 +49,8 @@ class Goodput:
 
 
 def read_lines(path: Path, *required: str) -> list[dict[str, Any]]:
-    """The JSON objects with the keys `required` of a file with one in each line; none if there is no file.
-
-    Other lines are ignored, such as one truncated by a kill.
-    """
-    if not path.exists():
-        return []
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict) and all(key in record for key in required):
-            found.append(record)
-    return found
-
-
-def counting(steps: Sequence[int]) -> list[bool]:
-    """Whether each record of metrics.jsonl counts, by their `steps`: if all later records are of later steps.
-
-    The others were lost in a crash. `read_metrics` returns those that count.
-    """
-    flags: list[bool] = []
-    earliest = math.inf
-    for step in reversed(steps):
-        flags.append(step < earliest)
-        earliest = min(step, earliest)
-    return flags[::-1]
+    """`metrics.read_records`; none if there is no file."""
+    return read_records(path, *required) if path.exists() else []
 
 
 def goodput(records: Sequence[Mapping[str, Any]], launches: Sequence[Mapping[str, Any]]) -> Goodput:

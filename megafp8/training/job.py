@@ -35,7 +35,6 @@ from megafp8.parallel_state import (
     destroy_model_parallel,
     host_group,
     initialize_distributed,
-    initialize_model_parallel,
     rejoin,
 )
 from megafp8.pipeline_parallel.trace import write_timeline
@@ -59,6 +58,7 @@ from megafp8.training.metrics import (
     read_metrics,
     utc_now,
 )
+from megafp8.training.parallel import build_parallel
 from megafp8.training.plots import plot_loss, print_loss
 from megafp8.training.process import StopRequest, garbage_collected_after_steps
 from megafp8.training.replicas import check_replicas
@@ -129,18 +129,8 @@ def _train_stage(inputs: Inputs, shared: Shared, device: torch.device, *, first:
 
     If the newest checkpoint is damaged, an older one may be of an earlier stage, which is then the next. Collective.
     """
-    p, config = inputs.config.parallel, inputs.config
-    parallel = initialize_model_parallel(
-        p.tensor,
-        p.pipeline,
-        p.virtual_pipeline,
-        context_parallel_size=p.context,
-        expert_model_parallel_size=p.expert,
-        expert_tensor_parallel_size=p.expert_tensor,
-        fsdp_replicas=p.fsdp_replicas,
-        device=device,
-        timeout_seconds=config.timeout_seconds,
-    )
+    config = inputs.config
+    parallel = build_parallel(config, device)
     found = None
     if config.checkpoint.resume or not first:
         found = find_checkpoint(inputs.run, run_folder(config), parallel, inputs.fingerprint)

@@ -123,19 +123,40 @@ def read_steps(path: Path, required: str) -> list[dict[str, Any]]:
     After a crash a run repeats the steps since its checkpoint: of these the later record counts, and steps that came
     after them before the crash are left out until they are repeated too.
 
-    Lines that are not the object of a step are ignored, such as one truncated by a kill.
+    Lines that are not the object of a step are ignored.
     """
-    steps: list[dict[str, Any]] = []
+    records = [record for record in read_records(path, "step", required) if isinstance(record["step"], int)]
+    flags = counting([record["step"] for record in records])
+    return [record for record, counts in zip(records, flags, strict=True) if counts]
+
+
+def read_records(path: Path, *required: str) -> list[dict[str, Any]]:
+    """The JSON objects with the keys `required` of a file with one in each line.
+
+    Other lines are ignored, such as one truncated by a kill.
+    """
+    found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int) and required in record:
-            while steps and steps[-1]["step"] >= record["step"]:
-                steps.pop()
-            steps.append(record)
-    return steps
+        if isinstance(record, dict) and all(key in record for key in required):
+            found.append(record)
+    return found
+
+
+def counting(steps: Sequence[int]) -> list[bool]:
+    """Whether each record of a run counts, by their `steps`: if all later records are of later steps.
+
+    The others were lost in a crash.
+    """
+    flags: list[bool] = []
+    earliest = math.inf
+    for step in reversed(steps):
+        flags.append(step < earliest)
+        earliest = min(step, earliest)
+    return flags[::-1]
 
 
 def fp8_scalars(records: Sequence[Record]) -> dict[str, float]:

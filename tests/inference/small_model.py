@@ -1,10 +1,13 @@
-"""A folder of Hugging Face with a small model over bytes, and its tokenizer."""
+"""Small Llamas of transformers: one over bytes with its tokenizer, and one with biases."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from tests.conversion.families import randomize
 
 
 def save_small(folder: Path, *, bos: bool) -> None:
@@ -29,3 +32,17 @@ def save_small(folder: Path, *, bos: bool) -> None:
         initializer_range=0.3,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def llama_with_biases(*, tied: bool) -> Any:
+    """A `LlamaForCausalLM` whose linear layers have biases, all random. `tied`: output layer and embedding are one."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, attention_bias=True, mlp_bias=True, tie_word_embeddings=tied,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    randomize(model)
+    return model

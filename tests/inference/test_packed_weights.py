@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.data.tokenizers import build_tokenizer
 from megafp8.fp8.sources import ACTIVATION_SOURCES
 from megafp8.inference import Generator, SamplingOptions, load
 from megafp8.inference.load import Layout, load_model, open_checkpoint
@@ -22,7 +20,8 @@ from megafp8.ops.onednn_weight import OneDnnInt8Weight, OneDnnWeight
 from megafp8.ops.rotary import rotate_and_split, rotate_heads
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.conversion import smollm2
-from tests.conversion.families import randomize
+from tests.conversion.test_smollm2 import folder as smollm2_folder
+from tests.inference.small_model import llama_with_biases
 from tests.world import World
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
@@ -63,16 +62,7 @@ def test_rotary() -> None:
 
 
 def _save_llama(folder: Path, *, tied: bool = False) -> None:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, attention_bias=True, mlp_bias=True, tie_word_embeddings=tied,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    randomize(model)
-    model.save_pretrained(folder)
+    llama_with_biases(tied=tied).save_pretrained(folder)
 
 
 @pytest.mark.parametrize("in_training", [False, True])
@@ -150,19 +140,14 @@ def _perplexity(folder: Path, dtype: torch.dtype, weights: Any, ids_bs: Tensor) 
         return math.exp(float(stage(None, ids_bs[:, :-1], ids_bs[:, 1:]).mean()))
 
 
+folder = smollm2_folder
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_perplexity_of_a_pretrained_model(world2: World, tmp_path: Path) -> None:
+def test_perplexity_of_a_pretrained_model(world2: World, folder: Path) -> None:
     """SmolLM2-135M's, in int8 with activations in int8 digits. bf16 alone changes it by 0.6 %, int8 by no more."""
-    try:
-        gguf = smollm2.download(tmp_path)
-    except OSError as error:
-        pytest.skip(str(error))
-    folder = tmp_path / "theirs"
-    smollm2.write_folder(gguf, folder)
-    tokenizer = build_tokenizer("huggingface", str(folder / "tokenizer.json"))
-    text = "\n".join(str(metadata(name)["Description"]) for name in ("torch", "numpy", "transformers", "hypothesis"))
-    ids_bs = torch.tensor(tokenizer.encode(text)[: 8 * 256]).view(8, 256)
+    ids_bs = smollm2.english_tokens(folder, 8, 256)
     exact, bf16, int8 = (
         world2.run(_perplexity, folder, dtype, weights, ids_bs, ranks=1)[0]
         for dtype, weights in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8"))

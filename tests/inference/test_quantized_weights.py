@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.data.tokenizers import build_tokenizer
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.load import Layout, load_model, open_checkpoint
 from megafp8.ops.quantized_weight import WEIGHT_FORMATS, WeightFormatName, quantize_weight
 from tests.conversion import smollm2
-from tests.conversion.families import make_theirs, randomize
+from tests.conversion.families import make_theirs
+from tests.conversion.test_smollm2 import folder as smollm2_folder
+from tests.inference.small_model import llama_with_biases
 from tests.world import World
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
@@ -26,15 +26,7 @@ CPU = torch.device("cpu")
 
 def _save_llama(folder: Path, *, tied: bool, weights: WeightFormatName | None = None) -> Any:
     """A Llama with biases. `weights`: with those that this format has in their place."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, attention_bias=True, mlp_bias=True, tie_word_embeddings=tied,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    randomize(model)
+    model = llama_with_biases(tied=tied)
     if weights is not None:
         _dequantize(model, weights)
     model.save_pretrained(folder)
@@ -122,23 +114,18 @@ def _perplexity(folder: Path, weights: WeightFormatName | None, ids_bs: Tensor) 
         return math.exp(float(stage(None, ids_bs[:, :-1], ids_bs[:, 1:]).mean()))
 
 
+folder = smollm2_folder
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_perplexity_of_a_pretrained_model(world2: World, tmp_path: Path) -> None:
+def test_perplexity_of_a_pretrained_model(world2: World, folder: Path) -> None:
     """int8 and FP8 change SmolLM2-135M's by less than 0.5 %. Its hidden size is not a multiple of 128.
 
     The file's weights come from four bits with a scale for each 32, which rounding to four bits again does not find, so
     smaller groups need not be better here.
     """
-    try:
-        gguf = smollm2.download(tmp_path)
-    except OSError as error:
-        pytest.skip(str(error))
-    folder = tmp_path / "theirs"
-    smollm2.write_folder(gguf, folder)
-    tokenizer = build_tokenizer("huggingface", str(folder / "tokenizer.json"))
-    text = "\n".join(str(metadata(name)["Description"]) for name in ("torch", "numpy", "transformers", "hypothesis"))
-    ids_bs = torch.tensor(tokenizer.encode(text)[: 8 * 256]).view(8, 256)
+    ids_bs = smollm2.english_tokens(folder, 8, 256)
     found = {
         name: world2.run(_perplexity, folder, name, ids_bs, ranks=1)[0]
         for name in (None, "int8", "fp8", "int4-64", "int4-32")

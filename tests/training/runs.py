@@ -33,11 +33,12 @@ from megafp8.data.prefix_lm import PrefixLM
 from megafp8.data.samples import PADDING, Batch
 from megafp8.data.span_corruption import SpanCorruption
 from megafp8.distributed.sharding import FlatShard, spec_of
-from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
+from megafp8.parallel_state import ParallelState, initialize_distributed
 from megafp8.training import job
 from megafp8.training.cuda_graphs import Graphs
 from megafp8.training.fp8_config import check_recipe
 from megafp8.training.inputs import open_inputs
+from megafp8.training.parallel import build_parallel
 from megafp8.training.state import checkpoint_folder, save_state
 from megafp8.training.trainer import Trainer
 from megafp8.training.validate import check_run
@@ -343,21 +344,12 @@ def check_config(config: Config, ranks: int) -> None:
 
 def start(config: Config) -> tuple[Trainer, ParallelState]:
     """A trainer on the ranks that are here. Its CUDA graphs are `RerunGraphs`; it offloads activations of any size."""
-    p, graphs = config.parallel, config.training.cuda_graphs is True
+    graphs = config.training.cuda_graphs is True
     check_config(config.model_copy(update={"device": "auto"}) if graphs else config, dist.get_world_size())
     if graphs:
         config = config.model_copy(update={"training": config.training.model_copy(update={"cuda_graphs": False})})
     device = initialize_distributed("cpu")
-    parallel = initialize_model_parallel(
-        p.tensor,
-        p.pipeline,
-        p.virtual_pipeline,
-        p.context,
-        expert_model_parallel_size=p.expert,
-        expert_tensor_parallel_size=p.expert_tensor,
-        fsdp_replicas=p.fsdp_replicas,
-        device=device,
-    )
+    parallel = build_parallel(config, device)
     trainer = Trainer(config, parallel)
     if graphs:
         trainer.graphs = RerunGraphs()

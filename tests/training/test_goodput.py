@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megafp8.training.goodput import PARTS, counting, goodput, read_lines
-from megafp8.training.metrics import read_metrics
+from megafp8.training.goodput import PARTS, goodput, read_lines
+from megafp8.training.metrics import counting, read_metrics
 
 NOON = datetime.datetime(2026, 1, 31, 12, tzinfo=datetime.timezone.utc)
 
@@ -76,6 +76,12 @@ def test_records_that_count_are_those_that_metrics_reads(tmp_path: Path) -> None
         lines = [json.dumps({"step": step, "loss": i}) for i, step in enumerate(steps)]
         path = tmp_path / "metrics.jsonl"
         path.write_text("\n".join([*lines[:3], '{"step": 4, "lo', "[]", *lines[3:]]))
+        kept: list[int] = []  # a repeated step takes the place of all since it
+        for i, step in enumerate(steps):
+            while kept and steps[kept[-1]] >= step:
+                kept.pop()
+            kept.append(i)
+        assert [r["loss"] for r in read_metrics(path)] == kept
         assert [i for i, counts in enumerate(counting(steps)) if counts] == [r["loss"] for r in read_metrics(path)]
         assert [r["loss"] for r in read_lines(path, "step", "loss")] == list(range(30))
     assert read_lines(tmp_path / "missing") == []

@@ -36,6 +36,7 @@ from megafp8.distributed.collectives import all_gather_objects
 from megafp8.parallel_state import ParallelState
 from megafp8.training.errors import HUNG, report_failure
 from megafp8.training.resilience.verdict import Call, Place, Report, decide
+from megafp8.training.text_file import replace_text
 
 FOLDER = "hangs"
 VERDICT_FILE = "verdict.txt"
@@ -117,7 +118,7 @@ class HangWatch:
         name = self._folder / f"rank_{self._rank:05d}"
         with name.with_suffix(".stacks.txt").open("w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        _write(name.with_suffix(".json"), json.dumps(asdict(self.report(idle))))
+        replace_text(name.with_suffix(".json"), json.dumps(asdict(self.report(idle))))
 
     def report(self, idle: float) -> Report:
         """What this rank is doing."""
@@ -160,7 +161,7 @@ class HangWatch:
         if self._rank == min(reports):
             self._print_stacks([rank for rank in range(len(self._places)) if rank not in reports])
             verdict = decide(reports, self._places, str(self._folder))
-            _write(path, verdict.message)
+            replace_text(path, verdict.message)
             return verdict.message
         deadline = time.monotonic() + self._interval + 10
         while time.monotonic() < deadline:
@@ -175,13 +176,6 @@ class HangWatch:
             if self._places[rank].host == socket.gethostname():
                 with suppress(OSError):
                     os.kill(self._places[rank].pid, signal.SIGUSR2)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file that is seen only when it is complete."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def _report_of(fields: dict[str, object]) -> Report:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.config import Config, LossSpikeConfig
+from megafp8.training.text_file import replace_text
 
 FILE_NAME = "skipped_samples.json"
 
@@ -105,7 +106,4 @@ def read_skipped(folder: Path, metadata: Mapping[str, Any] | None) -> list[Range
 
 def write_skipped(folder: Path, skipped: Sequence[Range]) -> None:
     """Replace the file by one with the ranges `skipped`."""
-    path = folder / FILE_NAME
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(list(skipped)) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    replace_text(folder / FILE_NAME, json.dumps(list(skipped)) + "\n")
