@@ -167,6 +167,13 @@ def _state_memory(
     )
 
 
+def least_moment_bytes(config: Config) -> int:
+    """Bytes of an element's moments, at least: under Muon a matrix has one, what AdamW updates two."""
+    moments = 1 if config.optimizer.name == "muon" else 2
+    dtype = config.optimizer.moments_dtype
+    return moments * (1 if dtype == "fp8" else ELEMENT[dtype])
+
+
 def _moments(config: Config, numels: Sequence[int]) -> int:
     """Bytes of both moments of tensors of `numels` elements under AdamW."""
     dtype = config.optimizer.moments_dtype

@@ -23,6 +23,7 @@ from megafp8.pipeline_parallel.registry import SCHEDULES, place_stages
 from megafp8.planner.activations import ELEMENT, Kinds, PlannedFp8, kind_of, planned_fp8, saved_by_block
 from megafp8.planner.block_time import Phases, ends_costs, summed
 from megafp8.planner.hardware import Cluster
+from megafp8.planner.memory import least_moment_bytes
 from megafp8.planner.predict import (
     Held,
     Prediction,
@@ -267,7 +268,7 @@ class _Search:
 
     def _memory(self, config: Config, layout: Layout, mine: Held, saved: float, count: int) -> float:
         data = self.cluster.gpus // (layout.tensor * layout.pipeline)
-        moments = 2 * {"fp32": 4, "bf16": 2, "fp8": 1}[config.optimizer.moments_dtype]
+        moments = least_moment_bytes(config)
         masters = 2 if config.optimizer.store_param_remainders else 4
         of_experts = max(1, data * layout.tensor // (layout.expert * layout.expert_tensor))
         total = 0.0

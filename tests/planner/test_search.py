@@ -48,8 +48,9 @@ def test_it_finds_the_fastest_of_all_that_fit(overrides: list[str], gpus: int) -
     assert found.losers
 
 
-def test_bounds_are_not_above_predictions() -> None:
-    config = load_config(CONFIG, SMALL)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_bounds_are_not_above_predictions(optimizer: str) -> None:
+    config = load_config(CONFIG, [*SMALL, f"optimizer.name={optimizer}"])
     cluster = Cluster(H200, 4, 2)
     own = _Search(config, build_fp8(config, None), cluster)
     for layout in layouts(config, cluster):
