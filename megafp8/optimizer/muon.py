@@ -133,19 +133,19 @@ def assign_owners(held: Sequence[Held]) -> list[Matrix]:
             ranks.append(rank)
     load = [0] * len(held)
     matrices = []
-    for name in sorted(shapes, key=lambda name: (-_work(shapes[name]), name)):
+    for name in sorted(shapes, key=lambda name: (-multiplications(shapes[name]), name)):
         parts_of, shape = holders[name], shapes[name]
         assert sum(part.numel for part in parts_of) == math.prod(shape), f"{name}: parts do not add up to the matrix"
         owner = min({rank for ranks in parts_of.values() for rank in ranks}, key=lambda rank: (load[rank], rank))
-        load[owner] += _work(shape)
+        load[owner] += multiplications(shape)
         matrices.append(Matrix(name, shape, owner, parts_of))
     return matrices
 
 
-def _work(shape: Shape) -> int:
-    """Multiplications of an iteration."""
+def multiplications(shape: Shape) -> int:
+    """Of `newton_schulz` for a matrix of `shape`."""
     short, long = sorted(shape)
-    return 2 * short * short * long + short**3
+    return ITERATIONS * (2 * short * short * long + short**3)
 
 
 def batches(matrices: Sequence[Matrix], ranks: int, elements: int) -> list[list[Matrix]]:

@@ -179,9 +179,12 @@ class _Block:
         # A norm reads the stream and a branch and writes their sum and its output; backward reads two gradients and the
         # input, and writes one.
         forward, backward = 4.0 * stream, 4.0 * stream
-        heads = x.m * (x.a + x.g) * x.d * x.e * (2 if model.qk_norm else 1)
+        heads = x.m * (x.a + x.g) * x.d * x.e * (2 if model.qk_norm and model.qk_norm != "projection" else 1)
         if model.position_embedding == "rope" or model.qk_norm:
             forward, backward = forward + 2 * heads, backward + 2 * heads
+        if model.qk_norm == "projection":  # of separate kernels in fp32: bytes of an element of q and k, both ways
+            count = x.m * (x.a + x.g) * x.d
+            forward, backward = forward + 56 * count, backward + 96 * count
         passes = 1 if ACTIVATIONS[model.activation].fused else 2
         forward += passes * x.m * (self.up + self.f) * x.e
         backward += passes * x.m * (2 * self.up + self.f) * x.e

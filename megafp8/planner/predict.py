@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from megafp8.config import Config
+from megafp8.config import Config, ModelConfig
+from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.checks import cuda_graph_problems
 from megafp8.fp8 import Fp8Manager
-from megafp8.models.gpt import fp8_layer_sizes
+from megafp8.models.gpt import cross_layer_sizes, expert_layer_sizes, fp8_layer_sizes
 from megafp8.models.recompute import BlockMemory, block_memory
+from megafp8.optimizer.muon import multiplications
 from megafp8.pipeline_parallel.actions import Kind, Placement, Schedule
 from megafp8.pipeline_parallel.registry import SCHEDULES, training_schedule
 from megafp8.pipeline_parallel.simulate import Times, simulate
@@ -179,18 +181,49 @@ def step_terms(config: Config, fp8: Fp8Manager, cluster: Cluster) -> tuple[float
 
 
 class Held(NamedTuple):
-    """What a rank holds: elements of parameters, those of experts apart, and bytes that casts of weights move."""
+    """What a rank holds: elements of parameters, those of experts apart, bytes that casts of weights move, and FLOPs of
+    Muon for the whole matrices of its layers, of which it has parts."""
 
     others: float
     experts: float
     casts: float
+    muon: float
 
 
 def held(config: Config, fp8: Fp8Manager, stages: Sequence[range]) -> Held:
     """Of a rank with the layers `stages`."""
     numels = [parameter_sizes(config, layers) for layers in stages]
     experts = sum(own[i] for own, layers in zip(numels, stages) for i in expert_parameters(config, layers))
-    return Held(sum(map(sum, numels)) - experts, experts, sum(_weight_casts(config, fp8, layers) for layers in stages))
+    layers_of_muon = [index for layers in stages for index in layers if config.optimizer.name == "muon"]
+    muon = sum(muon_flops(config.model, index) for index in layers_of_muon)
+    casts = sum(_weight_casts(config, fp8, layers) for layers in stages)
+    return Held(sum(map(sum, numels)) - experts, experts, casts, muon)
+
+
+def muon_flops(model: ModelConfig, layer: int) -> int:
+    """Of Newton-Schulz iterations for the matrices of a layer, whole; fused ones are several matrices (decision 55)."""
+    kind, moe, h, layers = (
+        ACTIVATIONS[model.activation],
+        model.moe_of(layer),
+        model.hidden_size,
+        range(layer, layer + 1),
+    )
+    heads = [model.num_attention_heads, model.query_groups, model.query_groups]
+    shapes = [(h, 2 * h)] * (layer >= model.num_blocks)
+    if (latent := model.latent_attention) is not None:
+        shapes += [(rank, h) for rank in (latent.q_rank, latent.kv_rank + latent.rope_head_dim) if rank is not None]
+    sizes_of = fp8_layer_sizes(model, 1, layers) | cross_layer_sizes(model, 1, layers)
+    for name, (inputs, outputs) in (sizes_of | expert_layer_sizes(model, 1, layer)).items():
+        suffix, widths = name.rpartition(".")[2], [outputs]
+        if suffix in ("qkv", "kv"):
+            widths = [count * model.channels for count in heads[-len(suffix) :]]
+        elif suffix == kind.up_layer and kind.gated:
+            widths = [outputs // 2] * 2
+        copies = 1
+        if moe is not None and ".experts." in name:  # all are alike
+            copies = moe.num_experts if ".experts.0." in name else 0
+        shapes += copies * [(width, inputs) for width in widths]
+    return 2 * sum(map(multiplications, shapes))
 
 
 def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) -> dict[str, float]:
@@ -224,6 +257,11 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
     # Gradients are read for their norm and for the update, and zeroed; master weights and moments read and written.
     moved = owned * (8 + 8 + 4 * moment + element) + (rank.others + rank.experts) * 4 / (data if p.fsdp else 1)
     found["optimizer"] = moved / (gpu.ceilings.bandwidth * gpu.optimizer)
+    if rank.muon > 0:  # its ranks share the work, and each sends its parts and receives them again
+        of_stage = cluster.gpus // p.pipeline
+        sent = 2 * ELEMENT["bf16"] * (rank.others + rank.experts) / of_stage
+        found["Newton-Schulz"] = rank.muon / of_stage / (gpu.ceilings.bf16 * gpu.load_bf16)
+        found["Newton-Schulz"] += cluster.collective(of_stage, 1, sent)
     if not p.fsdp:
         found["weight casts"] = rank.casts / (gpu.ceilings.bandwidth * gpu.fine_casts)
     return found

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.planner_errors import MEMORY, TIME, Run, predictions, recorded
 from megafp8.config import load_config
+from megafp8.conversion.model import model_tensors
+from megafp8.optimizer.muon import newton_schulz
 from megafp8.pipeline_parallel.registry import training_schedule
 from megafp8.planner.activations import Kinds, layer_plans, planned_fp8
 from megafp8.planner.hardware import GPUS, Cluster
 from megafp8.planner.memory import pipeline_memory
-from megafp8.planner.predict import Prediction, predict, short_schedule
+from megafp8.planner.predict import Prediction, muon_flops, predict, short_schedule
 from megafp8.planner.stages import stages_of
 from megafp8.training.fp8_config import build_fp8
 from tests.quickstart_data import CONFIG
@@ -130,3 +135,27 @@ def test_without_graphs_a_step_takes_the_time_of_the_host() -> None:
     found = predict(config, fp8, Cluster(H200, 1))
     assert found.seconds == pytest.approx(64 * 4 * H200.host_block)
     assert found.terms["host"] > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides"),
+    [
+        ("llama3-8b", []),
+        ("deepseek-v3", ["model.num_layers=4", "model.moe.num_experts=16"]),
+        ("t5-base", ["model.vocab_size=128"]),
+    ],
+)
+def test_flops_of_muon(config: str, overrides: list[str]) -> None:
+    """Equal to those that torch counts for the matrices of a model that was built whole."""
+    model = load_config(Path("configs") / f"{config}.yaml", overrides).model
+    shapes = Counter(
+        shape
+        for name, shape in model_tensors(model).items()
+        if name.startswith("model.layers.") and len(shape) == 2 and not name.endswith("router.weight")
+    )
+    counted = 0
+    for shape, matrices in shapes.items():
+        with FlopCounterMode(display=False) as counter:
+            newton_schulz(torch.empty(shape, device="meta"))
+        counted += matrices * counter.get_total_flops()
+    assert sum(muon_flops(model, layer) for layer in model.layers) == counted
