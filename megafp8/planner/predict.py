@@ -259,9 +259,9 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
     found["optimizer"] = moved / (gpu.ceilings.bandwidth * gpu.optimizer)
     if rank.muon > 0:  # its ranks share the work, and each sends its parts and receives them again
         of_stage = cluster.gpus // p.pipeline
-        sent = 2 * ELEMENT["bf16"] * (rank.others + rank.experts) / of_stage
+        exchanged = 2 * ELEMENT["bf16"] * (rank.others + rank.experts) / of_stage
         found["Newton-Schulz"] = rank.muon / of_stage / (gpu.ceilings.bf16 * gpu.load_bf16)
-        found["Newton-Schulz"] += cluster.collective(of_stage, 1, sent)
+        found["Newton-Schulz"] += cluster.collective(of_stage, 1, exchanged)
     if not p.fsdp:
         found["weight casts"] = rank.casts / (gpu.ceilings.bandwidth * gpu.fine_casts)
     return found
