@@ -1,12 +1,14 @@
-"""Average the weights of several checkpoints of a run, tensor by tensor, on a CPU.
+"""Average the weights of several checkpoints of a run, tensor by tensor, on a CPU; or take a moving average from one.
 
     python tools/average_checkpoints.py --load runs/mine --last 5 --save averaged --to hf
+    python tools/average_checkpoints.py --load runs/mine --moving --save averaged
     python tools/average_checkpoints.py --load runs/mine/checkpoints/step_00009000 runs/other --save averaged
 
 The checkpoints may have been saved in any layouts. The result has weights alone: a run starts from it by
 checkpoint.init_from, and generation, evaluation and conversion read it. Masters in fp32 are averaged where checkpoints
-have them. It needs memory for two of the largest tensors. An interrupted command continues when it is repeated. Nothing
-is overwritten, and the target appears when it is complete.
+have them; with --moving, the moving averages that a run with optimizer.average_decay saves. It needs memory for two of
+the largest tensors. An interrupted command continues when it is repeated. Nothing is overwritten, and the target
+appears when it is complete.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from megafp8.conversion.formats import FORMATS
 from tools.common import new_parser, run_tool
 
 
-def checkpoints(paths: list[Path], last: int | None) -> list[Path]:
-    """What to average. Raises ValueError where that is not at least two different checkpoints."""
+def checkpoints(paths: list[Path], last: int | None, least: int) -> list[Path]:
+    """What to average. Raises ValueError where that is not at least so many different checkpoints."""
     if last is not None:
         if len(paths) > 1 or last < 2:
             raise ValueError(f"--last {last} with {len(paths)} paths: give one run, and a number of at least 2")
@@ -32,7 +34,7 @@ def checkpoints(paths: list[Path], last: int | None) -> list[Path]:
         if len(found) < last:
             raise ValueError(f"{paths[0]} has {len(found)} complete checkpoints, and --last is {last}")
         paths = found[-last:]
-    if len(paths) < 2:
+    if len(paths) < least:
         raise ValueError(f"{len(paths)} checkpoint to average: give two or more, or a run and --last 5")
     resolved = [path.resolve() for path in paths]
     for path in paths:
@@ -42,11 +44,14 @@ def checkpoints(paths: list[Path], last: int | None) -> list[Path]:
 
 
 def average(arguments: argparse.Namespace) -> None:
-    to, paths = FORMATS[arguments.to], checkpoints(arguments.load, arguments.last)
-    source = Selected(Averaged([open_native(path) for path in paths]), weights_only=True, dtype=None, mtp=to.mtp)
+    to = FORMATS[arguments.to]
+    paths = checkpoints(arguments.load, arguments.last, least=1 if arguments.moving else 2)
+    averaged = Averaged([open_native(path) for path in paths], moving=arguments.moving)
+    source = Selected(averaged, weights_only=True, dtype=None, mtp=to.mtp)
     sink = to.sink(arguments.save)
     state = {str(file): file.stat().st_mtime_ns for path in source.about["average_of"] for file in Path(path).iterdir()}
-    print(f"{sink.path}: mean of {len(paths)} checkpoints: {convert(source, sink, {'to': arguments.to, 'of': state})}")
+    job = {"to": arguments.to, "of": state, "moving": arguments.moving}
+    print(f"{sink.path}: mean of {len(paths)} checkpoints: {convert(source, sink, job)}")
     if arguments.verify:
         print(f"{sink.path}: equal to the mean: {verify(source, to.source(sink.hidden))}")
     sink.publish()
@@ -57,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     help = "checkpoints, or folders of runs, of which the newest; with --last one run"
     parser.add_argument("--load", required=True, nargs="+", type=Path, metavar="PATH", help=help)
     parser.add_argument("--last", type=int, metavar="N", help="average the newest N checkpoints of the run")
+    parser.add_argument("--moving", action="store_true", help="of the moving averages in them; one is enough")
     parser.add_argument("--save", required=True, type=Path, metavar="PATH", help="folder to make, or an empty one")
     parser.add_argument("--to", default="native", choices=("native", "hf", "consolidated"), help="default: native")
     parser.add_argument("--verify", action="store_true", help="read the target back and compare every value")

@@ -51,6 +51,14 @@ def reduce_dtype(config: Config) -> Iterator[Problem]:
         yield Problem("optimizer.reduce_dtype", o.reduce_dtype, rule, works)
 
 
+def average(config: Config) -> Iterator[Problem]:
+    """An average needs whole masters."""
+    o = config.optimizer
+    if o.average_decay is not None and o.store_param_remainders:
+        rule = "optimizer.store_param_remainders leaves no fp32 weights between steps to be averaged"
+        yield Problem("optimizer.average_decay", o.average_decay, rule, "leave one of the two out")
+
+
 def loss_scale(config: Config) -> Iterator[Problem]:
     """Only fp16 has one, and it starts above its minimum."""
     t, scale = config.training, config.training.loss_scale

@@ -863,6 +863,10 @@ class OptimizerConfig(Section):
     store_param_remainders: bool = False
     """Store only the 16 bits of each fp32 master weight that its bf16 weight lacks: saves 2 bytes per parameter without
     loss. Checkpoints hold fp32 masters either way. Not supported with fp8.param_gather or parallel.fsdp."""
+    average_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay rate of an exponential moving average of the weights (EMA), such as 0.9999, which checkpoints hold beside
+    them; 4 bytes per parameter, divided as the optimizer's state is. Training does not use it:
+    tools/average_checkpoints.py --moving writes it as weights (docs/stages.md). Default: none is kept."""
 
 
 class TokenizerConfig(Section):

@@ -1,4 +1,4 @@
-"""The mean of the weights of several checkpoints of one model, as a source for every format.
+"""The mean of the weights of checkpoints of one model, or of their moving averages, as a source for every format.
 
 Averages of the last checkpoints of a run are often better than each of them, above all where the learning rate has not
 decayed (Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima", arXiv:1803.05407; Sanyal et al. 2023, "Early
@@ -16,8 +16,8 @@ from torch import Tensor
 from megafp8.conversion.base import Source
 from megafp8.conversion.convert import is_weight
 from megafp8.conversion.hf_config import differences
+from megafp8.optimizer.adam import AVERAGE
 
-_MASTER = "optimizer.master."
 _OF_A_RUN = (
     "data",
     "consumed_samples",
@@ -35,12 +35,18 @@ _OF_A_RUN = (
 class Averaged(Source):
     """The mean weights of `sources`, which are of one model and vocabulary, in any layouts; no other state.
 
+    `moving`: of the moving averages that they hold; weights that are not trained have none.
+
     Of each weight the fp32 masters are averaged where all sources have them, else the weights. Sums are float64, and
     rounded once. Two tensors are in memory at a time. Raises ValueError where the sources are not alike.
     """
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[Source], *, moving: bool = False) -> None:
         first, last = sources[0], sources[-1]
+        self._prefix = f"optimizer.{AVERAGE}." if moving else "optimizer.master."
+        for source in sources if moving else ():
+            if not any(name.startswith(self._prefix) for name in source.tensors):
+                raise ValueError(f"{source.path} holds no moving average: its run had no optimizer.average_decay")
         for other in sources[1:]:
             if fields := differences(first.model, other.model):
                 raise ValueError(f"{other.path} holds another model than {first.path}: {', '.join(fields)}")
@@ -57,8 +63,8 @@ class Averaged(Source):
 
     def read(self, name: str) -> Tensor:
         """The mean, rounded to the weight's dtype."""
-        master = _MASTER + name.removeprefix("model.")
-        read = master if all(master in source.tensors for source in self._sources) else name
+        fp32 = self._prefix + name.removeprefix("model.")
+        read = fp32 if all(fp32 in source.tensors for source in self._sources) else name
         dtype = self.tensors[name].dtype
         if not dtype.is_floating_point:
             raise ValueError(f"{name} is {dtype}, of which there is no mean")

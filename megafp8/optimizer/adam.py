@@ -20,8 +20,16 @@ section 3.3.3), or in FP8 (`fp8_moments`), and masters as remainders of their bf
 kernels need fp32, so a batch of shards at a time is loaded in fp32, updated, and stored. A bf16 moment that a step
 shrinks by less than 1/256 might never change; so betas are at most 1 - 1/256 then.
 
+A moving average of the weights may be kept beside the masters, in fp32 (`average_decay`). After n updates
+
+    average ← d · average + (1 - d) · master        d = min(average_decay, (n - 1) / (n + 9))
+
+so it begins with the weights after the first update, and then spans about the last tenth of all updates until that is
+1 / (1 - average_decay) (as TensorFlow's ExponentialMovingAverage with `num_updates`, one update later).
+
 Memory: 12 bytes an element (8 where the parameter is fp32; 4 fewer with moments in bf16, 6 with FP8 but for 1/64 of a
-byte; 2 fewer with remainders; Muon's have one moment, 4 fewer), on top of the model and its fp32 gradients.
+byte; 2 fewer with remainders; Muon's have one moment, 4 fewer; 4 more with an average), on top of the model and its
+fp32 gradients.
 """
 
 from __future__ import annotations
@@ -48,6 +56,10 @@ BATCH = 1 << 24
 """Elements whose state is fp32 at a time where it is stored in less; or one shard, if it has more."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+AVERAGE = "average"
+"""Name in the state of the moving average of weights."""
+
+_KEYS = ("master", *_MOMENTS, MOMENTUM, AVERAGE)
 
 State = dict[str, list[tuple[FlatShard, Tensor]]]
 """By name, shards and their state, flat."""
@@ -118,7 +130,7 @@ class MixedPrecisionAdamW:
     made so far. `moments_dtype`: fp32, bf16, or float8_e4m3fn for `fp8_moments`, whose noise has the given `seed`.
     `store_param_remainders`: store masters of bf16 parameters that are not released as remainders. `released`:
     parameters whose values, read here for the last time, are in the masters from now on. `masters`: existing masters,
-    fp32 and flat, updated in place.
+    fp32 and flat, updated in place. `average_decay`: keep a moving average of the weights, without remainders.
     """
 
     def __init__(
@@ -138,7 +150,10 @@ class MixedPrecisionAdamW:
         hidden_learning_rate_scale: float = 1.0,
         muon: MuonSettings | None = None,
         matrix_group: ProcessGroup | None = None,
+        average_decay: float | None = None,
     ) -> None:
+        assert average_decay is None or not store_param_remainders
+        self._average_decay = average_decay
         self.shards = list(shards)
         matrices = {shard for shard in shards if muon is not None and is_hidden_matrix(spec_of(shard.param))}
         self.released = released
@@ -149,6 +164,8 @@ class MixedPrecisionAdamW:
             param, master = shard.param, self._make_master(shard, masters)
             moments = _momentum(shard) if shard in matrices else _moments(shard, moments_dtype, seed)
             self._masters[param], self.storage[master] = master, moments
+            if average_decay is not None:
+                moments[AVERAGE] = PlainStorage(master.detach().clone())
             if store_param_remainders and param.dtype == torch.bfloat16 and param not in released:
                 self.storage[master]["master"] = RemainderStorage(shard.view(param.detach()))
                 master.data = master.data.new_empty(0)
@@ -237,12 +254,12 @@ class MixedPrecisionAdamW:
 
     def state_tensors(self, param: nn.Parameter) -> dict[str, Tensor]:
         """The state of the shard of `param`, flat: the fp32 `master` if separate; `exp_avg` and `exp_avg_sq`, or Muon's
-        `momentum_buffer`.
+        `momentum_buffer`; `average`.
 
         Live tensors, or copies on the host (`StateStorage.checkpoint_tensor`).
         """
         storage = self.storage[self._masters[param]]
-        return {key: storage[key].checkpoint_tensor() for key in ("master", *_MOMENTS, MOMENTUM) if key in storage}
+        return {key: storage[key].checkpoint_tensor() for key in _KEYS if key in storage}
 
     def stored_tensors(self, shard: FlatShard) -> dict[str, tuple[Tensor, ...]]:
         """The live tensors that hold a shard's `master` and moments between steps."""
@@ -300,6 +317,24 @@ class MixedPrecisionAdamW:
             self._muon.step()
         self._step_count += 1
         self._copy_masters_to_params()
+
+    @torch.no_grad()
+    def average_weights(self) -> None:
+        """Add the weights after an update to their moving average, if there is one."""
+        if self._average_decay is not None and self.shards:
+            n = self._step_count
+            decay = min(self._average_decay, (n - 1) / (n + 9))
+            torch._foreach_lerp_(*self._averages_and_masters(), 1 - decay)
+
+    @torch.no_grad()
+    def restart_average(self) -> None:
+        """Let the moving average begin with the weights as they are."""
+        for average, master in zip(*self._averages_and_masters(), strict=True):
+            average.copy_(master)
+
+    def _averages_and_masters(self) -> tuple[list[Tensor], list[Tensor]]:
+        masters = [self.master_of(shard) for shard in self.shards]
+        return [self.storage[self._masters[shard.param]][AVERAGE].load() for shard in self.shards], masters
 
     def forget_step(self) -> None:
         """Uncount the last step, which the device has skipped."""

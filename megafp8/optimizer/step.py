@@ -116,6 +116,8 @@ class OptimizerStep:
         skipped = not math.isfinite(grad_norm)
         if skipped:
             self.optimizer.forget_step()
+        else:
+            self.optimizer.average_weights()
         return StepResult(grad_norm, skipped, None if loss_scale is None else loss_scale.item())
 
     def reduce_shared_gradients(self) -> None:

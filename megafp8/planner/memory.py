@@ -59,7 +59,7 @@ class StateMemory:
     """Bytes of parameters, and of what exists for each of them from the first step to the last, on a rank.
 
     `weights`: FP8 data where fp8.param_gather leaves nothing else; `fp8_weights` are then the columnwise copies. With
-    parallel.fsdp the high-precision weights are the masters.
+    parallel.fsdp the high-precision weights are the masters. `moments`: and the moving average of the weights.
     """
 
     weights: int
@@ -168,18 +168,23 @@ def _state_memory(
 
 
 def least_moment_bytes(config: Config) -> int:
-    """Bytes of an element's moments, at least: under Muon a matrix has one, what AdamW updates two."""
+    """Bytes of moments and moving average of an element, at least: a matrix has one moment under Muon, else two."""
     moments = 1 if config.optimizer.name == "muon" else 2
     dtype = config.optimizer.moments_dtype
-    return moments * (1 if dtype == "fp8" else ELEMENT[dtype])
+    return moments * (1 if dtype == "fp8" else ELEMENT[dtype]) + _average_bytes(config)
 
 
 def _moments(config: Config, numels: Sequence[int]) -> int:
-    """Bytes of both moments of tensors of `numels` elements under AdamW."""
-    dtype = config.optimizer.moments_dtype
+    """Bytes of both moments of tensors of `numels` elements under AdamW, and of their moving average."""
+    dtype, average = config.optimizer.moments_dtype, sum(numels) * _average_bytes(config)
     if dtype == "fp8":
-        return 2 * sum(count + -(-count // BLOCK) for count in numels)
-    return 2 * sum(numels) * ELEMENT[dtype]
+        return 2 * sum(count + -(-count // BLOCK) for count in numels) + average
+    return 2 * sum(numels) * ELEMENT[dtype] + average
+
+
+def _average_bytes(config: Config) -> int:
+    """Of an element's moving average."""
+    return 4 if config.optimizer.average_decay is not None else 0
 
 
 class _Parameter(NamedTuple):

@@ -255,7 +255,10 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
         "parameter gather": _beside(gather, micro_batch.forward if p.overlap_param_gather else 0.0, gpu.hidden, 0.0),
     }
     # Gradients are read for their norm and for the update, and zeroed; master weights and moments read and written.
-    moved = owned * (8 + 8 + 4 * moment + element) + (rank.others + rank.experts) * 4 / (data if p.fsdp else 1)
+    average = 12 if optimizer.average_decay is not None else 0
+    moved = owned * (8 + 8 + 4 * moment + element + average) + (rank.others + rank.experts) * 4 / (
+        data if p.fsdp else 1
+    )
     found["optimizer"] = moved / (gpu.ceilings.bandwidth * gpu.optimizer)
     if rank.muon > 0:  # its ranks share the work, and each sends its parts and receives them again
         of_stage = cluster.gpus // p.pipeline

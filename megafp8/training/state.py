@@ -4,6 +4,7 @@
     optimizer.{exp_avg,exp_avg_sq}.<name>          Adam's moments, in optimizer.moments_dtype; FP8 ones as bf16
     optimizer.momentum_buffer.<name>               fp32, of a matrix that Muon updates, instead
     optimizer.master.<name>                        fp32, only if the weight is not
+    optimizer.average.<name>                       fp32, the moving average of the weight, with optimizer.average_decay
     fp8.<layer>.<operand>.{amax_history,scale}     state of delayed scaling; {amax,calibrated_steps} of static scaling
     fp8.<layer>.input.channel_scale                of smooth SwiGLU, for all channels
     <router>.shares                                of the choices of the step before (moe.aux_loss_scope: global_batch)
@@ -56,7 +57,7 @@ from megafp8.config import Config, ConfigError, ModelConfig, Problem, config_at,
 from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.target import TOKENIZER_FOLDER, with_companions
 from megafp8.distributed.sharding import Shape, spec_of
-from megafp8.optimizer.adam import State
+from megafp8.optimizer.adam import AVERAGE, State
 from megafp8.optimizer.loss_scale import LossScaler
 from megafp8.optimizer.muon import MOMENTUM
 from megafp8.optimizer.param_groups import is_hidden_matrix
@@ -103,6 +104,8 @@ def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
     dtypes = {"model.": weight}
     if weight != torch.float32:
         dtypes["optimizer.master."] = torch.float32
+    if config.optimizer.average_decay is not None:
+        dtypes[f"optimizer.{AVERAGE}."] = torch.float32
     of_adam = {**dtypes, **{f"optimizer.{key}.": moment for key in ("exp_avg", "exp_avg_sq")}}
     of_muon = {**dtypes, f"optimizer.{MOMENTUM}.": torch.float32}
     has_muon = config.optimizer.name == "muon"
@@ -243,7 +246,7 @@ def check_same_run(config: Config, fingerprint: str | None, found: CheckpointRea
     config = config_at(config, found.metadata["step"])
 
     def fits() -> str:
-        return misfits(tensor_kinds(config), found.index, _is_fp8)
+        return misfits(tensor_kinds(config), found.index, _can_lack)
 
     try:
         vocabulary = found.metadata["tokenizer_fingerprint"]
@@ -307,9 +310,9 @@ def _unknown_config(found: CheckpointReader, error: Exception) -> IncompatibleCh
     )
 
 
-def _is_fp8(name: str) -> bool:
-    """Whether a tensor of a checkpoint is FP8 state, which a run can start without."""
-    return name.startswith("fp8.")
+def _can_lack(name: str) -> bool:
+    """Whether a run can resume without a tensor: FP8 state, and the moving average of weights, which start anew."""
+    return name.startswith(("fp8.", f"optimizer.{AVERAGE}."))
 
 
 _ANOTHER = "or choose another name for a new run"
@@ -408,8 +411,10 @@ def saved_choice(config: Config, found: CheckpointReader | None) -> Choice | Non
 def load_state(trainer: Trainer, found: CheckpointReader) -> int:
     """Load the result of `find_checkpoint` and return its number of steps; log which keys changed. Collective."""
     state = trainer.optimizer.state()
-    saved = load(found, tensors(trainer, state), optional=_is_fp8, verify=False)
+    saved = load(found, tensors(trainer, state), optional=_can_lack, verify=False)
     trainer.optimizer.restore(state, saved["optimizer_steps"])
+    if AVERAGE in state and not any(name.startswith(f"optimizer.{AVERAGE}.") for name in found.tensors):
+        trainer.optimizer.restart_average()
     trainer.fp8.invalidate_weights()
     trainer.publish_weights()
     changes = changed_keys(saved["config"], trainer.config.model_dump(mode="json"))

@@ -282,6 +282,7 @@ class Trainer:
                 hidden_learning_rate_scale=hidden_learning_rate_scale(self.config),
                 muon=muon_settings(o),
                 matrix_group=parallel.amax.group,  # all ranks that have parts of this rank's stages
+                average_decay=o.average_decay,
             ),
             tensor_group=parallel.tensor.group,
             model_group=parallel.model.group,

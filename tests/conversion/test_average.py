@@ -70,6 +70,21 @@ def test_what_cannot_be_averaged(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not (tmp_path / "mean").exists()
 
 
+def test_a_moving_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "without", 3)
+    state = checkpoints.everything()
+    averages = {name: tensor * 2 + 1 for name, tensor in state.items() if name.startswith("optimizer.master.")}
+    state |= {name.replace(".master.", ".average."): tensor for name, tensor in averages.items()}
+    save(tmp_path / "run" / "checkpoints", 3, state, checkpoints.ABOUT)
+    assert average("--load", tmp_path / "run", "--moving", "--save", tmp_path / "mean", "--verify") == 0
+    found = NativeSource(tmp_path / "mean")
+    assert found.tensors.keys() == checkpoints.weights().keys()
+    for name in found.tensors:
+        assert torch.equal(found.read(name), averages[name.replace("model.", "optimizer.master.")].bfloat16()), name
+    assert average("--load", tmp_path / "without", "--moving", "--save", tmp_path / "none") == 2
+    assert "without/checkpoints/step_00000003 holds no moving average" in capsys.readouterr().err
+
+
 def _save(config: Config, folder: str, steps: int) -> None:
     train_and_save(config, None, folder, steps)
 

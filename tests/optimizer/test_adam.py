@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from types import ModuleType
 from typing import Any
@@ -220,6 +221,30 @@ def test_a_rank_that_owns_nothing(moments_dtype: torch.dtype) -> None:
     optimizer.step(0.1)
     assert optimizer.step_count == 1
     assert optimizer.state() == {}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_moving_average_is_a_weighted_sum_of_the_weights(dtype: torch.dtype) -> None:
+    steps, decay = 12, 0.4
+    model = _Model(dtype, average_decay=decay)
+    weights: list[list[np.ndarray]] = []
+    for gradients in _gradients(steps):
+        model.train([gradients], [0.05])
+        model.optimizer.average_weights()
+        weights.append([model.values(param) for param in model.params])
+    decays = [min(decay, (n - 1) / (n + 9)) for n in range(1, steps + 1)]
+    assert decays[1] < decays[5] < decays[-1] == decay
+    shares = [(1 - d) * math.prod(decays[n + 1 :]) for n, d in enumerate(decays)]
+    assert sum(shares) == pytest.approx(1)
+    for i, param in enumerate(model.params):
+        expected = sum(share * of_step[i] for share, of_step in zip(shares, weights))
+        average = model.optimizer.state_tensors(param)["average"]
+        assert average.dtype == torch.float32
+        np.testing.assert_allclose(average.double().numpy(), expected, rtol=2e-6, atol=2e-7)
+    model.optimizer.restart_average()
+    for param in model.params:
+        average = model.optimizer.state_tensors(param)["average"]
+        np.testing.assert_array_equal(average.double().numpy(), model.values(param))
 
 
 def test_batches_hold_everything_once_in_order() -> None:

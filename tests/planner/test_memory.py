@@ -232,7 +232,7 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
     sizes: Counter[str] = Counter()
     for parts in trainer.optimizer.storage.values():
         sizes.update({key: part.nbytes for key, part in parts.items()})
-    moments = sizes["exp_avg"] + sizes["exp_avg_sq"] + sizes["momentum_buffer"]
+    moments = sum(sizes[key] for key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "average"))
     p = _plans(config, trainer.parallel.world_size)[trainer.parallel.pipeline.rank]
     planned = [p.weights, p.gradients, p.masters, p.moments, p.fp8_weights]
     if trainer.sharded is not None:
@@ -282,7 +282,7 @@ def test_state_of_a_rank(world4: World, ranks: int) -> None:
             f"parallel.expert={ranks // 2 or 1}",
         ],
         ["fp8.recipe=delayed", "training.precision=bf16", "lora.rank=4", "model.tie_embeddings=true"],
-        ["optimizer.name=muon", "model.moe={num_experts: 8}", "model.mtp_num_layers=1"],
+        ["optimizer.name=muon", "model.moe={num_experts: 8}", "optimizer.average_decay=0.9"],
     ):
         for measured, planned in world4.run(_state, [*layout, *options], ranks=ranks):
             assert measured == planned, options

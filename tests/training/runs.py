@@ -196,6 +196,7 @@ WORDS: dict[str, Sections] = {
     "bf16-reduce": {"optimizer": {"reduce_dtype": "bf16"}},
     "fp8-reduce": {"optimizer": {"reduce_dtype": "fp8"}},
     "muon": {"optimizer": {"name": "muon", "muon": {"newton_schulz_dtype": "fp32"}}},
+    "average": {"optimizer": {"average_decay": 0.6}},
     "groups": {"optimizer": {"groups": [{"match": ["embedding.*", "*.attention.*"], "learning_rate_scale": 0.5},
                                         {"match": ["*norm*"], "weight_decay": 0.1}]}},
     # layouts

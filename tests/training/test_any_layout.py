@@ -27,7 +27,7 @@ QUICK = [
     ("delayed tied", "dp2 fsdp fp8-gather", "tp2 dp2 fsdp"),
     ("4-layers no-clip delayed tied", "pp2 interleaved", "pp2 zb-v"),
     ("deepseek delayed", "dp4 ep4 zero", "tp2 pp2 ep2"),
-    ("muon moe tied", "tp2 dp2 ep2 zero", "dp4 ep2 fsdp"),
+    ("muon moe tied average", "tp2 dp2 ep2 zero", "dp4 ep2 fsdp"),
 ]
 SLOW = [
     ("muon bf16 delayed", "tp2 pp2", "dp2 zero fp8-gather"),
@@ -51,7 +51,7 @@ SLOW = [
     ("t5-tied delayed", "pp4 4-samples zero", "tp2 dp2 fsdp"),
     ("t5", "tp2 dp2 zero", "pp2 1+3 zb-h1"),
     ("", "", "tp2 pp2"),
-    ("bf16 delayed", "dp2 fsdp fp8-gather", ""),
+    ("bf16 delayed average", "dp2 fsdp fp8-gather", ""),
     ("bf16 current", "dp2 zero", "dp2 zero fp8-gather"),
     ("delayed tied", "dp2 zero", "pp2 dp2 zero"),
     ("", "cp2 dp2 zero", "tp2 cp2"),
@@ -134,6 +134,7 @@ def test_there_and_back(runs: Runs, model: str, a: str, b: str) -> None:
     trained = [name for name in saved.tensors if name.startswith("model.") and not name.endswith("router.bias")]
     assert moments["exp_avg"] == moments["exp_avg_sq"] == len(trained) - moments["momentum_buffer"]
     assert bool(moments["momentum_buffer"]) == ("muon" in model.split())
+    assert moments["average"] == ("average" in model.split()) * len(trained)
     masters = any(name.startswith("optimizer.master.") for name in saved.tensors)
     assert masters == bool({"bf16", "fp64"} & {*model.split()})
     there = runs.saved(f"4-samples {model} {b}", saved.folder)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megafp8.checkpoint import CheckpointReader, IncompatibleCheckpoint
 from megafp8.checkpoint.store import step_folder
@@ -164,6 +165,25 @@ def test_moments_may_change_between_bf16_and_fp8(world2: World, tmp_path: Path) 
         check_resume(changed(config, optimizer={"moments_dtype": other}), tmp_path / moments, "abc")
         with pytest.raises(IncompatibleCheckpoint, match=f"moments_dtype = {moments}, this run has fp32"):
             check_resume(changed(config, optimizer={"moments_dtype": "fp32"}), tmp_path / moments, "abc")
+
+
+def _restarted_average(config: Config, folder: str) -> bool:
+    trainer = _trainer(config)
+    load_latest(trainer, Path(folder))
+    state = trainer.optimizer.state()
+    return all(torch.equal(average, master) for (_, average), (_, master) in zip(state["average"], state["master"]))
+
+
+def test_a_moving_average_may_begin_and_end_when_a_run_resumes(world2: World, tmp_path: Path) -> None:
+    without, moving = (config_of(words, seed=1) for words in ("bf16 dp2 zero", "bf16 dp2 zero average"))
+    for name, config in (("without", without), ("with", moving)):
+        source = CheckpointReader(world2.run(_save, config, str(tmp_path / name), ranks=2)[0])
+        assert source.tensors == tensor_kinds(config)
+    check_resume(moving, tmp_path / "without", "abc")
+    other_seed = config_of("bf16 dp2 zero average", seed=2)
+    assert all(world2.run(_restarted_average, other_seed, str(tmp_path / "without"), ranks=2))
+    check_resume(without, tmp_path / "with", "abc")
+    world2.run(_logged_on_load, without, str(tmp_path / "with"), ranks=2)
 
 
 def test_another_length_of_the_amax_history_starts_afresh(world2: World, tmp_path: Path) -> None:
