@@ -94,7 +94,10 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> N
     parser.add_argument(
         "--tokenizer", required=required, choices=get_args(TokenizerKind), help="data.tokenizer.kind of the config"
     )
-    parser.add_argument("--tokenizer-path", help="model file; for tiktoken also an encoding's name")
+    parser.add_argument(
+        "--tokenizer-path",
+        help="model file (vocab.json: with merges.txt beside it); for tiktoken also an encoding's name",
+    )
     parser.add_argument("--tokenizer-end-token", help="token that ends a document. Default: the tokenizer's")
     parser.add_argument("--tokenizer-pattern", help="regular expression that splits text, for tiktoken ranks files")
 

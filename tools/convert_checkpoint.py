@@ -3,6 +3,7 @@
     python tools/convert_checkpoint.py --load runs/mine --save exported --to hf --verify
     python tools/convert_checkpoint.py --load meta-llama/Llama-3.1-8B --save llama --to native
     python tools/convert_checkpoint.py --load runs/mine --save megatron --to megatron --tensor 2 --pipeline 4
+    python tools/convert_checkpoint.py --load runs/mine --save megatron --to torch_dist
     python tools/convert_checkpoint.py --load runs/mine --save weights --to consolidated --dtype fp32
     python tools/convert_checkpoint.py --load runs/lora --save adapter --to peft
 
@@ -25,9 +26,14 @@ from megafp8.conversion.convert import Selected, convert, verify
 from megafp8.conversion.formats import FORMATS, Format, recognize
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+OF_MEGATRON = ("megatron", "torch_dist")
 SOURCE_OPTIONS = ("unsafe", "vocab_size")
-"""Keywords of Megatron-LM's source."""
-SINK_OPTIONS = {"megatron": ("tensor", "pipeline", "virtual_pipeline", "expert", "implementation"), "peft": ("base",)}
+"""Keywords of the sources of `OF_MEGATRON`."""
+SINK_OPTIONS = {
+    "megatron": ("tensor", "pipeline", "virtual_pipeline", "expert", "implementation"),
+    "torch_dist": ("implementation",),
+    "peft": ("base",),
+}
 """Keywords of sinks, by format."""
 
 
@@ -35,16 +41,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", required=True, type=Path, metavar="PATH", help="checkpoint, or the folder of a run")
     parser.add_argument("--save", required=True, type=Path, metavar="PATH", help="folder to make, or an empty one")
-    parser.add_argument("--to", required=True, choices=list(FORMATS))
+    formats = "megatron and torch_dist are Megatron-LM's --ckpt-format torch and torch_dist (docs/converting.md)"
+    parser.add_argument("--to", required=True, choices=list(FORMATS), help=formats)
     parser.add_argument("--from", dest="source", choices=list(FORMATS), help="default: what the files look like")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of weights; implies --weights-only")
     parser.add_argument("--weights-only", action="store_true", help="leave optimizer state and FP8 scales out")
     parser.add_argument("--verify", action="store_true", help="read the target back and compare every value")
     to = parser.add_argument_group("to Megatron-LM")
-    to.add_argument("--tensor", type=int, metavar="N", help="tensor-parallel size")
-    to.add_argument("--pipeline", type=int, metavar="N", help="pipeline-parallel size")
-    to.add_argument("--virtual-pipeline", type=int, metavar="N", help="stages a pipeline rank")
-    to.add_argument("--expert", type=int, metavar="N", help="expert-parallel size")
+    to.add_argument("--tensor", type=int, metavar="N", help="tensor-parallel size (megatron)")
+    to.add_argument("--pipeline", type=int, metavar="N", help="pipeline-parallel size (megatron)")
+    to.add_argument("--virtual-pipeline", type=int, metavar="N", help="stages a pipeline rank (megatron)")
+    to.add_argument("--expert", type=int, metavar="N", help="expert-parallel size (megatron)")
     names = ("transformer_engine", "local")
     to.add_argument("--transformer-impl", dest="implementation", choices=names, help="default: transformer_engine")
     of = parser.add_argument_group("from Megatron-LM")
@@ -54,8 +61,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument_group("to PEFT").add_argument("--base", metavar="PATH", help=help)
     arguments = parser.parse_args(argv)
     for format, options in SINK_OPTIONS.items():
-        if arguments.to != format and given(arguments, options):
-            parser.error(f"the format {arguments.to} has no such option: give {', '.join(options)} to {format}")
+        foreign = tuple(option for option in options if option not in SINK_OPTIONS.get(arguments.to, ()))
+        if given(arguments, foreign):
+            parser.error(f"the format {arguments.to} has no such option: give {', '.join(foreign)} to {format}")
     return arguments
 
 
@@ -72,8 +80,9 @@ def opened(format: Format, path: Path, to: Format, **options: Any) -> Source:
 def run(arguments: argparse.Namespace) -> None:
     format, to = arguments.source or recognize(arguments.load), FORMATS[arguments.to]
     source_options = given(arguments, SOURCE_OPTIONS)
-    if source_options and format != "megatron":
-        raise ValueError(f"{arguments.load} is of the format {format}; {', '.join(source_options)} is for megatron")
+    if source_options and format not in OF_MEGATRON:
+        flags, formats = ", ".join(source_options), " and ".join(OF_MEGATRON)
+        raise ValueError(f"{arguments.load} is of the format {format}; {flags} is for {formats}")
     source = Selected(
         opened(FORMATS[format], arguments.load, to, **source_options),
         weights_only=arguments.weights_only or arguments.dtype is not None or to.weights_only,
@@ -85,7 +94,7 @@ def run(arguments: argparse.Namespace) -> None:
         "to",
         "dtype",
         "weights_only",
-        *(x for options in SINK_OPTIONS.values() for x in options),
+        *dict.fromkeys(x for options in SINK_OPTIONS.values() for x in options),
         *SOURCE_OPTIONS,
     )
     print(f"{sink.path}: {convert(source, sink, {name: getattr(arguments, name) for name in options})}")

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megafp8.checkpoint.errors import DamagedCheckpoint, join_first, on_all_ranks
 from megafp8.checkpoint.files import Checksum, ChecksummedFiles
 from megafp8.checkpoint.rectangles import Rectangles
-from megafp8.checkpoint.torch_file import TorchFile
+from megafp8.checkpoint.torch_file import TorchFile, Unknown
 from megafp8.distributed import collectives
 
 INDEX_FILE = ".metadata"
@@ -65,24 +65,38 @@ _INDEX_CLASSES = {
 def _enum_member(cls: Any, name: str) -> Any:
     """Replaces `getattr`, with which some releases of Python pickle members of enumerations."""
     if not (isinstance(cls, type) and issubclass(cls, Enum)):
+        if isinstance(cls, type) and issubclass(cls, Unknown):
+            return cls(name)
         raise pickle.UnpicklingError(f"it takes {name} of {cls!r}, which is no enumeration")
     return cls[name]
 
 
 class _IndexUnpickler(pickle.Unpickler):
+    """Reads an index. `foreign`: every other class becomes an empty one, as in a `TorchFile`."""
+
+    def __init__(self, stream: io.BytesIO, *, foreign: bool = False) -> None:
+        super().__init__(stream)
+        self.foreign = foreign
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _INDEX_CLASSES.get(module, ()):
             return super().find_class(module, name)
+        if self.foreign:
+            return type(name, (Unknown,), {"__module__": module, "__qualname__": name})
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of a checkpoint holds")
 
 
-def parse_index(file: Path, content: bytes) -> Metadata:
-    """DCP's index in `content`, the bytes of `file`. Raises DamagedCheckpoint naming the file."""
+def parse_index(file: Path, content: bytes, *, foreign: bool = False) -> Metadata:
+    """DCP's index in `content`, the bytes of `file`.
+
+    `foreign`: another library wrote it, whose own planning data may be in it; it is ignored. Raises DamagedCheckpoint
+    naming the file.
+    """
     try:
-        index = _IndexUnpickler(io.BytesIO(content)).load()
+        index = _IndexUnpickler(io.BytesIO(content), foreign=foreign).load()
         valid = _is_index(index)
     except Exception as error:  # a damaged pickle raises nearly anything
         raise DamagedCheckpoint(f"{file} is damaged: {type(error).__name__}: {error}") from error

@@ -43,44 +43,11 @@ class StoredRectangle(NamedTuple):
     length: int
 
 
-class CheckpointReader:
-    """A complete checkpoint folder whose metadata.json and index are verified, to be read tensor by tensor.
+class TensorReader:
+    """The tensors of a folder of torch.distributed.checkpoint, whose index is `index`."""
 
-    `check_sizes`: check presence and sizes of the data files too. Raises DamagedCheckpoint naming the file where one is
-    missing, truncated or altered; ValueError where there is no such folder, a file cannot be read, or the checkpoint is
-    of a newer format.
-    """
-
-    path: Path
-    metadata: dict[str, Any]
-    """Content of metadata.json."""
-    sums: dict[str, Checksum] | None
-    """Checksums of all files by name; None where the checkpoint is from before checksums."""
-    index: Metadata
-    identity: int
-    """CRC-32 of metadata.json and index; equal where ranks see the same checkpoint."""
-
-    def __init__(self, path: str | Path, *, check_sizes: bool = True) -> None:
-        self.path = Path(path)
-        self.metadata, self.sums, description = store.read_description(self.path)
-        content = read_verified(self.path, dcp.INDEX_FILE, self.sums)
-        self.index = dcp.parse_index(self.path / dcp.INDEX_FILE, content)
-        self.identity = zlib.crc32(content, zlib.crc32(description))
-        if self.sums is not None:
-            unlisted = {stored.relative_path for stored in self.index.storage_data.values()} - self.sums.keys()
-            if unlisted:
-                file = self.path / CHECKSUMS_FILE
-                raise DamagedCheckpoint(f"{file} has no checksum of {join_first(sorted(unlisted))}")
-        if check_sizes:
-            dcp.check_data_files(self.path, self.index)
-
-    @cached_property
-    def tensors(self) -> dict[str, TensorInfo]:
-        """Global shape and dtype by global name; layers in the order of their numbers."""
-        entries = sorted(self.index.state_dict_metadata.items(), key=lambda item: _by_number(item[0]))
-        if other := [name for name, entry in entries if not isinstance(entry, TensorStorageMetadata)]:
-            raise ValueError(f"{self.path} is no checkpoint of megafp8: its {other[0]} is no tensor")
-        return {name: TensorInfo(tuple(entry.size), entry.properties.dtype) for name, entry in entries}  # type: ignore[union-attr]
+    def __init__(self, path: Path, index: Metadata) -> None:
+        self.path, self.index = path, index
 
     @cached_property
     def rectangles(self) -> dict[str, list[StoredRectangle]]:
@@ -98,6 +65,57 @@ class CheckpointReader:
                 where = self.path / stored.relative_path, stored.offset, stored.length
                 found[name].append(StoredRectangle(tuple(chunk.offsets), tuple(chunk.sizes), *where))
         return found
+
+    def read_into(self, name: str, low: Shape, target: Tensor, *, verify: bool = False) -> None:
+        """Fill `target`, of any strides and on any device, with the rectangle of tensor `name` from index `low` on."""
+        filled = 0
+        for rectangle in self.rectangles[name]:
+            ends = [min(o + n, r + m) for o, n, r, m in zip(low, target.shape, rectangle.offset, rectangle.shape)]
+            begins = [max(o, r) for o, r in zip(low, rectangle.offset)]
+            if all(begin < end for begin, end in zip(begins, ends)):
+                part = target[tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, low))]
+                _copy(name, rectangle, tuple(b - r for b, r in zip(begins, rectangle.offset)), part, verify)
+                filled += part.numel()
+        if filled < target.numel():
+            raise ValueError(f"{self.path} holds only {filled} of {target.numel()} values of {name}")
+
+
+class CheckpointReader(TensorReader):
+    """A complete checkpoint folder whose metadata.json and index are verified, to be read tensor by tensor.
+
+    `check_sizes`: check presence and sizes of the data files too. Raises DamagedCheckpoint naming the file where one is
+    missing, truncated or altered; ValueError where there is no such folder, a file cannot be read, or the checkpoint is
+    of a newer format.
+    """
+
+    metadata: dict[str, Any]
+    """Content of metadata.json."""
+    sums: dict[str, Checksum] | None
+    """Checksums of all files by name; None where the checkpoint is from before checksums."""
+    identity: int
+    """CRC-32 of metadata.json and index; equal where ranks see the same checkpoint."""
+
+    def __init__(self, path: str | Path, *, check_sizes: bool = True) -> None:
+        folder = Path(path)
+        self.metadata, self.sums, description = store.read_description(folder)
+        content = read_verified(folder, dcp.INDEX_FILE, self.sums)
+        super().__init__(folder, dcp.parse_index(folder / dcp.INDEX_FILE, content))
+        self.identity = zlib.crc32(content, zlib.crc32(description))
+        if self.sums is not None:
+            unlisted = {stored.relative_path for stored in self.index.storage_data.values()} - self.sums.keys()
+            if unlisted:
+                file = self.path / CHECKSUMS_FILE
+                raise DamagedCheckpoint(f"{file} has no checksum of {join_first(sorted(unlisted))}")
+        if check_sizes:
+            dcp.check_data_files(self.path, self.index)
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Global shape and dtype by global name; layers in the order of their numbers."""
+        entries = sorted(self.index.state_dict_metadata.items(), key=lambda item: _by_number(item[0]))
+        if other := [name for name, entry in entries if not isinstance(entry, TensorStorageMetadata)]:
+            raise ValueError(f"{self.path} is no checkpoint of megafp8: its {other[0]} is no tensor")
+        return {name: TensorInfo(tuple(entry.size), entry.properties.dtype) for name, entry in entries}  # type: ignore[union-attr]
 
     def read(
         self, name: str, offset: Shape | None = None, shape: Shape | None = None, *, verify: bool = False
@@ -120,19 +138,6 @@ class CheckpointReader:
         result = torch.empty(size, dtype=dtype)
         self.read_into(name, low, result, verify=verify)
         return result
-
-    def read_into(self, name: str, low: Shape, target: Tensor, *, verify: bool = False) -> None:
-        """Fill `target`, of any strides and on any device, with the rectangle of tensor `name` from index `low` on."""
-        filled = 0
-        for rectangle in self.rectangles[name]:
-            ends = [min(o + n, r + m) for o, n, r, m in zip(low, target.shape, rectangle.offset, rectangle.shape)]
-            begins = [max(o, r) for o, r in zip(low, rectangle.offset)]
-            if all(begin < end for begin, end in zip(begins, ends)):
-                part = target[tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, low))]
-                _copy(name, rectangle, tuple(b - r for b, r in zip(begins, rectangle.offset)), part, verify)
-                filled += part.numel()
-        if filled < target.numel():
-            raise ValueError(f"{self.path} holds only {filled} of {target.numel()} values of {name}")
 
 
 def newest_readable(folder: str | Path) -> CheckpointReader | None:

@@ -162,6 +162,9 @@ class TorchFile:
         that was done. `name` is for messages.
         """
         assert target.dtype == tensor.dtype, name
+        while len(tensor.shape) > 1 and tensor.shape[0] == 1:  # blocks are of rows, which are then smaller
+            tensor = tensor._replace(shape=tensor.shape[1:], stride=tensor.stride[1:])
+            low, target = low[1:], target[0]
         if not tensor.is_contiguous:
             span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride))
             flat = torch.empty(0 if 0 in tensor.shape else span, dtype=tensor.dtype)

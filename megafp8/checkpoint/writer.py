@@ -1,9 +1,9 @@
 """Writing a checkpoint tensor by tensor in one process; an interrupted writer can be continued.
 
-A converter has one whole tensor after the other, and may be killed in between. So data files are only appended to, and
-`add` returns a record of where a tensor lies. To continue, pass in the records of the tensors that are safe on
-disk (the caller keeps a journal); all other data is truncated. The index, which torch.distributed.checkpoint writes in
-one piece, is made from the records at the end.
+A converter has one tensor, or one part of it, after the other, and may be killed in between. So data files are only
+appended to, and `add` returns a record of where a tensor lies. To continue, pass in the records of the tensors that are
+safe on disk (the caller keeps a journal); all other data is truncated. The index, which torch.distributed.checkpoint
+writes in one piece, is made from the records at the end.
 
 The result is what `save` writes: rectangles under global names, each an archive of `torch.save`. Large tensors are cut
 into rectangles of whole rows, which bounds a reader's memory, and a data file that has become large is followed by
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -52,23 +51,28 @@ class _Rectangle(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """Where a tensor lies; as text one line of JSON."""
+    """Where a tensor, or the part of it that begins at `low`, lies; as text one line of JSON."""
 
     name: str
+    low: Shape
     shape: Shape
+    """Of the whole tensor."""
     dtype: torch.dtype
     rectangles: list[_Rectangle]
     sums: dict[str, Checksum]
     """Checksums of the data files that hold it, up to its end."""
 
     def __str__(self) -> str:
-        return json.dumps([self.name, self.shape, str(self.dtype).removeprefix("torch."), self.rectangles, self.sums])
+        return json.dumps(
+            [self.name, self.low, self.shape, str(self.dtype).removeprefix("torch."), self.rectangles, self.sums]
+        )
 
     @classmethod
     def of(cls, text: str) -> _Record:
-        name, shape, dtype, rectangles, sums = json.loads(text)
+        name, low, shape, dtype, rectangles, sums = json.loads(text)
         found = [_Rectangle(tuple(offset), tuple(size), *where) for offset, size, *where in rectangles]
-        return cls(name, tuple(shape), getattr(torch, dtype), found, {file: Checksum(*s) for file, s in sums.items()})
+        checksums = {file: Checksum(*s) for file, s in sums.items()}
+        return cls(name, tuple(low), tuple(shape), getattr(torch, dtype), found, checksums)
 
 
 class CheckpointWriter:
@@ -80,7 +84,7 @@ class CheckpointWriter:
 
     def __init__(self, folder: Path, records: Iterable[str] = ()) -> None:
         self.folder = folder
-        self._records = {record.name: record for record in map(_Record.of, records)}
+        self._records = {(record.name, record.low): record for record in map(_Record.of, records)}
         self._sums: dict[str, Checksum] = {}
         for record in self._records.values():
             for name, checksum in record.sums.items():
@@ -95,14 +99,21 @@ class CheckpointWriter:
     @property
     def names(self) -> set[str]:
         """Names of the tensors written so far."""
+        return {name for name, _ in self._records}
+
+    @property
+    def parts(self) -> set[tuple[str, Shape]]:
+        """Name and first index of the tensors, and parts of tensors, written so far."""
         return set(self._records)
 
-    def add(self, name: str, tensor: Tensor) -> str:
-        """Append a whole tensor, contiguous and on the CPU, and return its record, a line of text.
+    def add(self, name: str, tensor: Tensor, low: Shape | None = None, shape: Shape | None = None) -> str:
+        """Append a tensor, contiguous and on the CPU, and return its record, a line of text.
 
-        Python's buffers are flushed afterwards.
+        `low`, `shape`: it is the part from index `low` on of a tensor of `shape`, and has as many dims. Python's
+        buffers are flushed afterwards.
         """
-        assert name not in self._records, f"{name} is written already"
+        first = (0,) * tensor.dim() if low is None else low
+        assert (name, first) not in self._records, f"{name} is written already"
         rectangles = []
         for offset, view in self._rows(tensor):
             if self._stream.tell() >= FILE_BYTES:
@@ -113,25 +124,29 @@ class CheckpointWriter:
             with self._raw.raising_failure():
                 torch.save(view if view.untyped_storage().nbytes() == view.nbytes else view.clone(), self._stream)
             length = self._stream.tell() - start
-            rectangles.append(_Rectangle(offset, tuple(view.shape), self._file.name, start, length))
+            at = tuple(o + n for o, n in zip(first, offset))
+            rectangles.append(_Rectangle(at, tuple(view.shape), self._file.name, start, length))
         self._flush()
         sums = {rectangle.file: self._sums[rectangle.file] for rectangle in rectangles}
-        record = self._records[name] = _Record(name, tuple(tensor.shape), tensor.dtype, rectangles, sums)
+        record = _Record(name, first, shape or tuple(tensor.shape), tensor.dtype, rectangles, sums)
+        self._records[name, first] = record
         return str(record)
 
     def finish(self) -> dict[str, Checksum]:
         """Write the index, flushed to disk; returns the checksums of it and of the data files by name."""
         self._stream.close()
-        tensors: dict[str, STORAGE_TYPES] = {}
+        tensors: dict[str, TensorStorageMetadata] = {}
         stored = []
         for record in self._records.values():
             chunks = [ChunkStorageMetadata(torch.Size(r.offset), torch.Size(r.shape)) for r in record.rectangles]
-            properties = TensorProperties(dtype=record.dtype)
-            tensors[record.name] = TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
+            if record.name not in tensors:
+                properties = TensorProperties(dtype=record.dtype)
+                tensors[record.name] = TensorStorageMetadata(properties, torch.Size(record.shape), [])
+            tensors[record.name].chunks.extend(chunks)
             for r in record.rectangles:
                 index = MetadataIndex(record.name, torch.Size(r.offset))
                 stored.append(WriteResult(index, r.length, _StorageInfo(r.file, r.start, r.length)))
-        return self._sums | write_index(self.folder, Metadata(tensors), [stored])
+        return self._sums | write_index(self.folder, Metadata(dict(tensors)), [stored])
 
     def _open(self, number: int) -> None:
         """Open the data file of this number to append to it."""
@@ -144,10 +159,11 @@ class CheckpointWriter:
         self._sums[self._file.name] = self._raw.checksum
 
     def _rows(self, tensor: Tensor) -> Iterator[tuple[Shape, Tensor]]:
-        """Rectangles of whole rows of `tensor`: first index and view."""
+        """Rectangles of whole rows of `tensor`, whose first dims may have size 1: first index and view."""
         if tensor.dim() == 0:
             yield (), tensor
             return
-        rows = max(1, RECTANGLE_BYTES * len(tensor) // max(1, tensor.nbytes))
-        for i, view in enumerate(tensor.split(rows)):
-            yield (i * rows, *(0 for _ in tensor.shape[1:])), view
+        dim = next((d for d, n in enumerate(tensor.shape) if n > 1), 0)
+        rows = max(1, RECTANGLE_BYTES * tensor.shape[dim] // max(1, tensor.nbytes))
+        for i, view in enumerate(tensor.split(rows, dim)):
+            yield tuple(i * rows if d == dim else 0 for d in range(tensor.dim())), view

@@ -500,6 +500,9 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
     if c.keep_every is not None and c.keep_last is None:
         rule = "without checkpoint.keep_last every checkpoint is kept"
         yield Problem("checkpoint.keep_every", c.keep_every, rule, "set checkpoint.keep_last too, for example to 2")
+    if c.init_optimizer and c.init_from is None:
+        rule = "there is no checkpoint to take it from"
+        yield Problem("checkpoint.init_optimizer", True, rule, "set checkpoint.init_from, or leave it out")
     sections: dict[str, type[Section]] = {"moe": MoeConfig, "latent_attention": LatentAttentionConfig}
     keys = [*ModelConfig.model_fields, *(f"{name}.{key}" for name, x in sections.items() for key in x.model_fields)]
     for key in c.allow_model_change:

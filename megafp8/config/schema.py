@@ -875,7 +875,8 @@ class TokenizerConfig(Section):
     kind: Literal["sentencepiece", "huggingface", "tiktoken", "bytes"]
     """Library that reads it."""
     path: str | None = None
-    """Model file; for tiktoken the name of an encoding or a ranks file; none for bytes."""
+    """Model file; for huggingface a tokenizer.json, or a vocab.json with merges.txt beside it; for tiktoken the name of
+    an encoding or a ranks file; none for bytes."""
     end_token: str | None = None
     """Token that ends a document, such as "<|im_end|>". Default: eos of sentencepiece; in tokenizer.json the first that
     exists of <|endoftext|>, <|end_of_text|>, </s>, <eos>, <|eot_id|>; in tiktoken <|endoftext|>, which is appended to
@@ -1032,6 +1033,10 @@ class CheckpointConfig(Section):
     weights a new run starts. The model section may then be left out or be incomplete; keys that are given must agree
     with the folder. With model.moe and a folder without experts, every expert starts as a copy of its layer's MLP
     (upcycling)."""
+    init_optimizer: bool = False
+    """Take the optimizer's state (Adam's moments, fp32 masters, count of steps) from init_from as well: a checkpoint of
+    a run, or one of Megatron core. The run still begins with step 0, so learning rates and data are those of a
+    beginning."""
     allow_model_change: list[str] = []
     """Keys of the model section, e.g. [rope_theta], that may differ from the checkpoint that a run resumes from.
     Without this, a changed key is an error, because the same weights would compute something else. Only for keys that

@@ -25,6 +25,7 @@ _OF_THE_RUN = {
     "data.tokenizer": "weights are of one vocabulary",
     "checkpoint.resume": "it is for the beginning of a run",
     "checkpoint.init_from": "it is for the beginning of a run",
+    "checkpoint.init_optimizer": "it is for the beginning of a run",
 }
 """Keys that are the same in all stages, and why."""
 

@@ -15,11 +15,13 @@ from megafp8.conversion.consolidated import WEIGHTS_FILE, ConsolidatedSink, Cons
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import CONFIG_FILE, HfSource
 from megafp8.conversion.megatron_sink import MegatronSink
-from megafp8.conversion.megatron_source import TRACKER, MegatronSource, is_megatron
+from megafp8.conversion.megatron_source import COMMON_FILE, TRACKER, MegatronSource, is_distributed, is_megatron
 from megafp8.conversion.native import NativeSink, is_checkpoint
 from megafp8.conversion.peft_sink import PeftSink
 from megafp8.conversion.peft_source import ADAPTER_CONFIG_FILE, open_peft
 from megafp8.conversion.target import Sink
+from megafp8.conversion.torch_dist_sink import TorchDistSink
+from megafp8.conversion.torch_dist_source import TorchDistSource
 
 
 class Format(NamedTuple):
@@ -41,7 +43,10 @@ class Format(NamedTuple):
 
 
 def _is_native(path: Path) -> bool:
-    return is_checkpoint(path) or bool(complete_checkpoints(path) or complete_checkpoints(path / "checkpoints"))
+    of_megatron = is_distributed(path)  # which has an index and a metadata.json, too
+    return (is_checkpoint(path) and not of_megatron) or bool(
+        complete_checkpoints(path) or complete_checkpoints(path / "checkpoints")
+    )
 
 
 def _has(name: str) -> Callable[[Path], bool]:
@@ -54,6 +59,9 @@ FORMATS = {
     "hf": Format(CONFIG_FILE, _has(CONFIG_FILE), HfSource, HfSink, padded=False),
     "peft": Format(ADAPTER_CONFIG_FILE, _has(ADAPTER_CONFIG_FILE), open_peft, PeftSink, adapters=True, padded=False),
     "megatron": Format(f"{TRACKER} or folders mp_rank_<number>", is_megatron, MegatronSource, MegatronSink),
+    "torch_dist": Format(
+        f"{COMMON_FILE}, or {TRACKER} of a folder with it", is_distributed, TorchDistSource, TorchDistSink
+    ),
     "consolidated": Format(WEIGHTS_FILE, _has(WEIGHTS_FILE), ConsolidatedSource, ConsolidatedSink, mtp=True),
 }
 

@@ -4,7 +4,7 @@ transformers recognizes a tokenizer by the names of files and classes; a run's t
 of four kinds, or no file at all. So it is written as tokenizer.json, the format of the library `tokenizers`, which
 holds the whole pipeline and needs no class of its own:
 
-    huggingface      the file itself
+    huggingface      the file itself; of vocab.json and merges.txt one in their place
     sentencepiece    BPE or unigram with the same pieces and normalization; the .model lies beside as tokenizer.model
     tiktoken, bytes  byte-level BPE with the same ranks, pattern and special tokens
 
@@ -95,7 +95,7 @@ def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
                 "AutoTokenizer of transformers 5 splits text in Qwen2's way for models of type qwen2, and so may give "
                 "other tokens than the run's tokenizer; transformers.PreTrainedTokenizerFast.from_pretrained does not"
             )
-        original = files.pop(Path(path).name, None) if path else None
+        original = files.pop(Path(path).name, None) if path and not path.endswith("vocab.json") else None
         files[TOKENIZER_FILE] = original if kind == "huggingface" and original else library.to_str().encode()
         if kind == "sentencepiece" and original:
             files[_SENTENCEPIECE_FILE] = original
@@ -140,11 +140,11 @@ def _differing(tokenizer: Tokenizer, library: Any) -> list[str]:
 
 
 def _from_huggingface(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict[str, str]]:
-    """The file itself; roles from its model's unknown token, its padding, and customary names."""
+    """The file itself, or one for a vocabulary and its merges; roles from unknown token, padding, usual names."""
     from tokenizers import Tokenizer as Library
 
     assert path is not None
-    library = Library.from_file(path)
+    library = tokenizer.model if path.endswith("vocab.json") else Library.from_file(path)
     special = [token.content for token in library.get_added_tokens_decoder().values() if token.special]
     roles = {}
     for role, names in (("bos_token", _BOS_NAMES), ("unk_token", _UNK_NAMES), ("pad_token", _PAD_NAMES)):

@@ -72,11 +72,13 @@ class MegatronSink(Sink):
         multiple = self._model.vocab_multiple * self.layout.tensor
         assert self._model.vocab_size is not None
         self._padded_vocab = -(-self._model.vocab_size // multiple) * multiple
-        about = self._about(source)
+        layers = self._model.num_layers // (self.layout.pipeline * self.virtual)
+        dtype = common_dtype(source, self._shapes)
+        layout = layout_args(*self.layout, self.virtual, layers, self._padded_vocab, dtype, self.implementation)
+        about = describe(source, self._model, layout)
         fresh = self._open_journal(source, self._shapes, options, [self.virtual, vars(about["args"])])
-        step = about["iteration"]
-        self._tracker = f"{step}" if step else "release"
-        self._folder = self.hidden / (f"iter_{step:07d}" if step else "release")
+        self._tracker, folder = folder_of(about["iteration"])
+        self._folder = self.hidden / folder
         self._reserve(about, fresh)
         return [name for name in self._shapes if name not in self._journal.done]
 
@@ -104,25 +106,6 @@ class MegatronSink(Sink):
             )
         if self.virtual > 1 and self.layout.pipeline == 1:
             raise ValueError(f"virtual PP {self.virtual} with PP 1: Megatron-LM has virtual stages from PP 2 on")
-
-    def _about(self, source: Source) -> dict[str, Any]:
-        """Content of a file besides weights."""
-        model, step = self._model, source.about.get("step")
-        step = step if isinstance(step, int) else 0
-        dtypes = Counter(source.tensors[name].dtype for name in self._shapes)
-        layers = model.num_layers // (self.layout.pipeline * self.virtual)
-        args = write_args(model, seq_length(source) or model.max_position_embeddings)
-        dtype = dtypes.most_common(1)[0][0]
-        args |= layout_args(*self.layout, self.virtual, layers, self._padded_vocab, dtype, self.implementation)
-        args |= {
-            "iteration": step,
-            "consumed_train_samples": source.about.get("consumed_samples", 0),
-            "skipped_train_samples": 0,
-            "consumed_valid_samples": 0,
-            "tokenizer_type": _tokenizer_type(source.tokenizer_files),
-        }
-        about = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": step}
-        return about | {"num_floating_point_operations_so_far": 0}
 
     def _targets(self, name: str) -> Iterator[_Target]:
         """Where our tensor `name` goes: a tensor of each expert rank or, of an expert, of its own.
@@ -200,6 +183,32 @@ class MegatronSink(Sink):
             seal(self._file(rank))
         (self.hidden / TRACKER).write_text(self._tracker, encoding="utf-8")
         self._copy_tokenizer()
+
+
+def common_dtype(source: Source, names: Collection[str]) -> torch.dtype:
+    """The dtype that most of the tensors `names` have."""
+    return Counter(source.tensors[name].dtype for name in names).most_common(1)[0][0]
+
+
+def describe(source: Source, model: ModelConfig, layout: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint holds besides weights. `layout`: its arguments that are not of the model."""
+    step = source.about.get("step")
+    step = step if isinstance(step, int) else 0
+    args = write_args(model, seq_length(source) or model.max_position_embeddings) | dict(layout)
+    args |= {
+        "iteration": step,
+        "consumed_train_samples": source.about.get("consumed_samples", 0),
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "tokenizer_type": _tokenizer_type(source.tokenizer_files),
+    }
+    about = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": step}
+    return about | {"num_floating_point_operations_so_far": 0}
+
+
+def folder_of(step: int) -> tuple[str, str]:
+    """Content of the tracker file and name of the folder for a checkpoint of `step`, 0 where it is unknown."""
+    return (f"{step}", f"iter_{step:07d}") if step else ("release", "release")
 
 
 def _tokenizer_type(files: Collection[Path]) -> str | None:

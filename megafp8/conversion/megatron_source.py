@@ -19,7 +19,7 @@ all rows count as tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,11 +34,13 @@ from megafp8.conversion.model import model_tensors
 from megafp8.conversion.target import tokenizer_files
 
 TRACKER = "latest_checkpointed_iteration.txt"
+COMMON_FILE = "common.pt"
+"""Of a distributed checkpoint: what is not sharded."""
 FILES = ("model_optim_rng.pt", "model_rng.pt")  # the second: old versions with a distributed optimizer
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-_NO_WEIGHTS = ("_extra_state", "inv_freq")  # FP8 state, and constants
-_BERT_HEAD = "lm_head.dense.weight"
-_EMBEDDING = "embedding.word_embeddings.weight"
+NO_WEIGHTS = ("_extra_state", "inv_freq")  # FP8 state, and constants
+BERT_HEAD = "lm_head.dense.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class Rank(NamedTuple):
@@ -83,19 +85,20 @@ class MegatronSource(Source):
 
     def __init__(self, path: str | Path, unsafe: bool = False, vocab_size: int | None = None) -> None:
         self.path = find_iteration(Path(path))
+        _check_classic(self.path)
         self._files, self._layout = _rank_files(self.path, unsafe)
         self._t = self._layout.tensor
         args = _common_args(self._files, self._layout)
         self._stages = list(_stages(self._files, self._layout))
         first = self._files[Rank(0)]
         of_tensor_ranks = [tensors for (_, e), tensors in self._stages[0].tensors.items() if e == 0]
-        rows = [tensors[_EMBEDDING].shape[0] for tensors in of_tensor_ranks if _EMBEDDING in tensors]
+        rows = [tensors[EMBEDDING].shape[0] for tensors in of_tensor_ranks if EMBEDDING in tensors]
         if len(rows) != self._t:
-            raise ValueError(f"{first.path} has no {_EMBEDDING}: it is not the first stage of a GPT or BERT model")
+            raise ValueError(f"{first.path} has no {EMBEDDING}: it is not the first stage of a GPT or BERT model")
         self._padded_vocab = sum(rows)
         try:
-            vocab = _vocab_size(args, vocab_size, self._padded_vocab)
-            bert = any(_BERT_HEAD in stage.tensors[0, 0] for stage in self._stages)
+            vocab = tokens_before_padding(args, vocab_size, self._padded_vocab)
+            bert = any(BERT_HEAD in stage.tensors[0, 0] for stage in self._stages)
             self.model = read_args(args, vocab, args.get("make_vocab_size_divisible_by") or 128, bert=bert)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{first.path}: {error}") from error
@@ -104,8 +107,7 @@ class MegatronSource(Source):
             folders = f"{self.path} has folders for {self._layout.expert} expert ranks"
             raise ValueError(f"{folders}, and num_experts = {args.get('num_experts')}")
         self._experts_of_rank = experts // self._layout.expert
-        about = {"step": first.content.get("iteration"), "consumed_samples": args.get("consumed_train_samples")}
-        self.about = {key: value for key, value in about.items() if isinstance(value, int)}
+        self.about = about_run(first.content, args)
         self._parts: dict[str, _Part] = {}
         self.tensors = self._check()
         self.tokenizer_files = tokenizer_files(self.path.parent)
@@ -164,12 +166,20 @@ class MegatronSource(Source):
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether `path` looks like a folder of Megatron-LM's checkpoints, or one of these."""
-    return (path / TRACKER).is_file() or any(path.glob("mp_rank_*"))
+    """Whether `path` looks like a folder of Megatron-LM's classic checkpoints, or one of these."""
+    return not is_distributed(path) and ((path / TRACKER).is_file() or any(path.glob("mp_rank_*")))
+
+
+def is_distributed(path: Path) -> bool:
+    """Whether `path` is a checkpoint of `dist_checkpointing` in Megatron core, or a folder whose newest one is."""
+    try:
+        return (find_iteration(path) / COMMON_FILE).is_file()
+    except ValueError:
+        return False
 
 
 def find_iteration(path: Path) -> Path:
-    """The folder that holds the ranks' folders. Raises ValueError where there is none, or one of another format."""
+    """`path`, or the newest iteration's folder that it names. Raises ValueError where there is no such folder."""
     folder = path
     tracker = path / TRACKER
     if tracker.is_file():
@@ -179,15 +189,21 @@ def find_iteration(path: Path) -> Path:
         folder = path / (content if content == "release" else f"iter_{int(content):07d}")
         if not folder.is_dir():
             raise ValueError(f"{tracker} says {content}, and there is no {folder}")
-    if any((folder / name).exists() for name in (".metadata", "common.pt")):
+    return folder
+
+
+def _check_classic(folder: Path) -> None:
+    """Raise ValueError where `folder` does not hold ranks' folders."""
+    if (folder / COMMON_FILE).exists():
+        raise ValueError(f"{folder} is of Megatron-LM's format torch_dist: read it as torch_dist, not as megatron")
+    if (folder / ".metadata").exists():
         raise ValueError(
-            f"{folder} is a distributed checkpoint of Megatron-LM (torch_dist, torch_dcp or zarr), and megafp8 reads "
-            "the classic format. Megatron-LM converts it: start your training script with --load of it and "
-            "--ckpt-convert-format torch --ckpt-convert-save NEW_FOLDER"
+            f"{folder} is a distributed checkpoint of Megatron-LM without {COMMON_FILE} (torch_dcp, fsdp_dtensor); "
+            "megafp8 reads its formats torch and torch_dist. Megatron-LM converts it: start your training script with "
+            "--load of it and --ckpt-convert-format torch --ckpt-convert-save NEW_FOLDER"
         )
     if not any(folder.glob("mp_rank_*")):
         raise ValueError(f"{folder} is no checkpoint of Megatron-LM: it has no {TRACKER} and no folders mp_rank_*")
-    return folder
 
 
 def _rank_files(folder: Path, unsafe: bool) -> tuple[dict[Rank, TorchFile], Rank]:
@@ -206,7 +222,7 @@ def _rank_files(folder: Path, unsafe: bool) -> tuple[dict[Rank, TorchFile], Rank
         names = ", ".join(numbers[ranks].path.parent.name for ranks in (min(numbers, key=len), max(numbers, key=len)))
         raise ValueError(f"{folder} has folders of several layouts: {names}")
     # Of two numbers the second is the expert rank where the arguments say so.
-    args = vars(_content(next(iter(numbers.values())))["args"])
+    args = vars(content_of(next(iter(numbers.values())))["args"])
     without_stages = args.get("pipeline_model_parallel_size") == 1 and (args.get("expert_model_parallel_size") or 1) > 1
     files = {Rank(n[0], 0, n[1]) if len(n) == 2 and without_stages else Rank(*n): x for n, x in numbers.items()}
     layout = Rank(*(max(axis) + 1 for axis in zip(*files, strict=True)))
@@ -216,7 +232,7 @@ def _rank_files(folder: Path, unsafe: bool) -> tuple[dict[Rank, TorchFile], Rank
     return files, layout
 
 
-def _content(file: TorchFile) -> Mapping[str, Any]:
+def content_of(file: TorchFile) -> Mapping[str, Any]:
     """What a file holds. Raises ValueError where it has no arguments."""
     content = file.content
     if not isinstance(content, dict) or not isinstance(getattr(content.get("args"), "__dict__", None), dict):
@@ -228,7 +244,7 @@ def _common_args(files: Mapping[Rank, TorchFile], layout: Rank) -> dict[str, Any
     """The arguments. Raises ValueError where a file has none, or belongs to another checkpoint than the first."""
     first: dict[str, Any] = {}
     for file in files.values():
-        content = _content(file)
+        content = content_of(file)
         version = content.get("checkpoint_version", 0)
         if not isinstance(version, (int, float)) or version < 3.0:
             raise ValueError(
@@ -274,12 +290,9 @@ def _model(file: TorchFile, key: str, may_lack: bool) -> dict[str, StoredTensor]
         raise ValueError(f"{file.path} has no weights: there is {', '.join(map(str, file.content))}, and no {key}")
     found = {}
     leaves = dict(_leaves(file.content.get(key, {}), ""))
-    if any(name.startswith(("encoder_relative_pos_emb.", "lm_head.output_layer.")) for name in leaves) or all(
-        any(name.startswith(f"{stack}.layers.") for name in leaves) for stack in ("encoder", "decoder")
-    ):
-        raise ValueError(f"{file.path} is of T5; megafp8 reads Megatron-LM's GPT and BERT")
+    refuse_t5(file.path, leaves)
     for name, value in leaves.items():
-        if name.endswith(_NO_WEIGHTS) or value is None:
+        if name.endswith(NO_WEIGHTS) or value is None:
             continue
         if not isinstance(value, StoredTensor):
             raise ValueError(f"{file.path}: {name} is {value!r}, and no plain tensor")
@@ -290,6 +303,14 @@ def _model(file: TorchFile, key: str, may_lack: bool) -> dict[str, StoredTensor]
             )
         found[canonical(name)] = value
     return found
+
+
+def refuse_t5(path: Path, names: Collection[str]) -> None:
+    """Raise ValueError where the weights `names` of `path` are those of T5."""
+    if any(name.startswith(("encoder_relative_pos_emb.", "lm_head.output_layer.")) for name in names) or all(
+        any(name.startswith(f"{stack}.layers.") for name in names) for stack in ("encoder", "decoder")
+    ):
+        raise ValueError(f"{path} is of T5; megafp8 reads Megatron-LM's GPT and BERT")
 
 
 def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -310,8 +331,14 @@ def _check_tensor(what: str, tensor: StoredTensor, shape: tuple[int, ...], dtype
         raise ValueError(f"{what} is not contiguous (strides {list(tensor.stride)})")
 
 
-def _vocab_size(args: Mapping[str, Any], given: int | None, padded: int) -> int:
-    """Tokens before padding."""
+def about_run(content: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, int]:
+    """`Source.about`, of what a file holds and its arguments."""
+    about = {"step": content.get("iteration"), "consumed_samples": args.get("consumed_train_samples")}
+    return {key: value for key, value in about.items() if isinstance(value, int)}
+
+
+def tokens_before_padding(args: Mapping[str, Any], given: int | None, padded: int) -> int:
+    """Tokens before padding to `padded` rows; `given`: by the user, None if not."""
     size = args.get("vocab_size")
     if given is not None and not 0 < given <= padded:
         raise ValueError(f"vocab_size {given} was given, and the embedding has {padded} rows")

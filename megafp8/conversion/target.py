@@ -199,8 +199,11 @@ def is_taken(path: Path) -> bool:
 
 
 def with_companions(file: Path) -> list[Path]:
-    """The tokenizer file `file`, and the other tokenizer files beside it where it is of a Hugging Face folder."""
-    others = TOKENIZER_NAMES if file.name in TOKENIZER_NAMES else ()
+    """The tokenizer file `file`, and the other tokenizer files beside it where it is of a Hugging Face folder; the
+    merges of a vocabulary of GPT-2's."""
+    others: tuple[str, ...] = TOKENIZER_NAMES if file.name in TOKENIZER_NAMES else ()
+    if not others and file.name.endswith("vocab.json"):
+        others = (file.name.removesuffix("vocab.json") + "merges.txt",)
     return [file, *(other for name in others if name != file.name and (other := file.with_name(name)).is_file())]
 
 

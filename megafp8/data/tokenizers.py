@@ -156,13 +156,15 @@ def _word_starts(pieces: Sequence[str]) -> NDArray[np.bool_] | None:
 
 
 def _huggingface(path: str, end_token: str | None) -> Tokenizer:
-    """A `tokenizer.json` of the Hugging Face `tokenizers` library."""
+    """A `tokenizer.json` of the Hugging Face `tokenizers` library, or GPT-2's `vocab.json` beside `merges.txt`."""
     library = import_package("tokenizers", "a huggingface tokenizer")
+    merges = _merges_beside(path)
     try:
-        model = library.Tokenizer.from_file(path)
+        model = library.Tokenizer.from_file(path) if merges is None else _byte_level_bpe(library, path, merges)
     except Exception as error:  # the library raises bare Exception
-        rule = f"{path} is not a tokenizer.json: {error}"
+        rule = f"{path} is not a {'tokenizer.json' if merges is None else 'vocabulary of ' + str(merges)}: {error}"
         raise TokenizerSettingError("path", path, rule, "give a file of the tokenizers library") from None
+    content = Path(path).read_bytes() + (b"" if merges is None else b"\0" + merges.read_bytes())
     # The file may have settings to truncate or pad to some model's context.
     model.no_truncation()
     model.no_padding()
@@ -175,13 +177,33 @@ def _huggingface(path: str, end_token: str | None) -> Tokenizer:
     return Tokenizer(
         vocab_size=vocab_size,
         eod_id=eod_id,
-        fingerprint=_fingerprint("huggingface", Path(path).read_bytes(), eod_id=eod_id if eod_id != default else None),
+        fingerprint=_fingerprint("huggingface", content, eod_id=eod_id if eod_id != default else None),
         encode=lambda text: model.encode(text, add_special_tokens=False).ids,
         decode=lambda ids: model.decode(ids, skip_special_tokens=False),
         model=model,
         id_of=model.token_to_id,
         word_starts=lambda: _word_starts([model.id_to_token(i) or "" for i in range(vocab_size)]),
     )
+
+
+def _merges_beside(path: str) -> Path | None:
+    """The merges of the vocabulary `path`, `x-merges.txt` of `x-vocab.json`; None where `path` has another name."""
+    if not path.endswith("vocab.json"):
+        return None
+    merges = Path(path.removesuffix("vocab.json") + "merges.txt")
+    if not merges.is_file():
+        rule = f"there is no {merges}, the merges of this vocabulary"
+        raise TokenizerSettingError("path", path, rule, "put it there, or give a tokenizer.json")
+    return merges
+
+
+def _byte_level_bpe(library: Any, vocabulary: str, merges: Path) -> Any:
+    """GPT-2's tokenizer of two files: bytes as printable characters, its pattern that splits text, no added space."""
+    model = library.Tokenizer(library.models.BPE.from_file(vocabulary, str(merges)))
+    model.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = library.decoders.ByteLevel()
+    model.add_special_tokens([name for name in _EOD_NAMES if model.token_to_id(name) is not None])
+    return model
 
 
 _GPT4_PATTERN = (

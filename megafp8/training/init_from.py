@@ -7,7 +7,8 @@ the run has checkpoints of its own, the newest of them replaces the folder, whic
 These checks need no process group. Then each rank reads its slices of the weights, under any layout. fp32 masters are
 read too, not converted from the weights, so no precision is lost if the folder is more precise than training.precision.
 
-With model.moe, a dense model becomes a mixture of experts (`megafp8.conversion.upcycle`). Layers of multi-token
+With checkpoint.init_optimizer, the optimizer's state is read, too, and weights are those of the fp32 masters. With
+model.moe, a dense model becomes a mixture of experts (`megafp8.conversion.upcycle`). Layers of multi-token
 prediction, and adapters of LoRA, that the folder does not have keep their initial values.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from megafp8.checkpoint import collect_shards, latest, newest_readable
 from megafp8.config import Config, ConfigError, ModelConfig, Problem
@@ -33,12 +35,16 @@ from megafp8.conversion.load import load_weights
 from megafp8.conversion.model import is_mtp
 from megafp8.conversion.upcycle import UpcycledSource, is_router
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
+from megafp8.optimizer.adam import AVERAGE
 from megafp8.tensor_parallel.lora import is_lora
-from megafp8.training.state import checkpoint_folder, saved_model, weights
+from megafp8.training.state import checkpoint_folder, saved_model, tensor_kinds, weights
 from megafp8.training.trainer import Trainer
 
 _PROBE = "The 3 quick brown foxes' été: naïve Straße, 東京! def f(x_1):\n\treturn x_1 ** 2 != 0x1F  # ~3.14\n"
 _FILES: dict[TokenizerKind, str] = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
+_MASTER = "optimizer.master."
+_NOT_NEEDED = {"master", AVERAGE}
+"""Optimizer state that begins with the weights."""
 _RESOLVED = ("vocab_size", "max_position_embeddings")
 """Keys for which null means the default, which here is the folder's value."""
 
@@ -160,7 +166,14 @@ def load_init(trainer: Trainer, folder: str) -> None:
 
         for wanted in (weights(trainer), collect_shards(state.get("master", []), "model.")):
             load_weights(source, {name: x for name, x in wanted.items() if not begins_anew(name)})
-    trainer.optimizer.restore(state, 0)
+        steps = 0
+        if trainer.config.checkpoint.init_optimizer:
+            steps = source.about["optimizer_steps"]
+            for key in sorted(state.keys() - _NOT_NEEDED):
+                load_weights(source, collect_shards(state[key], f"optimizer.{key}."))
+    trainer.optimizer.restore(state, steps)
+    if AVERAGE in state:
+        trainer.optimizer.restart_average()
     trainer.fp8.invalidate_weights()
     trainer.publish_weights()
 
@@ -168,4 +181,38 @@ def load_init(trainer: Trainer, folder: str) -> None:
 def _open(config: Config, folder: str) -> Source:
     """The checkpoint that the run starts from; one with adapters as they are if the run trains them further."""
     source = open_source(folder, config.model.vocab_multiple)
+    if config.checkpoint.init_optimizer:
+        _check_optimizer(config, source)
+        return _FromMasters(source)
     return source if config.lora is None else adapted_of(source) or source
+
+
+def _check_optimizer(config: Config, source: Source) -> None:
+    """Raise ConfigError where `source` lacks optimizer state that a run of `config` has."""
+    others = tuple(f"optimizer.{key}." for key in _NOT_NEEDED)
+    needed = [name for name in tensor_kinds(config) if name.startswith("optimizer.") and not name.startswith(others)]
+    lacks = [name for name in needed if name not in source.tensors]
+    if lacks or "optimizer_steps" not in source.about:
+        rule = f"{source.path} has no {lacks[0]}" if lacks else f"{source.path} does not say the number of its steps"
+        works = "leave it out, to start with the weights alone"
+        raise ConfigError("config", [Problem("checkpoint.init_optimizer", True, rule, works)])
+
+
+class _FromMasters(Source):
+    """`source` with the fp32 masters as weights, where it has them."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.path, self.model, self.about = source.path, source.model, source.about
+        self.tokenizer_files = source.tokenizer_files
+        self.tensors = {name: source.tensors[self._most_precise(name)] for name in source.tensors}
+
+    def _most_precise(self, name: str) -> str:
+        master = name.replace("model.", _MASTER, 1) if name.startswith("model.") else name
+        return master if master in self._source.tensors else name
+
+    def read(self, name: str) -> Tensor:
+        return self._source.read(self._most_precise(name))
+
+    def read_rows(self, name: str, first: int, last: int) -> Tensor:
+        return self._source.read_rows(self._most_precise(name), first, last)

@@ -348,6 +348,7 @@ CASES: list[tuple[list[str], int, str]] = [
     *LATENT_ATTENTION,
     (["parallel.tensor=3"], 3, "parallel.tensor = 3: model.num_attention_heads (8) is not a multiple of it; try"),
     (["parallel.tensor=2"], 3, "the world has 3 ranks, not a multiple of 2; start 4 processes"),
+    (["checkpoint.init_optimizer=true"], 4, "init_optimizer = True: there is no checkpoint to take it from; set"),
     (["checkpoint.keep_every=5"], 4, "keep_every = 5: without checkpoint.keep_last every checkpoint is kept; set"),
     (["parallel.pipeline=8"], 8, "parallel.pipeline = 8: a stage would have no layers: model.num_layers is 4"),
     (["parallel.pipeline=2", "parallel.layers_per_stage=[4, 0]"], 2,

@@ -69,6 +69,10 @@ def _byte_level(file: Path) -> Any:
     return tokenizer
 
 
+def _two_files(file: Path) -> None:
+    _byte_level(file).model.save(str(file.parent), file.name.removesuffix("-vocab.json"))
+
+
 def _tiktoken(file: Path) -> None:
     vocab = _byte_level(file).get_vocab()
     bytes_of = {letter: byte for byte, letter in enumerate(byte_letters())}
@@ -95,6 +99,9 @@ CASES = {
     "unigram": Case("sentencepiece", "m", _unigram, "<s>", "</s>", "<unk>", None),
     "tokenizers": Case("huggingface", "tokenizer.json", _byte_level, "<s>", "<|endoftext|>", None, "<pad>"),
     "tokenizers, any name": Case("huggingface", "mine-32k.json", _byte_level, "<s>", "<|endoftext|>", None, "<pad>"),
+    "vocabulary and merges": Case(
+        "huggingface", "my-vocab.json", _two_files, "<|endoftext|>", "<|endoftext|>", None, None
+    ),
     "tiktoken": Case("tiktoken", "ranks.tiktoken", _tiktoken, "<|endoftext|>", "<|endoftext|>", None, None),
     "bytes": Case("bytes", None, None, "<|endoftext|>", "<|endoftext|>", None, None),
 }

@@ -163,6 +163,42 @@ def test_end_tokens(files: dict[str, str], tmp_path: Path) -> None:
     assert build_tokenizer("huggingface", path, "<|im_end|>").eod_id == 3
 
 
+ODD_TEXTS = [
+    "",
+    " ",
+    "  two  spaces\n\n\tand a tab ",
+    "It's what they'll've said: 12345,678.90!?...",
+    "GRÖSSE größe \u0301e\u0301 日本語 العربية 🙂👩‍👩‍👧",
+    "\r\n\u00a0\u2028\ufeff\x00\x7f a\u200bb",
+    "a<|endoftext|>b <|endoftext|> <|endof",
+    "def f(x):\n    return x ** 2\n" * 3,
+]
+
+
+@pytest.mark.parametrize("prefix", ["", "gpt2-"])
+def test_a_vocabulary_and_merges_are_gpt2s_tokenizer(prefix: str, files: dict[str, str], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = tokenizers.Tokenizer.from_file(files["huggingface"]).model
+    model.save(str(tmp_path))
+    vocabulary, merges = tmp_path / f"{prefix}vocab.json", tmp_path / f"{prefix}merges.txt"
+    (tmp_path / "vocab.json").rename(vocabulary)
+    (tmp_path / "merges.txt").rename(merges)
+    ours = build_tokenizer("huggingface", str(vocabulary))
+    theirs = transformers.GPT2Tokenizer(str(vocabulary), str(merges))
+    for text in ODD_TEXTS:
+        ids = ours.encode(text)
+        assert ids == theirs(text)["input_ids"], text
+        assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False) == text
+    assert len(ours.encode(TEXTS[0])) < len(TEXTS[0].encode())
+    assert (ours.vocab_size, ours.eod_id) == (len(theirs), theirs.eos_token_id)
+    lines = merges.read_text().splitlines()
+    merges.write_text("\n".join(lines[:-1]))
+    assert build_tokenizer("huggingface", str(vocabulary)).fingerprint != ours.fingerprint
+    merges.unlink()
+    with pytest.raises(ValueError, match=f"there is no .*{prefix}merges.txt, the merges of this vocabulary"):
+        build_tokenizer("huggingface", str(vocabulary))
+
+
 def test_texts_are_neither_cut_nor_padded(tmp_path: Path) -> None:
     """A tokenizer.json may ask for both, to fit some model's context."""
     library = word_level({"a": 0, "b": 1, "</s>": 2})

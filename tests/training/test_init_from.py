@@ -22,6 +22,7 @@ from megafp8.parallel_state import initialize_distributed, initialize_model_para
 from megafp8.training.init_from import check_init, complete_model, load_init
 from megafp8.training.inputs import open_inputs
 from megafp8.training.metrics import read_metrics
+from megafp8.training.state import save_state
 from megafp8.training.trainer import Trainer
 from tests.conversion import families
 from tests.marks import slow_but
@@ -192,6 +193,43 @@ def test_masters_have_all_the_precision_there_is(
     options = overrides(quickstart_data, tmp_path, "training.precision=bf16", *LAYOUTS["tp2-dp2-zero"][1])
     counts = world4.run(_masters_and_weights, options, tmp_path)
     assert sum(counts) > sum(math.prod(info.shape) for info in HfSource(tmp_path).tensors.values())
+
+
+def _last_losses(options: list[str], first: int, run: Path) -> tuple[list[float], int]:
+    """Losses of the steps from `first` to 3, and the number of updates; the state after two steps is saved."""
+    trainer = _trainer(options)
+    stream = _stream(trainer.config, trainer.parallel.data.rank, trainer.parallel.data.size)
+    losses = []
+    for step in range(4):
+        batch = next(stream)
+        if step >= first:
+            losses.append(trainer.train_step(step, batch)[0].mean)
+        if step == 1 and not first:
+            save_state(trainer, run, 2, None)
+    return losses, trainer.optimizer.step_count
+
+
+def test_the_optimizers_state_too(world2: World, tmp_path: Path, quickstart_data: QuickstartData) -> None:
+    """Later steps are bit for bit those of the trainer whose state it is, also where its weights were rounded."""
+    save_model(tmp_path / "model", "llama3")
+    common = "training.precision=bf16", "parallel.zero=1", *ALONE
+    options = overrides(quickstart_data, tmp_path / "model", *common)
+    expected, updates = world2.run(_last_losses, options, 0, tmp_path)[0]
+    assert updates == 4
+    saved = overrides(quickstart_data, tmp_path / "checkpoints" / "step_00000002", *common)
+    kept = world2.run(_last_losses, [*saved, "checkpoint.init_optimizer=true"], 2, tmp_path)[0]
+    assert kept == (expected[2:], 4)
+    anew, updates = world2.run(_last_losses, saved, 2, tmp_path)[0]
+    assert anew[1] != expected[3]
+    assert updates == 2
+
+
+def test_a_folder_without_the_optimizers_state(tmp_path: Path, quickstart_data: QuickstartData) -> None:
+    save_model(tmp_path, "llama3")
+    options = overrides(quickstart_data, tmp_path, *ALONE, "checkpoint.init_optimizer=true")
+    config = load_config(CONFIG, options, complete_model)
+    with pytest.raises(ConfigError, match=r"init_optimizer = True: .* has no optimizer\.exp_avg\.\S+; leave it out"):
+        check_init(config, tmp_path, None)
 
 
 def _train(*options: str) -> str:
