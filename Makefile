@@ -13,7 +13,7 @@ comma := ,
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-slow test-gpu quickstart lint format clean
+.PHONY: help venv test test-slow test-docs test-gpu quickstart docs lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -44,11 +44,17 @@ test: venv lint  ## lint and the whole CPU suite (about 9 minutes on 2 cores)
 test-slow: venv  ## the tests too slow for every change
 	$(PY) -m pytest -q -m slow
 
+test-docs: venv  ## the site and its links, the tutorial, the notebook and a wheel (3 minutes on 2 cores)
+	$(PY) -m pytest -q -m slow -n 2 tests/test_tutorial.py tests/test_commands.py tests/test_api.py tests/test_site.py
+
 test-gpu: venv  ## the tests that need a GPU
 	$(PY) -m pytest -q -m gpu
 
 quickstart: $(VENV)/.runtime  ## vocabulary, data, FP8 training on 4 processes, loss curve (under 3 minutes)
 	@$(PY) tools/quickstart.py
+
+docs: venv  ## the site, in build/site
+	$(PY) -m mkdocs build --strict -f docs/site/mkdocs.yml
 
 lint: venv  ## ruff, types, and the direction of imports
 	$(PY) -m ruff check .

@@ -12,24 +12,12 @@ Exit codes: 0 done or stopped cleanly; 2 wrong config, data or checkpoint, or a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from megafp8.commands.pretrain import live_evaluation
 from megafp8.training import command_line
-
-if TYPE_CHECKING:
-    from megafp8.training.inputs import Inputs
-    from megafp8.training.job import MakeEvaluation
-
-
-def _live_evaluation(inputs: Inputs) -> MakeEvaluation:
-    from megafp8.inference import live  # needs torch
-
-    live.check(inputs)
-    return live.LiveEvaluation
 
 
 def main() -> int:
-    return command_line.main(__doc__, "gpt", _live_evaluation)
+    return command_line.main(__doc__, "gpt", live_evaluation)
 
 
 if __name__ == "__main__":

@@ -96,6 +96,16 @@ def test_an_earlier_step_is_advised_by_what_was_known_then(tmp_path: Path, capsy
     assert len(text.split("\n\n")[1].splitlines()) == 21  # a head and twenty
 
 
+def test_tensors_that_are_not_finite_are_not_called_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = max(record.step for record in healthy())
+    broken = [
+        replace(r, amax=None, snr_db=None, saturated=0.5) if (r.step, r.operand) == (last, "grad_output") else r
+        for r in healthy()
+    ]
+    text = shown(capsys, run_folder(tmp_path / "run", broken, recipe="delayed"))
+    assert f"Advice: none, as 12 tensors are not finite in step {last}, " in text
+
+
 def test_advice_knows_the_config_that_the_run_was_resumed_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

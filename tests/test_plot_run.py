@@ -18,10 +18,11 @@ import pytest
 import yaml
 from matplotlib.image import imread
 
+from megafp8.commands import run_data
+from megafp8.commands.run_data import Curve, downsample
 from megafp8.fp8.health import OPERANDS, Record, ReportWriter
 from megafp8.training.goodput import PARTS
-from tools import plot_run, run_data
-from tools.run_data import Curve, downsample
+from tools import plot_run
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
 NOON = datetime.datetime(2026, 1, 31, 12, tzinfo=datetime.timezone.utc)

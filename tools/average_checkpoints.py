@@ -18,11 +18,11 @@ import sys
 from pathlib import Path
 
 from megafp8.checkpoint import complete_checkpoints
+from megafp8.commands.common import new_parser, run_tool
 from megafp8.conversion.adapters import open_native
 from megafp8.conversion.average import Averaged
 from megafp8.conversion.convert import Selected, convert, verify
 from megafp8.conversion.formats import FORMATS
-from tools.common import new_parser, run_tool
 
 
 def checkpoints(paths: list[Path], last: int | None, least: int) -> list[Path]:

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megafp8.commands.common import new_parser
 from megafp8.config import Config, check_layout, load_config
 from megafp8.distributed.collectives import (
     all_gather,
@@ -53,7 +54,6 @@ from megafp8.parallel_state import destroy_model_parallel, initialize_distribute
 from megafp8.training.errors import NO_RESTART, TrainingError, run_and_report
 from megafp8.training.run_log import source_commit
 from megafp8.training.validate import run_folder, validate
-from tools.common import new_parser
 
 Status = Literal["pass", "warn", "fail"]
 

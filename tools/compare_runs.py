@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megafp8.commands.common import names_of, new_parser, pyplot, run_tool
 from megafp8.training.metrics import read_metrics
-from tools.common import new_parser, pyplot, run_tool
 
 Run = dict[int, dict[str, Any]]
 
@@ -30,23 +29,6 @@ def read_run(folder: Path) -> Run:
     if not records:
         raise ValueError(f"{path} has no step")
     return {record["step"]: record for record in records}
-
-
-def names_of(folders: Sequence[Path]) -> list[str]:
-    """A unique name for each folder. ValueError if a folder is given twice."""
-    paths = [folder.resolve() for folder in folders]
-    for i, path in enumerate(paths):
-        if path in paths[:i]:
-            raise ValueError(f"{folders[i]} is given twice")
-    return ["/".join(path.parts[-_parts_needed(path, paths) :]) for path in paths]
-
-
-def _parts_needed(path: Path, paths: Sequence[Path]) -> int:
-    """Number of last parts of `path` that no other of `paths` ends with."""
-    for count in range(1, len(path.parts)):
-        if sum(other.parts[-count:] == path.parts[-count:] for other in paths) == 1:
-            return count
-    return len(path.parts)
 
 
 def largest_deviation(run: Run, reference: Run, key: str) -> float:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megafp8.commands.common import new_parser, pyplot, run_tool
 from megafp8.config import Config, ParallelConfig, load_config
 from megafp8.data.samples import Batch
 from megafp8.parallel_state import (
@@ -31,7 +32,6 @@ from megafp8.parallel_state import (
     initialize_model_parallel,
 )
 from megafp8.training.trainer import Trainer
-from tools.common import new_parser, pyplot, run_tool
 
 MEASURED = ("embedding", "attention", "mlp", "logits")
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from megafp8.commands.common import add_input_flags, input_files, new_parser, run_tool
 from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.packages import import_package
 from megafp8.data.samples import split_documents
@@ -30,7 +31,6 @@ from megafp8.inference.load import Layout, Opened, load_model, open_checkpoint
 from megafp8.inference.perplexity import Document, Loss, documents_of_data_set, documents_of_files, loss_of
 from megafp8.inference.scoring import Scorer
 from megafp8.parallel_state import destroy_model_parallel
-from tools.common import add_input_flags, input_files, new_parser, run_tool
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

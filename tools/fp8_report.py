@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -21,10 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.config import Config, load_config
-from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Record, advice, as_yaml, read_report
-from megafp8.training.fp8_config import fp8_recipe
-from tools.common import file_of_run, new_parser, pyplot, run_tool
+from megafp8.commands.common import file_of_run, new_parser, pyplot, run_tool
+from megafp8.commands.fp8_records import advice_text, grid, ordered_layers, place, read_config
+from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Record, read_report
 
 _MOST_NAMES = 20
 _PANELS = (
@@ -43,12 +40,6 @@ def read_run(folder: Path) -> list[Record]:
     if not records:
         raise ValueError(f"{path} is empty: no step has been sampled yet; they are every fp8.report_interval steps")
     return records
-
-
-def read_config(folder: Path) -> Config:
-    """The config that the run was last started with. ValueError if none loads."""
-    resumed = sorted(folder.glob("config-from-step-*.yaml"))
-    return load_config(resumed[-1] if resumed else folder / "config.yaml")
 
 
 def chosen_step(records: Sequence[Record], wanted: str) -> int:
@@ -116,48 +107,6 @@ def summary(records: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
-def advice_text(records: Sequence[Record], config: Config) -> str:
-    """The advice of `megafp8.fp8.health`, and the YAML that follows it."""
-    recipe = fp8_recipe(config)
-    if recipe is None:
-        return "Advice: none, since the run was last started with fp8.recipe none."
-    gradients = [operands.grad_output for r in records if (operands := recipe.operands(r.layer)) is not None]
-    uses_nvfp4 = any(gradient.capabilities.bits == 4 for gradient in gradients)
-    advised = advice(records, fp8_format=None if uses_nvfp4 else recipe.fp8_format)
-    if not advised:
-        return "Advice: none, all tensors are healthy."
-    lines = ["Advice"]
-    for a in advised:
-        lines += textwrap.wrap(f"{a.layer} {a.operand}: {a.reason}", 110, initial_indent="- ", subsequent_indent="  ")
-    return "\n".join([*lines, "", "As a config:", "", as_yaml(advised, config.fp8.exclude)])
-
-
-def _place(layer: str) -> tuple[str, int]:
-    """Kind and block of a layer: ("mlp.down", 3) of "layers.3.mlp.down"."""
-    block = re.search(r"\.(\d+)\.", layer)
-    return (layer, 0) if block is None else (layer[block.end() :], int(block[1]))
-
-
-def ordered_layers(records: Sequence[Record]) -> list[str]:
-    """All layers, sorted by their place in a block, then by block."""
-    kinds = list(dict.fromkeys(_place(record.layer)[0] for record in records))
-    return sorted({record.layer for record in records}, key=lambda a: (kinds.index(_place(a)[0]), _place(a)[1]))
-
-
-def grid(records: Sequence[Record], operand: str, field: str) -> NDArray[np.float64]:
-    """`field` of an operand, `[ordered layers, sampled steps]`; NaN if missing; log2 of an amax."""
-    layers, steps = ordered_layers(records), sorted({record.step for record in records})
-    row, column = ({key: i for i, key in enumerate(keys)} for keys in (layers, steps))
-    values = np.full((len(layers), len(steps)), np.nan)
-    for record in records:
-        value = getattr(record, field)
-        if record.operand == operand and value is not None:
-            values[row[record.layer], column[record.step]] = value
-    if field == "amax":
-        return np.log2(values, out=np.full_like(values, np.nan), where=values > 0)
-    return values
-
-
 def plot(records: Sequence[Record], path: Path, title: str) -> None:
     """Heat maps of layers × sampled steps as a PNG: SNR, underflow, saturation and log2 amax, of each operand."""
     plt = pyplot()
@@ -199,14 +148,14 @@ def _colour_scale(field: str, values: NDArray[np.float64]) -> Any:
 
 def _mark_layers(axes: Any, layers: Sequence[str]) -> None:
     """Label layers, or groups of the same place in a block if there are many; lines between the groups."""
-    kinds = [_place(layer)[0] for layer in layers]
+    kinds = [place(layer)[0] for layer in layers]
     firsts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
     if len(layers) <= _MOST_NAMES:
         axes.set_yticks(range(len(layers)), layers, fontsize="small")
     else:
         ends = [*firsts[1:], len(layers)]
         labels = [
-            f"{kinds[i]}\nblocks {_place(layers[i])[1]}-{_place(layers[end - 1])[1]}" for i, end in zip(firsts, ends)
+            f"{kinds[i]}\nblocks {place(layers[i])[1]}-{place(layers[end - 1])[1]}" for i, end in zip(firsts, ends)
         ]
         axes.set_yticks([(i + end - 1) / 2 for i, end in zip(firsts, ends)], labels, fontsize="small")
     for i in firsts[1:]:

@@ -21,11 +21,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megafp8.commands.common import new_parser, run_tool
 from megafp8.distributed.collectives import broadcast_object
 from megafp8.inference import Completion, Generator, SamplingOptions
 from megafp8.inference.arguments import add_cache_flags, add_model_flags, load_generator
 from megafp8.parallel_state import destroy_model_parallel
-from tools.common import new_parser, run_tool
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megafp8.commands.common import add_tokenizer_flags, new_parser, pyplot, run_tool, tokenizer_settings
 from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.samples import PackedDataset
 from megafp8.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
-from tools.common import add_tokenizer_flags, new_parser, pyplot, run_tool, tokenizer_settings
 
 _WIDTH = 50
 

@@ -27,6 +27,7 @@ if __package__ in (None, ""):  # started as a file
 
 import yaml
 
+from megafp8.commands.common import new_parser, run_tool
 from megafp8.config import Config, ConfigError, check_layout, load_config
 from megafp8.planner.activations import Kinds, planned_fp8
 from megafp8.planner.hardware import GPUS, Cluster
@@ -35,7 +36,6 @@ from megafp8.planner.predict import Prediction, predict
 from megafp8.planner.search import Candidate, Found, changed_keys, search
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.inputs import with_vocabulary
-from tools.common import new_parser, run_tool
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -11,23 +11,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megafp8.training.expert_load import FILE_NAME, read_expert_load
-from tools.common import file_of_run, new_parser, pyplot, run_tool
-
-Load = Mapping[int, Sequence[int]]
-"""By layer, the choices of each expert."""
-
-
-def relative(load: Load) -> NDArray[np.float64]:
-    """`[layers, experts]`: tokens relative to the mean of the layer."""
-    tokens = np.array(list(load.values()), dtype=np.float64)
-    return tokens / np.maximum(tokens.mean(axis=1, keepdims=True), 1e-30)
+from megafp8.commands.common import file_of_run, new_parser, pyplot, run_tool
+from megafp8.training.expert_load import FILE_NAME, Load, read_expert_load, relative
 
 
 def read_run(folder: Path) -> dict[int, dict[int, list[int]]]:

@@ -22,11 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from megafp8.training.goodput import PARTS
-from megafp8.training.plots import draw_learning_rate, draw_loss
-from tools.common import new_parser, pyplot, run_tool
-from tools.compare_runs import names_of
-from tools.run_data import (
+from megafp8.commands.common import names_of, new_parser, pyplot, run_tool
+from megafp8.commands.run_data import (
     KINDS,
     PANELS,
     Curve,
@@ -39,6 +36,8 @@ from tools.run_data import (
     read_run,
     summary,
 )
+from megafp8.training.goodput import PARTS
+from megafp8.training.plots import draw_learning_rate, draw_loss
 
 _PAGE = Path(__file__).with_suffix(".html")
 _AXIS_POINTS = 1000

@@ -26,11 +26,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megafp8.commands.common import new_parser, pyplot, run_tool
 from megafp8.pipeline_parallel.actions import Kind, Placement, split_backwards
 from megafp8.pipeline_parallel.registry import SCHEDULES, cell, place_stages, training_schedule
 from megafp8.pipeline_parallel.simulate import Timeline, Times, mean_times, simulate
 from megafp8.pipeline_parallel.trace import chrome_trace, read_timeline
-from tools.common import new_parser, pyplot, run_tool
 
 COLOURS = {"F": "#6baed6", "whole": "#41ab5d", "B": "#a1d99b", "W": "#fd8d3c"}
 LABELLED = 1200  # most actions that are drawn with their numbers

@@ -24,10 +24,17 @@ import sys
 import time
 from typing import get_args
 
+from megafp8.commands.common import (
+    add_input_flags,
+    add_tokenizer_flags,
+    input_files,
+    new_parser,
+    run_tool,
+    tokenizer_settings,
+)
 from megafp8.data.chats import read_chat_template
 from megafp8.data.documents import Style, read_documents
 from megafp8.data.preprocess import Chats, Completions, Method, Texts, preprocess
-from tools.common import add_input_flags, add_tokenizer_flags, input_files, new_parser, run_tool, tokenizer_settings
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from megafp8.commands.common import add_input_flags, input_files, new_parser, run_tool, signal_handler
 from megafp8.data.documents import Document, read_documents
-from tools.common import add_input_flags, input_files, new_parser, run_tool, signal_handler
 
 _PIECE = 4000  # characters in one of sentencepiece's "sentences"; it limits them to about 4,192 bytes by default
 

@@ -296,7 +296,8 @@ def _advice(
 ) -> Advice | None:
     """The first change that applies to one tensor."""
     last, recent, growth = history[-1], history[-RECENT_STEPS:], _amax_growth(history)
-    saturated, underflow = (fmean(getattr(r, name) for r in recent) for name in ("saturated", "underflow"))
+    finite = [r for r in recent if r.amax is not None]  # infinities are clamped by any recipe
+    saturated, underflow = (fmean([getattr(r, name) for r in finite] or [0]) for name in ("saturated", "underflow"))
     advised = partial(Advice, last.layer, last.operand)
     if last.layer.endswith("mlp.down") and last.operand == "input" and growth > AMAX_GROWTH:
         reason = (

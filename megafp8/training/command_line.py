@@ -17,7 +17,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megafp8.config import Config, ConfigError, Problem, check_layout, end_of_stage, load_config, planned_stages
+from megafp8.config import (
+    Config,
+    ConfigError,
+    PlannedStage,
+    Problem,
+    check_layout,
+    end_of_stage,
+    load_config,
+    planned_stages,
+)
 from megafp8.training.errors import run_and_report
 
 if TYPE_CHECKING:
@@ -73,15 +82,27 @@ def _complete_model(tree: dict[str, Any], source: str) -> None:
     complete_model(tree, source)
 
 
-def _check_architecture(config: Config, architecture: str, source: str) -> None:
+def _check_architecture(config: Config, architecture: str | None, source: str) -> None:
     given = config.model.architecture
-    if given != architecture:
+    if architecture is not None and given != architecture:
         rule = f"pretrain_{architecture}.py trains models of architecture {architecture}"
         works = f"start pretrain_{given}.py, or try {architecture}"
         raise ConfigError(source, [Problem("model.architecture", given, rule, works)])
 
 
-def prepare(arguments: argparse.Namespace, architecture: str) -> Inputs | None:
+def check_config(config: Config, world_size: int, source: str) -> list[PlannedStage]:
+    """The stages of the run, whose layouts and recipes are checked for `world_size` ranks. Raises ConfigError."""
+    stages = planned_stages(config, source)
+    for stage in stages:
+        check_layout(stage.config, world_size, stage.source)
+    from megafp8.training.fp8_config import check_recipe  # needs torch
+
+    for stage in stages:
+        check_recipe(stage.config, stage.source)
+    return stages
+
+
+def prepare(arguments: argparse.Namespace, architecture: str | None) -> Inputs | None:
     """Do all checks that need no process group; None if there is nothing to train.
 
     Importing torch takes longer than all checks, so those that do not need it come before the import.
@@ -96,15 +117,8 @@ def prepare(arguments: argparse.Namespace, architecture: str) -> Inputs | None:
         p = config.parallel
         world_size = arguments.world_size or max(world_size, p.tensor * p.pipeline * p.context)
         gc.disable()  # this process ends soon, and collecting takes a sixth of its time
-    stages = planned_stages(config, arguments.config)
-    for stage in stages:
-        check_layout(stage.config, world_size, stage.source)
-
+    stages = check_config(config, world_size, arguments.config)
     # From here on torch is needed; a dry run imports no more of it than it must.
-    from megafp8.training.fp8_config import check_recipe
-
-    for stage in stages:
-        check_recipe(stage.config, stage.source)
     if arguments.dry_run:
         from megafp8.training.describe import dry_run
 
@@ -120,7 +134,9 @@ def prepare(arguments: argparse.Namespace, architecture: str) -> Inputs | None:
     return validate(config, world_size, arguments.config)
 
 
-def run(description: str | None, architecture: str, live_evaluation: Callable[[Inputs], MakeEvaluation] | None) -> None:
+def run(
+    description: str | None, architecture: str | None, live_evaluation: Callable[[Inputs], MakeEvaluation] | None
+) -> None:
     inputs = prepare(parse_arguments(description), architecture)
     if inputs is not None:
         from megafp8.training.job import train
@@ -132,9 +148,11 @@ def run(description: str | None, architecture: str, live_evaluation: Callable[[I
 
 
 def main(
-    description: str | None, architecture: str, live_evaluation: Callable[[Inputs], MakeEvaluation] | None = None
+    description: str | None,
+    architecture: str | None,
+    live_evaluation: Callable[[Inputs], MakeEvaluation] | None = None,
 ) -> int:
-    """Train models of `architecture`, as the command line says; returns the exit code.
+    """Train models of `architecture`, None: any, as the command line says; returns the exit code.
 
     `live_evaluation`: checks what `training.evaluate` asks for, which raises ValueError, and gives what does it.
     """

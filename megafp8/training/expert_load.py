@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megafp8.distributed.collectives import all_reduce
@@ -113,3 +115,13 @@ def read_expert_load(path: Path) -> dict[int, dict[int, list[int]]]:
         record["step"]: {int(layer): tokens for layer, tokens in record["tokens"].items()}
         for record in read_steps(path, "tokens")
     }
+
+
+Load = Mapping[int, Sequence[int]]
+"""By layer, the choices of each expert."""
+
+
+def relative(load: Load) -> NDArray[np.float64]:
+    """`[layers, experts]`: tokens relative to the mean of the layer."""
+    tokens = np.array(list(load.values()), dtype=np.float64)
+    return tokens / np.maximum(tokens.mean(axis=1, keepdims=True), 1e-30)

@@ -376,6 +376,7 @@ def test_advice(
         (QKV, "input", {"first_step": 800, "amax": 30.0}, "hybrid"),
         (DOWN, "input", {"first_step": 800, "amax": None}, "hybrid"),
         (DOWN, "input", {"amax": 0.0}, "hybrid"),
+        (QKV, "grad_output", {"first_step": 800, "amax": None, "saturated": 0.5, "underflow": 0.5}, "e4m3"),
     ],
 )
 def test_no_advice(layer: str, operand: str, figures: dict[str, Any], fp8_format: Any) -> None:

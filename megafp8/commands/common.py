@@ -6,7 +6,7 @@ import argparse
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +41,23 @@ def file_of_run(folder: Path, name: str, advice: str) -> Path:
     if not (folder / name).exists():
         raise ValueError(f"{folder} has no {name}: {advice}")
     return folder / name
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """A unique name for each folder. ValueError if a folder is given twice."""
+    paths = [folder.resolve() for folder in folders]
+    for i, path in enumerate(paths):
+        if path in paths[:i]:
+            raise ValueError(f"{folders[i]} is given twice")
+    return ["/".join(path.parts[-_parts_needed(path, paths) :]) for path in paths]
+
+
+def _parts_needed(path: Path, paths: Sequence[Path]) -> int:
+    """Number of last parts of `path` that no other of `paths` ends with."""
+    for count in range(1, len(path.parts)):
+        if sum(other.parts[-count:] == path.parts[-count:] for other in paths) == 1:
+            return count
+    return len(path.parts)
 
 
 def add_input_flags(parser: argparse._ActionsContainer) -> None:

@@ -1,4 +1,4 @@
-"""What a run folder shows: curves of its metrics, FP8 health, expert load, events, texts and goodput. No command.
+"""What a run folder shows: curves of its metrics, FP8 health, expert load, events, texts and goodput.
 
 `read_run` reads a folder into a `RunData`; tools/plot_run.py draws it.
 """
@@ -17,17 +17,16 @@ from typing import Any
 import numpy as np
 import yaml
 
+from megafp8.commands.common import file_of_run
+from megafp8.commands.fp8_records import advice_text, grid, ordered_layers, read_config
 from megafp8.fp8.health import FILE_NAME as FP8_FILE
 from megafp8.fp8.health import OPERANDS, Record, read_report
 from megafp8.training.expert_load import FILE_NAME as EXPERT_LOAD_FILE
-from megafp8.training.expert_load import read_expert_load
+from megafp8.training.expert_load import read_expert_load, relative
 from megafp8.training.goodput import Goodput, goodput, read_lines
 from megafp8.training.history import changed_keys
 from megafp8.training.metrics import counting, fp8_scalars, short_number
 from megafp8.training.run_log import LAUNCHES_FILE, LOG_FILE
-from tools.common import file_of_run
-from tools.fp8_report import advice_text, grid, ordered_layers, read_config
-from tools.plot_expert_load import relative
 
 BUCKETS = 750
 """Longer curves are reduced to this many buckets."""
@@ -136,7 +135,7 @@ class HeatMap:
 class RunData:
     """A run. `records`: those of metrics.jsonl that count. `curves`: by key of `PANELS`.
 
-    `advice`: of tools/fp8_report.py. `trouble`: warnings and errors of log.txt, the latest ones.
+    `advice`: of the FP8 report. `trouble`: warnings and errors of log.txt, the latest ones.
     """
 
     name: str

@@ -1,0 +1,220 @@
+"""Pages of reference as Markdown, made from what they describe: the config's schema, and docstrings."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import types
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from megafp8 import commands as command_table
+from megafp8.config import Config
+
+MODULES = ("megafp8", "megafp8.inference", "megafp8.fp8", "megafp8.nn")
+"""Modules whose `__all__` is documented."""
+
+
+class Key(NamedTuple):
+    """A key of the config: its dotted path, with `[]` behind lists of sections, and the field."""
+
+    path: str
+    field: FieldInfo
+    section: type[BaseModel] | None
+
+
+def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key]:
+    """All keys of `section`, those that are sections last; a section comes before what it holds."""
+    for name, field in sorted(
+        section.model_fields.items(), key=lambda item: _section(item[1].annotation)[0] is not None
+    ):
+        inner, is_list = _section(field.annotation)
+        path = f"{prefix}{name}"
+        yield Key(path, field, inner)
+        if inner is not None:
+            yield from keys(inner, f"{path}[]." if is_list else f"{path}.")
+
+
+def _section(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """The section that a type is or has as an item, and whether as an item of a list."""
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return annotation, False
+    for inner in get_args(annotation):
+        found, is_list = _section(inner)
+        if found is not None:
+            return found, is_list or get_origin(annotation) is list
+    return None, False
+
+
+def type_name(annotation: Any, metadata: Any = ()) -> str:
+    """A type as a user of YAML reads it: `auto | cuda | cpu`, `list of int`, with its bounds."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_name(arguments[0], arguments[1:])
+    if origin in (Union, types.UnionType):
+        name = " or ".join(dict.fromkeys(type_name(a) for a in arguments))
+    elif origin is Literal:
+        name = " | ".join("null" if a is None else str(a).lower() if isinstance(a, bool) else str(a) for a in arguments)
+    elif origin is list:
+        name = f"list of {type_name(arguments[0])}"
+    elif origin is tuple:
+        name = f"list of {len(arguments)}: {type_name(arguments[0])}"
+    elif origin is dict:
+        name = f"mapping of {type_name(arguments[0])} to {type_name(arguments[1])}"
+    elif annotation is type(None):
+        name = "null"
+    elif inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        name = "section"
+    else:
+        names = {str: "text", bool: "true or false", int: "integer", float: "number", Any: "any value"}
+        name = names.get(annotation) or getattr(annotation, "__name__", str(annotation))
+    return name + "".join(_bounds(metadata))
+
+
+def _bounds(metadata: Any) -> Iterator[str]:
+    for item in metadata:
+        for inner in getattr(item, "metadata", [item]):
+            for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
+                if getattr(inner, name, None) is not None:
+                    yield f", {sign} {getattr(inner, name):g}"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.default
+    if isinstance(value, BaseModel):
+        return ""
+    return f"default {_yaml(value)}"
+
+
+def _yaml(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_yaml, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value) or '""'
+
+
+def config() -> str:
+    """Every key of the config with its type, default and description."""
+    lines = [
+        "# Config reference", "",
+        "Every key of a run's YAML file, in the order of the schema. A section that is left out has its defaults; "
+        "`key=value` on the command line overrides any key by its dotted path. `--print-schema` gives the same as a "
+        "JSON schema, for editors.", "",
+        "## Top level", "",
+    ]  # fmt: skip
+    for path, field, section in keys():
+        depth = path.count(".")
+        if section is not None:
+            text = " ".join(filter(None, [field.description, inspect.cleandoc(section.__doc__ or "")]))
+            lines += [f"{'#' * min(depth + 2, 4)} {path}", "", _paragraph(text), ""]
+            if not isinstance(field.default, BaseModel):
+                lines += [f"*{type_name(field.annotation, field.metadata)}; {_default(field)}*", ""]
+        else:
+            kind = "; ".join(filter(None, [type_name(field.annotation, field.metadata), _default(field)]))
+            lines += [f"{'#' * min(depth + 3, 5)} `{path}`", "", f"*{kind}*".replace("|", "\\|"), ""]
+            lines += [_paragraph(field.description or ""), ""]
+    return "\n".join(lines)
+
+
+def _paragraph(text: str) -> str:
+    """Text of a docstring as Markdown, in which `*` and `<name>` are text, and pages of the site are linked."""
+    text = " ".join(text.split()).replace("*", "\\*").replace("<", "&lt;")
+    return re.sub(r"docs/([\w/-]+\.md)", r"[docs/\1](../\1)", text)
+
+
+def commands() -> str:
+    """The subcommands of `megafp8`, with the documentation of their modules."""
+    lines = ["# Commands", "", "`megafp8 COMMAND` runs a tool from any folder once the package is installed; in a "
+             "checkout `python tools/X.py` does the same. `megafp8 COMMAND --help` lists all options.", ""]  # fmt: skip
+    for name in command_table.COMMANDS:
+        file = command_table.file_of(name)
+        text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        where = file.relative_to(command_table.PACKAGE.parent).as_posix()
+        lines += [f"## megafp8 {name}", "", f"`{where}`", "", _docstring(text), ""]
+    return "\n".join(lines)
+
+
+def _docstring(text: str) -> str:
+    """A docstring, whose indented examples become blocks."""
+    paragraphs = text.strip().split("\n\n")
+    return "\n\n".join(f"```\n{inspect.cleandoc(p)}\n```" if p.startswith("    ") else p for p in paragraphs)
+
+
+def python() -> str:
+    """The public names of `MODULES`, with signatures and docstrings."""
+    also = "[From Python](../python.md) and [FP8 in any model](../fp8-any-model.md) say how to use them."
+    lines = ["# Python reference", "", f"The public names of these modules. {also}", ""]
+    seen: set[int] = set()
+    for module_name in MODULES:
+        module = import_module(module_name)
+        lines += [f"## {module_name}", "", (inspect.getdoc(module) or "").split("\n\n")[0], ""]
+        for name in module.__all__:
+            value = getattr(module, name)
+            if id(value) not in seen:
+                lines += _member(f"{module_name}.{name}", value)
+            seen.add(id(value))
+    return "\n".join(lines)
+
+
+def _member(path: str, value: Any) -> Iterator[str]:
+    yield from (f"### {path}", "")
+    if inspect.isclass(value) and issubclass(value, BaseModel):
+        yield from ("A section of the config: [its keys](config.md).", "")
+        return
+    if not callable(value):
+        yield from (f"`{type(value).__name__}`", "")
+        return
+    yield from ("```python", f"{path.rpartition('.')[2]}{_signature(value)}", "```", "")
+    yield from (_docstring(inspect.getdoc(value) or ""), "")
+    for name, method in vars(value).items() if inspect.isclass(value) else ():
+        function = getattr(method, "__func__", method)
+        if not name.startswith("_") and inspect.isfunction(function):
+            yield from (
+                f"#### {path.rpartition('.')[2]}.{name}",
+                "",
+                "```python",
+                f"{name}{_signature(function)}",
+                "```",
+            )
+            yield from ("", _docstring(inspect.getdoc(function) or ""), "")
+
+
+def _signature(value: Any) -> str:
+    """The parameters, one a line if they are many."""
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return "(...)"
+    parameters, only_by_name = [], False
+    for p in signature.parameters.values():
+        if p.kind == p.VAR_POSITIONAL:
+            only_by_name = True
+        elif p.kind == p.KEYWORD_ONLY and not only_by_name:
+            parameters.append("*")
+            only_by_name = True
+        stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        kind = "" if p.annotation is p.empty else f": {_annotation(p.annotation)}"
+        default = "" if p.default is p.empty else f" = {_value(p.default)}"
+        parameters.append(f"{stars}{p.name}{kind}{default}")
+    result = signature.return_annotation
+    end = "" if result is signature.empty or inspect.isclass(value) else f" -> {_annotation(result)}"
+    text = f"({', '.join(parameters)}){end}"
+    return text if len(text) < 80 else "(\n" + "".join(f"    {p},\n" for p in parameters) + f"){end}"
+
+
+def _annotation(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def _value(default: Any) -> str:
+    """A default value, if it is short and its text is Python; else an ellipsis."""
+    text = repr(default)
+    return text if len(text) <= 40 and "<" not in text else "..."

@@ -1,0 +1,91 @@
+"""Training from Python: what pretrain_gpt.py does, for scripts and notebooks.
+
+The package has these names at its top level, beside those of `megafp8.inference` (docs/python.md).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megafp8 import config as configs
+from megafp8.config import Config
+from megafp8.inference import live
+from megafp8.parallel_state import destroy_model_parallel
+from megafp8.training import job, metrics
+from megafp8.training.command_line import check_config
+from megafp8.training.init_from import complete_model
+from megafp8.training.validate import run_folder, validate
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config in a YAML file, with overrides such as `"parallel.tensor=2"` applied in order.
+
+    With `checkpoint.init_from`, keys of `model` that are not given are those of that model. Raises ConfigError, a
+    ValueError, which names each wrong key, its value, the rule and what would work.
+    """
+    return configs.load_config(path, overrides, complete_model)
+
+
+class Trainer:
+    """Trains as a config says: what pretrain_gpt.py does, for scripts and notebooks.
+
+    In a script under torchrun or `megafp8 launch` every rank makes one; else the layout is that of one process. Raises
+    ConfigError if the config does not fit the number of ranks.
+
+    `config`: of `load_config`. `run_folder`: the folder with all files of the run.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.run_folder = run_folder(config)
+        self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        check_config(config, self._world_size, "config")
+
+    def train(self) -> None:
+        """Train from the run's newest checkpoint, or from the beginning, to the last step.
+
+        Ctrl-C or SIGTERM end it after the step, with a checkpoint; call it again to continue. Call it from the main
+        thread. Raises ValueError for a wrong config, data set or checkpoint, before anything is written, and
+        TrainingError if training cannot continue.
+        """
+        inputs = validate(self.config, self._world_size, "config")
+        evaluation = None
+        if inputs.config.training.evaluate is not None:
+            live.check(inputs)
+            evaluation = live.LiveEvaluation
+        with _own_signal_handlers():
+            try:
+                job.train(inputs, evaluation)
+            except BaseException:
+                # The process may live on. With more ranks it ends: leaving would wait for ranks that wait for this one.
+                if self._world_size == 1:
+                    destroy_model_parallel()
+                raise
+
+
+def read_metrics(run: str | Path) -> list[dict[str, Any]]:
+    """The metrics of a run's steps, in order: one dict a step, with the keys of metrics.jsonl (docs/python.md).
+
+    `run`: the run's folder. Steps that were repeated after a crash are given once. Raises ValueError if the folder has
+    no metrics.
+    """
+    path = Path(run) / "metrics.jsonl"
+    if not path.exists():
+        raise ValueError(f"{run} has no metrics.jsonl: give a run's own folder, <run_dir>/<name>")
+    return metrics.read_metrics(path)
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Context after which SIGINT and SIGTERM do again what they did before."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

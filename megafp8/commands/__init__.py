@@ -1,0 +1,95 @@
+"""The command `megafp8`: its subcommands are the job, the launcher, the server, and the tools.
+
+In a checkout `tools/` and `launch/` are folders beside the package; a wheel has them in it, as `megafp8.tools` and
+`megafp8.launch` (pyproject.toml). Nothing but the subcommand that runs is imported, so help needs no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from megafp8 import __version__
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+COMMANDS = {
+    "pretrain": "megafp8.commands.pretrain",
+    "launch": "launch.agent",
+    "plan": "tools.plan",
+    "check-cluster": "tools.check_cluster",
+    "train-tokenizer": "tools.train_tokenizer",
+    "preprocess": "tools.preprocess_data",
+    "inspect-data": "tools.inspect_data",
+    "compare": "tools.compare_runs",
+    "report": "tools.fp8_report",
+    "inspect": "tools.inspect_checkpoint",
+    "convert": "tools.convert_checkpoint",
+    "average": "tools.average_checkpoints",
+    "generate": "tools.generate",
+    "serve": "megafp8.inference.server.__main__",
+    "evaluate": "tools.evaluate",
+    "coordinate-check": "tools.coordinate_check",
+    "plot-run": "tools.plot_run",
+    "plot-schedule": "tools.plot_schedule",
+    "plot-expert-load": "tools.plot_expert_load",
+}
+"""Subcommands, and the modules whose `main` they are."""
+
+
+def is_checkout() -> bool:
+    """Whether tools/ and launch/ are beside the package."""
+    return not (PACKAGE / "tools").is_dir()
+
+
+def file_of(name: str) -> Path:
+    """The source file of a subcommand."""
+    module = COMMANDS[name]
+    first, *rest = module.split(".")
+    root = PACKAGE.parent if first == "megafp8" or is_checkout() else PACKAGE
+    return root.joinpath(first, *rest).with_suffix(".py")
+
+
+def summary(name: str) -> str:
+    """The first line of a subcommand's documentation."""
+    with file_of(name).open(encoding="utf-8") as file:
+        line = next(line for line in file if line.startswith('"""'))
+    return line.strip().strip('"').partition(": `")[0].rstrip(".")
+
+
+def help_text() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:{width}}  {summary(name)}" for name in COMMANDS)
+    return (
+        f"usage: megafp8 COMMAND ...\n\nPretrain models in FP8, and all that belongs to it.\n\n{commands}\n\n"
+        "`megafp8 COMMAND --help` says more. On several GPUs:\n"
+        "  megafp8 launch --standalone --nproc-per-node 8 -m megafp8 pretrain --config my.yaml"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand that the arguments name; returns its exit code."""
+    name, *arguments = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    if name in ("-h", "--help"):
+        print(help_text())
+        return 0
+    if name == "--version":
+        print(__version__)
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        works = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
+        print(f"error: megafp8 has no command {name!r}; {works}", file=sys.stderr)
+        return 2
+    module = COMMANDS[name]
+    if not module.startswith("megafp8."):
+        if is_checkout():
+            sys.path.insert(0, str(PACKAGE.parent))
+        else:
+            module = f"megafp8.{module}"
+    sys.argv = [f"megafp8 {name}", *arguments]  # argparse's name of the program
+    code: int = import_module(module).main()
+    return code

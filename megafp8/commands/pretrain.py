@@ -1,0 +1,34 @@
+"""Pretrain a GPT, BERT or T5 model from one YAML file.
+
+    megafp8 pretrain --config my.yaml                                  # one process
+    megafp8 launch --standalone --nproc-per-node 8 -m megafp8 pretrain --config my.yaml parallel.tensor=2
+    megafp8 pretrain --config my.yaml --dry-run --world-size 64
+
+Does what pretrain_gpt.py, pretrain_bert.py and pretrain_t5.py do, for the architecture that the config has. Exit codes:
+0 done or stopped cleanly; 2 wrong config, data or checkpoint, or a run that has diverged; 3 no progress; 1 another
+failure (docs/resilience.md).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megafp8.training import command_line
+
+if TYPE_CHECKING:
+    from megafp8.training.inputs import Inputs
+    from megafp8.training.job import MakeEvaluation
+
+
+def live_evaluation(inputs: Inputs) -> MakeEvaluation:
+    """What does `training.evaluate`. Raises ConfigError if it asks for what cannot be done."""
+    from megafp8.inference import live  # needs torch
+
+    live.check(inputs)
+    return live.LiveEvaluation
+
+
+def main() -> int:
+    code = command_line.main(__doc__, None, live_evaluation)
+    command_line.exit_with(code)
+    return code

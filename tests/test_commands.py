@@ -1,0 +1,116 @@
+"""The command `megafp8`, from a checkout and from a wheel."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from megafp8.commands import COMMANDS, file_of, main
+
+ROOT = Path(__file__).resolve().parent.parent
+BARE = {"PATH": "/usr/bin:/bin"}
+
+
+def test_every_tool_is_a_command() -> None:
+    """All but quickstart.py, which needs a checkout."""
+    tools = {path.stem for path in (ROOT / "tools").glob("*.py") if "\ndef main(" in path.read_text()}
+    assert {module.split(".")[1] for module in COMMANDS.values() if module.startswith("tools.")} == tools - {
+        "quickstart"
+    }
+    for name in COMMANDS:
+        functions = {
+            node.name for node in ast.parse(file_of(name).read_text()).body if isinstance(node, ast.FunctionDef)
+        }
+        assert "main" in functions, name
+
+
+@pytest.mark.parametrize(
+    "path", [*(ROOT / "tools").glob("*.py"), *(ROOT / "launch").glob("*.py")], ids=lambda p: p.name
+)
+def test_their_files_import_the_package_only(path: Path) -> None:
+    """They have other names in a wheel: `from tools.x import` would fail there."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    imported = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    imported += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    assert [name for name in imported if name.split(".")[0] in ("tools", "launch", "tests", "benchmarks")] == []
+
+
+def test_help_lists_all_and_imports_little(tmp_path: Path) -> None:
+    code = "import sys; from megafp8.commands import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=BARE | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    listed = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert listed[: len(COMMANDS)] == list(COMMANDS)
+    assert not {"torch", "numpy", "pydantic"} & set(done.stderr.split())
+
+
+def test_an_unknown_command_is_named_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pretrian"]) == 2
+    assert "no command 'pretrian'; did you mean pretrain?" in capsys.readouterr().err
+
+
+def test_the_wheel_has_all_packages() -> None:
+    config = pytest.importorskip("setuptools.config.pyprojecttoml")
+    listed = config.read_configuration(ROOT / "pyproject.toml")["tool"]["setuptools"]["packages"]
+    found = [".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "megafp8").rglob("__init__.py")]
+    assert sorted(listed) == sorted([*found, "megafp8.launch", "megafp8.tools"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_wheel_has_all_commands(tmp_path: Path) -> None:
+    """Built from a copy without ignored files, installed alone beside this environment's other packages."""
+    source, wheels, environment = tmp_path / "source", tmp_path / "wheels", tmp_path / "venv"
+    files = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "megafp8", "tools", "launch", "pyproject.toml", "README.md",
+         "LICENSE", "configs"], cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    for file in files:
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, source / file)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(source)], check=True)
+    venv.create(environment, with_pip=False)
+    (wheel,) = wheels.glob("*.whl")
+    python = environment / "bin" / "python"
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", str(wheel)], env=alone, check=True)
+    shutil.rmtree(source)
+    others = [path for path in sys.path if path.endswith("-packages")]  # .pth files in them are not read
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(others), "OMP_NUM_THREADS": "1"}
+
+    def megafp8(*arguments: str) -> str:
+        command = [str(environment / "bin" / "megafp8"), *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "check-cluster" in megafp8("--help")
+    modules = [module if module.startswith("megafp8.") else f"megafp8.{module}" for module in COMMANDS.values()]
+    find = "import sys; from importlib.util import find_spec; print([m for m in sys.argv[1:] if find_spec(m) is None])"
+    done = subprocess.run([python, "-c", find, *modules], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+    config = str(ROOT / "configs" / "quickstart.yaml")
+    assert "tensor" in megafp8("plan", "--config", config, "--gpus", "4", "--gpu", "h100-80gb")
+    assert "memory of a rank" in megafp8("pretrain", "--config", config, "--dry-run", "--world-size", "4")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("some text " * 100)
+    megafp8("preprocess", "--input", "text", "--tokenizer", "bytes", "--output-prefix", "data", "--workers", "2")
+    assert "1,001 tokens" in megafp8("inspect-data", "data", "--tokenizer", "bytes")
+    small = ["model.num_layers=2", "model.vocab_size=257", "training.steps=2", "training.evaluate=null",
+             "parallel.pipeline=1", "training.eval_interval=0", "logging.tensorboard=false", "data.train=[data]",
+             "data.tokenizer={kind: bytes}", "data.split='100,0,0'", "data.index_cache=cache",
+             "optimizer.warmup_steps=0"]  # fmt: skip
+    ranks = ["launch", "--standalone", "--nproc-per-node", "2", "-m", "megafp8"]
+    assert "run folder" in megafp8(*ranks, "pretrain", "--config", config, *small)
+    assert "layers.0" in megafp8("inspect", "runs/quickstart/checkpoints/step_00000002")
+    assert "page: " in megafp8("plot-run", "runs/quickstart", "--html", "run.html"), "with the page's HTML"
