@@ -26,6 +26,8 @@ from tools import plot_run
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
 NOON = datetime.datetime(2026, 1, 31, 12, tzinfo=datetime.timezone.utc)
+LAYERS = ("embedding", "layers.2", "layers.10", "final_norm")
+NORMS = {"grad_norm": 0.01, "weight_norm": 100.0, "update_norm": 0.1}
 HOSTILE = "</script><script>document.title = 'broken'</script><img src=x onerror=alert(1)> & \u2028"
 
 
@@ -39,7 +41,7 @@ def step_record(step: int, time: float, **more: Any) -> dict[str, Any]:
         "tokens": 1024 * step, "tokens_per_second_per_gpu": 1000.0 + step, "tflops_per_gpu": 400.0, "mfu": 0.4,
         "memory_gib": 60.0, "step_seconds": 0.9, "skipped": False, "time": at(time), "consumed_samples": 8 * step,
         "data_seconds": 0.01, "evaluation_seconds": 0.0, "save_seconds": 0.0, "skipped_in_a_row": 0, "loss_scale": None,
-        "validation_loss": None,
+        "validation_loss": None, "seconds/forward_and_backward": 0.7,
     }  # fmt: skip
     return found | more
 
@@ -59,6 +61,9 @@ def make_run(folder: Path, steps: int = 40) -> list[dict[str, Any]]:
     for record in second[10:12]:
         record |= {"skipped": True, "loss": None, "grad_norm": None, "skipped_in_a_row": record["step"] - 30}
     second[-1] |= {"validation_loss": 1.5, "valid/books": 1.75, "evaluation_seconds": 0.05, "eval/task/acc": 0.5}
+    for record in (first[9], second[-1]):
+        record |= {f"{kind}/{layer}": norm for kind, norm in NORMS.items() for layer in LAYERS}
+    second[11] |= {"grad_norm/embedding": 0.1, "grad_norm/layers.10": None}  # measured, and skipped
     write_lines(folder / "metrics.jsonl", first + second)
     launches = [{"time": at(0), "step": 0, "ranks": 8, "hosts": {"a": 8}}, {"time": at(310), "step": 20, "ranks": 8}]
     write_lines(folder / "launches.jsonl", launches)
@@ -121,6 +126,7 @@ def test_numbers_of_the_page_are_those_of_the_metrics(made: tuple[list[dict[str,
         ("throughput", "tokens/s", "tokens_per_second_per_gpu", 1),
         ("mfu", "MFU", "mfu", 100),
         ("seconds", "step", "step_seconds", 1),
+        ("sections", "forward and backward", "seconds/forward_and_backward", 1),
         ("skipped", "skipped in a row", "skipped_in_a_row", 1),
     ):
         check(panel, label, [(r["step"], None if r[key] is None else r[key] * unit) for r in kept])
@@ -133,6 +139,10 @@ def test_numbers_of_the_page_are_those_of_the_metrics(made: tuple[list[dict[str,
     heat = {heat["title"]: heat for heat in run["heat_maps"]}
     assert heat["FP8: SNR of input"]["values"] == [[29.9, None, 29.7], [28.9, 28.8, 28.7]]
     assert heat["Experts: the one with the most tokens"]["values"] == [[1.5], [1.0]]
+    assert heat["Norm of gradients, before clipping"]["rows"] == list(LAYERS)
+    assert heat["Norm of gradients, before clipping"]["steps"] == [10, 32, 40]
+    assert heat["Norm of gradients, before clipping"]["values"] == [[-2, -1, -2], *[[-2, None, -2]] * 3]
+    assert heat["Norm of updates, divided by that of weights"]["values"] == [[-3, None, -3]] * 4
     assert run["axis"]["tokens"] == [r["tokens"] for r in kept]
     assert run["axis"]["hours"] == pytest.approx([(r["step"] + (10 if r["step"] < 21 else 300)) / 3600 for r in kept])
 

@@ -81,7 +81,7 @@ def _axis(run: RunData) -> dict[str, Any]:
 def _heat_map(heat: HeatMap) -> dict[str, Any]:
     values = [[None if not math.isfinite(v) else float(f"{v:.4g}") for v in row] for row in heat.values.tolist()]
     shown = {"title": heat.title, "unit": heat.unit, "rows": list(heat.rows), "steps": list(heat.steps)}
-    return shown | {"values": values, "low_is_bad": heat.low_is_bad}
+    return shown | {"values": values, "low_is_bad": heat.low_is_bad, "base": heat.base}
 
 
 def page_data(runs: Sequence[RunData]) -> dict[str, Any]:

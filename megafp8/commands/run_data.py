@@ -21,6 +21,7 @@ from megafp8.commands.common import file_of_run
 from megafp8.commands.fp8_records import advice_text, grid, ordered_layers, read_config
 from megafp8.fp8.health import FILE_NAME as FP8_FILE
 from megafp8.fp8.health import OPERANDS, Record, read_report
+from megafp8.optimizer.layer_norms import GRADIENT, UPDATE, WEIGHT, in_order
 from megafp8.training.expert_load import FILE_NAME as EXPERT_LOAD_FILE
 from megafp8.training.expert_load import read_expert_load, relative
 from megafp8.training.goodput import Goodput, goodput, read_lines
@@ -61,10 +62,12 @@ PANELS = (
     Panel("loss", "Loss", "nats per token"),
     Panel("learning_rate", "Learning rate", ""),
     Panel("grad_norm", "Gradient norm", "before clipping"),
+    Panel("norms", "Norms of weights and updates", "whole model", log=True),
     Panel("throughput", "Throughput", "tokens/s per GPU (per process on CPU)"),
     Panel("tflops", "Model FLOPs", "TFLOP/s per GPU"),
     Panel("mfu", "Model FLOPs utilization", "% of the peak"),
     Panel("seconds", "Step time and its parts", "seconds", log=True),
+    Panel("sections", "Time by section of the training loop", "seconds a step", log=True),
     Panel("memory", "Peak memory", "GiB"),
     Panel("loss_scale", "Loss scale", "fp16", log=True),
     Panel("skipped", "Skipped steps", "in a row"),
@@ -84,6 +87,8 @@ _METRICS: tuple[tuple[str, str, str, float], ...] = (
     ("loss", "binary_loss", "binary head", 1),
     ("learning_rate", "learning_rate", "learning rate", 1),
     ("grad_norm", "grad_norm", "gradient norm", 1),
+    ("norms", "weight_norm", "weights", 1),
+    ("norms", "update_norm", "update", 1),
     ("throughput", "tokens_per_second_per_gpu", "tokens/s", 1),
     ("tflops", "tflops_per_gpu", "TFLOP/s", 1),
     ("mfu", "mfu", "MFU", 100),
@@ -121,7 +126,10 @@ class Event:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """`values` `[rows, steps]`; NaN where missing or not finite. `low_is_bad`: else large values are."""
+    """`values` `[rows, steps]`; NaN where missing or not finite. `low_is_bad`: small values are dark, else large ones.
+
+    `base`: where the scale begins, if `low_is_bad` is false; None: at the smallest value.
+    """
 
     title: str
     unit: str
@@ -129,6 +137,7 @@ class HeatMap:
     steps: Sequence[int]
     values: np.ndarray
     low_is_bad: bool
+    base: float | None = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +176,7 @@ def read_run(folder: Path, name: str) -> RunData:
         folder,
         records,
         _curves(records) | _fp8_curves(report),
-        [*_fp8_heat_maps(report), *_expert_heat_maps(folder)],
+        [*_norm_heat_maps(records), *_fp8_heat_maps(report), *_expert_heat_maps(folder)],
         sorted(_events(folder, records, launches, log), key=lambda event: event.step),
         read_lines(folder / "samples.jsonl", "step", "prompt", "text"),
         goodput(everything, launches),
@@ -193,11 +202,13 @@ def _curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Curve]]:
     """The curves of metrics.jsonl that have a number."""
     found: dict[str, list[Curve]] = {panel.key: [] for panel in PANELS}
     for panel, key, label, unit in _METRICS:
-        found[panel].append(curve(records, key, label, unit))
+        found[panel].append(curve(records, key, label, unit, sparse=panel == "norms"))
     keys = {key: None for record in records for key in record}
     validations = {"validation_loss": "validation"} | {k: k[6:] for k in keys if k.startswith("valid/")}
     found["loss"][1:1] = [curve(records, key, label, sparse=True) for key, label in validations.items()]
     found["tasks"] = [curve(records, key, key[5:], sparse=True) for key in keys if key.startswith("eval/")]
+    sections = [key for key in keys if key.startswith("seconds/")]
+    found["sections"] = [curve(records, key, key[8:].replace("_", " ")) for key in sections]
     for key, label in (("evaluation_seconds", "evaluation"), ("save_seconds", "stalled for saves")):
         some = [record for record in records if (record.get(key) or 0) >= 1e-3]  # a poll of a save is no save
         found["seconds"].append(curve(some, key, label, sparse=True))
@@ -238,6 +249,26 @@ def reduce_columns(
     return np.stack(columns, axis=1), [steps[end - 1] for end in edges[1:]]
 
 
+def _norm_heat_maps(records: Sequence[Mapping[str, Any]]) -> Iterator[HeatMap]:
+    """Of steps whose norms were measured: norms by layer, and those of updates relative to those of weights."""
+    layers = in_order({key.partition("/")[2] for record in records for key in record if key.startswith(f"{GRADIENT}/")})
+    measured = [record for record in records if layers and f"{GRADIENT}/{layers[0]}" in record]
+    if not measured:
+        return
+    steps = [record["step"] for record in measured]
+
+    def values(kind: str) -> np.ndarray:
+        return np.array([[record.get(f"{kind}/{layer}") or math.nan for record in measured] for layer in layers])
+
+    for title, norms in (
+        ("Norm of gradients, before clipping", values(GRADIENT)),
+        ("Norm of weights", values(WEIGHT)),
+        ("Norm of updates, divided by that of weights", values(UPDATE) / values(WEIGHT)),
+    ):
+        shown, columns = reduce_columns(np.log10(norms), steps, np.fmax)
+        yield HeatMap(title, "log₁₀", layers, columns, shown, low_is_bad=False)
+
+
 def _fp8_heat_maps(report: Sequence[Record]) -> Iterator[HeatMap]:
     steps = sorted({record.step for record in report})
     for operand in OPERANDS if report else ():
@@ -253,7 +284,7 @@ def _expert_heat_maps(folder: Path) -> Iterator[HeatMap]:
         worst = np.array([relative(load).max(axis=1) for load in loads.values()]).T
         values, columns = reduce_columns(worst, list(loads), np.fmax)
         rows = [f"layer {layer}" for layer in layers]
-        yield HeatMap("Experts: the one with the most tokens", "× mean of the layer", rows, columns, values, False)
+        yield HeatMap("Experts: the one with the most tokens", "× mean of the layer", rows, columns, values, False, 1.0)
 
 
 def _advice(folder: Path, report: Sequence[Record]) -> str | None:

@@ -61,12 +61,35 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _deterministic,
         _cuda_graphs,
         resilience_checks.layout,
+        _profile,
     )
-    rules_on_ranks = (_counts, _batch, _fsdp_replicas, moe_checks.ranks, resilience_checks.faults)
+    rules_on_ranks = (_counts, _batch, _fsdp_replicas, moe_checks.ranks, resilience_checks.faults, _profiled_ranks)
     problems = [problem for rule in rules for problem in rule(config)]
     problems += [problem for rule in rules_on_ranks for problem in rule(config, world_size)]
     if problems:
         raise ConfigError(source, problems)
+
+
+def _profile(config: Config) -> Iterator[Problem]:
+    p = config.profile
+    if p is None:
+        return
+    if p.steps is None:
+        if set(p.record) != {"collectives"}:
+            yield Problem("profile.steps", None, f"profile.record is {p.record}", "name the first and the last step")
+        return
+    first, last = p.steps
+    if first > last:
+        yield Problem("profile.steps", [first, last], "the first step is after the last", f"try [{last}, {first}]")
+    if first > config.training.steps:
+        rule = f"the run ends with step {config.training.steps} (training.steps)"
+        yield Problem("profile.steps", [first, last], rule, "name steps of the run")
+
+
+def _profiled_ranks(config: Config, world_size: int) -> Iterator[Problem]:
+    p = config.profile
+    if p is not None and p.ranks != "all" and max(p.ranks) >= world_size:
+        yield Problem("profile.ranks", p.ranks, f"the job has ranks 0 to {world_size - 1}", "name ranks of the job")
 
 
 def _lora(config: Config) -> Iterator[Problem]:

@@ -1120,14 +1120,35 @@ class LoggingConfig(Section):
     """Show step lines on the console, or a progress bar if it is a terminal. Warnings are always shown."""
     tensorboard: bool = True
     """Write TensorBoard event files to the run folder."""
+    layer_norms_interval: Count = 100
+    """Steps between measurements of the norms of gradients, weights and updates, by block and for embedding, final norm
+    and output layer: metrics `grad_norm/layers.0`, `weight_norm/...`, `update_norm/...`. 0: none."""
     expert_load_interval: Count = 100
     """With model.moe: steps between records of each expert's tokens in expert_load.jsonl in the run folder, which
     tools/plot_expert_load.py draws. 0: none."""
     wandb_project: str | None = None
     """Log to this Weights & Biases project; WANDB_MODE=offline is supported."""
+    metrics_port: Annotated[int, Field(ge=1, le=65535), _INTEGER] | None = None
+    """Port on which rank 0 serves metrics for Prometheus, at /metrics, as OpenMetrics text, to anybody who can reach it
+    (docs/watching-runs.md). Default: none."""
     pipeline_trace_step: PositiveInt | None = None
     """Step in which each pipeline rank times its actions, for pipeline_trace.json in the run folder.
     tools/plot_schedule.py draws it next to the simulation."""
+
+
+class ProfileConfig(Section):
+    """Profiles of some steps, in the folder profile of the run folder (docs/watching-runs.md). Keys may change when a
+    run resumes."""
+
+    steps: tuple[PositiveInt, PositiveInt] | None = None
+    """First and last step, counted from 1. Default: none, for record: [collectives], which then are written after a
+    hang only."""
+    ranks: Annotated[list[Count], Field(min_length=1)] | Literal["all"] = [0]
+    """Global ranks that write files."""
+    record: Annotated[list[Literal["trace", "memory", "collectives"]], Field(min_length=1)] = ["trace"]
+    """trace: torch.profiler's, of operators, kernels and sections of a step. memory: allocations on the GPU, with the
+    lines that made them. collectives: torch's flight recorder, the latest 2,000 collectives of each rank, which is then
+    also written by all ranks after a hang."""
 
 
 class StageConfig(Section):
@@ -1173,6 +1194,8 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     resilience: ResilienceConfig = ResilienceConfig()
+    profile: ProfileConfig | None = None
+    """Profile some steps. Default: none."""
 
     @property
     def lora_targets(self) -> Sequence[LoraTarget]:

@@ -17,7 +17,7 @@ ranks replay the same ones, so counts still tell who is behind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
 from time import perf_counter
@@ -53,6 +53,7 @@ class Activity:
 
     `marks` grows with whatever is recorded: as long as it grows, there is progress. `step` is counted from 1, `section`
     names the part of the step. `own_seconds`: by section, its time without what was spent waiting in collectives.
+    `listeners`: called with each section that is entered.
     """
 
     def __init__(self) -> None:
@@ -60,6 +61,7 @@ class Activity:
         self.step = 0
         self.section = "start"
         self.own_seconds: dict[str, float] = {}
+        self.listeners: list[Callable[[str], None]] = []
         self.device_waits: set[int] = set()  # threads that wait for the device
         self._calls: dict[Any, Calls] = {}
         self._thread = get_ident()
@@ -81,6 +83,8 @@ class Activity:
         self._since, self._waited = now, 0.0
         self.section = section
         self.marks += 1
+        for listener in self.listeners:
+            listener(section)
 
     def take_own_seconds(self) -> dict[str, float]:
         """`own_seconds` since the last call."""

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -48,6 +49,7 @@ from torch.optim import AdamW, Optimizer
 from megafp8.data_parallel.grad_buffer import gradient_of
 from megafp8.distributed.sharding import FlatShard, ParamSpec, spec_of
 from megafp8.optimizer.fp8_moments import FIRST, SECOND, Fp8MomentStorage
+from megafp8.optimizer.layer_norms import Watch
 from megafp8.optimizer.muon import MOMENTUM, Muon, MuonSettings
 from megafp8.optimizer.param_groups import ParamGroup, Rates, is_hidden_matrix, rates_of
 from megafp8.optimizer.state_storage import PlainStorage, RemainderStorage, StateStorage
@@ -172,6 +174,7 @@ class MixedPrecisionAdamW:
             elif param.dtype != torch.float32:
                 self.storage[master]["master"] = PlainStorage(master)
                 rounded += [] if param in released else [shard]
+        self._shard_of = {self._masters[shard.param]: shard for shard in shards}
         self._rounded_params = [shard.view(shard.param.detach()) for shard in rounded]
         self._rounded_masters = [self._masters[shard.param] for shard in rounded]
         self._loads_state = store_param_remainders or moments_dtype != torch.float32
@@ -298,10 +301,11 @@ class MixedPrecisionAdamW:
         has no such argument."""
         return not (self._apex or self._loads_state or self._muon is not None)
 
-    def step(self, lr: float, *, skip: Tensor | None = None) -> None:
+    def step(self, lr: float, *, skip: Tensor | None = None, watch: Watch | None = None) -> None:
         """One update from the gradients in the buffer, with learning rate `lr` times the scale of each group.
 
-        `skip`: a bool scalar on the device; where it is true nothing changes, and `forget_step` must follow.
+        `skip`: a bool scalar on the device; where it is true nothing changes, and `forget_step` must follow. `watch`:
+        update in batches, each in a context that it makes.
         """
         assert skip is None or self.skips_on_device
         for adam in self._adams:
@@ -309,12 +313,14 @@ class MixedPrecisionAdamW:
                 adam.found_inf = skip.float()  # type: ignore[attr-defined]  # torch's name, from gradient scaling
             _set_lr(adam, lr)
             if self._loads_state:
-                self._load_step_store(adam)
-            else:
+                self._load_step_store(adam, watch)
+            elif watch is None:
                 adam.step()
+            else:
+                self._step_in_batches(adam, watch)
         if self._muon is not None:
             _set_lr(self._muon, lr)
-            self._muon.step()
+            self._muon.step(watch=watch)
         self._step_count += 1
         self._copy_masters_to_params()
 
@@ -343,8 +349,25 @@ class MixedPrecisionAdamW:
     def _load_moments(self, master: Tensor) -> dict[str, Tensor]:
         return {key: self.storage[master][key].load() for key in _MOMENTS}
 
+    def _watched(self, masters: Sequence[Tensor], watch: Watch | None) -> AbstractContextManager[None]:
+        return nullcontext() if watch is None else watch([(self._shard_of[master], master) for master in masters])
+
+    def _step_in_batches(self, adam: Optimizer, watch: Watch) -> None:
+        """`adam.step()` of up to `BATCH` elements at a time; of all, where apex counts its calls."""
+        groups = [group["params"] for group in adam.param_groups]
+        shards = [self._shard_of[master] for masters in groups for master in masters]
+        for batch in [shards] if self._apex else _batches(shards, BATCH):
+            chosen = [self._masters[shard.param] for shard in batch]
+            own = set(chosen)
+            for group, masters in zip(adam.param_groups, groups):
+                group["params"] = [master for master in masters if master in own]
+            with self._watched(chosen, watch):
+                adam.step()
+        for group, masters in zip(adam.param_groups, groups):
+            group["params"] = masters
+
     @torch.no_grad()
-    def _load_step_store(self, adam: Optimizer) -> None:
+    def _load_step_store(self, adam: Optimizer, watch: Watch | None) -> None:
         """`adam.step()` with state that is loaded in fp32 and then stored."""
         masters = [master for group in adam.param_groups for master in group["params"]]
         remainders = {
@@ -356,7 +379,8 @@ class MixedPrecisionAdamW:
             adam.state[master] |= self._load_moments(master)
             if master in remainders:
                 master.data = remainders[master].load()
-        adam.step()
+        with self._watched(masters, watch):
+            adam.step()
         for master in masters:
             for key in _MOMENTS:
                 self.storage[master][key].store(adam.state[master].pop(key), self._step_count)

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -41,6 +42,7 @@ from torch.optim import Optimizer
 
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import FlatShard, Shape, boxes_of
+from megafp8.optimizer.layer_norms import Watch
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of x, x³ and x⁵: each iteration maps a singular value s to their sum."""
@@ -195,11 +197,12 @@ def exchange_of(batch: Sequence[Matrix], rank: int) -> Exchange:
 
 
 class _Place(NamedTuple):
-    """Where a part of a matrix is: elements `[start, end)` of a flat master, which is in the group `group`.
+    """Where a part of a matrix is: elements `[start, end)` of `master`, that of `shard`, which is in the group `group`.
 
     `scale`: of updates of the matrix.
     """
 
+    shard: FlatShard
     master: Tensor
     start: int
     end: int
@@ -233,24 +236,23 @@ class Muon(Optimizer):
                 for box in boxes_of(shards[master]):
                     part, shape = Part(box.piece.name, box.offset, box.shape), box.piece.global_shape
                     scale = update_scale(settings.scaling, shape)
-                    self._places[part] = _Place(master, box.start, box.end, param_group, scale)
+                    self._places[part] = _Place(shards[master], master, box.start, box.end, param_group, scale)
                     held.append((part, shape))
         self.matrices = assign_owners(collectives.all_gather_objects(held, group))
         rank, ranks = collectives.rank(group), collectives.size(group)
         self._exchanges = [exchange_of(batch, rank) for batch in batches(self.matrices, ranks, BATCH)]
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update."""
+    def step(self, closure: None = None, *, watch: Watch | None = None) -> None:  # type: ignore[override]
+        """One update. `watch`: makes a context for the update of each batch."""
         for group in self.param_groups:
             for master in group["params"]:
                 assert master.grad is not None
                 self.state[master][MOMENTUM].lerp_(master.grad, 1 - self.settings.momentum)
-                master.mul_(1 - group["lr"] * group["weight_decay"])
         for exchange in self._exchanges:
-            self._update(exchange)
+            self._update(exchange, watch)
 
-    def _update(self, exchange: Exchange) -> None:
+    def _update(self, exchange: Exchange, watch: Watch | None) -> None:
         """Orthogonalize the matrices of a batch that this rank owns, and update its parts of all."""
         directions = [(owner, self._direction(part)) for owner, part in exchange.to_owners]
         whole = {name: self._empty(shape) for name, shape in exchange.own.items()}
@@ -259,9 +261,14 @@ class Muon(Optimizer):
         for name, matrix in whole.items():
             whole[name] = newton_schulz(matrix)
         results = [(holder, part.view(whole[part.name])) for holder, part in exchange.to_holders]
-        for part, update in self._send(results, exchange.from_owners):
-            master, start, end, group, scale = self._places[part]
-            master[start:end].view(part.shape).add_(update, alpha=-group["lr"] * scale)
+        received = self._send(results, exchange.from_owners)
+        places = [self._places[part] for part, _ in received]
+        values = [place.master[place.start : place.end] for place in places]
+        watched = list(zip((place.shard for place in places), values))
+        with nullcontext() if watch is None else watch(watched):
+            for place, x, (part, update) in zip(places, values, received):
+                lr, decay = place.group["lr"], place.group["weight_decay"]
+                x.mul_(1 - lr * decay).view(part.shape).add_(update, alpha=-lr * place.scale)
 
     def _empty(self, shape: Shape) -> Tensor:
         return torch.empty(shape, dtype=self.settings.dtype, device=self._device)

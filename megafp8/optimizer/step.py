@@ -25,9 +25,9 @@ does the host wait for the norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from megafp8.data_parallel.grad_buffer import gradient_of
 from megafp8.distributed import activity, collectives
 from megafp8.distributed.sharding import FlatShard, ParamSpec, spec_of
 from megafp8.optimizer.adam import MixedPrecisionAdamW
+from megafp8.optimizer.layer_norms import GRADIENT, KINDS, StepNorms, norms
 from megafp8.optimizer.loss_scale import LossScaler
 
 
@@ -44,12 +45,14 @@ from megafp8.optimizer.loss_scale import LossScaler
 class StepResult:
     """`grad_norm`: the 2-norm of the whole model's gradient before clipping. `skipped`: it was not finite.
 
-    `loss_scale`: that of this step, if there is one.
+    `loss_scale`: that of this step, if there is one. `layer_norms`: if it was measured, norms by kind and layer
+    (`layer_norms`); of gradients only, if it was skipped.
     """
 
     grad_norm: float
     skipped: bool
     loss_scale: float | None = None
+    layer_norms: Mapping[str, float] = field(default_factory=dict)
 
 
 class Gradients(Protocol):
@@ -70,7 +73,7 @@ class OptimizerStep:
     this rank's side of them (empty elsewhere). `max_norm`: clip the gradient to this 2-norm; None does not clip.
     `sharded`: each rank of `data_group` (experts: of `expert_group`) has a shard of the gradients; else all have all of
     them. `expert_group`: the ranks that hold the same experts, where these are not those of `data_group`. `scaler`: the
-    gradients are those of the loss times its scale.
+    gradients are those of the loss times its scale. `layers`: of the whole model, if steps are to be measured.
     """
 
     buffer: Gradients
@@ -84,14 +87,15 @@ class OptimizerStep:
     data_group: ProcessGroup | None = None
     expert_group: ProcessGroup | None = None
     scaler: LossScaler | None = None
+    layers: Sequence[str] = ()
 
-    def __call__(self, lr: float, *, grad_scale: Tensor | None = None) -> StepResult:
+    def __call__(self, lr: float, *, grad_scale: Tensor | None = None, measure: bool = False) -> StepResult:
         """Update the weights with learning rate `lr`; call when gradients are summed over data parallelism.
 
         `grad_scale`, fp32, the same on all ranks, multiplies the gradients first: nominal / true number of tokens where
         masks made them differ; NaN for a step to be skipped, which says nothing about the loss scale. The caller must
         `zero` the buffer before the next backward pass. A skipped step changes neither the weights nor the optimizer's
-        state.
+        state. `measure`: compute norms by layer; then the host waits for the update.
         """
         self.reduce_shared_gradients()
         factor, loss_scale = grad_scale, None
@@ -100,25 +104,35 @@ class OptimizerStep:
             factor = self.scaler.scale.reciprocal() * (1.0 if grad_scale is None else grad_scale)
         if factor is not None:
             multiply_(self.buffer.owned, factor)
-        norm = self.global_norm()
+        measured = StepNorms(self.layers, self._counts, self.buffer.owned[0].device) if measure else None
+        norm = self.global_norm(measured)
         on_host = _OnHost(norm)
         if self.scaler is not None:
             self.scaler.update(norm.isfinite(), None if grad_scale is None else ~grad_scale.isnan())
         on_device = self.optimizer.skips_on_device
         if not on_device and not math.isfinite(on_host.item()):
+            scale = None if loss_scale is None else loss_scale.item()
             return StepResult(
-                on_host.item(), skipped=True, loss_scale=None if loss_scale is None else loss_scale.item()
+                on_host.item(), skipped=True, loss_scale=scale, layer_norms=self._by_layer(measured, (GRADIENT,))
             )
         if self.max_norm is not None:
             multiply_(self.buffer.owned, clip_factor(norm, self.max_norm))
-        self.optimizer.step(lr, skip=~norm.isfinite() if on_device else None)
+        watch = None if measured is None else measured.watch
+        self.optimizer.step(lr, skip=~norm.isfinite() if on_device else None, watch=watch)
         grad_norm = on_host.item()
         skipped = not math.isfinite(grad_norm)
         if skipped:
             self.optimizer.forget_step()
         else:
             self.optimizer.average_weights()
-        return StepResult(grad_norm, skipped, None if loss_scale is None else loss_scale.item())
+        by_layer = self._by_layer(measured, (GRADIENT,) if skipped else KINDS)
+        return StepResult(grad_norm, skipped, None if loss_scale is None else loss_scale.item(), by_layer)
+
+    def _by_layer(self, measured: StepNorms | None, kinds: Sequence[str]) -> dict[str, float]:
+        """The norms of these kinds that all ranks have measured; waits for them."""
+        if measured is None:
+            return {}
+        return measured.by_name(_OnHost(self._sum_over_ranks(measured.sums())).tolist(), kinds)
 
     def reduce_shared_gradients(self) -> None:
         """Complete, in place, the gradients of parameters that several ranks of one model hold.
@@ -137,21 +151,28 @@ class OptimizerStep:
         else:
             collectives.coalesced_all_reduce(shared, self.embedding_group)
 
-    def global_norm(self) -> Tensor:
+    def global_norm(self, measured: StepNorms | None = None) -> Tensor:
         """The 2-norm of the whole model's gradient, the same on every rank: fp32 scalar on the gradients' device.
 
         Squares are summed in float64, so the result depends on the layout only in its last bit. Two all-reduces of
-        eight bytes: a single one would need a communicator of the whole job.
+        eight bytes: a single one would need a communicator of the whole job. `measured` gets those of this rank.
         """
-        counted: list[Tensor] = []
-        uncounted: list[Tensor] = []
+        counted: list[FlatShard] = []
+        uncounted: list[FlatShard] = []
         for shard in self.buffer.shards:
-            (counted if self._counts(spec_of(shard.param)) else uncounted).append(gradient_of(shard))
+            (counted if self._counts(spec_of(shard.param)) else uncounted).append(shard)
         device = self.buffer.owned[0].device
-        total = _sum_of_squares(counted, device) + 0 * _sum_of_squares(uncounted, device)
+        own, others = (norms([gradient_of(shard) for shard in shards]) for shards in (counted, uncounted))
+        if measured is not None:
+            measured.add(GRADIENT, counted, own)
+        total = _sum_of_squares(own, device) + 0 * _sum_of_squares(others, device)
+        return self._sum_over_ranks(total).sqrt().float()
+
+    def _sum_over_ranks(self, x: Tensor) -> Tensor:
+        """The sum over all ranks whose counted parts make up the model, in place."""
         if self.sharded or self.expert_group is not None:
-            collectives.all_reduce(total, self.data_group)
-        return collectives.all_reduce(total, self.model_group).sqrt().float()
+            collectives.all_reduce(x, self.data_group)
+        return collectives.all_reduce(x, self.model_group)
 
     def _counts(self, spec: ParamSpec) -> bool:
         """Whether the norm counts this rank's gradient of a parameter, of which each distinct element counts once.
@@ -166,25 +187,26 @@ class OptimizerStep:
         return self.sharded or self.expert_group is None or self.data_group is None or self.data_group.rank() == 0
 
 
-def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+def _sum_of_squares(values: list[Tensor], device: torch.device) -> Tensor:
     """Float64 scalar."""
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square().sum()
+    return torch.stack(values).square().sum() if values else torch.zeros((), dtype=torch.float64, device=device)
 
 
 class _OnHost:
-    """A copy of a scalar to the host, under way. What is queued after it is not waited for."""
+    """A copy of a tensor to the host, under way. What is queued after it is not waited for."""
 
     def __init__(self, x: Tensor) -> None:
         self._copy = x.to("cpu", non_blocking=True)
         self._copied = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
 
     def item(self) -> float:
+        return self.tolist()
+
+    def tolist(self) -> Any:
         if self._copied is not None:
             with activity.waiting_for_device():
                 self._copied.synchronize()
-        return self._copy.item()
+        return self._copy.tolist()
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -40,6 +40,8 @@ def diverged(trainer: Trainer, metrics: StepMetrics, saved_step: int) -> Diverge
     gradients = _not_finite(trainer, [(f, gradient_of(f)) for f in shards])
     older = "" if weights == "none" else ", one from before the weights went wrong,"
     spike = f" ({metrics.why_skipped})" if metrics.is_spike else ""
+    limit = config.optimizer.clip_grad_norm
+    clip = f"a lower optimizer.clip_grad_norm (now {limit})" if limit else "optimizer.clip_grad_norm=1.0 (now off)"
     fp8 = "" if config.fp8.recipe == "none" else ", or fp8.report_interval=10 to see which layers' casts fail"
     return Diverged(
         f"training has diverged: all {skipped} steps from {step - skipped + 1} to {step} were skipped "
@@ -48,6 +50,6 @@ def diverged(trainer: Trainer, metrics: StepMetrics, saved_step: int) -> Diverge
         f"Not finite: weights: {weights}; gradients: {gradients}.\n"
         f"The newest checkpoint is {f'of step {saved_step}' if saved_step else 'none'}; it was not replaced. Continue "
         f"from a checkpoint{older} with a lower optimizer.learning_rate (now {config.optimizer.learning_rate}), more "
-        f"optimizer.warmup_steps (now {config.optimizer.warmup_steps}) or a lower optimizer.clip_grad_norm (now "
-        f"{config.optimizer.clip_grad_norm}){fp8}. training.max_skipped_steps=0 removes the limit."
+        f"optimizer.warmup_steps (now {config.optimizer.warmup_steps}) or {clip}{fp8}. "
+        "training.max_skipped_steps=0 removes the limit."
     )

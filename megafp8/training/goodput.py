@@ -7,13 +7,14 @@ record before it, or up to the launch, is start-up or other work.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megafp8.training.metrics import counting, read_records
+from megafp8.training.metrics import read_records
 
 PARTS: Mapping[str, str] = {
     "training": "steps that count, without waiting for data",
@@ -53,40 +54,73 @@ def read_lines(path: Path, *required: str) -> list[dict[str, Any]]:
     return read_records(path, *required) if path.exists() else []
 
 
-def goodput(records: Sequence[Mapping[str, Any]], launches: Sequence[Mapping[str, Any]]) -> Goodput:
-    """The goodput of a run with these records of metrics.jsonl, all of them, in order of time, and of launches.jsonl.
+class _Step(NamedTuple):
+    """Seconds of a step that counts, by part."""
+
+    step: int
+    training: float
+    data: float
+    skipped: float
+
+
+class GoodputMeter:
+    """The goodput of a run, record by record. `launches`: of launches.jsonl, all of them.
 
     Without launches the run begins with its first step.
     """
-    if not records:
-        raise ValueError("goodput: there is no step")
-    starts = sorted(_seconds(launch) for launch in launches)
-    before = min([_seconds(records[0]) - _busy(records[0]), *starts[:1]])
-    begin, end = before, _seconds(records[-1])
-    seconds = dict.fromkeys(PARTS, 0.0)
-    repeated = skipped = 0
-    for record, counts in zip(records, counting([record["step"] for record in records])):
-        now = _seconds(record)
-        launched = [start for start in starts if before <= start <= now]
-        starts = [start for start in starts if start > now]
+
+    def __init__(self, launches: Sequence[Mapping[str, Any]]) -> None:
+        self._starts = sorted(_seconds(launch) for launch in launches)
+        self._launches = len(launches)
+        self._begin = self._end = math.nan
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._steps: list[_Step] = []
+        self._repeated = self._skipped = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Count the next record of metrics.jsonl; earlier ones of the same or of later steps do not count any more."""
+        seconds, now = self._seconds, _seconds(record)
+        if math.isnan(self._begin):
+            self._begin = self._end = min([now - _busy(record), *self._starts[:1]])
+        launched = [start for start in self._starts if self._end <= start <= now]
+        self._starts = [start for start in self._starts if start > now]
         if launched:  # several: all but the last ended before their first step
-            seconds["down"] += launched[-1] - before
-            before = launched[-1]
-        seconds["startup" if launched else "other"] += now - before - _busy(record)
+            seconds["down"] += launched[-1] - self._end
+            self._end = launched[-1]
+        seconds["startup" if launched else "other"] += now - self._end - _busy(record)
         seconds["saves"] += record.get("save_seconds") or 0.0
         seconds["evaluation"] += record.get("evaluation_seconds") or 0.0
+        while self._steps and self._steps[-1].step >= record["step"]:
+            self._count(self._steps.pop(), -1)
         step, waiting = record["step_seconds"], record.get("data_seconds") or 0.0
-        if not counts:
-            seconds["repeated"] += step
-            repeated += 1
-        elif record.get("skipped"):
-            seconds["skipped"] += step
-            skipped += 1
-        else:
-            seconds["training"] += step - waiting
-            seconds["data"] += waiting
-        before = now
-    return Goodput(end - begin, seconds, len(launches), repeated, skipped)
+        spent = (0.0, 0.0, step) if record.get("skipped") else (step - waiting, waiting, 0.0)
+        self._steps.append(_Step(record["step"], *spent))
+        self._count(self._steps[-1], 1)
+        self._end = now
+
+    def _count(self, step: _Step, times: int) -> None:
+        """Count a step, or -1 `times`, as repeated."""
+        for part in ("training", "data", "skipped"):
+            self._seconds[part] += times * getattr(step, part)
+        self._skipped += times * (step.skipped > 0)
+        if times < 0:
+            self._seconds["repeated"] += sum(step[1:])
+            self._repeated += 1
+
+    def result(self) -> Goodput:
+        """The goodput up to the last record."""
+        wall = self._end - self._begin
+        return Goodput(wall, dict(self._seconds), self._launches, self._repeated, self._skipped)
+
+
+def goodput(records: Sequence[Mapping[str, Any]], launches: Sequence[Mapping[str, Any]]) -> Goodput:
+    """The goodput of a run with all records of its metrics.jsonl, in order of time, and of its launches.jsonl."""
+    if not records:
+        raise ValueError("goodput: there is no step")
+    meter = GoodputMeter(launches)
+    for record in records:
+        meter.add(record)
+    return meter.result()
 
 
 def _seconds(record: Mapping[str, Any]) -> float:

@@ -23,7 +23,7 @@ from megafp8.config import end_of_stage, stage_at
 from megafp8.data.blend import Blend
 from megafp8.data.sampler import batches as batch_stream
 from megafp8.data.samples import Batch
-from megafp8.distributed import activity
+from megafp8.distributed import activity, flight_recorder
 from megafp8.fp8 import describe_path
 from megafp8.fp8.health import FILE_NAME
 from megafp8.models.flops import PEAK_FLOPS, training_flops_per_token
@@ -61,9 +61,11 @@ from megafp8.training.metrics import (
 from megafp8.training.parallel import build_parallel
 from megafp8.training.plots import plot_loss, print_loss
 from megafp8.training.process import StopRequest, garbage_collected_after_steps
+from megafp8.training.profiling import Profiler
 from megafp8.training.replicas import check_replicas
 from megafp8.training.resilience.guard import Guard
 from megafp8.training.run_log import RunLog, record_launch
+from megafp8.training.section_times import SectionTimer
 from megafp8.training.state import (
     begin_save,
     checkpoint_folder,
@@ -96,6 +98,8 @@ def train(inputs: Inputs, make_evaluation: MakeEvaluation | None = None) -> None
     config = inputs.config
     show_steps = config.logging.progress and not sys.stderr.isatty()
     with RunLog(int(os.environ.get("RANK", "0")), show_steps=show_steps) as log:
+        if config.profile is not None and "collectives" in config.profile.record:
+            flight_recorder.turn_on()
         device = initialize_distributed(choose_device(config), config.timeout_seconds)
         try:
             with FolderLock(checkpoint_folder(run_folder(config))) as lock:
@@ -171,6 +175,8 @@ class Job:
             if changes:
                 logger.info(f"data changed since step {self.step}: {'; '.join(changes)}")
         self.guard = Guard(self.config, self.folder, parallel, None if found is None else found.metadata)
+        self.sections = SectionTimer(parallel.device)
+        self.profiler = Profiler(self.config.profile, self.folder, parallel)
         check_ranks_agree(self.inputs, self.guard.position_of(self.consumed_samples), parallel.world.group)
         self._log_choices()
         self.evaluation: Evaluation | None = None
@@ -250,6 +256,9 @@ class Job:
                 if load_writer is not None:
                     stack.callback(load_writer.close)
                 stack.enter_context(self.guard.watching(self.step, self.log.write_error))
+                if self.is_main and activity.record is not None:
+                    activity.record.listeners.append(self.sections.enter)
+                stack.enter_context(self.profiler)
                 stopped = self._train(writers, load_writer, after_step)
             if self.step < t.last_step and not stopped:
                 return True
@@ -294,10 +303,14 @@ class Job:
         name = "config.yaml" if not self.step else f"config-from-step-{self.step:08d}.yaml"
         (self.folder / name).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
         last, device = config.training.last_step, self.parallel.device
-        writers = open_writers(config.logging, self.folder, config.name, self.step, last, settings, device)
-        if self.trainer.fp8.recorder is None:
-            return writers
-        return [*writers, Fp8ReportWriter(self.folder / FILE_NAME, self.step)]
+        writers = [*open_writers(config.logging, self.folder, config.name, self.step, last, settings, device)]
+        if self.trainer.fp8.recorder is not None:
+            writers.append(Fp8ReportWriter(self.folder / FILE_NAME, self.step))
+        if config.logging.metrics_port is not None:
+            from megafp8.training.open_metrics import OpenMetricsWriter  # needs prometheus_client
+
+            writers.append(OpenMetricsWriter(config.name, self.folder, config.logging.metrics_port))
+        return writers
 
     def _open_load_writer(self) -> ExpertLoadWriter | None:
         interval = self.config.logging.expert_load_interval
@@ -370,6 +383,7 @@ class Job:
 
     def _one_step(self, stream: Iterator[list[Batch]]) -> StepMetrics:
         saving = self.save_seconds
+        self.profiler.begin_step(self.step + 1)
         start = time.perf_counter()
         self.guard.begin_step(self.step + 1)
         batches = next(stream)
@@ -383,6 +397,7 @@ class Job:
         seconds = time.perf_counter() - start - (self.save_seconds - saving)
         learning_rate = self.trainer.learning_rate(self.step)
         self.step += 1
+        self.profiler.end_step(self.step)
         slowest = self.guard.end_step(self.step, loss.mean, result.skipped)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         t, load = self.config.training, self.trainer.expert_load
@@ -426,6 +441,8 @@ class Job:
             slowest_rank=None if slowest is None else slowest.rank,
             slowest_ratio=None if slowest is None else slowest.ratio,
             evaluations=evaluations,
+            layer_norms=result.layer_norms,
+            section_seconds=self.sections.take(),
         )
 
     def _stop_if_diverged(self, metrics: StepMetrics) -> None:

@@ -47,7 +47,9 @@ class StepMetrics:
     `router_entropy`; else None. `loss_limit`: a loss above it is a spike, if they are detected. `slowest_rank`,
     `slowest_ratio`: the slowest rank since the last comparison, and its time over the median (`resilience.stragglers`).
     `evaluations`: by name, the other numbers of evaluations after the step: losses of `data.validation`
-    (`valid/<name>`) and metrics of tasks (`eval/<task>/<metric>`).
+    (`valid/<name>`) and metrics of tasks (`eval/<task>/<metric>`). `layer_norms`: by name, norms of a step that was
+    measured (`megafp8.optimizer.layer_norms`). `section_seconds`: time since the record before by section of the
+    training loop, as far as known (`megafp8.training.section_times`): `seconds/<section>`.
     """
 
     step: int
@@ -80,11 +82,14 @@ class StepMetrics:
     slowest_rank: int | None = None
     slowest_ratio: float | None = None
     evaluations: Mapping[str, float] = field(default_factory=dict)
+    layer_norms: Mapping[str, float] = field(default_factory=dict)
+    section_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """All metrics by name, those of `evaluations` among them."""
+        """All metrics by name, those of mappings among them."""
         found = asdict(self)
-        return found | found.pop("evaluations")
+        evaluations, norms, sections = (found.pop(key) for key in ("evaluations", "layer_norms", "section_seconds"))
+        return found | evaluations | norms | {f"seconds/{key.replace(' ', '_')}": x for key, x in sections.items()}
 
     @property
     def is_spike(self) -> bool:

@@ -43,6 +43,7 @@ from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
 from megafp8.ops.deferred_wgrad import WgradStore
 from megafp8.optimizer.adam import MixedPrecisionAdamW
+from megafp8.optimizer.layer_norms import layers_of_model
 from megafp8.optimizer.loss_scale import LossScaler
 from megafp8.optimizer.step import OptimizerStep, StepResult
 from megafp8.parallel_state import ParallelState
@@ -293,7 +294,14 @@ class Trainer:
             data_group=(parallel.data_context if self.sharded is None else parallel.fsdp_shard).group,
             expert_group=parallel.expert_data.group if self.has_expert_buffer else None,
             scaler=self.loss_scaler,
+            layers=self._measured_layers(),
         )
+
+    def _measured_layers(self) -> list[str]:
+        """The layers of the whole model, if their norms are measured. Collective."""
+        if not self.config.logging.layer_norms_interval:
+            return []
+        return layers_of_model(self.gradients.shards, (self.parallel.model.group, self.parallel.data_context.group))
 
     def publish_weights(self) -> None:
         """With ZeRO or FSDP, start to gather updated weights, in high precision or FP8. Collective.
@@ -438,7 +446,10 @@ class Trainer:
         load_on_host = None if load is None else load.to("cpu", non_blocking=True)
         before_update()
         activity.enter("update")
-        result = self.update(self.learning_rate(step), grad_scale=None if scale is None else scale.float())
+        interval = self.config.logging.layer_norms_interval
+        measure = interval > 0 and (step + 1) % interval == 0
+        scale = None if scale is None else scale.float()
+        result = self.update(self.learning_rate(step), grad_scale=scale, measure=measure)
         if self._exceeded(report):
             self.fp8.discard_step()
             return self.train_step(step, batches, before_update=before_update, loss_limit=loss_limit)

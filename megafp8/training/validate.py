@@ -110,10 +110,12 @@ def run_folder(config: Config) -> Path:
 def check_run(inputs: Inputs) -> CheckpointReader | None:
     """Raise ValueError if the run cannot train, or would damage an earlier run. Returns what it resumes from."""
     config, folder = inputs.config, run_folder(inputs.config)
-    project = config.logging.wandb_project
-    if project is not None and importlib.util.find_spec("wandb") is None:
-        works = "run pip install -e '.[wandb]', or leave it out"
-        raise ConfigError("config", [Problem("logging.wandb_project", project, "wandb is not installed", works)])
+    needed = (("wandb_project", "wandb", "-e '.[wandb]'"), ("metrics_port", "prometheus_client", "prometheus-client"))
+    for key, package, install in needed:
+        value = getattr(config.logging, key)
+        if value is not None and importlib.util.find_spec(package) is None:
+            works = f"run pip install {install}, or leave it out"
+            raise ConfigError("config", [Problem(f"logging.{key}", value, f"{package} is not installed", works)])
     cache = config.data.index_cache
     works = "name a folder on local disk that can be written to"
     path = default_cache() if cache is None else Path(cache)

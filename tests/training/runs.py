@@ -456,7 +456,7 @@ def steps_of(trainer: Trainer, parallel: ParallelState, steps: Iterable[int]) ->
 def skipped_step(trainer: Trainer, parallel: ParallelState, step: int) -> tuple[float, float]:
     """A step whose gradients are not finite."""
     update = trainer.update
-    trainer.update = lambda lr, grad_scale: update(lr, grad_scale=torch.tensor(math.nan))  # type: ignore[assignment]
+    trainer.update = lambda lr, grad_scale, measure: update(lr, grad_scale=torch.tensor(math.nan))  # type: ignore[assignment]
     loss, result = trainer.train_step(step, batches(step, trainer.config, parallel))
     trainer.update = update
     assert result.skipped

@@ -196,8 +196,12 @@ def test_an_unwritable_cache_and_a_missing_package_are_one_message(
     import importlib.util
 
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
-    job = options(quickstart_data, tmp_path, "logging.wandb_project=mine")
-    with pytest.raises(ConfigError, match=r"logging\.wandb_project = 'mine': wandb is not installed; run pip install "):
-        inputs_of(job)
+    missing = ("wandb", "prometheus_client")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
+    for option, package in (("wandb_project=mine", "wandb"), ("metrics_port=9400", "prometheus_client")):
+        key, _, value = option.partition("=")
+        job = options(quickstart_data, tmp_path, f"logging.{option}")
+        message = rf"logging\.{key} = '?{value}'?: {package} is not installed; run pip install "
+        with pytest.raises(ConfigError, match=message):
+            inputs_of(job)
     assert not (tmp_path / "quickstart").exists()

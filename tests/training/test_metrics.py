@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megafp8.config import ModelConfig
 from megafp8.fp8.health import Record
 from megafp8.models.flops import flops_per_token, matmul_parameters
+from megafp8.optimizer.layer_norms import KINDS
 from megafp8.training.errors import TrainingError
 from megafp8.training.metrics import (
     JsonlWriter,
@@ -110,13 +111,14 @@ def wandb_records(folder: Path) -> tuple[list[dict[str, float]], dict[str, Any]]
     return steps, settings
 
 
-def test_fp8_health_becomes_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_writers_have_the_same_names_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """metrics.jsonl, TensorBoard and wandb, as other programs read them. The last two have curves of FP8 health too."""
     records = [
         Record(1, "layers.0.mlp.down", "input", amax=3.0, scale=1.0, underflow=0.25, saturated=0.0, snr_db=31.0),
         Record(1, "layers.1.mlp.down", "input", amax=2.0, scale=1.0, underflow=0.125, saturated=0.5, snr_db=20.0),
         Record(1, "layers.0.mlp.down", "grad_output", None, scale=1.0, underflow=0.0, saturated=0.0, snr_db=None),
     ]
-    expected = {
+    fp8 = {
         "fp8/input/min_snr_db": 20.0,
         "fp8/input/max_underflow": 0.25,
         "fp8/input/max_saturated": 0.5,
@@ -127,27 +129,42 @@ def test_fp8_health_becomes_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "fp8/layers.1.mlp.down/input/snr_db": 20.0,
         "fp8/layers.1.mlp.down/input/amax": 2.0,
     }
-    writer = TensorBoardWriter(tmp_path)
-    writer.write(STEP, records)
-    writer.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    found = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert {tag: at for tag, at in found.items() if tag.startswith("fp8/")} == {
-        tag: [(1, value)] for tag, value in expected.items()
-    }
-    assert found["loss"] == [(1, 5.0)]
-
+    layer_norms = {f"{kind}/{layer}": 0.5 for kind in KINDS for layer in ("embedding", "layers.10", "final_norm")}
+    first = dataclasses.replace(
+        STEP,
+        validation_loss=5.25,
+        evaluations={"valid/books.v2": 4.5, "eval/arc_easy/acc,none": 0.25},
+        layer_norms=layer_norms | {"weight_norm": 30.0, "update_norm": 0.01},
+        section_seconds={"data": 0.01, "forward and backward": 0.0625, "update": 0.02},
+    )
+    steps = [(first, records), (dataclasses.replace(STEP, step=2, loss=4.0, skipped=True), [])]
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    wandb_writer = WandbWriter("project", "name", tmp_path, {"seed": 7})
-    wandb_writer.write(STEP, records)
-    wandb_writer.write(dataclasses.replace(STEP, step=2, loss=4.0))
-    wandb_writer.close()
+    writers = [
+        JsonlWriter(tmp_path / "metrics.jsonl"),
+        TensorBoardWriter(tmp_path / "tensorboard"),
+        WandbWriter("project", "name", tmp_path, {"seed": 7}),
+    ]
+    for writer in writers:
+        for step, own in steps:
+            writer.write(step, own)
+        writer.close()
     wandb.teardown()  # its own process writes the file, and is waited for here
-    (first, second), settings = wandb_records(tmp_path / "wandb")
-    assert {tag: value for tag, value in first.items() if tag.startswith("fp8/")} == expected
-    assert (first["_step"], first["loss"]) == (1, 5.0)
-    assert (second["_step"], second["loss"]) == (2, 4.0)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert {"loss": 5.0, "seconds/forward_and_backward": 0.0625, "valid/books.v2": 4.5}.items() <= lines[0].items()
+    assert layer_norms.items() <= lines[0].items()
+    assert not any(isinstance(value, dict) for value in lines[0].values())
+    expected = [{k: float(v) for k, v in line.items() if k != "step" and isinstance(v, (int, float))} for line in lines]
+    expected[0] |= fp8
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    in_tensorboard: list[dict[str, float]] = [{}, {}]
+    for tag in events.Tags()["scalars"]:
+        for event in events.Scalars(tag):
+            in_tensorboard[event.step - 1][tag] = event.value
+    assert in_tensorboard == [pytest.approx(values, rel=1e-7) for values in expected]  # it has fp32
+    in_wandb, settings = wandb_records(tmp_path / "wandb")
+    assert [step.pop("_step") for step in in_wandb] == [1, 2]
+    assert [{k: v for k, v in step.items() if k not in ("_runtime", "_timestamp")} for step in in_wandb] == expected
     assert settings["seed"] == 7
 
 

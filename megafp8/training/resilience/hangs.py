@@ -5,9 +5,10 @@ of them with the same error. Which rank is at fault, and where it is, is lost wi
 
 Idea: on each rank a thread looks at the marks of `distributed.activity`. After `seconds` without a mark it creates the
 folder `hangs/<launch>/` in the run folder and writes its report there: step, section, calls begun and waited for, and
-the stacks of all threads. The threads of the other ranks see the folder and write theirs. Once all reports are there,
-or some have not come in time, the lowest rank that has reported writes the verdict (`verdict.decide`), and all ranks
-exit with code HUNG, so that the agent restarts the job. A rank that cannot report is thereby named.
+the stacks of all threads, and what torch's flight recorder has. The threads of the other ranks see the folder and write
+theirs. Once all reports are there, or some have not come in time, the lowest rank that has reported writes the verdict
+(`verdict.decide`), and all ranks exit with code HUNG, so that the agent restarts the job. A rank that cannot report is
+thereby named.
 
 While training goes on nothing is sent or written, so a run of any number of ranks costs each of them one look at a
 counter and at one path a poll. The run folder must be shared by all hosts, as it must for checkpoints.
@@ -33,6 +34,7 @@ from types import FrameType, TracebackType
 
 from megafp8.distributed.activity import Activity
 from megafp8.distributed.collectives import all_gather_objects
+from megafp8.distributed.flight_recorder import write_collectives
 from megafp8.parallel_state import ParallelState
 from megafp8.training.errors import HUNG, report_failure
 from megafp8.training.resilience.verdict import Call, Place, Report, decide
@@ -40,7 +42,7 @@ from megafp8.training.text_file import replace_text
 
 FOLDER = "hangs"
 VERDICT_FILE = "verdict.txt"
-LONG_SECTIONS = frozenset({"start", "evaluation", "save", "rewind"})
+LONG_SECTIONS = frozenset({"start", "evaluation", "save", "rewind", "profile"})
 """Sections in which ranks may wait long for one that reads, writes or evaluates."""
 _PACKAGE = str(Path(__file__).resolve().parent.parent.parent)
 
@@ -119,6 +121,8 @@ class HangWatch:
         with name.with_suffix(".stacks.txt").open("w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         replace_text(name.with_suffix(".json"), json.dumps(asdict(self.report(idle))))
+        with suppress(Exception):  # whatever is wrong with it, the job must end
+            write_collectives(self._folder, self._rank)
 
     def report(self, idle: float) -> Report:
         """What this rank is doing."""

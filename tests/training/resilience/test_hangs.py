@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import pickle
 import signal
 import time
 from pathlib import Path
@@ -53,6 +54,7 @@ def _hang(folder: Path, sleeper: int, silent: bool) -> tuple[list[int], list[str
 
 @pytest.mark.parametrize("silent", slow_but([False, True], False))
 def test_a_rank_that_sleeps_is_named(world4: World, tmp_path: Path, silent: bool) -> None:
+    start = time.time_ns()
     found = world4.run(_hang, tmp_path, 1, silent, ranks=3)
     assert [codes for codes, _ in found] == [[HUNG], [] if silent else [HUNG], [HUNG]]
     (folder,) = tmp_path.glob("hangs/*")
@@ -68,6 +70,12 @@ def test_a_rank_that_sleeps_is_named(world4: World, tmp_path: Path, silent: bool
     stacks = {path.name: path.read_text() for path in folder.glob("*.stacks.txt")}
     assert len(stacks) == (2 if silent else 3)
     assert "in all_reduce" in stacks["rank_00000.stacks.txt"]
+    begun = {}
+    for path in folder.glob("collectives_rank_*"):
+        entries = pickle.loads(path.read_bytes())["entries"]
+        own = [entry["profiling_name"] for entry in entries if entry["time_created_ns"] >= start]
+        begun[int(path.name[-5:])] = own.count("gloo:all_reduce")
+    assert begun == ({0: 3, 2: 3} if silent else {0: 3, 1: 2, 2: 3})
 
 
 def _slow(folder: Path) -> list[int]:

@@ -1,0 +1,200 @@
+"""A run's metrics for Prometheus: rank 0 serves the latest ones over HTTP, as OpenMetrics text.
+
+Values and names are those of metrics.jsonl, after `megafp8_train_`; parts of a name behind a slash are labels, and
+memory is in bytes. A metric that not every step has, as a validation loss, keeps its last value. A request is answered
+by a thread of its own from what the last step left, so training does nothing for it but keep that.
+
+Whatever goes wrong with the server, as a port in use, is a warning: training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from megafp8.fp8.health import Record
+from megafp8.training.goodput import Goodput, GoodputMeter, read_lines
+from megafp8.training.metrics import StepMetrics, scalars
+from megafp8.training.run_log import LAUNCHES_FILE
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "megafp8_train_"
+
+HELP: Mapping[str, str] = {
+    "step": "Optimizer steps done",
+    "loss": "Mean loss of the tokens of the last step, nats",
+    "grad_norm": "2-norm of the gradient before clipping",
+    "learning_rate": "Learning rate of the last step",
+    "tokens": "Tokens trained on since the beginning of the run",
+    "tokens_per_second_per_gpu": "Tokens per second and GPU (process on CPU) in the last step",
+    "tflops_per_gpu": "Model FLOPs per second and GPU (process on CPU) in the last step, in units of 10^12",
+    "mfu": "Model FLOPs utilization of the last step, from 0 to 1",
+    "memory_bytes": "Peak memory of rank 0: allocated on the GPU, or resident on the host",
+    "step_seconds": "Duration of the last step",
+    "skipped": "1 if the last step was skipped",
+    "consumed_samples": "Samples read since the beginning of the run",
+    "data_seconds": "Waiting for data in the last step",
+    "evaluation_seconds": "Evaluation after the last step",
+    "save_seconds": "Stall for checkpoints before the last step",
+    "skipped_in_a_row": "Consecutive skipped steps up to the last one",
+    "loss_scale": "Loss scale of fp16",
+    "validation_loss": "Loss of the last validation, nats",
+    "mtp_loss": "Loss of multi-token prediction, nats",
+    "binary_loss": "Loss of the binary head, nats",
+    "router_aux_loss": "Auxiliary loss of routers",
+    "router_z_loss": "z-loss of routers",
+    "expert_imbalance": "Tokens of the expert with the most over the mean of its layer, of the worst layer",
+    "router_entropy": "Entropy of the routers' mean scores, 1 if all experts have the same",
+    "expert_drop_rate": "Share of choices beyond the capacity of experts",
+    "loss_limit": "A loss above it is a spike",
+    "slowest_rank": "The slowest rank of the last comparison",
+    "slowest_ratio": "Its time over the median of its stage",
+    "weight_norm": "2-norm of all weights, when last measured",
+    "update_norm": "2-norm of an update of all weights, when last measured",
+    "layer_grad_norm": "2-norm of a layer's gradient before clipping, when last measured",
+    "layer_weight_norm": "2-norm of a layer's weights, when last measured",
+    "layer_update_norm": "2-norm of an update of a layer's weights, when last measured",
+    "goodput_ratio": "Share of the wall time since the first launch in steps that count, without waiting for data",
+    "wall_seconds": "Wall time since the first launch by what it was spent on, up to the last step",
+    "last_step_timestamp_seconds": "When the last step ended",
+    "section_seconds": "Time in a section of the training loop since the step before",
+    "valid_loss": "Loss of a data set in its last validation, nats",
+    "eval": "Metric of a task in its last evaluation",
+    "fp8_min_snr_db": "Signal-to-noise ratio of the cast to FP8 in the worst layer, when last sampled",
+    "fp8_max_underflow": "Largest share of elements of a tensor that became zero in FP8, when last sampled",
+    "fp8_max_saturated": "Largest share of elements of a tensor that were clamped in FP8, when last sampled",
+}
+"""By name, without the prefix."""
+
+
+_UNITS = ("seconds", "bytes", "ratio")
+
+
+class _Server(ThreadingHTTPServer):
+    """One thread a request; requests under way do not keep the process alive."""
+
+    daemon_threads = True
+    block_on_close = False
+
+
+def _handler(registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
+    """Answers GET /metrics."""
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10.0  # of a client that sends nothing
+
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0] != "/metrics":
+                self.send_error(404, "only /metrics is here")
+                return
+            content = generate_latest(registry)
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT_TYPE_LATEST)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    return Handler
+
+
+class Sample(NamedTuple):
+    """A value of the family `name`, without the prefix."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...]
+    value: float
+
+
+def sample_of(key: str, value: float) -> Sample | None:
+    """A metric as a sample; None for those of the FP8 report of each layer, of which there are too many."""
+    parts = key.split("/")
+    if len(parts) == 1:
+        return Sample("memory_bytes", (), value * 2**30) if key == "memory_gib" else Sample(key, (), value)
+    first, rest = parts[0], "/".join(parts[1:])
+    if first == "valid":
+        return Sample("valid_loss", (("data", rest),), value)
+    if first == "eval":
+        task, _, metric = rest.rpartition("/")
+        return Sample("eval", (("task", task), ("metric", metric)), value)
+    if first == "seconds":
+        return Sample("section_seconds", (("section", rest),), value)
+    if first == "fp8":
+        return Sample(f"fp8_{parts[2]}", (("operand", parts[1]),), value) if len(parts) == 3 else None
+    return Sample(f"layer_{first}", (("layer", rest),), value)
+
+
+class OpenMetricsWriter:
+    """Serves the metrics of the run `name` in `folder` on `port` (0: any) of all interfaces, at /metrics.
+
+    `port`: the one it has; None if it has none.
+    """
+
+    def __init__(self, name: str, folder: Path, port: int) -> None:
+        self._name = name
+        self._latest: tuple[dict[str, float], Goodput] | None = None
+        self._meter = GoodputMeter(read_lines(folder / LAUNCHES_FILE, "time", "step"))
+        for record in read_lines(folder / "metrics.jsonl", "step", "loss", "time", "step_seconds"):
+            self._meter.add(record)
+        registry = CollectorRegistry()
+        registry.register(self)
+        ProcessCollector(registry=registry)
+        self._server: ThreadingHTTPServer | None = None
+        self.port: int | None = None
+        try:
+            self._server = _Server(("", port), _handler(registry))
+        except OSError as error:
+            logger.warning(f"logging.metrics_port = {port}: {error.strerror}; metrics are not served, training goes on")
+            return
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="metrics", daemon=True)
+        self._thread.start()
+        logger.info(f"metrics: http://localhost:{self.port}/metrics")
+
+    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+        self._meter.add(metrics.as_dict())
+        found = scalars(metrics, records)
+        found["step"] = metrics.step
+        found["last_step_timestamp_seconds"] = datetime.fromisoformat(metrics.time).timestamp()
+        before = {} if self._latest is None else self._latest[0]
+        self._latest = before | found, self._meter.result()  # another object: a thread may be reading the one before
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: which metrics there are depends on the run."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """The families of the latest step."""
+        families: dict[str, GaugeMetricFamily] = {}
+        samples: list[Sample | None] = []
+        if self._latest is not None:
+            values, goodput = self._latest
+            samples += [sample_of(key, value) for key, value in values.items()]
+            samples.append(Sample("goodput_ratio", (), goodput.fraction))
+            samples += [Sample("wall_seconds", (("part", part),), value) for part, value in goodput.seconds.items()]
+        for sample in filter(None, samples):
+            if sample.name not in families:
+                labels = [label for label, _ in sample.labels]
+                unit = next((unit for unit in _UNITS if sample.name.endswith(unit)), "")
+                family = GaugeMetricFamily(PREFIX + sample.name, HELP[sample.name], labels=labels, unit=unit)
+                families[sample.name] = family
+            families[sample.name].add_metric([value for _, value in sample.labels], sample.value)
+        return [InfoMetricFamily(PREFIX + "run", "The run", {"name": self._name}), *families.values()]
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()

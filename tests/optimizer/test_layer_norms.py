@@ -1,0 +1,133 @@
+"""Norms by layer against plain PyTorch on whole tensors, which are put together from what all ranks hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megafp8.data_parallel.grad_buffer import gradient_of
+from megafp8.distributed.sharding import FlatShard, spec_of
+from megafp8.optimizer import adam
+from megafp8.optimizer.layer_norms import KINDS, in_order
+from megafp8.training.trainer import Trainer
+from tests.marks import slow_but
+from tests.training.runs import Shard, _located, assembled, batches, config_of, ranks_of, start
+from tests.world import World
+
+STEPS = 2
+CASES = [
+    "gpt2 tied tp2 pp2", "moe dp2 ep2 zero clip", "muon groups tp2 dp2 zero", "muon moe dp2 ep2 fsdp",
+    "bf16 remainders dp2", "graphs",
+    "tp2", "dp2", "dp2 zero", "dp2 fsdp", "dp4 hsdp", "cp2", "4-layers pp2 zb-v tied", "tp2 dp2 fsdp",
+    "fp8-moments dp2", "muon tp2", "t5 tp2 pp2",
+    "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "moe dp4 ep2 fsdp", "moe dp4 ep2 hsdp", "moe tp2 dp2 etp2",
+    "dp2 fsdp fp8-gather current", "fp16 dp2 zero", "lora tp2 dp2 zero", "mtp tp2 pp2 dp2 zero",
+]  # fmt: skip
+QUICK = CASES[:6]
+
+
+def _flat(trainer: Trainer, of: Callable[[FlatShard], Tensor]) -> list[Shard]:
+    """A tensor of each shard of this rank, and which elements of which global tensors it has."""
+    return [found for shard in trainer.optimizer.shards for found in _located("", shard, of(shard).detach())]
+
+
+def _master(trainer: Trainer) -> Callable[[FlatShard], Tensor]:
+    """The fp32 values of a shard, however they are stored."""
+    masters = dict(trainer.optimizer.state().get("master", []))
+    return lambda shard: masters.get(shard, trainer.optimizer.master_of(shard))
+
+
+def _measure(words: str) -> dict[str, Any]:
+    """What a run measures in steps 1 and 2, and the tensors before, in and after these."""
+    adam.BATCH = 4000  # several, of which some have several shards
+    config = config_of(words, logging={"layer_norms_interval": 1})
+    trainer, parallel = start(config)
+    steps = []
+    for step in range(STEPS):
+        before = _flat(trainer, _master(trainer))
+        _, result = trainer.train_step(step, batches(step, config, parallel))
+        factor = config.optimizer.clip_grad_norm and min(1.0, config.optimizer.clip_grad_norm / result.grad_norm)
+        gradients = _flat(trainer, gradient_of)
+        after = _flat(trainer, _master(trainer))
+        steps.append((result, factor or 1.0, {"gradients": gradients, "before": before, "after": after}))
+    plain = config_of(words, logging={"layer_norms_interval": 0})
+    trainer, parallel = start(plain)
+    results = [trainer.train_step(step, batches(step, plain, parallel))[1] for step in range(STEPS)]
+    return {"steps": steps, "same": [_flat(trainer, _master(trainer)), results]}
+
+
+def _layer(name: str) -> str:
+    first, second, *_ = name.split(".")
+    return f"layers.{second}" if first == "layers" else first
+
+
+@pytest.mark.parametrize("words", slow_but(CASES, *QUICK))
+def test_norms_are_those_of_whole_tensors(world4: World, words: str) -> None:
+    found = world4.run(_measure, words, ranks=ranks_of(words))
+    for step in range(STEPS):
+        result, factor, _ = found[0]["steps"][step]
+        assert all(rank["steps"][step][0] == result for rank in found), "ranks report different norms"
+        whole = {
+            key: assembled(rank["steps"][step][2][key] for rank in found) for key in ("gradients", "before", "after")
+        }
+        whole = {key: {name: x.double() for name, x in tensors.items()} for key, tensors in whole.items()}
+        tensors = {
+            "grad_norm": {name: x / factor for name, x in whole["gradients"].items()},
+            "weight_norm": whole["after"],
+            "update_norm": {name: x - whole["before"][name] for name, x in whole["after"].items()},
+        }
+        expected = {}
+        for kind in KINDS:
+            squares: dict[str, float] = {}
+            for name, x in tensors[kind].items():
+                squares[_layer(name)] = squares.get(_layer(name), 0.0) + x.square().sum().item()
+            expected |= {f"{kind}/{layer}": math.sqrt(square) for layer, square in squares.items()}
+            expected[kind] = math.sqrt(sum(squares.values()))
+        assert result.grad_norm == pytest.approx(expected.pop("grad_norm"), rel=2e-6 if factor < 1 else 1e-6)
+        # gradients that were clipped and divided again are rounded to fp32 twice
+        assert result.layer_norms == pytest.approx(expected, rel=1e-6)
+        assert min(result.layer_norms.values()) > 0
+    weights, plain = found[0]["same"]
+    assert [(r.grad_norm, r.layer_norms) for r in plain] == [(r.grad_norm, {}) for r, *_ in found[0]["steps"]]
+    for (name, _, _, x), (_, _, _, y) in zip(found[0]["steps"][-1][2]["after"], weights, strict=True):
+        assert torch.equal(x, y), f"{name}: the measurement changes the training"
+
+
+def _skipped(words: str) -> list[dict[str, float]]:
+    config = config_of(words, logging={"layer_norms_interval": 1})
+    trainer, parallel = start(config)
+    measured = []
+    update = trainer.update
+
+    def keep(*args: Any, **options: Any) -> Any:
+        result = update(*args, **options)
+        measured.append(dict(result.layer_norms))
+        return result
+
+    trainer.update = keep  # type: ignore[assignment]
+    trainer.train_step(0, batches(0, config, parallel))
+    shard = next(s for s in trainer.gradients.shards if spec_of(s.param).shards[0].name.startswith("layers.0."))
+
+    def spoil() -> None:
+        if parallel.rank == 1:
+            gradient_of(shard)[0] = math.nan
+
+    trainer.train_step(1, batches(1, config, parallel), before_update=spoil)
+    return measured
+
+
+@pytest.mark.parametrize("words", slow_but(["dp2 zero", "muon dp2 zero"], "dp2 zero"))
+def test_a_skipped_step_tells_which_gradients_are_not_finite(world2: World, words: str) -> None:
+    for first, skipped in world2.run(_skipped, words):
+        assert set(skipped) == {name for name in first if name.startswith("grad_norm/")}
+        assert [name for name, value in skipped.items() if not math.isfinite(value)] == ["grad_norm/layers.0"]
+
+
+def test_order_of_layers() -> None:
+    layers = ["output", "layers.10", "final_norm", "layers.2", "embedding", "embedding_norm"]
+    assert in_order(layers) == ["embedding", "embedding_norm", "layers.2", "layers.10", "final_norm", "output"]
