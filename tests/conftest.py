@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from megafp8.parallel_state import destroy_model_parallel
+from tests.object_server import ObjectServer
 from tests.quickstart_data import QuickstartData, make_quickstart_data
 from tests.training.runs import Runs
 from tests.world import Ranks, World
@@ -60,6 +61,13 @@ def world4(rank_processes: Ranks) -> World:
 @pytest.fixture(scope="session")
 def world8(rank_processes: Ranks) -> World:
     return World(rank_processes, 8)
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[ObjectServer]:
+    server = ObjectServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megafp8.checkpoint import complete_checkpoints
@@ -22,18 +23,20 @@ from megafp8.commands.common import new_parser, run_tool
 from megafp8.conversion.adapters import open_native
 from megafp8.conversion.average import Averaged
 from megafp8.conversion.convert import Selected, convert, verify
-from megafp8.conversion.formats import FORMATS
+from megafp8.conversion.formats import FORMATS, fetched
+from megafp8.object_store import AnyPath, as_path
 
 
-def checkpoints(paths: list[Path], last: int | None, least: int) -> list[Path]:
-    """What to average. Raises ValueError where that is not at least so many different checkpoints."""
+def checkpoints(given: Sequence[AnyPath], last: int | None, least: int) -> list[Path]:
+    """What to average; of URLs local copies. Raises ValueError where that is not `least` different checkpoints."""
     if last is not None:
-        if len(paths) > 1 or last < 2:
-            raise ValueError(f"--last {last} with {len(paths)} paths: give one run, and a number of at least 2")
-        found = [path for _, path in complete_checkpoints(paths[0] / "checkpoints") or complete_checkpoints(paths[0])]
+        if len(given) > 1 or last < 2:
+            raise ValueError(f"--last {last} with {len(given)} paths: give one run, and a number of at least 2")
+        found = [path for _, path in complete_checkpoints(given[0] / "checkpoints") or complete_checkpoints(given[0])]
         if len(found) < last:
-            raise ValueError(f"{paths[0]} has {len(found)} complete checkpoints, and --last is {last}")
-        paths = found[-last:]
+            raise ValueError(f"{given[0]} has {len(found)} complete checkpoints, and --last is {last}")
+        given = found[-last:]
+    paths = [fetched(path) for path in given]
     if len(paths) < least:
         raise ValueError(f"{len(paths)} checkpoint to average: give two or more, or a run and --last 5")
     resolved = [path.resolve() for path in paths]
@@ -60,7 +63,7 @@ def average(arguments: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     help = "checkpoints, or folders of runs, of which the newest; with --last one run"
-    parser.add_argument("--load", required=True, nargs="+", type=Path, metavar="PATH", help=help)
+    parser.add_argument("--load", required=True, nargs="+", type=as_path, metavar="PATH", help=help)
     parser.add_argument("--last", type=int, metavar="N", help="average the newest N checkpoints of the run")
     parser.add_argument("--moving", action="store_true", help="of the moving averages in them; one is enough")
     parser.add_argument("--save", required=True, type=Path, metavar="PATH", help="folder to make, or an empty one")

@@ -23,7 +23,7 @@ import torch
 from megafp8.conversion.adapters import adapters_alone
 from megafp8.conversion.base import Source
 from megafp8.conversion.convert import Selected, convert, verify
-from megafp8.conversion.formats import FORMATS, Format, recognize
+from megafp8.conversion.formats import FORMATS, Format, fetched, recognize
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 OF_MEGATRON = ("megatron", "torch_dist")
@@ -39,7 +39,7 @@ SINK_OPTIONS = {
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", required=True, type=Path, metavar="PATH", help="checkpoint, or the folder of a run")
+    parser.add_argument("--load", required=True, metavar="PATH", help="checkpoint, or the folder of a run; or its URL")
     parser.add_argument("--save", required=True, type=Path, metavar="PATH", help="folder to make, or an empty one")
     formats = "megatron and torch_dist are Megatron-LM's --ckpt-format torch and torch_dist (docs/converting.md)"
     parser.add_argument("--to", required=True, choices=list(FORMATS), help=formats)
@@ -78,13 +78,14 @@ def opened(format: Format, path: Path, to: Format, **options: Any) -> Source:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    format, to = arguments.source or recognize(arguments.load), FORMATS[arguments.to]
+    load = fetched(arguments.load)
+    format, to = arguments.source or recognize(load), FORMATS[arguments.to]
     source_options = given(arguments, SOURCE_OPTIONS)
     if source_options and format not in OF_MEGATRON:
         flags, formats = ", ".join(source_options), " and ".join(OF_MEGATRON)
         raise ValueError(f"{arguments.load} is of the format {format}; {flags} is for {formats}")
     source = Selected(
-        opened(FORMATS[format], arguments.load, to, **source_options),
+        opened(FORMATS[format], load, to, **source_options),
         weights_only=arguments.weights_only or arguments.dtype is not None or to.weights_only,
         dtype=DTYPES.get(arguments.dtype),
         mtp=to.mtp,

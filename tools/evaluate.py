@@ -30,12 +30,13 @@ from megafp8.inference.arguments import add_model_flags, bind_to_cores, model_op
 from megafp8.inference.load import Layout, Opened, load_model, open_checkpoint
 from megafp8.inference.perplexity import Document, Loss, documents_of_data_set, documents_of_files, loss_of
 from megafp8.inference.scoring import Scorer
+from megafp8.object_store import as_path
 from megafp8.parallel_state import destroy_model_parallel
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
-    parser.add_argument("checkpoint", type=Path, help="run, checkpoint or folder of Hugging Face")
+    parser.add_argument("checkpoint", type=as_path, help="run, checkpoint or folder of Hugging Face")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     texts = parser.add_argument_group("texts and data sets")
     add_input_flags(texts)

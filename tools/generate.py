@@ -25,12 +25,13 @@ from megafp8.commands.common import new_parser, run_tool
 from megafp8.distributed.collectives import broadcast_object
 from megafp8.inference import Completion, Generator, SamplingOptions
 from megafp8.inference.arguments import add_cache_flags, add_model_flags, load_generator
+from megafp8.object_store import as_path
 from megafp8.parallel_state import destroy_model_parallel
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
-    parser.add_argument("checkpoint", type=Path, help="run, checkpoint or folder of Hugging Face")
+    parser.add_argument("checkpoint", type=as_path, help="run, checkpoint or folder of Hugging Face")
     parser.add_argument("prompt", nargs="?", help="text to continue")
     parser.add_argument("--file", type=Path, help="a file with one prompt a line; \\n in it is a line break")
     parser.add_argument("--json", action="store_true", help="one JSON object a text, with tokens and log-probabilities")

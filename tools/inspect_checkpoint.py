@@ -23,7 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megafp8.checkpoint import CheckpointReader, latest
-from megafp8.training.state import changed_keys, checkpoint_folder
+from megafp8.object_store import AnyPath, as_path
+from megafp8.training.state import changed_keys
 
 _BLOCK = 1 << 22  # elements
 _AXES = ("data", "tensor", "pipeline", "virtual_pipeline", "context", "zero", "fsdp", "fsdp_replicas")
@@ -31,9 +32,9 @@ _AXES = ("data", "tensor", "pipeline", "virtual_pipeline", "context", "zero", "f
 Record = dict[str, Any]
 
 
-def open_checkpoint(path: Path) -> CheckpointReader:
+def open_checkpoint(path: AnyPath) -> CheckpointReader:
     """Open a checkpoint. Raises ValueError where it is none; for a run's folder it names the newest one in it."""
-    inside = latest(checkpoint_folder(path)) or latest(path)
+    inside = latest(path / "checkpoints") or latest(path)
     if inside is not None:
         raise ValueError(f"{path} is a folder of checkpoints; the newest of them is {inside}")
     return CheckpointReader(path)
@@ -240,12 +241,12 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint folder, such as …/step_00000150")
+    parser.add_argument("path", type=as_path, metavar="PATH", help="a checkpoint folder, such as …/step_00000150")
     parser.add_argument("--tensors", default="*", metavar="PATTERN", help="only tensors of such names, e.g. 'model.*'")
     parser.add_argument(
         "--norms", action="store_true", help="read the values: L2 norm, min, max and NaN of each tensor"
     )
-    parser.add_argument("--diff", type=Path, metavar="OTHER", help="compare with this checkpoint instead")
+    parser.add_argument("--diff", type=as_path, metavar="OTHER", help="compare with this checkpoint instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     arguments = parser.parse_args(argv)
     if arguments.norms and arguments.diff:

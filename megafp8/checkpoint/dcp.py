@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -40,6 +41,7 @@ from megafp8.checkpoint.files import Checksum, ChecksummedFiles
 from megafp8.checkpoint.rectangles import Rectangles
 from megafp8.checkpoint.torch_file import TorchFile, Unknown
 from megafp8.distributed import collectives
+from megafp8.object_store import AnyPath, ObjectPath
 
 INDEX_FILE = ".metadata"
 
@@ -89,7 +91,7 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of a checkpoint holds")
 
 
-def parse_index(file: Path, content: bytes, *, foreign: bool = False) -> Metadata:
+def parse_index(file: AnyPath, content: bytes, *, foreign: bool = False) -> Metadata:
     """DCP's index in `content`, the bytes of `file`.
 
     `foreign`: another library wrote it, whose own planning data may be in it; it is ignored. Raises DamagedCheckpoint
@@ -125,20 +127,28 @@ def _is_index(index: Any) -> bool:
     return isinstance(index, Metadata) and stored and described
 
 
-def check_data_files(path: Path, index: Metadata) -> None:
+def check_data_files(path: AnyPath, index: Metadata) -> None:
     """Raise DamagedCheckpoint where a data file of the index is missing or shorter than the index says."""
     ends: dict[str, int] = {}
     for stored in index.storage_data.values():
         ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
     problems = []
+    sizes = _sizes(path, ends)
     for name, end in sorted(ends.items()):
         file, tensors = path / name, join_first(tensors_in(index, name))
-        if not file.is_file():
+        if (size := sizes.get(name)) is None:
             problems.append(f"{file} is missing; it held {tensors}")
-        elif (size := file.stat().st_size) < end:
+        elif size < end:
             problems.append(f"{file} is truncated: {size} bytes of at least {end}; it held {tensors}")
     if problems:
         raise DamagedCheckpoint(join_first(problems, "; "))
+
+
+def _sizes(path: AnyPath, names: Iterable[str]) -> dict[str, int]:
+    """Bytes of those files of a checkpoint that there are; one request for all where it is in object storage."""
+    if isinstance(path, ObjectPath):
+        return path.sizes()
+    return {name: (path / name).stat().st_size for name in names if (path / name).is_file()}
 
 
 def tensors_in(index: Metadata, name: str) -> list[str]:
@@ -146,7 +156,7 @@ def tensors_in(index: Metadata, name: str) -> list[str]:
     return sorted({where.fqn for where, stored in index.storage_data.items() if stored.relative_path == name})
 
 
-def damaged_tensors(path: Path, index: Metadata, name: str) -> list[str]:
+def damaged_tensors(path: AnyPath, index: Metadata, name: str) -> list[str]:
     """The tensors whose rectangles in the data file `name` are damaged; all in the file where none stands out.
 
     Each rectangle is an archive of `torch.save` with checksums of its own.
@@ -207,7 +217,7 @@ def plan_save(items: list[WriteItem], group: ProcessGroup | None) -> SavePlans:
 
 
 def write_data(
-    path: Path, state: dict[str, Rectangles], plan: SavePlan
+    path: AnyPath, state: dict[str, Rectangles], plan: SavePlan
 ) -> tuple[list[WriteResult], dict[str, Checksum]]:
     """Write the rectangles of `plan` into the folder `path`, flushed to disk: where each lies, and files' checksums."""
     on_gpu = any(part.view.is_cuda for rectangles in state.values() for part in rectangles.parts)
@@ -217,15 +227,15 @@ def write_data(
     return writer.write_data(plan, planner).wait(), files.sums
 
 
-def write_index(path: Path, index: Metadata, results: list[list[WriteResult]]) -> dict[str, Checksum]:
+def write_index(path: AnyPath, index: Metadata, results: list[list[WriteResult]]) -> dict[str, Checksum]:
     """Write the index of what all ranks wrote, flushed to disk, and return its checksum. On one rank."""
     writer, files = _writer(path)
     writer.finish(replace(index), results)
     return files.sums
 
 
-def _writer(path: Path, **options: Any) -> tuple[FileSystemWriter, ChecksummedFiles]:
+def _writer(path: AnyPath, **options: Any) -> tuple[FileSystemWriter, ChecksummedFiles]:
     files = ChecksummedFiles()
-    writer = FileSystemWriter(path, sync_files=False, **options)  # ChecksummedFiles syncs them
-    writer.fs = files
+    writer = FileSystemWriter(".", sync_files=False, **options)  # ChecksummedFiles syncs them
+    writer.fs, writer.path = files, path if isinstance(path, Path) else str(path)  # the index has it
     return writer, files

@@ -21,13 +21,15 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from megafp8.checkpoint.errors import DamagedCheckpoint
+from megafp8.object_store import AnyPath, ObjectPath, as_path, is_transient
+from megafp8.object_store.reader import ObjectReader
 
 CHECKSUMS_FILE = "checksums.json"
 ALGORITHM = "crc32"
@@ -101,6 +103,43 @@ class _SyncedStream(io.BufferedWriter):
                 super().close()
 
 
+class ChecksummedObject(io.RawIOBase):
+    """An object in object storage, written from beginning to end, that keeps the checksum of its content.
+
+    It appears when it is closed; `abandon` leaves nothing.
+    """
+
+    def __init__(self, path: ObjectPath) -> None:
+        self._stream: Any = path.open("wb")
+        self.checksum = EMPTY
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.checksum.size
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), BLOCK_BYTES):  # the stream copies what it has not sent
+            self._stream.write(view[start : start + BLOCK_BYTES])
+        self.checksum = Checksum(self.checksum.size + len(view), zlib.crc32(view, self.checksum.crc32))
+        return len(view)
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._stream.close()
+
+    def abandon(self) -> None:
+        """Write nothing."""
+        super().close()
+        with suppress(Exception):
+            self._stream.discard()
+        with suppress(AttributeError):
+            self._stream.closed = True  # fsspec completes the object otherwise, when its stream is garbage
+
+
 class ChecksummedFiles(FileSystem):
     """The file system that DCP writes through; `sums` holds the checksum of each closed file by name."""
 
@@ -109,20 +148,43 @@ class ChecksummedFiles(FileSystem):
         self.sums: dict[str, Checksum] = {}
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb", mode
+        if isinstance(path, ObjectPath):
+            written = ChecksummedObject(path)
+            try:
+                yield written
+            except BaseException:
+                written.abandon()
+                raise
+            written.close()
+            self.sums[path.name] = written.checksum
+            return
         file = ChecksummedFile(path)
         with file.raising_failure(), _SyncedStream(file, BUFFER_BYTES) as stream:
             yield stream
         self.sums[Path(path).name] = file.checksum
 
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        super().rename(path, new_path)
-        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        return as_path(path) / suffix
+
+    def exists(self, path: Any) -> bool:
+        return bool(path.exists())
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        if isinstance(path, ObjectPath):
+            path.copy_to(new_path)
+            path.unlink()
+        else:
+            super().rename(path, new_path)
+        self.sums[new_path.name] = self.sums.pop(path.name)
 
 
-def write_file(path: Path, content: bytes) -> Checksum:
-    """Write a file, flushed to disk, and return its checksum."""
+def write_file(path: AnyPath, content: bytes) -> Checksum:
+    """Write a file, flushed to disk, or an object; returns its checksum."""
+    if isinstance(path, ObjectPath):
+        path.write_bytes(content)
+        return Checksum.of(content)
     file = ChecksummedFile(path)
     with _SyncedStream(file, BUFFER_BYTES) as stream:
         stream.write(content)
@@ -169,7 +231,7 @@ def _canonical(files: dict[str, Any]) -> bytes:
     return json.dumps(files, sort_keys=True, separators=(",", ":")).encode()
 
 
-def write_checksums(path: Path, sums: Mapping[str, Checksum]) -> None:
+def write_checksums(path: AnyPath, sums: Mapping[str, Checksum]) -> None:
     """Write checksums.json of the checkpoint folder `path`."""
     files = {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sorted(sums.items())}
     own = f"{zlib.crc32(_canonical(files)):08x}"
@@ -179,7 +241,7 @@ def write_checksums(path: Path, sums: Mapping[str, Checksum]) -> None:
 # --- reading ---
 
 
-def read_checksums(path: Path) -> dict[str, Checksum] | None:
+def read_checksums(path: AnyPath) -> dict[str, Checksum] | None:
     """The checksums of the checkpoint folder `path` by file name; None where it has none.
 
     Raises DamagedCheckpoint where checksums.json is damaged.
@@ -206,7 +268,7 @@ def _parse_crc32(text: Any) -> int | None:
     return int(text, 16) if isinstance(text, str) and re.fullmatch("[0-9a-fA-F]{8}", text) else None
 
 
-def read_verified(path: Path, name: str, sums: Mapping[str, Checksum] | None) -> bytes:
+def read_verified(path: AnyPath, name: str, sums: Mapping[str, Checksum] | None) -> bytes:
     """The content of the small file `name` in the checkpoint folder `path`, compared with its checksum in `sums`.
 
     The bytes that a caller parses are those that were verified. `sums` None: the checkpoint has no checksums. Raises
@@ -225,16 +287,21 @@ def read_verified(path: Path, name: str, sums: Mapping[str, Checksum] | None) ->
     return content
 
 
-def read_file(file: Path) -> bytes:
-    """The content of a small file. Raises DamagedCheckpoint where the disk cannot read it, else ValueError."""
+def read_file(file: AnyPath) -> bytes:
+    """The content of a small file. Raises DamagedCheckpoint where the disk cannot read it, else ValueError.
+
+    ObjectStoreError where object storage fails for the moment.
+    """
     try:
         return file.read_bytes()
     except OSError as error:
+        if is_transient(error):
+            raise
         kind = DamagedCheckpoint if error.errno == errno.EIO else ValueError
         raise kind(f"{file} cannot be read: {error.strerror}") from error
 
 
-def parse_object(file: Path | str, content: bytes) -> dict[str, Any]:
+def parse_object(file: AnyPath | str, content: bytes) -> dict[str, Any]:
     """The JSON object in `content`, UTF-8, of `file`. Raises DamagedCheckpoint for anything else, NaN included."""
 
     def refuse(text: str) -> NoReturn:
@@ -251,12 +318,12 @@ def parse_object(file: Path | str, content: bytes) -> dict[str, Any]:
     return found
 
 
-def find_damage(file: Path, expected: Checksum) -> str | None:
+def find_damage(file: AnyPath, expected: Checksum) -> str | None:
     """Read `file` once, in blocks, and describe how it differs from what was written; None where it does not."""
     try:
         size, crc = file.stat().st_size, 0
         if size == expected.size:  # else there is no need to read it
-            with file.open("rb", buffering=0) as stream:
+            with open_raw(file) as stream:
                 crc = crc32_of(stream, 0, size)
     except FileNotFoundError:
         return f"{file} is missing"
@@ -267,7 +334,7 @@ def find_damage(file: Path, expected: Checksum) -> str | None:
     return _difference(file, Checksum(size, crc), expected)
 
 
-def _difference(file: Path, found: Checksum, expected: Checksum) -> str | None:
+def _difference(file: AnyPath, found: Checksum, expected: Checksum) -> str | None:
     if found.size != expected.size:
         what = "truncated" if found.size < expected.size else "too long"
         return f"{file} is {what}: {found.size} bytes of {expected.size}"
@@ -276,19 +343,46 @@ def _difference(file: Path, found: Checksum, expected: Checksum) -> str | None:
     return None
 
 
-def read_into(stream: BinaryIO, start: int, view: memoryview) -> None:
+RawFile = BinaryIO | ObjectReader
+"""A file without a buffer, or an object."""
+
+
+def open_raw(path: AnyPath) -> RawFile:
+    """Open a file, without a buffer, or an object, to be read."""
+    return ObjectReader(path) if isinstance(path, ObjectPath) else cast(BinaryIO, path.open("rb", buffering=0))
+
+
+def read_some(stream: RawFile, start: int, view: memoryview) -> int:
+    """Fill the beginning of `view`, of bytes, from byte `start` of a file on; returns how much of it, 0 at its end."""
+    if isinstance(stream, ObjectReader):
+        return stream.read_some(start, view)
+    return os.preadv(stream.fileno(), [view], start)
+
+
+def read_at(stream: RawFile, start: int, size: int) -> bytes:
+    """Up to `size` bytes, a few, from byte `start` of a file on."""
+    found = bytearray(size)
+    return bytes(found[: read_some(stream, start, memoryview(found))])
+
+
+def read_into(stream: RawFile, start: int, view: memoryview) -> None:
     """Fill `view`, of bytes, from byte `start` of a file on. Raises EOFError where the file ends before."""
     done = 0
     while done < len(view):
-        got = os.preadv(stream.fileno(), [view[done : done + _MAX_IO_BYTES]], start + done)
+        got = read_some(stream, start + done, view[done : done + _MAX_IO_BYTES])
         if got == 0:
             raise EOFError("the file is truncated")
         done += got
 
 
-def crc32_of(stream: BinaryIO, start: int, size: int) -> int:
+def crc32_of(stream: RawFile, start: int, size: int) -> int:
     """The CRC-32 of `size` bytes of a file. Raises EOFError where the file ends before."""
-    crc, buffer = 0, memoryview(bytearray(min(BLOCK_BYTES, size)))
+    crc = 0
+    if isinstance(stream, ObjectReader):
+        for content in stream.blocks(start, size):
+            crc = zlib.crc32(content, crc)
+        return crc
+    buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
     for at in range(0, size, BLOCK_BYTES):
         block = buffer[: min(BLOCK_BYTES, size - at)]
         read_into(stream, start + at, block)

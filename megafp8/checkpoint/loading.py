@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,10 @@ from megafp8.checkpoint.reader import CheckpointReader, first_intact
 from megafp8.checkpoint.rectangles import Rectangles, TensorInfo, as_rectangles
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Shape
+from megafp8.object_store import AnyPath, ObjectPath, as_path
 
+_REQUESTS = 16
+"""Rectangles that a rank reads from object storage at a time."""
 _MISSING, _UNEXPECTED = "missing in the checkpoint", "in the checkpoint but not in this model"
 _MISMATCH, _INCOMPLETE = "of another shape or dtype", "only partly in the checkpoint"
 _PROBLEMS = (_MISSING, _UNEXPECTED, _MISMATCH, _INCOMPLETE)
@@ -44,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def load(
-    checkpoint: str | Path | CheckpointReader,
+    checkpoint: AnyPath | str | CheckpointReader,
     tensors: Mapping[str, Rectangles | Tensor],
     *,
     group: ProcessGroup | None = None,
@@ -65,7 +69,7 @@ def load(
     """
     group = group_or_world(group)
     state = as_rectangles(tensors)
-    opened = checkpoint if isinstance(checkpoint, CheckpointReader) else _open(Path(checkpoint), verify, group)
+    opened = checkpoint if isinstance(checkpoint, CheckpointReader) else _open(as_path(checkpoint), verify, group)
     path, index = opened.path, opened.index
     infos = {name: TensorInfo(r.global_shape, r.dtype) for name, r in state.items()}
     unexpected = [name for name in _wanted_by_no_rank(state.keys(), index, group) if not optional(name)]
@@ -75,10 +79,17 @@ def load(
         raise IncompatibleCheckpoint(f"{path} does not fit: {problems}")
 
     def read() -> None:
-        for name, rectangles in state.items():
-            if _stored_info(index, name) == infos[name]:
-                for offset, view in rectangles.parts:
-                    opened.read_into(name, offset, view, verify=opened.sums is None)
+        fitting = [(name, r.parts) for name, r in state.items() if _stored_info(index, name) == infos[name]]
+        wanted = [(name, offset, view) for name, parts in fitting for offset, view in parts]
+        read_one = partial(opened.read_into, verify=opened.sums is None)
+        if not isinstance(path, ObjectPath):
+            for one in wanted:
+                read_one(*one)
+            return
+        _ = opened.rectangles  # found once, before threads ask for it
+        with ThreadPoolExecutor(_REQUESTS) as executor:
+            for done in [executor.submit(read_one, *one) for one in wanted]:
+                done.result()
 
     try:
         on_all_ranks(read, group)
@@ -94,7 +105,7 @@ def misfits(wanted: Mapping[str, tuple[Shape, torch.dtype]], index: Metadata, op
 
 
 def newest_good(
-    folder: str | Path, *, verify: bool = True, group: ProcessGroup | None = None
+    folder: AnyPath | str, *, verify: bool = True, group: ProcessGroup | None = None
 ) -> CheckpointReader | None:
     """The newest checkpoint under `folder` that is as it was written, or None where there is none. Collective.
 
@@ -114,7 +125,7 @@ def newest_good(
     return opened
 
 
-def _open(path: Path, verify: bool, group: ProcessGroup | None) -> CheckpointReader:
+def _open(path: AnyPath, verify: bool, group: ProcessGroup | None) -> CheckpointReader:
     """Open a checkpoint on all ranks of `group`; `verify`: verify its data files too. Collective."""
     rank = collectives.rank(group)
     opened = on_all_ranks(lambda: CheckpointReader(path, check_sizes=rank == 0), group)
@@ -130,7 +141,7 @@ def _open(path: Path, verify: bool, group: ProcessGroup | None) -> CheckpointRea
     return opened
 
 
-def _verify_files(path: Path, sums: dict[str, Checksum], index: Metadata) -> None:
+def _verify_files(path: AnyPath, sums: dict[str, Checksum], index: Metadata) -> None:
     """Raise DamagedCheckpoint where one of the files `sums` is not what was written, naming the tensors lost."""
     problems = []
     for name, expected in sums.items():

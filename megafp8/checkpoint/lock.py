@@ -16,6 +16,9 @@ may differ. A lock is taken over
 - otherwise when its heartbeat is 2 minutes old. An attempt of the same job on another host waits for that: it may have
   been started, with restarts counted anew, because the owner's host is gone.
 
+In object storage the file is created by a conditional PUT, which one of several writers succeeds in, and is touched by
+writing it again. Who takes over a lock there, for want of renames, looks after 3 seconds whether it is still its own.
+
 Limit: an owner that hangs for longer (a suspended process, a stalled file system) may lose the lock while it lives. It
 detects that by the token in the file before it next changes the folder, and stops.
 """
@@ -41,12 +44,14 @@ from torch.distributed import ProcessGroup
 from megafp8.checkpoint.errors import FolderInUse, group_or_world, on_all_ranks
 from megafp8.checkpoint.files import to_json
 from megafp8.distributed import collectives
+from megafp8.object_store import AnyPath, ObjectPath, ObjectStoreError, as_path
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 HEARTBEAT_SECONDS = 15.0
 STALE_SECONDS = 120.0
+_SETTLING_SECONDS = 3.0
 
 
 def _process_start(pid: int | str) -> str | None:
@@ -102,19 +107,26 @@ def may_be_restarted(owner: dict[str, Any], us: dict[str, Any]) -> bool:
     return bool(us["job"]) and owner.get("job") == us["job"] and not _is_here(owner, us)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: AnyPath) -> dict[str, Any]:
     """The owner that a lock file names; empty where it is unreadable. FileNotFoundError where there is no file."""
     try:
         owner = json.loads(file.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, ObjectStoreError):
         raise
     except (ValueError, OSError):
         return {}
     return owner if isinstance(owner, dict) and {"host", "pid", "token"} <= owner.keys() else {}
 
 
-def _age(file: Path) -> float:
+def _age(file: AnyPath) -> float:
     """Seconds since `file` was touched, both by the file system's clock."""
+    if isinstance(file, ObjectPath):
+        probe_object = file.with_name(f".now-{uuid.uuid4().hex}")
+        probe_object.write_bytes(b"")
+        try:
+            return max(0.0, (probe_object.modified() - file.modified()).total_seconds())
+        finally:
+            probe_object.unlink()
     with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".now-") as probe:
         return max(0.0, os.fstat(probe.fileno()).st_mtime - file.stat().st_mtime)
 
@@ -126,8 +138,8 @@ class FolderLock:
     where the folder cannot be written to.
     """
 
-    def __init__(self, folder: str | Path, group: ProcessGroup | None = None) -> None:
-        self.file = Path(folder) / LOCK_FILE
+    def __init__(self, folder: AnyPath | str, group: ProcessGroup | None = None) -> None:
+        self.file = as_path(folder) / LOCK_FILE
         self._group = group_or_world(group)
         self._is_rank0 = collectives.rank(self._group) == 0
         self._us = describe_this_process()
@@ -167,13 +179,15 @@ class FolderLock:
             return False
 
     def _take(self) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        deadline = None
-        while not self._create():
+        if isinstance(self.file, Path):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+        deadline, taken_over = None, False
+        while not self._create() or (taken_over and not self._is_settled()):
             with contextlib.suppress(FileNotFoundError):  # released in between
                 owner, age = _read(self.file), _age(self.file)
                 if (owner and is_over(owner, self._us)) or age >= STALE_SECONDS:
                     self._remove(owner)
+                    taken_over = isinstance(self.file, ObjectPath)
                 elif may_be_restarted(owner, self._us) and (deadline is None or time.monotonic() < deadline):
                     if deadline is None:
                         deadline = time.monotonic() + STALE_SECONDS + HEARTBEAT_SECONDS
@@ -185,7 +199,15 @@ class FolderLock:
                 else:
                     raise FolderInUse(self._refusal(owner, age))
 
+    def _is_settled(self) -> bool:
+        """Whether the lock is still ours once a competitor that saw the former owner too has had time to remove it."""
+        time.sleep(_SETTLING_SECONDS)
+        return self.is_ours()
+
     def _create(self) -> bool:
+        if isinstance(self.file, ObjectPath):
+            # An attempt without an answer, which is made again, may have written it.
+            return self.file.create(to_json(self._us)) or self.is_ours()
         try:
             handle = os.open(self.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
@@ -198,6 +220,10 @@ class FolderLock:
 
     def _remove(self, owner: dict[str, Any]) -> None:
         """Remove the lock of `owner`: renamed first, in which one of several competitors succeeds."""
+        if isinstance(self.file, ObjectPath):
+            if _read(self.file).get("token") == owner.get("token"):
+                self.file.unlink()
+            return
         aside = self.file.with_name(f"{LOCK_FILE}.{self._us['token']}")
         os.rename(self.file, aside)
         try:
@@ -221,5 +247,9 @@ class FolderLock:
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT_SECONDS):
             with contextlib.suppress(OSError):  # the next attempt may succeed; check() reports a lost lock
-                if self.is_ours():
+                if not self.is_ours():
+                    continue
+                if isinstance(self.file, ObjectPath):
+                    self.file.write_bytes(to_json(self._us))
+                else:
                     os.utime(self.file)

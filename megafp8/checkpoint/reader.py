@@ -18,7 +18,6 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +30,7 @@ from megafp8.checkpoint.files import CHECKSUMS_FILE, Checksum, read_verified
 from megafp8.checkpoint.rectangles import TensorInfo
 from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
 from megafp8.distributed.sharding import Shape
+from megafp8.object_store import AnyPath, as_path
 
 
 class StoredRectangle(NamedTuple):
@@ -38,7 +38,7 @@ class StoredRectangle(NamedTuple):
 
     offset: Shape
     shape: Shape
-    file: Path
+    file: AnyPath
     start: int
     length: int
 
@@ -46,7 +46,7 @@ class StoredRectangle(NamedTuple):
 class TensorReader:
     """The tensors of a folder of torch.distributed.checkpoint, whose index is `index`."""
 
-    def __init__(self, path: Path, index: Metadata) -> None:
+    def __init__(self, path: AnyPath, index: Metadata) -> None:
         self.path, self.index = path, index
 
     @cached_property
@@ -95,8 +95,8 @@ class CheckpointReader(TensorReader):
     identity: int
     """CRC-32 of metadata.json and index; equal where ranks see the same checkpoint."""
 
-    def __init__(self, path: str | Path, *, check_sizes: bool = True) -> None:
-        folder = Path(path)
+    def __init__(self, path: AnyPath | str, *, check_sizes: bool = True) -> None:
+        folder = as_path(path)
         self.metadata, self.sums, description = store.read_description(folder)
         content = read_verified(folder, dcp.INDEX_FILE, self.sums)
         super().__init__(folder, dcp.parse_index(folder / dcp.INDEX_FILE, content))
@@ -140,7 +140,7 @@ class CheckpointReader(TensorReader):
         return result
 
 
-def newest_readable(folder: str | Path) -> CheckpointReader | None:
+def newest_readable(folder: AnyPath | str) -> CheckpointReader | None:
     """The newest checkpoint under `folder` that can be opened, or None where there is none. Changes nothing.
 
     It is the one that `newest_good` chooses, unless the content of a data file is damaged. Raises DamagedCheckpoint
@@ -150,13 +150,13 @@ def newest_readable(folder: str | Path) -> CheckpointReader | None:
 
 
 def first_intact(
-    paths: Sequence[Path], open_checkpoint: Callable[[Path], CheckpointReader]
-) -> tuple[CheckpointReader | None, list[tuple[Path, str]]]:
+    paths: Sequence[AnyPath], open_checkpoint: Callable[[AnyPath], CheckpointReader]
+) -> tuple[CheckpointReader | None, list[tuple[AnyPath, str]]]:
     """The first of `paths` that opens without DamagedCheckpoint, and the paths before it with their damage.
 
     None where there are no paths. Raises DamagedCheckpoint where all are damaged.
     """
-    damaged: list[tuple[Path, str]] = []
+    damaged: list[tuple[AnyPath, str]] = []
     for path in paths:
         try:
             return open_checkpoint(path), damaged

@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -46,6 +45,7 @@ from megafp8.checkpoint.lock import FolderLock
 from megafp8.checkpoint.rectangles import Rectangles, as_rectangles
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Shape
+from megafp8.object_store import AnyPath, as_path
 
 _ALIGNMENT = 64
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Destination:
     changed. `files`: small files that every checkpoint gets, by path within it; rank 0's are written.
     """
 
-    folder: Path
+    folder: AnyPath
     group: ProcessGroup | None
     keep_last: int | None = None
     keep_every: int | None = None
@@ -77,13 +77,13 @@ class Destination:
 class Saved:
     """A checkpoint saved in the background: for how long training waited, and how long it took in all."""
 
-    path: Path
+    path: AnyPath
     stalled_seconds: float
     total_seconds: float
 
 
 def save(
-    folder: str | Path,
+    folder: AnyPath | str,
     step: int,
     tensors: Mapping[str, Rectangles | Tensor],
     metadata: dict[str, Any],
@@ -93,7 +93,7 @@ def save(
     keep_every: int | None = None,
     lock: FolderLock | None = None,
     files: Mapping[str, bytes] | None = None,
-) -> Path:
+) -> AnyPath:
     """Save `tensors` of all ranks as the checkpoint of `step` under `folder`, and return its path. Collective.
 
     A plain tensor is not sharded: every rank that names it holds the same values. `metadata` must be JSON; rank 0's is
@@ -105,7 +105,7 @@ def save(
     that and returns. Otherwise it raises ValueError. RuntimeError where writing fails, for instance on a full disk;
     earlier checkpoints are untouched.
     """
-    destination = Destination(Path(folder), group_or_world(group), keep_last, keep_every, lock, files or {})
+    destination = Destination(as_path(folder), group_or_world(group), keep_last, keep_every, lock, files or {})
     state = as_rectangles(tensors)
     plans = dcp.plan_save(dcp.write_items(state), destination.group)
     return _write(destination, step, state, plans, metadata)
@@ -212,7 +212,7 @@ class BackgroundSaver:
 
 def _write(
     to: Destination, step: int, state: dict[str, Rectangles], plans: dcp.SavePlans, metadata: dict[str, Any]
-) -> Path:
+) -> AnyPath:
     """Write the rectangles of this rank's plan, and publish the checkpoint. Collective."""
     folder, group = to.folder, to.group
     final, hidden = store.step_folder(folder, step), store.incomplete_folder(folder, step)

@@ -17,11 +17,16 @@ A damaged checkpoint is renamed and never deleted, as most of its tensors may be
 older one can then save that step again.
 
 All functions here run in one process; rank 0 calls those that change anything. The scheme needs a file system with
-atomic renames that all ranks see (a local disk for one node, NFS, Lustre); object stores need a mount.
+atomic renames that all ranks see (a local disk for one node, NFS, Lustre), or object storage.
+
+In object storage, which has no renames, a save writes under the final name, and checksums.json last. A checkpoint is
+complete if it has checksums.json, which appears at once; a removal deletes that first. What has none is of a running,
+failed or killed save, is never loaded, and is deleted by the next start or save.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import itertools
@@ -49,6 +54,7 @@ from megafp8.checkpoint.files import (
     write_checksums,
     write_file,
 )
+from megafp8.object_store import AnyPath, ObjectPath, ObjectStoreError, as_path, is_transient
 
 FORMAT_VERSION = 1
 METADATA_FILE = "metadata.json"
@@ -62,64 +68,83 @@ _LEFTOVER = re.compile(r"\.step_\d{8,}\.(incomplete|removed)")
 _SAME_STEP = ("consumed_samples", "tokens", "tokenizer_fingerprint")
 
 
-def step_folder(folder: str | Path, step: int) -> Path:
+def step_folder(folder: AnyPath | str, step: int) -> AnyPath:
     """Where the complete checkpoint of `step` is."""
-    return Path(folder) / f"step_{step:08d}"
+    return as_path(folder) / f"step_{step:08d}"
 
 
-def incomplete_folder(folder: str | Path, step: int) -> Path:
+def incomplete_folder(folder: AnyPath | str, step: int) -> AnyPath:
     """Where the checkpoint of `step` is while it is written."""
-    return Path(folder) / f".step_{step:08d}.incomplete"
+    folder = as_path(folder)
+    return step_folder(folder, step) if isinstance(folder, ObjectPath) else folder / f".step_{step:08d}.incomplete"
 
 
-def complete_checkpoints(folder: str | Path) -> list[tuple[int, Path]]:
+def _is_complete(path: AnyPath) -> bool:
+    """Whether `path`, of a checkpoint's name, is a complete one."""
+    return (path / CHECKSUMS_FILE).is_file() if isinstance(path, ObjectPath) else path.is_dir()
+
+
+def complete_checkpoints(folder: AnyPath | str) -> list[tuple[int, AnyPath]]:
     """The complete checkpoints of a run as (step, path), oldest first; empty where there is no such folder.
 
-    Raises ValueError where the folder may not be read.
+    Raises ValueError where the folder may not be read, ObjectStoreError where object storage fails for the moment.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        return []
+    folder = as_path(folder)
     try:
-        matches = [(_COMPLETE.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir()]
+        if isinstance(folder, Path) and not folder.is_dir():
+            return []
+        named = [(int(match[1]), path) for path in folder.iterdir() if (match := _COMPLETE.fullmatch(path.name))]
+        return sorted(((step, path) for step, path in named if _is_complete(path)), key=lambda one: one[0])
+    except ObjectStoreError as error:
+        if is_transient(error):
+            raise
+        raise ValueError(str(error)) from error
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error.strerror}") from error
-    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
-def latest(folder: str | Path) -> Path | None:
+def latest(folder: AnyPath | str) -> AnyPath | None:
     """The newest complete checkpoint of a run, or None."""
     found = complete_checkpoints(folder)
     return found[-1][1] if found else None
 
 
-def clean_incomplete(folder: str | Path) -> list[Path]:
+def clean_incomplete(folder: AnyPath | str) -> list[AnyPath]:
     """Delete what killed saves and removals left in `folder`; returns the deleted folders. On rank 0."""
-    folder = Path(folder)
+    folder = as_path(folder)
+    if isinstance(folder, ObjectPath):
+        found = [path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name) and not _is_complete(path)]
+        for path in found:
+            path.remove_tree()
+        return list(found)
     if not folder.is_dir():
         return []
     leftovers = sorted(path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
-    for path in leftovers:
-        shutil.rmtree(path)
-    return leftovers
+    for leftover in leftovers:
+        shutil.rmtree(leftover)
+    return list(leftovers)
 
 
 def begin(
-    folder: str | Path, step: int, metadata: dict[str, Any], files: Mapping[str, bytes]
+    folder: AnyPath | str, step: int, metadata: dict[str, Any], files: Mapping[str, bytes]
 ) -> dict[str, Checksum] | None:
     """Make the hidden folder for `step`, with its metadata.json and the small `files`, by path in it.
 
     Returns their checksums; None where the step is saved already. Raises ValueError where the step was saved by another
     run or another history of this one, and where `metadata` is not JSON.
     """
+    folder = as_path(folder)
     final = step_folder(folder, step)
-    if final.exists():
+    if _is_complete(final) if isinstance(final, ObjectPath) else final.exists():
         _check_same_step(final, metadata)
         return None
     contents = {METADATA_FILE: metadata_json(final, step, metadata), **files}
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    if isinstance(folder, ObjectPath):
+        clean_incomplete(folder)
+        return {name: write_file(final / name, content) for name, content in contents.items()}
+    folder.mkdir(parents=True, exist_ok=True)
     clean_incomplete(folder)
-    hidden = incomplete_folder(folder, step)
+    hidden = _local(incomplete_folder(folder, step))
     hidden.mkdir()
     sums = {}
     for name, content in contents.items():
@@ -169,7 +194,7 @@ def _wrong_type(metadata: dict[str, Any]) -> str | None:
     return None
 
 
-def metadata_json(path: Path, step: int, metadata: dict[str, Any]) -> bytes:
+def metadata_json(path: AnyPath, step: int, metadata: dict[str, Any]) -> bytes:
     """Content of metadata.json of the checkpoint `path`: `metadata`, step, date, format and versions.
 
     Raises ValueError where `metadata` sets one of these, is not JSON, or has a key of another type than is documented.
@@ -189,26 +214,42 @@ def metadata_json(path: Path, step: int, metadata: dict[str, Any]) -> bytes:
     return content
 
 
-def publish(folder: str | Path, step: int, sums: dict[str, Checksum]) -> None:
+def publish(folder: AnyPath | str, step: int, sums: dict[str, Checksum]) -> None:
     """Make the checkpoint of `step` visible; `sums` are the checksums of its files."""
-    hidden = incomplete_folder(folder, step)
+    hidden, final = incomplete_folder(folder, step), step_folder(folder, step)
     write_checksums(hidden, sums)
-    sync(hidden)
-    rename_synced(hidden, step_folder(folder, step))
+    if not isinstance(hidden, ObjectPath):
+        sync(hidden)
+        rename_synced(hidden, _local(final))
 
 
-def discard(folder: str | Path, step: int) -> None:
+def discard(folder: AnyPath | str, step: int) -> None:
     """Delete what a failed save has written, as far as that is possible."""
-    shutil.rmtree(incomplete_folder(folder, step), ignore_errors=True)
+    hidden = incomplete_folder(folder, step)
+    if not isinstance(hidden, ObjectPath):
+        shutil.rmtree(hidden, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        if not _is_complete(hidden):
+            hidden.remove_tree()
 
 
-def remove_older(folder: str | Path, step: int, keep_last: int | None, keep_every: int | None) -> None:
-    """Delete the checkpoints up to that of `step` that `superfluous` names, each after hiding it by a rename."""
+def remove_older(folder: AnyPath | str, step: int, keep_last: int | None, keep_every: int | None) -> None:
+    """Delete the checkpoints up to that of `step` that `superfluous` names, each after hiding it."""
     steps = [other for other, _ in complete_checkpoints(folder) if other <= step]
     for path in (step_folder(folder, other) for other in superfluous(steps, keep_last, keep_every)):
+        if isinstance(path, ObjectPath):
+            (path / CHECKSUMS_FILE).unlink()
+            path.remove_tree()
+            continue
         hidden = path.with_name(f".{path.name}.removed")
         rename_synced(path, hidden)
         shutil.rmtree(hidden)
+
+
+def _local(path: AnyPath) -> Path:
+    assert isinstance(path, Path), path
+    return path
 
 
 def superfluous(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
@@ -218,15 +259,25 @@ def superfluous(steps: Sequence[int], keep_last: int | None, keep_every: int | N
     return [step for step in steps[: max(0, len(steps) - keep_last)] if keep_every is None or step % keep_every]
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint to an unused name that no checkpoint has, and return its new path."""
+def set_aside(path: AnyPath) -> AnyPath:
+    """Rename a damaged checkpoint to an unused name that no checkpoint has, and return its new path.
+
+    Object storage has no renames: it is copied there, and then deleted, checksums.json first.
+    """
     names = itertools.chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{n}" for n in itertools.count(2)))
-    aside = next(target for target in map(path.with_name, names) if not target.exists())
-    rename_synced(path, aside)
+    aside: AnyPath = next(target for target in (path.with_name(name) for name in names) if not target.exists())
+    if isinstance(path, ObjectPath):
+        assert isinstance(aside, ObjectPath)
+        for name in path.sizes():
+            (path / name).copy_to(aside / name)
+        (path / CHECKSUMS_FILE).unlink()
+        path.remove_tree()
+    else:
+        rename_synced(path, _local(aside))
     return aside
 
 
-def read_metadata(path: str | Path) -> dict[str, Any]:
+def read_metadata(path: AnyPath | str) -> dict[str, Any]:
     """The verified content of metadata.json of the checkpoint folder `path`.
 
     Raises ValueError naming the file that is at fault; DamagedCheckpoint, which is one, where the folder is there but
@@ -235,9 +286,9 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     return read_description(path)[0]
 
 
-def read_description(path: str | Path) -> tuple[dict[str, Any], dict[str, Checksum] | None, bytes]:
+def read_description(path: AnyPath | str) -> tuple[dict[str, Any], dict[str, Checksum] | None, bytes]:
     """`read_metadata`, the checksums of all files (None: the checkpoint has none), and the bytes of metadata.json."""
-    path = Path(path)
+    path = as_path(path)
     if not path.is_dir():
         found = ", ".join(other.name for _, other in complete_checkpoints(path.parent)[-3:]) or "none"
         raise ValueError(f"there is no checkpoint {path}; newest complete ones in {path.parent}: {found}")
@@ -258,7 +309,7 @@ def read_description(path: str | Path) -> tuple[dict[str, Any], dict[str, Checks
     return metadata, sums, content
 
 
-def _check_without_checksums(path: Path, metadata: dict[str, Any]) -> None:
+def _check_without_checksums(path: AnyPath, metadata: dict[str, Any]) -> None:
     """Raise DamagedCheckpoint unless the checkpoint, which has no checksums.json, may be from before checksums."""
     if metadata.get("has_checksums"):
         raise DamagedCheckpoint(f"{path / CHECKSUMS_FILE} is missing, so nothing in {path} can be verified")
@@ -272,7 +323,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _check_same_step(path: Path, metadata: dict[str, Any]) -> None:
+def _check_same_step(path: AnyPath, metadata: dict[str, Any]) -> None:
     saved = read_metadata(path)
     differing = [key for key in _SAME_STEP if saved.get(key) != metadata.get(key)]
     if differing:

@@ -33,8 +33,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megafp8.checkpoint.files import BLOCK_BYTES, allocate, crc32_of, read_into
+from megafp8.checkpoint.files import BLOCK_BYTES, RawFile, allocate, crc32_of, open_raw, read_at, read_into, read_some
 from megafp8.distributed.sharding import Shape
+from megafp8.object_store import AnyPath, ObjectPath, is_transient
+from megafp8.object_store.reader import REQUEST_BYTES, ObjectReader
 
 _LOCAL_HEADER, _DIRECTORY_ENTRY, _DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 _STORAGES = {
@@ -103,7 +105,7 @@ class _Section(io.RawIOBase):
     torch's own view of this kind counts wrongly from the end, where a zip archive has its directory.
     """
 
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+    def __init__(self, file: RawFile, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
 
     def readable(self) -> bool:
@@ -118,7 +120,7 @@ class _Section(io.RawIOBase):
 
     def readinto(self, buffer: memoryview, /) -> int:  # type: ignore[override]
         view = memoryview(buffer)[: max(0, self._length - self._at)]
-        done = os.preadv(self._file.fileno(), [view], self._start + self._at)
+        done = read_some(self._file, self._start + self._at, view) if len(view) else 0
         self._at += done
         return done
 
@@ -131,28 +133,38 @@ class TorchFile:
     where it is damaged, or was not written by `torch.save`.
     """
 
-    def __init__(self, path: Path, start: int = 0, length: int | None = None, *, unsafe: bool = False) -> None:
+    def __init__(self, path: AnyPath, start: int = 0, length: int | None = None, *, unsafe: bool = False) -> None:
         self.path = path
         self._verified: set[str] = set()
+        self._object = ObjectReader(path) if isinstance(path, ObjectPath) else None
         try:
-            with path.open("rb", buffering=0) as stream:
+            if self._object is not None and length is not None and length <= REQUEST_BYTES:
+                self._object.hold(start, length)
+            with self._open() as stream:
                 self._records = _read_directory(stream, start, length or path.stat().st_size - start)
                 if "byteorder" in self._records and self._read_record(stream, "byteorder") != b"little":
                     raise ValueError("it was written on a big-endian machine")
                 pickled = io.BytesIO(self._read_record(stream, "data.pkl"))
             self.content = _Unpickler(pickled, unsafe).load()
         except Exception as error:  # damaged bytes, pickles above all, raise nearly anything
+            if is_transient(error):
+                raise
             if isinstance(error, OSError):
                 raise ValueError(f"{path} cannot be read: {error.strerror}") from error
             if unsafe and isinstance(error, (ImportError, AttributeError)):
                 raise ValueError(f"{path} names code that is not installed: {error}; read it without unsafe") from error
             raise ValueError(f"{path} is damaged, or no file of torch.save: {error}") from error
 
-    def _read_record(self, stream: BinaryIO, name: str) -> bytes:
+    def _open(self) -> RawFile:
+        return open_raw(self.path) if self._object is None else self._object
+
+    def _read_record(self, stream: RawFile, name: str) -> bytes:
         record = self._records[name]
         if not self._is_intact(stream, name):
             raise ValueError(f"its record {name} is not what was saved")
-        return os.pread(stream.fileno(), record.size, record.start)
+        found = bytearray(record.size)
+        read_into(stream, record.start, memoryview(found))
+        return bytes(found)
 
     def read(self, tensor: StoredTensor, name: str, low: Shape, target: Tensor, *, verify: bool = True) -> None:
         """Fill `target`, of any strides and on any device, with the values of `tensor` from its index `low` on.
@@ -181,7 +193,7 @@ class TorchFile:
             raise ValueError(f"{self.path} is damaged: {name} is not inside its record {tensor.record}")
         begin += record.start
         try:
-            with self.path.open("rb", buffering=0) as stream:
+            with self._open() as stream:
                 if verify and not self._is_intact(stream, tensor.record):
                     raise ValueError(f"{self.path} is damaged at {name}: its bytes are not those that were saved")
                 if target.shape[1:] == rest and target.is_contiguous() and target.device.type == "cpu":
@@ -194,14 +206,16 @@ class TorchFile:
                     rows.copy_(block[(slice(None), *columns)])
                     begin += len(rows) * row_bytes
         except (OSError, EOFError) as error:
+            if is_transient(error):
+                raise
             raise ValueError(f"{self.path}: {name} cannot be read: {error}") from error
 
     def is_damaged(self) -> bool:
         """Whether the bytes of some record are not those that were saved."""
-        with self.path.open("rb", buffering=0) as stream:
+        with self._open() as stream:
             return not all(self._is_intact(stream, name) for name in self._records)
 
-    def _is_intact(self, stream: BinaryIO, name: str) -> bool:
+    def _is_intact(self, stream: RawFile, name: str) -> bool:
         """Whether a record has its CRC-32, computed once."""
         record = self._records[name]
         if record.crc and name not in self._verified:
@@ -304,17 +318,17 @@ def as_bytes(contiguous: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _read_directory(stream: BinaryIO, start: int, length: int) -> dict[str, _Record]:
+def _read_directory(stream: RawFile, start: int, length: int) -> dict[str, _Record]:
     """The records of an archive by name, without the folder that all of them are in."""
-    if os.pread(stream.fileno(), 4, start) != _LOCAL_HEADER:
+    if read_at(stream, start, 4) != _LOCAL_HEADER:
         raise ValueError("it does not begin as a zip archive (torch before 1.6 wrote none: load and save it anew)")
     with zipfile.ZipFile(io.BufferedReader(_Section(stream, start, length), 1 << 16)) as archive:
         return {info.filename.partition("/")[2]: _find_record(stream, start, info) for info in archive.infolist()}
 
 
-def _find_record(stream: BinaryIO, archive_start: int, info: zipfile.ZipInfo) -> _Record:
+def _find_record(stream: RawFile, archive_start: int, info: zipfile.ZipInfo) -> _Record:
     at = archive_start + info.header_offset
-    header = os.pread(stream.fileno(), 30, at)
+    header = read_at(stream, at, 30)
     if header[:4] != _LOCAL_HEADER or info.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"its record {info.filename} is not where the directory says, or compressed")
     return _Record(at + 30 + sum(struct.unpack("<HH", header[26:30])), info.file_size, info.CRC)

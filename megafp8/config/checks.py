@@ -57,6 +57,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _prefix_lm,
         encoder_checks.data,
         _blend,
+        _object_cache,
         _evaluation,
         _deterministic,
         _cuda_graphs,
@@ -174,11 +175,25 @@ def _blend(config: Config) -> Iterator[Problem]:
             yield Problem(f"data.train.{prefix}", weight, rule, f"{works}, or leave the data set out")
 
 
+_FEWEST_BLOCKS = 64
+
+
+def _object_cache(config: Config) -> Iterator[Problem]:
+    cache = config.data.object_cache
+    fewest = _FEWEST_BLOCKS * cache.block_mib / 1024
+    if cache.limit_gib < fewest:
+        rule = f"room for fewer than {_FEWEST_BLOCKS} blocks of {cache.block_mib:g} MiB, which would be deleted unread"
+        yield Problem("data.object_cache.limit_gib", cache.limit_gib, rule, f"try {fewest:g}, or smaller blocks")
+
+
 def _evaluation(config: Config) -> Iterator[Problem]:
     t, e = config.training, config.training.evaluate
     if config.data.validation and not t.eval_interval:
         rule = "data.validation is given, and nothing says when to compute its losses"
         yield Problem("training.eval_interval", 0, rule, "set a number of steps, or leave data.validation out")
+    if config.data.validation_by_source and not t.eval_interval:
+        rule = "nothing says when to compute losses"
+        yield Problem("data.validation_by_source", True, rule, "set training.eval_interval, or leave it out")
     if e is None:
         return
     if config.model.architecture != "gpt":

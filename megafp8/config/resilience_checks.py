@@ -35,3 +35,6 @@ def faults(config: Config, world_size: int) -> Iterator[Problem]:
         if fault.kind == "flip_gradient" and not config.resilience.recompute_interval:
             rule = "the bit is flipped in the check that resilience.recompute_interval turns on"
             yield Problem(f"{path}.kind", fault.kind, rule, "set resilience.recompute_interval")
+        if fault.kind == "damage_checkpoint" and config.checkpoint.folder is not None:
+            rule = "only a checkpoint in the run folder can be damaged"
+            yield Problem(f"{path}.kind", fault.kind, rule, "leave checkpoint.folder out")

@@ -948,14 +948,28 @@ class PrefixLmConfig(Section):
     which only the token after it is predicted."""
 
 
+class ObjectCacheConfig(Section):
+    """Local cache of data sets in object storage (docs/object-storage.md), which processes and runs may share."""
+
+    folder: str | None = None
+    """Folder on local disk. Default: in the user's cache folder."""
+    limit_gib: PositiveFloat = 64.0
+    """Largest size of all blocks in it; those that were not read for the longest time are deleted. The .idx files come
+    on top. If there is room for all .bin files, each node downloads them once."""
+    block_mib: PositiveFloat = 4.0
+    """Size of the blocks of .bin files that are downloaded. Smaller ones cost less where the cache has no room for all
+    of the data, as shuffled documents use only a part of each."""
+
+
 class DataConfig(Section):
     """Data sets and their tokenizer."""
 
     train: list[str] | dict[str, PositiveFloat] = Field(min_length=1)
-    """Prefixes of .bin/.idx files. A list weights data sets by their number of training tokens (of samples if packing
-    is best_fit), so that all finish an epoch at the same time; a blend {prefix: weight} sets their shares of the
-    samples, in any unit. A prefix that is listed twice counts twice. When a run resumes, weights may change and data
-    sets may be added or removed: each continues with the samples that it has not given."""
+    """Prefixes of .bin/.idx files: paths, or URLs of object storage such as s3://bucket/corpus. A list weights data
+    sets by their number of training tokens (of samples if packing is best_fit), so that all finish an epoch at the same
+    time; a blend {prefix: weight} sets their shares of the samples, in any unit. A prefix that is listed twice counts
+    twice. When a run resumes, weights may change and data sets may be added or removed: each continues with the samples
+    that it has not given."""
     packing: Literal["concatenate", "best_fit", "sentences"] = "concatenate"
     """How documents fill samples. concatenate: shuffled documents one after the other, cut where a sample ends.
     best_fit: each document whole in one sample, by best-fit decreasing; only those longer than a sample are cut, and
@@ -966,6 +980,9 @@ class DataConfig(Section):
     validation: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")], str] = {}
     """Data sets for validation by name, {name: prefix of .bin/.idx files}: all their documents, apart from those that
     split takes from training data. The loss of each is the metric valid/<name>. They may change when a run resumes."""
+    validation_by_source: bool = False
+    """Also measure the validation loss of each data set of data.train, on its documents for validation (split): the
+    metric valid/<the last part of its prefix>, or valid/<prefix> where several have the same."""
     split: str = "969,30,1"
     """Proportions of the documents of data.train for training, validation and test."""
     restart_changed: bool = False
@@ -994,6 +1011,8 @@ class DataConfig(Section):
     """Number of loader processes per rank. 0: load in the training process."""
     index_cache: str | None = None
     """Folder on local disk for sample indices. Default: in the user's cache folder."""
+    object_cache: ObjectCacheConfig = ObjectCacheConfig()
+    """Where data sets in object storage are kept on local disk."""
 
 
 LoraTarget = Literal["q", "k", "v", "q_up", "kv_up", "proj", "gate", "up", "down"]
@@ -1015,6 +1034,9 @@ class LoraConfig(Section):
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
+    folder: str | None = None
+    """Checkpoints are in <folder>/<name>; a path, or a URL of object storage such as s3://bucket/checkpoints. Default:
+    in the run folder."""
     interval: Count = 0
     """Steps between checkpoints. 0: save only at the end and on SIGTERM or Ctrl-C. If a step was skipped, the next step
     that is not is saved instead."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from megafp8.checkpoint import complete_checkpoints
+from megafp8.checkpoint import complete_checkpoints, latest
 from megafp8.checkpoint.dcp import INDEX_FILE
 from megafp8.checkpoint.store import METADATA_FILE
 from megafp8.conversion.adapters import open_native
@@ -22,6 +22,8 @@ from megafp8.conversion.peft_source import ADAPTER_CONFIG_FILE, open_peft
 from megafp8.conversion.target import Sink
 from megafp8.conversion.torch_dist_sink import TorchDistSink
 from megafp8.conversion.torch_dist_source import TorchDistSource
+from megafp8.object_store import AnyPath, ObjectPath, as_path, is_transient
+from megafp8.object_store.cache import ObjectCache, ObjectChanged, default_cache
 
 
 class Format(NamedTuple):
@@ -78,12 +80,33 @@ def recognize(path: Path) -> str:
     return found[0]
 
 
-def open_source(path: str | Path, vocab_multiple: int | None = None) -> Source:
+def fetched(path: AnyPath | str) -> Path:
+    """`path`; of a URL a local copy, of a run in object storage one of its newest checkpoint.
+
+    Raises ValueError, and ObjectStoreError where object storage fails for the moment.
+    """
+    where = as_path(path)
+    if isinstance(where, Path):
+        return where
+    newest = latest(where / "checkpoints") or latest(where) or where
+    assert isinstance(newest, ObjectPath)
+    try:
+        return ObjectCache(default_cache()).whole_folder(newest)
+    except FileNotFoundError:
+        raise ValueError(f"there is no {path}") from None
+    except (OSError, ObjectChanged) as error:
+        if is_transient(error):
+            raise
+        raise ValueError(str(error)) from None
+
+
+def open_source(path: AnyPath | str, vocab_multiple: int | None = None) -> Source:
     """The checkpoint at `path`, of any format; adapters are merged into the model that they are for.
 
     `vocab_multiple`: pad the vocabulary to a multiple of it if the format has no padding. Raises ValueError where there
     is none, and where it is damaged.
     """
-    format = FORMATS[recognize(Path(path))]
+    path = fetched(path)
+    format = FORMATS[recognize(path)]
     options = {} if format.padded or vocab_multiple is None else {"vocab_multiple": vocab_multiple}
     return format.source(path, **options)

@@ -32,6 +32,7 @@ from megafp8.conversion.megatron_args import read_args
 from megafp8.conversion.megatron_names import OUTPUT, Place, canonical, place, runs, their_shape
 from megafp8.conversion.model import model_tensors
 from megafp8.conversion.target import tokenizer_files
+from megafp8.object_store import AnyPath
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON_FILE = "common.pt"
@@ -305,7 +306,7 @@ def _model(file: TorchFile, key: str, may_lack: bool) -> dict[str, StoredTensor]
     return found
 
 
-def refuse_t5(path: Path, names: Collection[str]) -> None:
+def refuse_t5(path: AnyPath, names: Collection[str]) -> None:
     """Raise ValueError where the weights `names` of `path` are those of T5."""
     if any(name.startswith(("encoder_relative_pos_emb.", "lm_head.output_layer.")) for name in names) or all(
         any(name.startswith(f"{stack}.layers.") for name in names) for stack in ("encoder", "decoder")

@@ -77,7 +77,7 @@ def find_checkpoint(path: Path) -> Path:
     if is_checkpoint(path):
         return path
     found = latest(path / "checkpoints") or latest(path)
-    if found is None:
+    if not isinstance(found, Path):
         raise ValueError(f"{path} is no native checkpoint ({INDEX_FILE}), and holds none (step_<number>)")
     return found
 
@@ -100,7 +100,7 @@ def _tokenizer_files(reader: CheckpointReader, config: Mapping[str, Any]) -> lis
 
     Raises DamagedCheckpoint where a file of the checkpoint is not what was written.
     """
-    found = tokenizer_files(reader.path)
+    found = tokenizer_files(Path(str(reader.path)))
     for file in found:
         name = f"{TOKENIZER_FOLDER}/{file.name}"
         if reader.sums is not None and name in reader.sums:

@@ -110,3 +110,13 @@ class Blend:
         """The pieces of documents that global sample `index` consists of. Raises DataError."""
         source, number = self.segment.locate(index)
         return self.datasets[source].parts(number)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether some data set is in object storage."""
+        return any(packed.dataset.is_remote for packed in self.datasets)
+
+    def fetch_ahead(self, index: int) -> None:
+        """Begin to download what `parts` of global sample `index` will read. Raises DataError."""
+        source, number = self.segment.locate(index)
+        self.datasets[source].fetch_ahead(number)

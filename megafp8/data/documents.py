@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from megafp8.data.packages import import_package
+from megafp8.object_store import AnyPath, ObjectPath, as_path
 
 Content = Literal["json_lines", "text", "parquet"]
 Style = Literal["text", "chat", "completion"]
@@ -51,7 +52,7 @@ class Document(NamedTuple):
 class InputFile(NamedTuple):
     """A file and how it is read. `compression` is a suffix or ""; `keys` are those, or the columns, of the `style`."""
 
-    path: Path
+    path: AnyPath
     content: Content
     compression: str
     keys: tuple[str, ...]
@@ -61,7 +62,7 @@ class InputFile(NamedTuple):
 class SkippedFile(NamedTuple):
     """A file of an input folder that is not read."""
 
-    path: Path
+    path: AnyPath
     reason: str
 
 
@@ -73,7 +74,7 @@ def find_files(
     style: Style = "text",
     completion_key: str = "completion",
 ) -> tuple[list[InputFile], list[SkippedFile]]:
-    """Files that `inputs` (files, folders, globs) name, in a fixed order, each once for each of its keys.
+    """Files that `inputs` (files, folders, globs, URLs) name, in a fixed order, each once for each of its keys.
 
     `json_keys` is one key for all inputs or one for each: of the text, the messages, or the prompt, whose completion is
     under `completion_key`. Folders are searched for files with known suffixes, or with
@@ -94,14 +95,14 @@ def find_files(
     found: dict[InputFile, None] = {}
     skipped: dict[SkippedFile, None] = {}
     for item, key in zip(inputs, keys):
-        path = Path(item)
+        path = as_path(item)
         if path.is_dir():
             files, others = _search(path, key, any_text)
             if not files:
                 seen = f"; it holds {others[0].path} ({others[0].reason})" if others else "; it is empty"
                 raise ValueError(f"--input {item}: no file in this folder can be read{seen}")
         else:
-            matches = [path] if path.is_file() else list(map(Path, sorted(glob.glob(item, recursive=True))))
+            matches = [path] if path.is_file() else _matches(path)
             files = [_named_file(match, key, any_text) for match in matches if match.is_file()]
             if not files:
                 raise ValueError(f"--input {item}: no such file, and no pattern that matches one")
@@ -123,7 +124,7 @@ class _Keys(NamedTuple):
     style: Style
 
 
-def _classify(path: Path, keys: _Keys, any_text: bool, default: Content | None = None) -> InputFile | str:
+def _classify(path: AnyPath, keys: _Keys, any_text: bool, default: Content | None = None) -> InputFile | str:
     """How a file is read, by its name: `a.jsonl.gz` is JSON lines, compressed by gzip; or the reason why it is not.
 
     `default`: the content of a file whose name does not tell.
@@ -142,7 +143,7 @@ def _classify(path: Path, keys: _Keys, any_text: bool, default: Content | None =
     return InputFile(path, content, compression, *keys)
 
 
-def _named_file(path: Path, keys: _Keys, any_text: bool) -> InputFile:
+def _named_file(path: AnyPath, keys: _Keys, any_text: bool) -> InputFile:
     """How a file is read that is itself an input. Raises ValueError if it cannot be."""
     file = _classify(path, keys, any_text, "json_lines")
     if isinstance(file, str):
@@ -150,8 +151,20 @@ def _named_file(path: Path, keys: _Keys, any_text: bool) -> InputFile:
     return file
 
 
-def _search(folder: Path, keys: _Keys, any_text: bool) -> tuple[list[InputFile], list[SkippedFile]]:
+def _matches(pattern: AnyPath) -> Sequence[AnyPath]:
+    """What a pattern matches, sorted."""
+    if isinstance(pattern, ObjectPath):
+        return sorted(pattern.glob())
+    return [Path(name) for name in sorted(glob.glob(str(pattern), recursive=True))]
+
+
+def _search(folder: AnyPath, keys: _Keys, any_text: bool) -> tuple[list[InputFile], list[SkippedFile]]:
     """Files of a folder and its subfolders, sorted by path, and those that are skipped."""
+    if isinstance(folder, ObjectPath):
+        objects = [folder / name for name in sorted(folder.sizes())]
+        kinds = [(path, _classify(path, keys, any_text)) for path in objects]
+        named = [kind for _, kind in kinds if isinstance(kind, InputFile)]
+        return named, [SkippedFile(path, reason) for path, reason in kinds if isinstance(reason, str)]
     paths: list[Path] = []
     files: list[InputFile] = []
     skipped: list[SkippedFile] = []
@@ -359,7 +372,7 @@ def _read_parquet(file: InputFile) -> Iterator[Document]:
     parquet = import_package("pyarrow.parquet", "reading .parquet files")
     path = file.path
     try:
-        table = parquet.ParquetFile(path)
+        table = parquet.ParquetFile(path.open("rb") if isinstance(path, ObjectPath) else path)
         names = table.schema_arrow.names
         if not set(file.keys) <= set(names):
             yield Document(str(path), None, _missing(file, names, "column"))

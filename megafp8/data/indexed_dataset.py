@@ -12,6 +12,9 @@ A data set may have a *loss mask*: `<prefix>.loss_mask.bin` and `.idx`, in the s
 in sequences of the same lengths, 1 if the token is one to learn and 0 if it is only context. The sidecar has its
 fingerprint.
 
+A prefix may be a URL of object storage, such as s3://bucket/corpus. The .idx is then copied to local disk, and tokens
+are read through a cache there (`megafp8.object_store`).
+
 Both files are memory-mapped, and all that can be checked without reading the tokens is checked when they are opened.
 Megatron-LM's .idx has no checksum, but is redundant:
 
@@ -31,8 +34,9 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -40,6 +44,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.data import DataError
+from megafp8.object_store import AnyPath, ObjectStoreError, as_path, is_transient, is_url
+from megafp8.object_store.cache import THREADS, CachedObject, ObjectCache, ObjectChanged, default_cache
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -49,16 +55,16 @@ _DTYPES: dict[int, type[np.generic]] = dict(
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 
 
-def bin_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.bin")
+def bin_path(prefix: str | Path) -> AnyPath:
+    return as_path(f"{prefix}.bin")
 
 
-def idx_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.idx")
+def idx_path(prefix: str | Path) -> AnyPath:
+    return as_path(f"{prefix}.idx")
 
 
-def sidecar_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.json")
+def sidecar_path(prefix: str | Path) -> AnyPath:
+    return as_path(f"{prefix}.json")
 
 
 def loss_mask_prefix(prefix: str | Path) -> str:
@@ -66,9 +72,9 @@ def loss_mask_prefix(prefix: str | Path) -> str:
 
 
 def all_paths(prefix: str | Path) -> list[Path]:
-    """The files that a data set may consist of."""
+    """The files that a data set on a local disk may consist of."""
     mask = loss_mask_prefix(prefix)
-    return [bin_path(prefix), idx_path(prefix), sidecar_path(prefix), bin_path(mask), idx_path(mask)]
+    return [Path(name) for name in (f"{prefix}.bin", f"{prefix}.idx", f"{prefix}.json", f"{mask}.bin", f"{mask}.idx")]
 
 
 class _Index(NamedTuple):
@@ -87,20 +93,50 @@ class IndexedDataset:
     Its *stream* is the concatenation of all sequences in the order of the index; positions in it count tokens.
     """
 
-    def __init__(self, prefix: str | Path, *, verify: bool = True) -> None:
-        """`verify`: compare the .idx with the checksum in the sidecar, if there is one."""
-        self.prefix = str(prefix)
-        self._index = _read_index(idx_path(prefix))
+    def __init__(self, prefix: str | Path, *, verify: bool = True, cache: ObjectCache | None = None) -> None:
+        """`prefix`: a path without suffix, or the URL of one in object storage, read through `cache`.
+
+        `verify`: compare the .idx with the checksum in the sidecar, if there is one.
+        """
+        self.prefix, self._cache = str(prefix), cache
+        self._objects = _open_objects(self.prefix, cache)
+        self._open(verify)
+
+    def _open(self, verify: bool) -> None:
+        path, remote = idx_path(self.prefix), self._objects
+        self._index = _read_index(path, None if remote is None else _local_copy(remote.idx))
         self.dtype, self.sizes, self.document_starts = self._index.dtype, self._index.sizes, self._index.marks
-        size = _size_of_tokens(bin_path(prefix), self.dtype, self.sizes)
-        self._in_order = _check_pointers(idx_path(prefix), size, self._index)
+        expected = int(self.sizes.sum(dtype=np.int64)) * self.dtype.itemsize
+        size = _size_of_tokens(bin_path(self.prefix), self.dtype, expected, None if remote is None else remote.bin.size)
+        self._in_order = _check_pointers(path, size, self._index)
         if verify:
             self._check_checksum()
-        self.tokens = np.memmap(bin_path(prefix), mode="r", dtype=self.dtype) if size else np.empty(0, self.dtype)
+        self.tokens: NDArray[Any] | RemoteTokens = np.empty(0, self.dtype)
+        if size:
+            self.tokens = (
+                np.memmap(bin_path(self.prefix), mode="r", dtype=self.dtype)  # type: ignore[call-overload]
+                if remote is None
+                else RemoteTokens(remote.bin, self.dtype)
+            )
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        # Loader processes map the files again; pickling a memory map copies all tokens.
-        return partial(IndexedDataset, verify=False), (self.prefix,)
+    def __getstate__(self) -> dict[str, Any]:
+        # Loader processes map the files again; pickling a memory map copies all tokens. Objects stay those opened here.
+        return {"prefix": self.prefix, "_cache": self._cache, "_objects": self._objects}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open(verify=False)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is in object storage."""
+        return self._objects is not None
+
+    def fetch_ahead(self, position: int, count: int) -> None:
+        """Begin to download what `read` of these tokens will need, if it is in object storage."""
+        if isinstance(self.tokens, RemoteTokens):
+            for first, taken in self._ranges(position, count):
+                self.tokens.fetch_ahead(first, first + taken)
 
     @property
     def num_documents(self) -> int:
@@ -139,19 +175,27 @@ class IndexedDataset:
         """`count` tokens of the stream from `position` on; a view of the file if its sequences are in order."""
         if self._in_order:
             return self.tokens[position : position + count]
-        positions, parts = self._positions, [np.empty(0, self.dtype)]
+        parts = [self.tokens[first : first + taken] for first, taken in self._ranges(position, count)]
+        return np.concatenate([np.empty(0, self.dtype), *parts])
+
+    def _ranges(self, position: int, count: int) -> Iterator[tuple[int, int]]:
+        """Where `count` tokens of the stream from `position` on are in the .bin file: first token and number."""
+        if self._in_order:
+            yield position, count
+            return
+        positions = self._positions
         sequence = int(np.searchsorted(positions, position, side="right")) - 1
         while count:
             skip = position - int(positions[sequence])
             first = int(self._index.pointers[sequence]) // self.dtype.itemsize + skip
             taken = min(count, int(self.sizes[sequence]) - skip)
-            parts.append(self.tokens[first : first + taken])
+            yield first, taken
             position, count, sequence = position + taken, count - taken, sequence + 1
-        return np.concatenate(parts)
 
     def sidecar(self) -> dict[str, Any] | None:
         """Content of `<prefix>.json`; None if there is none. Raises DataError if it is no sidecar."""
-        return _read_sidecar(sidecar_path(self.prefix))
+        with _data_errors():
+            return _read_sidecar(sidecar_path(self.prefix))
 
     @cached_property
     def index_sha256(self) -> str:
@@ -164,19 +208,22 @@ class IndexedDataset:
 
         The parts are 64 evenly spaced blocks of 4 KiB, or all of a .bin of at most 256 KiB.
         """
-        return _fingerprint(self.index_sha256, self.tokens.view(np.uint8))
+        if isinstance(self.tokens, RemoteTokens):
+            return _fingerprint(self.index_sha256, self.tokens.obj.size, self.tokens.fetch_parts)
+        return _fingerprint(self.index_sha256, self.tokens.nbytes, _parts_of(self.tokens.view(np.uint8)))
 
     @cached_property
     def has_loss_mask(self) -> bool:
         """Whether there is a loss mask, or the sidecar says that there should be one."""
-        return idx_path(loss_mask_prefix(self.prefix)).exists() or "loss_mask" in (self.sidecar() or {})
+        with _data_errors():
+            return idx_path(loss_mask_prefix(self.prefix)).exists() or "loss_mask" in (self.sidecar() or {})
 
     def loss_mask(self) -> IndexedDataset:
         """The loss mask, uint8, whose stream has the places of this one's.
 
         Raises DataError if it is missing or damaged, or is not that of this data set.
         """
-        mask = IndexedDataset(loss_mask_prefix(self.prefix))
+        mask = IndexedDataset(loss_mask_prefix(self.prefix), cache=self._cache)
         if mask.dtype != np.uint8:
             raise DataError(f"{idx_path(mask.prefix)} is no loss mask: it holds {mask.dtype}, and a mask is uint8")
         same = np.array_equal(mask.sizes, self.sizes) and np.array_equal(mask.document_starts, self.document_starts)
@@ -208,16 +255,93 @@ class IndexedDataset:
 _LARGEST_SIDECAR = 2**24
 
 
-def _fingerprint(index_sha256: str, content: NDArray[np.uint8]) -> str:
-    """`IndexedDataset.fingerprint` of an index and the bytes of the tokens."""
+def _fingerprint(index_sha256: str, size: int, read_parts: _ReadParts) -> str:
+    """`IndexedDataset.fingerprint` of an index and a .bin of `size` bytes, whose ranges `read_parts` reads."""
     count, block = 64, 4096
-    digest = hashlib.sha256(f"{index_sha256} {len(content)} ".encode())
-    if len(content) <= count * block:
-        count, block = 1, len(content)
-    for i in range(count):
-        start = i * (len(content) - block) // max(count - 1, 1)
-        digest.update(content[start : start + block].data)
+    digest = hashlib.sha256(f"{index_sha256} {size} ".encode())
+    if size <= count * block:
+        count, block = 1, size
+    starts = [i * (size - block) // max(count - 1, 1) for i in range(count)]
+    for part in read_parts([(start, start + block) for start in starts]):
+        digest.update(part)
     return digest.hexdigest()
+
+
+_ReadParts = Callable[[Sequence[tuple[int, int]]], Iterable[bytes | memoryview]]
+
+
+def _parts_of(content: NDArray[np.uint8]) -> _ReadParts:
+    return lambda ranges: (content[start:end].data for start, end in ranges)
+
+
+class _Objects(NamedTuple):
+    """The files of a data set in object storage, as they were when it was opened."""
+
+    idx: CachedObject
+    bin: CachedObject
+
+
+class RemoteTokens:
+    """Tokens of a .bin file in object storage; slices of it are arrays.
+
+    Raises DataError where it has changed or may not be read, ObjectStoreError where it cannot be read at the moment.
+    """
+
+    def __init__(self, obj: CachedObject, dtype: np.dtype[Any]) -> None:
+        self.obj, self.dtype = obj, dtype
+
+    def __len__(self) -> int:
+        return self.obj.size // self.dtype.itemsize
+
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        start, stop, _ = part.indices(len(self))
+        size = self.dtype.itemsize
+        with _data_errors():
+            return np.frombuffer(self.obj.read(start * size, max(start, stop) * size), self.dtype)
+
+    def fetch_ahead(self, start: int, stop: int) -> None:
+        """Begin to download the tokens `[start, stop)`."""
+        self.obj.fetch_ahead(start * self.dtype.itemsize, stop * self.dtype.itemsize)
+
+    def fetch_parts(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Ranges of bytes, several at a time, from the storage itself."""
+        with _data_errors(), ThreadPoolExecutor(THREADS) as executor:
+            found = list(executor.map(lambda one: self.obj.path.read_range(*one), ranges))
+            self.obj.check()
+            return found
+
+
+@contextlib.contextmanager
+def _data_errors() -> Iterator[None]:
+    """Raise DataError where object storage fails for a reason that stays, which ends a job for good."""
+    try:
+        yield
+    except ObjectStoreError as error:
+        if is_transient(error):
+            raise
+        raise DataError(str(error)) from None
+    except ObjectChanged as error:
+        raise DataError(str(error)) from None
+    except FileNotFoundError as error:
+        raise DataError(f"{error.filename} cannot be opened: no such file or object") from None
+    except OSError as error:
+        where = "data.object_cache.folder, the local cache of object storage"
+        raise DataError(f"{where}, cannot be used: {error}; name a folder that can be written to") from None
+
+
+def _open_objects(prefix: str, cache: ObjectCache | None) -> _Objects | None:
+    """The objects of a data set; None if it is on a local disk. Raises DataError."""
+    idx, tokens = idx_path(prefix), bin_path(prefix)
+    if isinstance(idx, Path) or isinstance(tokens, Path):
+        return None
+    cache = cache or ObjectCache(default_cache())
+    with _data_errors():
+        return _Objects(cache.open(idx), cache.open(tokens))
+
+
+def _local_copy(obj: CachedObject) -> Path:
+    with _data_errors():
+        return obj.download()
 
 
 def _running_sum(sizes: NDArray[Any]) -> NDArray[np.int64]:
@@ -227,7 +351,7 @@ def _running_sum(sizes: NDArray[Any]) -> NDArray[np.int64]:
     return sums
 
 
-def _read_sidecar(path: Path) -> dict[str, Any] | None:
+def _read_sidecar(path: AnyPath) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
@@ -244,17 +368,20 @@ def _read_sidecar(path: Path) -> dict[str, Any] | None:
     return about
 
 
-def _no_sidecar(path: Path, reason: object) -> DataError:
+def _no_sidecar(path: AnyPath, reason: object) -> DataError:
     return DataError(
         f"{path} is damaged, or not the description that tools/preprocess_data.py writes beside a data set: {reason}; "
         "restore it, or move it away (the data set can be read without)"
     )
 
 
-def _read_index(path: Path) -> _Index:
-    """Read an .idx file and check all that does not need the .bin file. Raises DataError."""
+def _read_index(path: AnyPath, copy: Path | None = None) -> _Index:
+    """Read an .idx file and check all that does not need the .bin file. Raises DataError.
+
+    `copy`: local copy of an object.
+    """
     try:
-        raw = np.memmap(path, mode="r", dtype=np.uint8)
+        raw = np.memmap(copy or path, mode="r", dtype=np.uint8)  # type: ignore[call-overload]
     except (OSError, ValueError) as error:
         reason = "it is empty" if path.exists() else "no such file"
         raise DataError(
@@ -297,11 +424,10 @@ def _read_index(path: Path) -> _Index:
     return _Index(raw, dtype, sizes, pointers, documents)
 
 
-def _size_of_tokens(path: Path, dtype: np.dtype[Any], sizes: NDArray[np.int32]) -> int:
-    """Bytes of the .bin file. Raises DataError if the index says another number."""
-    expected = int(sizes.sum(dtype=np.int64)) * dtype.itemsize
+def _size_of_tokens(path: AnyPath, dtype: np.dtype[Any], expected: int, found: int | None) -> int:
+    """Bytes of the .bin file, `found` if that is given. Raises DataError if they are not `expected`."""
     try:
-        found = path.stat().st_size
+        found = path.stat().st_size if found is None else found
     except OSError:
         raise DataError(f"{path} is missing: its index promises {expected:,} bytes of tokens") from None
     if found != expected:
@@ -312,7 +438,7 @@ def _size_of_tokens(path: Path, dtype: np.dtype[Any], sizes: NDArray[np.int32]) 
     return found
 
 
-def _check_pointers(path: Path, size: int, index: _Index) -> bool:
+def _check_pointers(path: AnyPath, size: int, index: _Index) -> bool:
     """Whether the sequences are in the .bin file, of `size` bytes, in the order of the index.
 
     Raises DataError unless they cover it without gap or overlap in some order. Empty sequences may point anywhere.
@@ -323,8 +449,8 @@ def _check_pointers(path: Path, size: int, index: _Index) -> bool:
     ends = pointers + sizes.astype(np.int64) * itemsize
     if ((pointers < 0) | (pointers > size) | (pointers % itemsize != 0) | (sizes < 0) | (ends > size)).any():
         raise DataError(
-            f"{path} is damaged: it points outside {path.with_suffix('.bin')}, or between its tokens; copy the data "
-            "set again, or write it again"
+            f"{path} is damaged: it points outside {str(path).removesuffix('.idx')}.bin, or between its tokens; copy "
+            "the data set again, or write it again"
         )
     wrong = pointers != _running_sum(sizes)[:-1] * itemsize
     if not wrong.any():
@@ -351,6 +477,8 @@ class IndexedDatasetWriter:
         self, prefix: str | Path, dtype: type[np.generic], *, loss_mask: bool = False, overwrite: bool = False
     ) -> None:
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
+        if is_url(prefix):
+            raise ValueError(f"{prefix}: data sets are written to a local disk; copy the files to object storage then")
         for path in all_paths(prefix):
             if path.is_dir():
                 raise ValueError(f"{path} is a folder; choose another output prefix")
@@ -422,7 +550,7 @@ class IndexedDatasetWriter:
         checksum = self._write_index()
         size = self._bin.stat().st_size
         content = np.memmap(self._bin, mode="r", dtype=np.uint8) if size else np.empty(0, np.uint8)
-        return _fingerprint(checksum, content)
+        return _fingerprint(checksum, size, _parts_of(content))
 
     def _write_index(self) -> str:
         """Flush the tokens, write the index under its temporary name and return its SHA-256."""
@@ -445,19 +573,20 @@ class IndexedDatasetWriter:
         an index cannot be opened, so files of two data sets are never read together, whatever ends the process in
         between.
         """
+        tokens, index, sidecar, *of_mask = all_paths(self.prefix)
         if self._bin.exists():
-            idx_path(self.prefix).unlink(missing_ok=True)
-            sidecar_path(self.prefix).unlink(missing_ok=True)
+            index.unlink(missing_ok=True)
+            sidecar.unlink(missing_ok=True)
             if self._mask is not None:
                 self._mask._publish()
             else:
-                for path_of in (idx_path, bin_path):
-                    path_of(loss_mask_prefix(self.prefix)).unlink(missing_ok=True)
-            os.replace(self._bin, bin_path(self.prefix))
+                for path in reversed(of_mask):
+                    path.unlink(missing_ok=True)
+            os.replace(self._bin, tokens)
         if self._sidecar.exists():
-            os.replace(self._sidecar, sidecar_path(self.prefix))
+            os.replace(self._sidecar, sidecar)
         if self._idx.exists():
-            os.replace(self._idx, idx_path(self.prefix))
+            os.replace(self._idx, index)
 
     def abort(self) -> None:
         """Remove what was written."""

@@ -6,12 +6,14 @@ the same samples, in the same micro-batches, for any R, and one number is enough
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -41,6 +43,31 @@ def sample_indices(
     ]
 
 
+READ_AHEAD = 4
+"""Micro-batches that a loader process has downloaded, or begun to, beside the one that it makes."""
+
+
+class _Wanted(NamedTuple):
+    """Samples of a micro-batch, and those of later ones whose download is to begin."""
+
+    rows: list[int]
+    ahead: list[int]
+
+
+def _with_ahead(batches: Iterator[list[int]], workers: int) -> Iterator[_Wanted]:
+    """`batches`, each with samples that the same worker reads up to `READ_AHEAD` micro-batches later.
+
+    The first of each worker names all of these and its own; each later one the last of them. Pure.
+    """
+    later = deque(itertools.islice(batches, workers * READ_AHEAD))
+    for number, following in enumerate(batches):
+        later.append(following)
+        ahead = following
+        if number < workers:
+            ahead = [index for k in range(0, workers * READ_AHEAD + 1, workers) for index in later[k]]
+        yield _Wanted(later.popleft(), ahead)
+
+
 class _Samples(Dataset[Any]):
     """What `objective` makes of samples, by global number, with it. A DataError is returned, not raised.
 
@@ -52,13 +79,23 @@ class _Samples(Dataset[Any]):
         self.blend: Blend | bytes = blend
         self.objective = objective
 
+    def __getitems__(self, wanted: _Wanted) -> list[tuple[int, NDArray[np.int64]] | DataError]:
+        """The samples of a micro-batch."""
+        with contextlib.suppress(DataError):  # raised again by the sample that needs what is missing
+            for index in wanted.ahead:
+                self._opened().fetch_ahead(index)
+        return [self[index] for index in wanted.rows]
+
     def __getitem__(self, index: int) -> tuple[int, NDArray[np.int64]] | DataError:
         try:
-            if isinstance(self.blend, bytes):
-                self.blend = cast(Blend, pickle.loads(self.blend))
-            return index, self.objective.row(self.blend.parts(index), index)
+            return index, self.objective.row(self._opened().parts(index), index)
         except DataError as error:
             return error
+
+    def _opened(self) -> Blend:
+        if isinstance(self.blend, bytes):
+            self.blend = cast(Blend, pickle.loads(self.blend))
+        return self.blend
 
     def __getstate__(self) -> dict[str, object]:
         blend = self.blend if isinstance(self.blend, bytes) else pickle.dumps(self.blend)
@@ -88,8 +125,9 @@ def batches(
 ) -> Iterator[list[Batch]]:
     """This rank's micro-batches, one list per step, from the step after `consumed_samples` on, without end.
 
-    `num_workers` processes read ahead; 0 reads in this process. `position_of`: the sample at which the step begins that
-    comes after so many samples, where some are left out. Raises DataError in the step that would use a sample that
+    `num_workers` processes read ahead; 0 reads in this process. Of data sets in object storage each of them downloads
+    what its next `READ_AHEAD` micro-batches need, in the background. `position_of`: the sample at which the step begins
+    that comes after so many samples, where some are left out. Raises DataError in the step that would use a sample that
     cannot be read.
     """
     place = (micro_batch_size, data_parallel_rank, data_parallel_size)
@@ -98,9 +136,11 @@ def batches(
         for consumed in itertools.count(consumed_samples, global_batch_size)
         for rows in sample_indices(position_of(consumed), global_batch_size, *place)
     )
+    workers = max(1, num_workers)
+    wanted = _with_ahead(micro_batches, workers) if dataset.is_remote else (_Wanted(rows, []) for rows in micro_batches)
     loader: DataLoader[Any] = DataLoader(
         _Samples(dataset, objective),
-        batch_sampler=micro_batches,
+        batch_sampler=cast(Any, wanted),
         collate_fn=partial(_collate, objective=objective),
         num_workers=num_workers,
         pin_memory=pin_memory,

@@ -41,6 +41,7 @@ from megafp8.context_parallel.split import shard_positions
 from megafp8.data import DataError
 from megafp8.data.indexed_dataset import IndexedDataset, check_ids, read_loss_mask
 from megafp8.data.packing import PACKINGS, Arrays, BestFit, Concatenation, Packing, PackingName, Sentences
+from megafp8.object_store.cache import user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class _Index(NamedTuple):
 
 def default_cache() -> Path:
     """Default folder of cached indices, local to the node and the user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megafp8" / "index"
+    return user_cache() / "index"
 
 
 class PackedDataset:
@@ -215,14 +216,8 @@ class PackedDataset:
     def parts(self, index: int) -> list[NDArray[Any]]:
         """The pieces of documents, or sentences, that sample `index` >= 0 consists of, in order: `[n]`, or with a loss
         mask `[2, n]`, tokens and mask."""
-        epochs, place = self._place(index)
-        packing, positions = self.packing, self._positions
-        if epochs == 0 and self._rest is not None:
-            packing, positions = self._rest
-        firsts, parts = [], []
-        for document, skip, count in packing.spans(self._load(epochs).arrays, place):
-            firsts.append(int(positions[document]) + skip)
-            parts.append(self.dataset.read(firsts[-1], count))
+        spans = self._spans(index)
+        firsts, parts = [first for first, _ in spans], [self.dataset.read(*span) for span in spans]
         if self.vocab_size is not None:
             for first, part in zip(firsts, parts):
                 check_ids(self.dataset, part, self.vocab_size, first)
@@ -230,6 +225,23 @@ class PackedDataset:
             return parts
         masks = [read_loss_mask(self.loss_mask, first, len(part)) for first, part in zip(firsts, parts)]
         return [np.stack([part, mask]) for part, mask in zip(parts, masks)]
+
+    def _spans(self, index: int) -> list[tuple[int, int]]:
+        """Position and number of the tokens that sample `index` consists of."""
+        epochs, place = self._place(index)
+        packing, positions = self.packing, self._positions
+        if epochs == 0 and self._rest is not None:
+            packing, positions = self._rest
+        spans = packing.spans(self._load(epochs).arrays, place)
+        return [(int(positions[document]) + skip, count) for document, skip, count in spans]
+
+    def fetch_ahead(self, index: int) -> None:
+        """Begin to download what `parts` of sample `index` will read, if it is in object storage."""
+        if self.dataset.is_remote:
+            for span in self._spans(index):
+                self.dataset.fetch_ahead(*span)
+                if self.loss_mask is not None:
+                    self.loss_mask.fetch_ahead(*span)
 
     @property
     def fingerprint(self) -> str:

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
+from megafp8.object_store import ObjectStoreError
 from megafp8.training.text_file import replace_text
 
 DONE = 0  # all steps done, or stopped cleanly on request
@@ -69,7 +70,8 @@ def run_and_report(job: Callable[[], object]) -> int:
     """Run `job` and return the exit code of this process; an exception is reported to the agent, or on stderr.
 
     A ValueError raised by this package is a fault of config, data or checkpoint: only its message is shown, as of a
-    TrainingError. Other exceptions, including ValueErrors raised by libraries, are shown with their traceback.
+    TrainingError or an ObjectStoreError, after which a restart may succeed. Other exceptions, including ValueErrors
+    raised by libraries, are shown with their traceback.
     SystemExit and KeyboardInterrupt pass through. SIGUSR2 prints the stacks of all threads on stderr, to see where a
     rank that makes no progress waits.
     """
@@ -82,6 +84,8 @@ def run_and_report(job: Callable[[], object]) -> int:
             code, message = error.exit_code, f"error: {error}"
         elif isinstance(error, ValueError) and _is_ours(error):
             code, message = NO_RESTART, f"error: {error}"
+        elif isinstance(error, ObjectStoreError):
+            code, message = FAILED, f"error: {error}"
         elif lost_connection(error):
             first_line = str(error).partition("\n")[0]  # torch adds the C++ stack
             report_failure(f"lost the connection to another rank: {first_line}", FAILED, trace, follows=True)

@@ -60,7 +60,9 @@ def complete_model(tree: dict[str, Any], source: str) -> None:
     folder = section.get("init_from") if isinstance(section, dict) else None
     if not isinstance(folder, str) or not isinstance(given, dict):
         return  # nothing to do, or an error that validation reports
-    own = newest_readable(checkpoint_folder(Path(str(tree.get("run_dir", "runs"))) / str(tree.get("name"))))
+    assert isinstance(section, dict)
+    run, elsewhere = Path(str(tree.get("run_dir", "runs"))) / str(tree.get("name")), section.get("folder")
+    own = newest_readable(checkpoint_folder(run, elsewhere if isinstance(elsewhere, str) else None))
     problems: list[Problem] = []
     if own is None:
         with _blaming_init_from(folder, source):
@@ -113,7 +115,7 @@ def _complete_lora(tree: dict[str, Any], opened: Source, folder: str) -> Iterato
 def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
     """Raise ConfigError if `checkpoint.init_from` cannot be loaded or has another vocabulary. Needs no group."""
     folder = config.checkpoint.init_from
-    if folder is None or latest(checkpoint_folder(run)) is not None:
+    if folder is None or latest(checkpoint_folder(run, config.checkpoint.folder)) is not None:
         return
     with _blaming_init_from(folder):
         opened = _open(config, folder)

@@ -27,6 +27,7 @@ from megafp8.data.samples import PackedDataset, split_documents
 from megafp8.data.span_corruption import SpanCorruption
 from megafp8.data.tokenizers import Tokenizer, TokenizerSettingError, build_tokenizer
 from megafp8.distributed.collectives import all_gather_objects
+from megafp8.object_store.cache import ObjectCache, default_cache
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,20 @@ class Inputs:
     def fingerprint(self) -> str | None:
         """Identity of the vocabulary, None if no tokenizer is configured."""
         return None if self.tokenizer is None else self.tokenizer.fingerprint
+
+    @property
+    def validation_sources(self) -> dict[str, Blend]:
+        """The documents for validation of each data set alone, by name, if data.validation_by_source is set."""
+        if self.validation is None or not self.config.data.validation_by_source:
+            return {}
+        packed = {x.dataset.prefix: x for x in self.validation.datasets}
+        names = Counter(prefix.rpartition("/")[2] for prefix in packed)
+        names.update(list(self.validation_sets))
+        found = {}
+        for prefix, own in packed.items():
+            name = prefix.rpartition("/")[2]
+            found[name if names[name] == 1 else prefix] = Blend([own], Segment.fresh([1.0], self.config.seed))
+        return found
 
     def at(self, step: int) -> Inputs:
         """The inputs of the stage of the run that the step after the first `step` is in."""
@@ -152,6 +167,10 @@ def open_inputs(config: Config, source: str, step: int = 0) -> Inputs:
         check_dataset(data_set.dataset, vocab_size, tokenizer.fingerprint if tokenizer else None)
     progress = Progress.begin(_sources(config.data.train, data_sets, "tokens"))
     train, validation = _blends(data_sets, progress, config.seed)
+    if config.data.validation_by_source and validation is None:
+        rule = f"data.split ({config.data.split}) leaves no documents for validation"
+        works = 'set data.split, for example to "99,1,0", or leave it out'
+        raise ConfigError(source, [Problem("data.validation_by_source", True, rule, works)])
     sets = _validation_sets(config, None if tokenizer is None else tokenizer.fingerprint)
     return Inputs(config, run, stage_at(run, step), tokenizer, data_sets, progress, train, validation, sets, objective)
 
@@ -254,16 +273,23 @@ def open_data_sets(config: Config) -> list[DataSet]:
     """The data sets of `data.train`, each once. Raises ValueError as `open_inputs` does."""
     found = []
     for prefix, times in Counter(list(config.data.train)).items():
-        dataset = IndexedDataset(prefix)
+        dataset = IndexedDataset(prefix, cache=object_cache(config))
         train, validation, _ = split_documents(dataset.num_documents, config.data.split)
         if config.training.eval_interval and not len(validation) and not config.data.validation:
             rule = f"training.eval_interval is {config.training.eval_interval}, but {prefix} has no documents for it"
             works = 'try "90,10,0", give data.validation, or try training.eval_interval=0'
-            raise ConfigError(str(Path(prefix)), [Problem("data.split", config.data.split, rule, works)])
+            raise ConfigError(prefix, [Problem("data.split", config.data.split, rule, works)])
         parts = [train, validation] if config.training.eval_interval and len(validation) else [train]
         packed = [_packed(config, dataset, documents) for documents in parts]
         found.append(DataSet(prefix, times, dataset, packed[0], packed[1] if len(packed) > 1 else None))
     return found
+
+
+def object_cache(config: Config) -> ObjectCache:
+    """The local cache of data sets in object storage."""
+    given = config.data.object_cache
+    folder = default_cache() if given.folder is None else Path(given.folder)
+    return ObjectCache(folder, int(given.limit_gib * 2**30), max(1, int(given.block_mib * 2**20)))
 
 
 def _packed(config: Config, dataset: IndexedDataset, documents: range, length: int | None = None) -> PackedDataset:
@@ -286,7 +312,7 @@ def _validation_sets(config: Config, fingerprint: str | None) -> dict[str, Blend
     found: dict[str, Blend] = {}
     assert config.model.vocab_size is not None
     for name, prefix in config.data.validation.items():
-        dataset = IndexedDataset(prefix)
+        dataset = IndexedDataset(prefix, cache=object_cache(config))
         check_dataset(dataset, config.model.vocab_size, fingerprint)
         packed = _packed(config, dataset, range(dataset.num_documents))
         found[name] = Blend([packed], Segment.fresh([1.0], config.seed))

@@ -102,10 +102,13 @@ def train(inputs: Inputs, make_evaluation: MakeEvaluation | None = None) -> None
             flight_recorder.turn_on()
         device = initialize_distributed(choose_device(config), config.timeout_seconds)
         try:
-            with FolderLock(checkpoint_folder(run_folder(config))) as lock:
+            run, elsewhere = run_folder(config), config.checkpoint.folder
+            with FolderLock(checkpoint_folder(run)) as lock, contextlib.ExitStack() as stack:
+                if elsewhere is not None:
+                    lock = stack.enter_context(FolderLock(checkpoint_folder(run, elsewhere)))
                 shared = Shared(lock, StopRequest(), log, make_evaluation)
                 shared.stop.install()
-                log.open(run_folder(config))
+                log.open(run)
                 following = _train_stage(inputs, shared, device, first=True)
                 while following is not None:
                     gc.collect()  # models have cycles
@@ -190,7 +193,7 @@ class Job:
         self.save_seconds = 0.0
         self.saver: BackgroundSaver | None = None
         if keep.async_save:
-            group, folder = host_group(self.config.timeout_seconds), checkpoint_folder(self.folder)
+            group, folder = host_group(self.config.timeout_seconds), checkpoint_folder(self.folder, keep.folder)
             to = Destination(folder, group, keep.keep_last, keep.keep_every, self.lock, self.tokenizer)
             self.saver = BackgroundSaver(to, parallel.device, self._log_saved)
 
@@ -479,7 +482,8 @@ class Job:
         if validates:
             if self.inputs.validation is not None:
                 loss = self._validation_loss(self.inputs.validation)
-            found |= {f"valid/{name}": self._validation_loss(own) for name, own in self.inputs.validation_sets.items()}
+            sets = {**self.inputs.validation_sources, **self.inputs.validation_sets}
+            found |= {f"valid/{name}": self._validation_loss(own) for name, own in sets.items()}
         if evaluates and self.evaluation is not None:
             found |= self.evaluation(self.step)
         return loss, found, validates or evaluates

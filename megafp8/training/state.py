@@ -57,6 +57,7 @@ from megafp8.config import Config, ConfigError, ModelConfig, Problem, config_at,
 from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.target import TOKENIZER_FOLDER, with_companions
 from megafp8.distributed.sharding import Shape, spec_of
+from megafp8.object_store import AnyPath, as_path
 from megafp8.optimizer.adam import AVERAGE, State
 from megafp8.optimizer.loss_scale import LossScaler
 from megafp8.optimizer.muon import MOMENTUM
@@ -72,9 +73,9 @@ from megafp8.training.trainer import DTYPES, Trainer
 logger = logging.getLogger(__name__)
 
 
-def checkpoint_folder(run: Path) -> Path:
-    """The folder of the checkpoints of the run in folder `run`."""
-    return run / "checkpoints"
+def checkpoint_folder(run: Path, elsewhere: str | None = None) -> AnyPath:
+    """The folder of the checkpoints of the run in folder `run`; `elsewhere`: `checkpoint.folder` of its config."""
+    return run / "checkpoints" if elsewhere is None else as_path(elsewhere) / run.name
 
 
 def weights(trainer: Trainer) -> dict[str, Rectangles]:
@@ -178,7 +179,7 @@ def save_state(
     files: Mapping[str, bytes] | None = None,
     keep_all: bool = False,
     more: Mapping[str, Any] | None = None,
-) -> Path:
+) -> AnyPath:
     """Save a checkpoint after `step` steps. Collective.
 
     `data`: progress in each data set (`Inputs.record`). `history`: of the run. `more`: further metadata. `files`: small
@@ -186,7 +187,7 @@ def save_state(
     """
     keep = trainer.config.checkpoint
     return save(
-        checkpoint_folder(run),
+        checkpoint_folder(run, keep.folder),
         step,
         tensors(trainer),
         _metadata(trainer, step, fingerprint, data, history, more),
@@ -223,7 +224,7 @@ def check_resume(config: Config, run: Path, fingerprint: str | None) -> Checkpoi
     IncompatibleCheckpoint as `check_same_run` does; DamagedCheckpoint if there are checkpoints and all are damaged.
     `Inputs.resumed` compares the data sets.
     """
-    found = newest_readable(checkpoint_folder(run))
+    found = newest_readable(checkpoint_folder(run, config.checkpoint.folder))
     if found is not None:
         check_same_run(config, fingerprint, found)
     return found
@@ -387,7 +388,7 @@ def find_checkpoint(
     with a warning. Raises DamagedCheckpoint if all are damaged, and IncompatibleCheckpoint as `check_same_run` does:
     the checkpoint may be older than that of `check_resume`.
     """
-    folder, group = checkpoint_folder(run), parallel.world.group
+    folder, group = checkpoint_folder(run, config.checkpoint.folder), parallel.world.group
     if parallel.world.is_first:
         clean_incomplete(folder)
     found = newest_good(folder, verify=config.checkpoint.verify, group=group)

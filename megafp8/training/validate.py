@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
+import uuid
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from megafp8.checkpoint import CheckpointReader, newest_readable
 from megafp8.config import Config, ConfigError, Problem, planned_stages
 from megafp8.data.samples import default_cache
+from megafp8.object_store import AnyPath, ObjectPath, is_transient
 from megafp8.parallel_state import set_cuda_environment
 from megafp8.training import auto_filter
 from megafp8.training.describe import check_device_memory
@@ -52,7 +54,8 @@ def validate(config: Config, world_size: int, source: str) -> Inputs:
 
 def newest_step(config: Config) -> int:
     """The step of the newest checkpoint that the run will resume from; 0 without one. Raises ValueError."""
-    found = newest_readable(checkpoint_folder(run_folder(config))) if config.checkpoint.resume else None
+    folder = checkpoint_folder(run_folder(config), config.checkpoint.folder)
+    found = newest_readable(folder) if config.checkpoint.resume else None
     return 0 if found is None else int(found.metadata["step"])
 
 
@@ -131,7 +134,11 @@ def check_run(inputs: Inputs) -> CheckpointReader | None:
     elif (folder / "metrics.jsonl").exists():
         rule = f"{folder} already holds a run, and checkpoint.resume is false"
         raise ConfigError("config", [Problem("name", config.name, rule, "choose another name, or resume it")])
-    check_writable(config, checkpoint_folder(folder))
+    check_writable(config, folder / "checkpoints")
+    if config.checkpoint.folder is not None:
+        to = checkpoint_folder(folder, config.checkpoint.folder)
+        works = "name a folder, or a prefix of object storage, that this user may write to"
+        _check_writable(to, "checkpoint.folder", config.checkpoint.folder, "checkpoints cannot be written to", works)
     return found
 
 
@@ -141,13 +148,20 @@ def check_writable(config: Config, folder: Path) -> None:
     _check_writable(folder, "run_dir", config.run_dir, "the run cannot write to", works)
 
 
-def _check_writable(folder: Path, key: str, value: object, refusal: str, works: str) -> None:
+def _check_writable(folder: AnyPath, key: str, value: object, refusal: str, works: str) -> None:
     try:
+        if isinstance(folder, ObjectPath):
+            probe = folder / f".probe-{uuid.uuid4().hex}"
+            probe.write_bytes(b"")
+            probe.unlink()
+            return
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
             file.write(bytes(_PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
+        if is_transient(error):
+            raise
         rule = f"{refusal} {folder}: {error.strerror}"
         raise ConfigError("config", [Problem(key, value, rule, works)]) from error

@@ -20,6 +20,7 @@ import zstandard
 
 from megafp8.data.documents import Document, find_files, read_documents
 from megafp8.data.tokenizers import build_tokenizer
+from tests.object_server import ObjectServer
 from tools import preprocess_data, train_tokenizer
 
 TEXTS = [f"line {i}: Größe, 日本語, 🙂\n" * (i % 4 + 1) for i in range(200)]
@@ -259,3 +260,21 @@ def test_missing_packages(
         assert tool() == 2
         assert re.fullmatch(f"error: {command}.*\n", capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_objects_are_read_as_files_are(s3: ObjectServer, tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["p", "q"]}), tmp_path / "c.parquet")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n{"text": "y"}\nbroken\n'))
+    (tmp_path / "b.txt").write_text("z")
+    (tmp_path / "d.bin").write_text("z")
+    folder = s3.folder()
+    for file in tmp_path.iterdir():
+        (folder / "deep" / file.name).write_bytes(file.read_bytes())
+    for item, local in (("", ""), ("/deep/*.jsonl.gz", "/*.jsonl.gz"), ("/deep/b.txt", "/b.txt")):
+        there, here = find_files([f"{folder}{item}"]), find_files([f"{tmp_path}{local}"])
+        assert [file.path.name for file in there[1]] == [file.path.name for file in here[1]]
+        found, expected = ([document.text for document in read_documents(files)] for files, _ in (there, here))
+        assert found == expected
+        assert found
+    with pytest.raises(ValueError, match=f"--input {folder}/none: no such file"):
+        find_files([f"{folder}/none"])

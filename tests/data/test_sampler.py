@@ -36,6 +36,8 @@ def test_ranks_share_a_step_between_them(consumed: int, micro: int, dp: int, cou
 class Numbers:
     """Sample i is 10 i, 10 i + 1, ...; from 20 on they cannot be read."""
 
+    is_remote = False
+
     def parts(self, index: int) -> Any:
         if index >= 20:
             raise DataError(f"x.bin: sample {index} holds token -1")

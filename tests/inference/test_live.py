@@ -83,24 +83,43 @@ def test_evaluation_changes_nothing(world2: World, tmp_path: Path, quickstart_da
     assert [x["text"] for x in samples[3:]] == world2.run(_generated, str(tmp_path / "with"), ranks=1)[0]
 
 
-def test_the_loss_of_a_set(world2: World, tmp_path: Path, quickstart_data: QuickstartData) -> None:
-    """A set of the documents that the split holds out has their loss; without a split it is evaluated alone."""
-    whole = IndexedDataset(quickstart_data.folder / "stdlib")
-    writer = IndexedDatasetWriter(tmp_path / "held-out", whole.dtype.type)
-    for i in split_documents(whole.num_documents, "50,50")[1]:
-        writer.add_document(whole.document(i))
+def _write(prefix: Path, source: IndexedDataset, documents: range) -> Path:
+    """A data set of some documents of another."""
+    writer = IndexedDatasetWriter(prefix, source.dtype.type)
+    for i in documents:
+        writer.add_document(source.document(i))
     writer.close()
-    common = ["training.steps=1", "training.eval_interval=1", f"data.validation={{held-out: {tmp_path / 'held-out'}}}"]
+    return prefix
+
+
+def test_the_loss_of_a_set(world2: World, tmp_path: Path, quickstart_data: QuickstartData) -> None:
+    """A set of the documents that the split holds out has their loss, and so has each data set of a blend; without a
+    split a set is evaluated alone."""
+    whole = IndexedDataset(quickstart_data.folder / "stdlib")
+    held_out = _write(tmp_path / "held-out", whole, split_documents(whole.num_documents, "50,50")[1])
+    second = _write(tmp_path / "second", whole, range(10))
+    of_second = _write(tmp_path / "of-second", whole, range(5, 10))
+    common = ["training.steps=1", "training.eval_interval=1"]
     jobs = [
-        [*options(quickstart_data, tmp_path, *common), f"name={name}", f"data.split='{split}'"]
-        for name, split in (("both", "50,50"), ("alone", "1"))
-    ]
+        [*options(quickstart_data, tmp_path, *common), f"name={name}", f"data.split='{split}'", *more]
+        for name, split, *more in (
+            ("both", "50,50", f"data.validation={{held-out: {held_out}}}", "data.validation_by_source=true"),
+            ("alone", "1", f"data.validation={{held-out: {held_out}}}"),
+            (
+                "blend", "50,50", f"data.train=[{quickstart_data.folder / 'stdlib'}, {second}]",
+                f"data.validation={{held-out: {held_out}, second: {of_second}}}", "data.validation_by_source=true",
+            ),
+        )
+    ]  # fmt: skip
     world2.run(_train, jobs, str(tmp_path), ranks=1)
-    (both,), (alone,) = (records(tmp_path / name) for name in ("both", "alone"))
-    assert both["valid/held-out"] == both["validation_loss"]
+    (both,), (alone,), (blend,) = (records(tmp_path / name) for name in ("both", "alone", "blend"))
+    assert both["valid/held-out"] == both["valid/stdlib"] == both["validation_loss"]
     assert alone["validation_loss"] is None
     assert math.isfinite(alone["valid/held-out"])
     assert any(line.startswith("valid/held-out: ") for line in log_of(tmp_path / "alone"))
+    assert blend["valid/stdlib"] == blend["valid/held-out"]
+    assert blend[f"valid/{second}"] == blend["valid/second"], "the name is that of a set of data.validation too"
+    assert len({blend[key] for key in ("valid/stdlib", "valid/second", "validation_loss")}) == 3
 
 
 @pytest.mark.slow
@@ -148,6 +167,7 @@ WRONG = {
     "prompts": (EVALUATE[:1], "training.evaluate = 'set': has neither prompts nor tasks"),
     "limit": ([*EVALUATE, "training.evaluate.limit=3"], "training.evaluate.limit = 3: there are no tasks"),
     "interval": (["data.validation={code: data/code}", "training.eval_interval=0"], "nothing says when to compute"),
+    "sources": (["data.validation_by_source=true", "training.eval_interval=0"], "nothing says when to compute losses"),
 }
 
 

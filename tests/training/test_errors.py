@@ -15,6 +15,7 @@ from launch.agent import Outcome, outcome_of
 from megafp8.checkpoint import DamagedCheckpoint, FolderInUse
 from megafp8.data import DataError
 from megafp8.data.samples import split_documents
+from megafp8.object_store import ObjectStoreError
 from megafp8.training.errors import (
     DONE,
     FAILED,
@@ -65,6 +66,8 @@ def test_exit_codes_and_messages_without_an_agent(
     for error in (DataError("a"), FolderInUse("a"), DamagedCheckpoint("a"), Diverged("a"), ReplicasDiffer("a")):
         assert raising(error) == (FAILED if isinstance(error, ReplicasDiffer) else NO_RESTART)
         assert capsys.readouterr().err == "error: a\n"
+    assert raising(ObjectStoreError("a")) == FAILED, "storage may be reached again later"
+    assert capsys.readouterr().err == "error: a\n"
     assert run_and_report(lambda: split_documents(5, "no numbers")) == NO_RESTART  # a ValueError that we raise
     assert capsys.readouterr().err.startswith("error: ")
     assert run_and_report(lambda: json.loads("{")) == FAILED  # one from within a library

@@ -57,6 +57,9 @@ def family(pid: int) -> list[int]:
 class Job:
     """One run folder and the command that works in it."""
 
+    patience = 120.0
+    """Seconds that a wait may take."""
+
     def __init__(self, folder: Path, data: QuickstartData, processes: int, options: list[str]) -> None:
         self.run, self.processes = folder / "quickstart", processes
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -76,13 +79,13 @@ class Job:
     def finish(self) -> str:
         """Run to the end in processes of its own; its log."""
         process = self.start()
-        _, errors = process.communicate(timeout=150)
+        _, errors = process.communicate(timeout=self.patience + 30)
         assert process.returncode == 0, errors.decode()
         return errors.decode()
 
     def wait_for_step(self, step: int, process: subprocess.Popen[bytes]) -> None:
         """Until metrics.jsonl has `step`."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + self.patience
         while time.monotonic() < deadline:
             if f'"step": {step},' in self.lines():
                 return
@@ -92,7 +95,7 @@ class Job:
 
     def wait_for_save(self, step: int, process: subprocess.Popen[bytes]) -> None:
         """Until the checkpoint of `step`, written in the background, is visible."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + self.patience
         while step not in self.saved():
             assert time.monotonic() < deadline
             assert process.poll() is None, f"the run ended before step {step} was saved"

@@ -29,6 +29,7 @@ from megafp8.data.packages import import_package
 from megafp8.data.tokenizers import build_tokenizer
 from megafp8.inference.arguments import add_cache_flags, add_model_flags, load_generator
 from megafp8.inference.server.engine import Engine
+from megafp8.object_store import as_path
 from megafp8.parallel_state import destroy_model_parallel
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("checkpoint", type=Path, help="run, checkpoint or folder of Hugging Face")
+    parser.add_argument("checkpoint", type=as_path, help="run, checkpoint or folder of Hugging Face")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: %(default)s")
     parser.add_argument("--port", type=int, default=8000, help="0: a free one; default: %(default)s")
     parser.add_argument("--name", help="of the model in requests; default: the last part of the path")

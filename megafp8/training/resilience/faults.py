@@ -62,7 +62,7 @@ class Faults:
                 time.sleep(fault.seconds)
         if self.happens("damage_checkpoint", step):
             newest = latest(checkpoint_folder(self._run))
-            assert newest is not None, "there is no checkpoint to damage"
+            assert isinstance(newest, Path), "there is no checkpoint to damage"
             _change_byte(max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size))
             os.kill(os.getpid(), signal.SIGKILL)
 
