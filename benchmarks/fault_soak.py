@@ -2,10 +2,11 @@
 
     python benchmarks/fault_soak.py --faults 100 --processes 4 --folder /tmp/soak
 
-Trains a small model on CPU processes twice: undisturbed, and with `--faults` faults of random kinds on random ranks.
-Prints a line for each fault: seconds from the fault to the message that names the rank, and until the next step is
-done; then a table by kind. Exit code 1 unless every fault is named, and the losses of all steps are equal to the last
-bit.
+Trains a small model on CPU processes twice: undisturbed, and with `--faults` faults of random kinds on random ranks,
+each of which counts as a node with a memory of its own (`checkpoint.memory_interval`). Prints a line for each fault:
+seconds from the fault to the message that names the rank, and until the next step is done, and how many steps were
+repeated; then a table by kind. Exit code 1 unless every fault is named, and the losses of all steps are equal to the
+last bit. The same command continues a soak that was interrupted.
 
 Needs the quickstart's data (`make quickstart` makes it), or `--data PREFIX --tokenizer MODEL --vocabulary N`.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import random
@@ -23,10 +25,13 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from megafp8.training.metrics import read_metrics
 
@@ -44,6 +49,7 @@ EXPECTED = {
     "loss_spike": r"step +{step}/.*SKIPPED: loss above ",
     "fail_save": r"rank {rank}: OSError: \[Errno 27\]|rank {rank} on \S+ failed:",
     "damage_checkpoint": r"is damaged",
+    "lose_memory": r"error: rank {rank} on \S+ \(process \d+\) was ended by SIGKILL",
 }
 """What is printed after a fault of each kind, as a regular expression of its rank and step."""
 SAME_DATA = [kind for kind in EXPECTED if kind not in ("nan_gradient", "loss_spike")]
@@ -68,8 +74,11 @@ SMALL = [
     "resilience.straggler_interval=2",
     "resilience.recompute_interval=2",
 ]
-EVERY = 10  # steps between faults
-SAVE_EVERY = 5
+EVERY = 6  # steps between faults
+SAVE_EVERY = 3
+MEMORY_EVERY = 2
+SPARE_RESTARTS = 10
+START = "--- start"
 
 
 @dataclass(frozen=True)
@@ -86,29 +95,51 @@ def fault(number: int, kind: str, rank: int) -> dict[str, Any]:
 
 
 def run(name: str, options: Sequence[str], arguments: argparse.Namespace, faults: list[dict[str, Any]]) -> list[Line]:
-    """Run a job to its end and return what it printed. Raises RuntimeError if it fails."""
+    """Run a job to its end, unless that was done, and return what it printed. Raises RuntimeError if it fails."""
+    printed = arguments.folder / f"{name}.out"
+    if (arguments.folder / name / "loss.png").exists():
+        return read_lines(printed)
     command = ["bash", str(ROOT / "launch" / "single_node.sh"), str(ROOT / "configs" / "quickstart.yaml"), *options]
     command += [f"name={name}", f"run_dir={arguments.folder}", f"resilience.inject={json.dumps(faults)}"]
     environment = {
         "NPROC_PER_NODE": str(arguments.processes),
-        "MAX_RESTARTS": str(len(faults)),
+        "MAX_RESTARTS": str(len(faults) + SPARE_RESTARTS),
         "OMP_NUM_THREADS": "1",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
     }
-    lines: list[Line] = []
     job = subprocess.Popen(
         command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert job.stdout is not None
-    with (arguments.folder / f"{name}.out").open("w") as output:
+    with printed.open("a") as output, tqdm(total=len(faults), desc=f"{name}, faults", mininterval=10) as bar:
+        output.write(f"{time.time():.2f} {START}\n")
         for text in job.stdout:
-            lines.append(Line(time.time(), text.rstrip()))
-            output.write(f"{lines[-1].time:.2f} {text}")
+            output.write(f"{time.time():.2f} {text}")
             output.flush()
+            bar.update(len(list((arguments.folder / name / "faults").glob("*.json"))) - bar.n)
+    lines = read_lines(printed)
     if job.wait() != 0:
         raise RuntimeError(f"{name} ended with {job.returncode}:\n" + "\n".join(line.text for line in lines[-40:]))
     return lines
+
+
+def read_lines(path: Path) -> list[Line]:
+    """What a job printed, and when, from its file."""
+    parted = (line.partition(" ") for line in path.read_text().splitlines())
+    return [Line(float(when), text) for when, _, text in parted]
+
+
+def seconds_of(lines: Sequence[Line]) -> float:
+    """Time that a job ran, without the time between interruptions and continuations."""
+    return sum(now.time - before.time for before, now in itertools.pairwise(lines) if now.text != START)
+
+
+def repeated_steps(lines: Sequence[Line], step: int, start: float, end: float) -> int | None:
+    """Steps done before `step` that were repeated when the run resumed between these times; None if it did not."""
+    resumed = [re.search(r"resumed from step (\d+)", line.text) for line in lines if start <= line.time < end]
+    steps = [int(found[1]) for found in resumed if found]
+    return step - 1 - min(steps) if steps else None
 
 
 def step_times(path: Path) -> list[tuple[int, float]]:
@@ -126,6 +157,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--memory", default="/dev/shm/fault_soak", help="folder for checkpoints in memory")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=SAME_DATA, default=SAME_DATA)
     parser.add_argument("--data", default="data/quickstart/stdlib")
@@ -144,12 +176,14 @@ def main() -> int:
         f"training.global_batch_size={arguments.processes}",
         f"training.steps={EVERY * (arguments.faults + 2)}",
         f"checkpoint.interval={SAVE_EVERY}",
+        f"checkpoint.memory_interval={MEMORY_EVERY}",
+        f"checkpoint.memory_folder={arguments.memory}/$LOCAL_RANK",
     ]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     run("undisturbed", options, arguments, [])
-    folder, began = arguments.folder / "faults", time.time()
+    folder = arguments.folder / "faults"
     lines = run("faults", options, arguments, faults)
-    took, found = time.time() - began, dict[str, list[tuple[float, float]]]()
+    found = dict[str, list[tuple[float, float, int | None]]]()
     done = step_times(folder / "metrics.jsonl")
     missed = 0
     for i, own in enumerate(faults):
@@ -163,19 +197,27 @@ def main() -> int:
             missed += 1
             print(f"{label}  NOT {'named' if named is None else 'recovered'}")
             continue
-        found.setdefault(own["kind"], []).append((named - at, again - at))
-        print(f"{label}  named after {named - at:5.1f} s, next step after {again - at:5.1f} s")
+        repeated = repeated_steps(lines, own["step"], at, until)
+        found.setdefault(own["kind"], []).append((named - at, again - at, repeated))
+        text = f"{label}  named after {named - at:5.1f} s, next step after {again - at:5.1f} s"
+        print(text if repeated is None else f"{text}, {repeated} steps repeated")
     curves = [
         [(record["step"], record["loss"]) for record in read_metrics(arguments.folder / name / "metrics.jsonl")]
         for name in ("undisturbed", "faults")
     ]
     equal = curves[0] == curves[1]
-    print(f"\n| fault | number | named after, s (median, max) | next step after, s (median) |\n{'|---' * 4}|")
+    columns = ["fault", "number", "named after, s (median, max)", "next step after, s (median)", "steps repeated (max)"]
+    print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for kind, figures in sorted(found.items()):
-        detected, recovered = zip(*figures)
-        values = f"{statistics.median(detected):.1f}, {max(detected):.1f} | {statistics.median(recovered):.1f}"
+        detected, recovered, counts = zip(*figures)
+        most = max((count for count in counts if count is not None), default=0)
+        values = f"{statistics.median(detected):.1f}, {max(detected):.1f} | {statistics.median(recovered):.1f} | {most}"
         print(f"| {kind} | {len(figures)} | {values} |")
-    print(f"\n{len(faults) - missed} of {len(faults)} faults named and recovered from, in {took:.0f} s")
+    sources = Counter(
+        where for line in lines for where in re.findall(r"resumed from step \d+, (in memory|on disk)", line.text)
+    )
+    print(f"\nresumed {sources['in memory']} times in memory, {sources['on disk']} times on disk")
+    print(f"\n{len(faults) - missed} of {len(faults)} faults named and recovered from, in {seconds_of(lines):.0f} s")
     print(f"losses of all {len(curves[0])} steps {'equal' if equal else 'DIFFER'} to the last bit")
     return int(bool(missed) or not equal)
 

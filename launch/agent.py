@@ -30,7 +30,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import FrameType
 from typing import Any
 
@@ -75,12 +75,16 @@ class Outcome:
     stopped: bool = False
 
 
-def outcome_of(failures: Mapping[int, ProcessFailure]) -> Outcome:
-    """The outcome of the failures of one node's ranks, by global rank: that of the first cause."""
+def outcome_of(failures: Mapping[int, ProcessFailure], failed_first: Collection[int] = ()) -> Outcome:
+    """The outcome of the failures of one node's ranks, by global rank: that of the first cause.
+
+    `failed_first`: ranks that had failed before the agent ended the others, if it did.
+    """
 
     def order(rank: int) -> tuple[bool, bool, int]:
         failure = failures[rank]
-        ended_by_agent = not _details(failure) and failure.exitcode == -signal.SIGTERM
+        signals = (-signal.SIGTERM, -signal.SIGKILL) if failed_first else (-signal.SIGTERM,)
+        ended_by_agent = rank not in failed_first and not _details(failure) and failure.exitcode in signals
         return ended_by_agent, bool(_details(failure).get("follows")), failure.timestamp
 
     if not failures:
@@ -122,6 +126,7 @@ class Agent(LocalElasticAgent):
         )
         self.outcome: Outcome | None = None
         self.stopped = False
+        self._failed_first: list[int] = []  # global ranks
         self._stop_signal: int | None = None
         self._stop_deadline = float("inf")
 
@@ -137,6 +142,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         workers = super()._start_workers(worker_group)
+        self._failed_first = []
         for number in (signal.SIGTERM, signal.SIGINT):  # torch has installed its own
             signal.signal(number, self._on_signal)
         return workers
@@ -172,8 +178,10 @@ class Agent(LocalElasticAgent):
             if worker_group.group_world_size > 1:
                 with contextlib.suppress(*LOST_STORE):
                     self._store.set(STOPPED_KEY, "1")
-        ranks = self._pcontext.subprocess_handlers.values()  # type: ignore[union-attr]
-        if any(rank.proc.poll() for rank in ranks):
+        ranks = self._pcontext.subprocess_handlers.items()  # type: ignore[union-attr]
+        failed = [worker_group.workers[local_rank].global_rank for local_rank, rank in ranks if rank.proc.poll()]
+        if failed:
+            self._failed_first = self._failed_first or failed
             self._end_ranks()
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY:
@@ -182,7 +190,7 @@ class Agent(LocalElasticAgent):
             if self._ended_elsewhere():
                 return RunResult(state=WorkerState.FAILED)
         elif result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            self._on_failure(outcome_of(result.failures), result.failures)
+            self._on_failure(outcome_of(result.failures, self._failed_first), result.failures)
         return result
 
     def _exit_barrier(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -26,9 +27,11 @@ OPTIONS = [
     "checkpoint.interval=4",
 ]
 MORE = {
+    "damage_checkpoint": ["checkpoint.interval=2"],  # there is an older one, however slow saves are
     "loss_spike": ["resilience.loss_spike={window: 4, sigmas: 1.5}"],
-    "nan_gradient": [],
+    "flip_gradient": ["resilience.recompute_interval=3"],
 }
+IN_MEMORY = "checkpoint.memory_interval=1", "checkpoint.memory_folder={folder}/memory/$LOCAL_RANK"
 NOT_RESTARTED = ("nan_gradient", "loss_spike", "slow")
 
 
@@ -59,7 +62,9 @@ def test_a_fault_is_named_and_recovered_from(launch: Launch, undisturbed: Path, 
     fault = {"kind": kind, "rank": 2, "step": 9, "seconds": 1.0, "steps": 4}
     ranks = (2, 0, 1, 3) if kind == "loss_spike" else (2,)  # the loss is a mean over ranks
     faults = json.dumps([{**fault, "rank": rank} for rank in ranks])
-    node = start(launch, "fault", f"resilience.inject={faults}", *MORE.get(kind, []))
+    more = [option.format(folder=launch.folder) for option in IN_MEMORY] if kind == "lose_memory" else []
+    more += ["checkpoint.interval=0"] if kind == "lose_memory" else MORE.get(kind, [])
+    node = start(launch, "fault", f"resilience.inject={faults}", *more)
     marker = launch.folder / "fault" / "faults" / "0.json"
     pattern = re.compile(EXPECTED[kind].format(**fault))
     launch.wait_for("the fault", marker.exists, 300)
@@ -71,6 +76,9 @@ def test_a_fault_is_named_and_recovered_from(launch: Launch, undisturbed: Path, 
     found, expected = losses(launch.folder / "fault"), losses(undisturbed)
     assert [step for step, _ in found] == list(range(1, STEPS + 1))
     assert (found == expected) == (kind in SAME_DATA), node.said()
+    if kind == "lose_memory":
+        assert re.search(r"resumed from step [678], in memory", node.said())  # the save of 8 may not have been done
+        assert not list((launch.folder / "memory").rglob("step_*"))
     if kind in ("stop", "hang", "leave_out_collective"):
         (folder,) = (launch.folder / "fault" / "hangs").glob("*")
         stacks = sorted(folder.glob("*.stacks.txt"))
@@ -84,6 +92,45 @@ def test_a_hang_that_repeats_ends_the_job(launch: Launch) -> None:  # noqa: F811
     node = start(launch, "fault", "resilience.inject=[{kind: hang, rank: 1, step: 3}]", restarts=0)
     assert node.wait(300) == 3, node.said()
     assert node.said().splitlines()[-1].startswith("stacks of the ranks that could write them: ")
+
+
+@pytest.mark.parametrize("lost", ["one node", "both memories"])
+def test_a_node_is_lost_with_its_memory(launch: Launch, undisturbed: Path, lost: str) -> None:  # noqa: F811
+    """Two nodes of two ranks go on from the copy on the other node; without it, from disk."""
+    slow = "resilience.inject=[{kind: slow, rank: 0, step: 1, seconds: 0.5, steps: 14}]"
+    memory = launch.folder / "memory"
+    options = [*OPTIONS, slow, "checkpoint.interval=7", "checkpoint.memory_interval=2"]
+    options += [f"checkpoint.memory_folder={memory}/$NODE", f"run_dir={launch.folder}", "name=parts"]
+    command = ["bash", "launch/multi_node.sh", str(CONFIG), *launch.data.overrides, *options]
+    where = {"NNODES": "2", "HEAD_NODE": "localhost", "HEAD_PORT": launch.port, "RDZV_ID": launch.word}
+
+    def node(name: str):  # type: ignore[no-untyped-def]
+        return launch.start(name, command, NPROC_PER_NODE="2", NODE=name, **where)
+
+    def has(name: str, step: int) -> bool:
+        return bool(list((memory / name).glob(f"*/*/step_{step:08d}")))
+
+    nodes = [node("head")]
+    launch.wait_for("the head's store", lambda: answers(launch.port))
+    nodes.append(node("other"))
+    launch.wait_for("step 10 in memory", lambda: has("head", 10) and has("other", 10))
+    nodes[1].kill()
+    shutil.rmtree(memory / "other")
+    if lost == "both memories":
+        shutil.rmtree(memory / "head")
+    nodes[1] = node("other")
+    assert [one.wait(300) for one in nodes] == [0, 0], "\n".join(one.said() for one in nodes)
+    said = "".join(one.said() for one in nodes)
+    resumed = re.findall(r"resumed from step .*", said)
+    expected = {
+        "one node": [f"resumed from step {step}, in memory" for step in (10, 12)],
+        "both memories": ["resumed from step 7, on disk: memory has no complete newer checkpoint"],
+    }
+    assert len(resumed) == 1
+    assert resumed[0] in expected[lost], said
+    found = losses(launch.folder / "parts")
+    assert found == losses(undisturbed)
+    assert not list(memory.rglob("step_*"))
 
 
 def test_other_numbers_of_ranks_continue_the_run(launch: Launch) -> None:  # noqa: F811

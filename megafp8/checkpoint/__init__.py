@@ -3,6 +3,7 @@
 from megafp8.checkpoint.errors import DamagedCheckpoint, FolderInUse, IncompatibleCheckpoint
 from megafp8.checkpoint.loading import load, misfits, newest_good
 from megafp8.checkpoint.lock import FolderLock
+from megafp8.checkpoint.node_memory import MemoryReader, NodeMemory
 from megafp8.checkpoint.reader import CheckpointReader, newest_readable
 from megafp8.checkpoint.rectangles import Rectangle, Rectangles, collect, collect_shards
 from megafp8.checkpoint.saving import BackgroundSaver, Destination, Saved, save
@@ -16,6 +17,8 @@ __all__ = [
     "FolderInUse",
     "FolderLock",
     "IncompatibleCheckpoint",
+    "MemoryReader",
+    "NodeMemory",
     "Rectangle",
     "Rectangles",
     "Saved",

@@ -196,11 +196,11 @@ def to_json(content: Mapping[str, Any], **options: Any) -> bytes:
     return (json.dumps(content, indent=2, **options) + "\n").encode()
 
 
-def allocate(path: Path, size: int) -> None:
-    """Reserve disk space for the first `size` bytes of a file. Raises OSError where the disk has too little."""
+def allocate(path: Path, size: int, start: int = 0) -> None:
+    """Reserve disk space for `size` bytes of a file from byte `start` on. Raises OSError where there is too little."""
     with path.open("r+b") as stream:
         try:
-            os.posix_fallocate(stream.fileno(), 0, size)
+            os.posix_fallocate(stream.fileno(), start, size)
         except OSError as error:
             raise OSError(error.errno, f"{error.strerror}: {size:,} bytes are needed for {path}") from error
 

@@ -78,9 +78,10 @@ def load(
     if problems:
         raise IncompatibleCheckpoint(f"{path} does not fit: {problems}")
 
+    state = {name: rectangles for name, rectangles in state.items() if _stored_info(index, name) == infos[name]}
+
     def read() -> None:
-        fitting = [(name, r.parts) for name, r in state.items() if _stored_info(index, name) == infos[name]]
-        wanted = [(name, offset, view) for name, parts in fitting for offset, view in parts]
+        wanted = [(name, offset, view) for name, r in state.items() for offset, view in r.parts]
         read_one = partial(opened.read_into, verify=opened.sums is None)
         if not isinstance(path, ObjectPath):
             for one in wanted:
@@ -91,6 +92,7 @@ def load(
             for done in [executor.submit(read_one, *one) for one in wanted]:
                 done.result()
 
+    opened.prepare(state)
     try:
         on_all_ranks(read, group)
     except ValueError as error:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from megafp8.checkpoint import dcp, store
 from megafp8.checkpoint.errors import MAX_LISTED, DamagedCheckpoint, join_first
 from megafp8.checkpoint.files import CHECKSUMS_FILE, Checksum, read_verified
-from megafp8.checkpoint.rectangles import TensorInfo
+from megafp8.checkpoint.rectangles import Rectangles, TensorInfo
 from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
 from megafp8.distributed.sharding import Shape
 from megafp8.object_store import AnyPath, as_path
@@ -66,16 +66,23 @@ class TensorReader:
                 found[name].append(StoredRectangle(tuple(chunk.offsets), tuple(chunk.sizes), *where))
         return found
 
+    def overlapping(self, name: str, low: Shape, shape: Shape) -> list[StoredRectangle]:
+        """The rectangles with values of the rectangle of `shape` from index `low` of tensor `name` on."""
+        return [
+            rectangle
+            for rectangle in self.rectangles[name]
+            if all(max(o, r) < min(o + n, r + m) for o, n, r, m in zip(low, shape, rectangle.offset, rectangle.shape))
+        ]
+
     def read_into(self, name: str, low: Shape, target: Tensor, *, verify: bool = False) -> None:
         """Fill `target`, of any strides and on any device, with the rectangle of tensor `name` from index `low` on."""
         filled = 0
-        for rectangle in self.rectangles[name]:
+        for rectangle in self.overlapping(name, low, tuple(target.shape)):
             ends = [min(o + n, r + m) for o, n, r, m in zip(low, target.shape, rectangle.offset, rectangle.shape)]
             begins = [max(o, r) for o, r in zip(low, rectangle.offset)]
-            if all(begin < end for begin, end in zip(begins, ends)):
-                part = target[tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, low))]
-                _copy(name, rectangle, tuple(b - r for b, r in zip(begins, rectangle.offset)), part, verify)
-                filled += part.numel()
+            part = target[tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, low))]
+            _copy(name, rectangle, tuple(b - r for b, r in zip(begins, rectangle.offset)), part, verify)
+            filled += part.numel()
         if filled < target.numel():
             raise ValueError(f"{self.path} holds only {filled} of {target.numel()} values of {name}")
 
@@ -116,6 +123,9 @@ class CheckpointReader(TensorReader):
         if other := [name for name, entry in entries if not isinstance(entry, TensorStorageMetadata)]:
             raise ValueError(f"{self.path} is no checkpoint of megafp8: its {other[0]} is no tensor")
         return {name: TensorInfo(tuple(entry.size), entry.properties.dtype) for name, entry in entries}  # type: ignore[union-attr]
+
+    def prepare(self, state: Mapping[str, Rectangles]) -> None:
+        """Make readable what `read_into` will fill `state` with. Collective; `load` calls it."""
 
     def read(
         self, name: str, offset: Shape | None = None, shape: Shape | None = None, *, verify: bool = False

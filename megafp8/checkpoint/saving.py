@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -67,10 +67,25 @@ class Destination:
     lock: FolderLock | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
 
+    def write(self, step: int, state: dict[str, Rectangles], plans: dcp.SavePlans, metadata: dict[str, Any]) -> AnyPath:
+        """Write the rectangles of this rank's plan, and publish the checkpoint. Collective."""
+        return _write(self, step, state, plans, metadata)
+
     def __post_init__(self) -> None:
         for name, number in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
             if number is not None and number < 1:
                 raise ValueError(f"{name} is {number}; it must be at least 1, or None")
+
+
+class Writes(Protocol):
+    """Where a `BackgroundSaver` saves: `Destination`, or `NodeMemory`."""
+
+    @property
+    def group(self) -> ProcessGroup | None: ...
+
+    def write(
+        self, step: int, state: dict[str, Rectangles], plans: dcp.SavePlans, metadata: dict[str, Any]
+    ) -> AnyPath: ...
 
 
 @dataclass(frozen=True)
@@ -120,7 +135,7 @@ class BackgroundSaver:
     gives back its memory.
     """
 
-    def __init__(self, destination: Destination, device: torch.device, report: Callable[[Saved], None]) -> None:
+    def __init__(self, destination: Writes, device: torch.device, report: Callable[[Saved], None]) -> None:
         self._destination, self._report = destination, report
         self._buffer = StagingBuffer(device)
         self._items: list[WriteItem] | None = None
@@ -158,7 +173,7 @@ class BackgroundSaver:
                     on_all_ranks(lambda: self._buffer.copy_on_side_stream(late), self._destination.group)
                 finally:
                     copied.set()
-                path = _write(self._destination, step, copied_state(staged, state), plans, metadata)
+                path = self._destination.write(step, copied_state(staged, state), plans, metadata)
                 running.set_result(Saved(path, 0.0, time.perf_counter() - start))
             except BaseException as error:
                 running.set_exception(error)
@@ -167,6 +182,12 @@ class BackgroundSaver:
         self._thread.start()
         self._copied, self._running = copied, running
         self._stalled = time.perf_counter() - start
+
+    def plan(self, tensors: Mapping[str, Rectangles | Tensor]) -> list[int]:
+        """Plan the save of `tensors`; returns the bytes of each rectangle that this rank writes. Collective."""
+        state = as_rectangles(tensors)
+        items = [item.index for item in self._plan(state).plan.items]
+        return [state[index.fqn].__get_tensor_shard__(index).nbytes for index in items]
 
     def _plan(self, state: dict[str, Rectangles]) -> dcp.SavePlans:
         """The plans of the previous save, unless some rank's tensors are others now."""

@@ -35,7 +35,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, overload
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -68,9 +68,21 @@ _LEFTOVER = re.compile(r"\.step_\d{8,}\.(incomplete|removed)")
 _SAME_STEP = ("consumed_samples", "tokens", "tokenizer_fingerprint")
 
 
+@overload
+def step_folder(folder: Path, step: int) -> Path: ...
+@overload
+def step_folder(folder: AnyPath | str, step: int) -> AnyPath: ...
+
+
 def step_folder(folder: AnyPath | str, step: int) -> AnyPath:
     """Where the complete checkpoint of `step` is."""
     return as_path(folder) / f"step_{step:08d}"
+
+
+@overload
+def incomplete_folder(folder: Path, step: int) -> Path: ...
+@overload
+def incomplete_folder(folder: AnyPath | str, step: int) -> AnyPath: ...
 
 
 def incomplete_folder(folder: AnyPath | str, step: int) -> AnyPath:
@@ -84,7 +96,13 @@ def _is_complete(path: AnyPath) -> bool:
     return (path / CHECKSUMS_FILE).is_file() if isinstance(path, ObjectPath) else path.is_dir()
 
 
-def complete_checkpoints(folder: AnyPath | str) -> list[tuple[int, AnyPath]]:
+@overload
+def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]: ...
+@overload
+def complete_checkpoints(folder: AnyPath | str) -> list[tuple[int, AnyPath]]: ...
+
+
+def complete_checkpoints(folder: AnyPath | str) -> Any:
     """The complete checkpoints of a run as (step, path), oldest first; empty where there is no such folder.
 
     Raises ValueError where the folder may not be read, ObjectStoreError where object storage fails for the moment.
@@ -237,14 +255,19 @@ def discard(folder: AnyPath | str, step: int) -> None:
 def remove_older(folder: AnyPath | str, step: int, keep_last: int | None, keep_every: int | None) -> None:
     """Delete the checkpoints up to that of `step` that `superfluous` names, each after hiding it."""
     steps = [other for other, _ in complete_checkpoints(folder) if other <= step]
-    for path in (step_folder(folder, other) for other in superfluous(steps, keep_last, keep_every)):
-        if isinstance(path, ObjectPath):
-            (path / CHECKSUMS_FILE).unlink()
-            path.remove_tree()
-            continue
-        hidden = path.with_name(f".{path.name}.removed")
-        rename_synced(path, hidden)
-        shutil.rmtree(hidden)
+    for other in superfluous(steps, keep_last, keep_every):
+        remove(step_folder(folder, other))
+
+
+def remove(path: AnyPath) -> None:
+    """Delete a checkpoint after hiding it."""
+    if isinstance(path, ObjectPath):
+        (path / CHECKSUMS_FILE).unlink()
+        path.remove_tree()
+        return
+    hidden = path.with_name(f".{path.name}.removed")
+    rename_synced(path, hidden)
+    shutil.rmtree(hidden)
 
 
 def _local(path: AnyPath) -> Path:

@@ -9,7 +9,7 @@ from megafp8.config.schema import Config
 
 
 def layout(config: Config) -> Iterator[Problem]:
-    """Limits must be reachable, and a rewind needs checkpoints."""
+    """Limits must be reachable, a rewind needs checkpoints, and those in memory are newer than those on disk."""
     r = config.resilience
     if r.hang_seconds is not None and r.hang_seconds >= config.timeout_seconds:
         rule = f"a collective fails after timeout_seconds ({config.timeout_seconds:g}) already, without naming a rank"
@@ -23,6 +23,10 @@ def layout(config: Config) -> Iterator[Problem]:
             "with parallel.fsdp gradients are summed over ranks in the backward pass, so no rank has its own to compare"
         )
         yield Problem("resilience.recompute_interval", r.recompute_interval, rule, "try 0, or parallel.zero=1")
+    c = config.checkpoint
+    if c.interval and c.memory_interval > c.interval:
+        rule = f"the newest checkpoint would be on disk (checkpoint.interval is {c.interval})"
+        yield Problem("checkpoint.memory_interval", c.memory_interval, rule, f"try {max(1, c.interval // 10)}, or 0")
 
 
 def faults(config: Config, world_size: int) -> Iterator[Problem]:
@@ -32,9 +36,16 @@ def faults(config: Config, world_size: int) -> Iterator[Problem]:
         if fault.rank >= world_size:
             rule = f"the job has ranks 0 to {world_size - 1}"
             yield Problem(f"{path}.rank", fault.rank, rule, f"try {world_size - 1}")
-        if fault.kind == "flip_gradient" and not config.resilience.recompute_interval:
+        interval = config.resilience.recompute_interval
+        if fault.kind == "flip_gradient" and not interval:
             rule = "the bit is flipped in the check that resilience.recompute_interval turns on"
             yield Problem(f"{path}.kind", fault.kind, rule, "set resilience.recompute_interval")
+        elif fault.kind == "flip_gradient" and fault.step % interval:
+            rule = f"the bit is flipped in a step that is recomputed, of which every {interval}th is"
+            yield Problem(f"{path}.step", fault.step, rule, f"try {-(-fault.step // interval) * interval}")
+        if fault.kind == "lose_memory" and not config.checkpoint.memory_interval:
+            rule = "there are no checkpoints in memory (checkpoint.memory_interval is 0)"
+            yield Problem(f"{path}.kind", fault.kind, rule, "set checkpoint.memory_interval, or try kill")
         if fault.kind == "damage_checkpoint" and config.checkpoint.folder is not None:
             rule = "only a checkpoint in the run folder can be damaged"
             yield Problem(f"{path}.kind", fault.kind, rule, "leave checkpoint.folder out")

@@ -1048,6 +1048,13 @@ class CheckpointConfig(Section):
     """Copy the state to host memory and write it while training continues. Needs as much host memory as the rank
     writes: 14 bytes per parameter in bf16, divided by the number of ranks. The last checkpoint of a run is written
     synchronously."""
+    memory_interval: Count = 0
+    """Steps between checkpoints in the memory of the nodes, each with a copy on the next node, from which a job that
+    its agent restarts continues if they are newer than those on disk. 0: none. Each save stalls until the one before is
+    done (docs/resilience.md)."""
+    memory_folder: str = "/dev/shm"
+    """Folder for these, in the memory or on a disk of each node; environment variables are replaced. It must hold two
+    checkpoints, each with the part of two nodes."""
     resume: bool = True
     """Continue from the newest complete checkpoint in the run folder, if there is one."""
     init_from: str | None = None
@@ -1097,13 +1104,15 @@ class FaultConfig(Section):
         "loss_spike",
         "fail_save",
         "damage_checkpoint",
+        "lose_memory",
     ]
     """kill: SIGKILL to itself. stop: SIGSTOP to itself. hang: sleep without end. leave_out_collective: go on without
     the collective at the end of the step. exception: raise one. nan_gradient: one gradient of the rank is NaN.
     flip_weight: one bit of a weight, after the update. flip_gradient: one bit of a gradient, when it is recomputed.
     slow: sleep in each of the steps from this one on, before the forward pass. loss_spike: all labels of the rank's
     samples are 0. fail_save: no large file can be written. damage_checkpoint: change a byte of the newest checkpoint,
-    then SIGKILL."""
+    and of that in the node's memory, then SIGKILL. lose_memory: remove the node's checkpoints in memory, then
+    SIGKILL."""
     rank: Count
     """Global rank."""
     step: PositiveInt

@@ -13,12 +13,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import yaml
 
-from megafp8.checkpoint import BackgroundSaver, CheckpointReader, Destination, FolderLock, Saved
+from megafp8.checkpoint import (
+    BackgroundSaver,
+    CheckpointReader,
+    Destination,
+    FolderLock,
+    MemoryReader,
+    NodeMemory,
+    Saved,
+)
 from megafp8.config import end_of_stage, stage_at
 from megafp8.data.blend import Blend
 from megafp8.data.sampler import batches as batch_stream
@@ -64,6 +72,7 @@ from megafp8.training.process import StopRequest, garbage_collected_after_steps
 from megafp8.training.profiling import Profiler
 from megafp8.training.replicas import check_replicas
 from megafp8.training.resilience.guard import Guard
+from megafp8.training.resilience.node_memory import find_newest, free_memory, newest_on_disk, open_memory
 from megafp8.training.run_log import RunLog, record_launch
 from megafp8.training.section_times import SectionTimer
 from megafp8.training.state import (
@@ -73,6 +82,7 @@ from megafp8.training.state import (
     load_state,
     save_state,
     saved_choice,
+    tensors,
     tokenizer_copy,
 )
 from megafp8.training.trainer import Trainer
@@ -138,16 +148,23 @@ def _train_stage(inputs: Inputs, shared: Shared, device: torch.device, *, first:
     """
     config = inputs.config
     parallel = build_parallel(config, device)
-    found = None
+    found, memory = None, open_memory(config, run_folder(config), parallel, first=first)
     if config.checkpoint.resume or not first:
-        found = find_checkpoint(inputs.run, run_folder(config), parallel, inputs.fingerprint)
+        found = find_newest(inputs.run, run_folder(config), parallel, inputs.fingerprint, memory)
     step = 0 if found is None else int(found.metadata["step"])
     if stage_at(inputs.run, step) != inputs.stage:
         return inputs.at(step)
     if first:
         record_launch(run_folder(config), parallel, step)
-    job = Job(inputs, parallel, found, shared)
+    job = Job(inputs, parallel, found, shared, memory)
     return job.inputs.at(job.step) if job.run() else None
+
+
+def _where(found: CheckpointReader, memory: NodeMemory | None) -> str:
+    """Where `found` is, if it may be in memory."""
+    if memory is None:
+        return ""
+    return ", in memory" if isinstance(found, MemoryReader) else ", on disk: memory has no complete newer checkpoint"
 
 
 def _is_at(interval: int, step: int) -> bool:
@@ -158,8 +175,15 @@ def _is_at(interval: int, step: int) -> bool:
 class Job:
     """The training loop around a `Trainer`. Collective: build it on every rank."""
 
-    def __init__(self, inputs: Inputs, parallel: ParallelState, found: CheckpointReader | None, shared: Shared) -> None:
-        """`found`: the checkpoint to resume from, if there is one."""
+    def __init__(
+        self,
+        inputs: Inputs,
+        parallel: ParallelState,
+        found: CheckpointReader | None,
+        shared: Shared,
+        memory: NodeMemory | None = None,
+    ) -> None:
+        """`found`: the checkpoint to resume from, if there is one. `memory`: for checkpoints in memory."""
         self.inputs, self.config, self.parallel = inputs, inputs.config, parallel
         self.folder, self.lock, self.stop, self.log = run_folder(self.config), shared.lock, shared.stop, shared.log
         self.is_main = parallel.rank == 0
@@ -173,11 +197,11 @@ class Job:
             load_init(self.trainer, keep.init_from)
             logger.info(f"weights from {keep.init_from}")
         if found is not None:
-            logger.info(f"resumed from step {self.step}")
+            logger.info(f"resumed from step {self.step}{_where(found, memory)}")
             self.inputs, changes = inputs.resumed(found.metadata)
             if changes:
                 logger.info(f"data changed since step {self.step}: {'; '.join(changes)}")
-        self.guard = Guard(self.config, self.folder, parallel, None if found is None else found.metadata)
+        self.guard = Guard(self.config, self.folder, parallel, None if found is None else found.metadata, memory)
         self.sections = SectionTimer(parallel.device)
         self.profiler = Profiler(self.config.profile, self.folder, parallel)
         check_ranks_agree(self.inputs, self.guard.position_of(self.consumed_samples), parallel.world.group)
@@ -186,7 +210,7 @@ class Job:
         if self.config.training.evaluate is not None:
             assert shared.make_evaluation is not None
             self.evaluation = shared.make_evaluation(self.trainer, self.inputs, self.folder)
-        self.saved_step = self.step
+        self.saved_step = newest_on_disk(self.config, self.folder) if isinstance(found, MemoryReader) else self.step
         self.tokenizer = tokenizer_copy(self.config) if self.is_main else {}
         self.save_postponed = False
         self.skipped_in_a_row = 0
@@ -196,6 +220,23 @@ class Job:
             group, folder = host_group(self.config.timeout_seconds), checkpoint_folder(self.folder, keep.folder)
             to = Destination(folder, group, keep.keep_last, keep.keep_every, self.lock, self.tokenizer)
             self.saver = BackgroundSaver(to, parallel.device, self._log_saved)
+        self.memory, self.memory_saver = memory, self._open_memory_saver(memory)
+        self.savers = [saver for saver in (self.saver, self.memory_saver) if saver is not None]
+
+    def _open_memory_saver(self, memory: NodeMemory | None) -> BackgroundSaver | None:
+        """Saves to `memory`, if there is one and it has space for that. Collective."""
+        if memory is None:
+            return None
+        memory.remove_newer(self.step)
+        saver = BackgroundSaver(memory, self.parallel.device, lambda saved: None)
+        needed = memory.check_space(saver.plan(tensors(self.trainer)))
+        interval, nodes = self.config.checkpoint.memory_interval, len(memory.nodes)
+        copied = "with a copy on the next node" if nodes > 1 else "without a copy on another node"
+        logger.info(
+            f"checkpoints in memory: every {interval} steps, {copied}, at most {needed / 2**20:,.1f} MiB on a node, in "
+            f"{memory.folder.parent.parent}"
+        )
+        return saver
 
     @property
     def consumed_samples(self) -> int:
@@ -240,13 +281,30 @@ class Job:
 
         Returns whether another stage follows.
         """
+        try:
+            follows = self._run()
+        except Diverged:  # all ranks are here, and the job is not restarted
+            self._free_memory()
+            raise
+        if not follows:
+            self._free_memory()
+        return follows
+
+    def _free_memory(self) -> None:
+        if self.memory is not None:
+            free_memory(self.memory, self.folder, self.parallel)
+
+    def _run(self) -> bool:
         t = self.config.training
         with (
             contextlib.closing(self.trainer),
-            self.saver or contextlib.nullcontext(),
+            contextlib.ExitStack() as savers,
             garbage_collected_after_steps(t.gc_interval) as after_step,
         ):
+            for saver in self.savers:
+                savers.enter_context(saver)
             if self.step >= t.last_step:
+                self._save(ends=True)  # it may be in memory only
                 limit = "training.steps" if t.last_step == t.steps else "training.stop_after"
                 logger.info(f"nothing to do: the run has done {self.step} steps, and {limit} is {t.last_step}")
                 return False
@@ -284,19 +342,27 @@ class Job:
             if load_writer is not None and self.trainer.expert_load is not None:
                 load_writer.write(self.step, self.trainer.expert_load)
             self._stop_if_diverged(metrics)
-            if self.saver is not None:
-                self.saver.poll()
+            for saver in self.savers:
+                saver.poll()
             if self.guard.rewinds_after(metrics) and self._rewind():
                 stream = self._training_batches()
                 continue
             if not self.guard.faults.happens("leave_out_collective", self.step):
                 stopped = self.stop.agreed(self.parallel.world.group)
             ends = stopped or self.step == self.last_step
+            in_memory = _is_at(self.config.checkpoint.memory_interval, self.step)
+            in_memory = in_memory and not ends and not self.skipped_in_a_row
             if self._save_is_due(ends):
                 self._check_replicas()
                 self._save(ends)
-            elif _is_at(self.config.training.replica_check_interval, self.step) or self.skipped_in_a_row == 1:
+            elif (
+                in_memory
+                or _is_at(self.config.training.replica_check_interval, self.step)
+                or self.skipped_in_a_row == 1
+            ):
                 self._check_replicas()
+            if in_memory:
+                self._save_to_memory()
         return stopped
 
     def _open_writers(self) -> Sequence[Writer]:
@@ -338,8 +404,10 @@ class Job:
         """Go back to the newest checkpoint and leave out the samples since then; False if there is none. Collective."""
         activity.enter("rewind")
         spike, end = self.step, self.guard.consumed(self.consumed_samples)
-        if self.saver is not None:
-            self.saver.finish()
+        for saver in self.savers:
+            saver.finish()
+        if self.memory is not None:
+            self.memory.remove_newer(-1)
         found = find_checkpoint(self.inputs.run, self.folder, self.parallel, self.inputs.fingerprint)
         if found is None:
             logger.warning(f"loss spike in step {spike}: there is no checkpoint to go back to; the step was skipped")
@@ -496,9 +564,10 @@ class Job:
 
     def _wait_copied(self) -> None:
         """Before weights are updated, wait until those of a save in progress are copied to the host."""
-        if self.saver is not None:
+        if self.savers:
             start = time.perf_counter()
-            self.saver.wait_copied()
+            for saver in self.savers:
+                saver.wait_copied()
             self.save_seconds += time.perf_counter() - start
 
     def _save_is_due(self, ends: bool) -> bool:
@@ -525,8 +594,7 @@ class Job:
         activity.enter("save")
         start = time.perf_counter()
         self.saved_step = self.step
-        data = self.inputs.record(self.guard.consumed(self.consumed_samples))
-        more = self.guard.metadata(self.consumed_samples)
+        data, more = self._records()
         fingerprint = self.inputs.fingerprint
         if self.saver is not None and not ends:
             begin_save(self.trainer, self.saver, self.step, fingerprint, data, self.history, more)
@@ -548,6 +616,20 @@ class Job:
             )
             logger.info(f"saved {path} in {time.perf_counter() - start:.1f} s")
         self.save_seconds += time.perf_counter() - start
+
+    def _save_to_memory(self) -> None:
+        """Save this step to the memory of the nodes, in the background."""
+        assert self.memory_saver is not None
+        activity.enter("save")
+        start = time.perf_counter()
+        data, more = self._records()
+        begin_save(self.trainer, self.memory_saver, self.step, self.inputs.fingerprint, data, self.history, more)
+        self.save_seconds += time.perf_counter() - start
+
+    def _records(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Progress in the data, and what the section resilience adds, for the metadata of a checkpoint."""
+        samples = self.consumed_samples
+        return self.inputs.record(self.guard.consumed(samples)), self.guard.metadata(samples)
 
     def _log_saved(self, saved: Saved) -> None:
         logger.info(f"saved {saved.path}: stalled {saved.stalled_seconds:.1f} s, {saved.total_seconds:.1f} s in all")

@@ -28,6 +28,7 @@ from megafp8.training.init_from import check_init
 from megafp8.training.inputs import Inputs, open_inputs
 from megafp8.training.optimizer_config import check_optimizer
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
+from megafp8.training.resilience.node_memory import memory_folder
 from megafp8.training.state import check_next_stage, check_resume, checkpoint_folder
 
 _PROBE_BYTES = 1 << 16
@@ -139,6 +140,13 @@ def check_run(inputs: Inputs) -> CheckpointReader | None:
         to = checkpoint_folder(folder, config.checkpoint.folder)
         works = "name a folder, or a prefix of object storage, that this user may write to"
         _check_writable(to, "checkpoint.folder", config.checkpoint.folder, "checkpoints cannot be written to", works)
+    if config.checkpoint.memory_interval:
+        memory, key = memory_folder(config), config.checkpoint.memory_folder
+        if "$" in str(memory) or not memory.is_absolute():
+            rule = f"it is no absolute path on this node: {memory}"
+            raise ConfigError("config", [Problem("checkpoint.memory_folder", key, rule, "try /dev/shm")])
+        works = "name a folder in the memory of each node, such as /dev/shm"
+        _check_writable(memory, "checkpoint.memory_folder", key, "checkpoints cannot be written to", works)
     return found
 
 

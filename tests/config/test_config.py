@@ -341,6 +341,9 @@ RESILIENCE = [
     (["parallel.fsdp=true", "resilience.recompute_interval=5"], 2, "resilience.recompute_interval = 5: with parallel."),
     (["resilience.inject=[{kind: kill, rank: 4, step: 1}]"], 4, "resilience.inject.0.rank = 4: the job has ranks 0 to"),
     (["resilience.inject=[{kind: flip_gradient, rank: 0, step: 1}]"], 1, "set resilience.recompute_interval"),
+    (["resilience.recompute_interval=2", "resilience.inject=[{kind: flip_gradient, rank: 0, step: 9}]"], 1, "try 10"),
+    (["resilience.inject=[{kind: lose_memory, rank: 0, step: 1}]"], 1, "set checkpoint.memory_interval"),
+    (["checkpoint.interval=50", "checkpoint.memory_interval=60"], 1, "checkpoint.memory_interval = 60: the newest"),
 ]  # fmt: skip
 CASES: list[tuple[list[str], int, str]] = [
     *RESILIENCE,

@@ -117,6 +117,14 @@ def test_the_cause_is_distinguished_from_its_consequences(fail, tmp_path: Path) 
     assert "\n" not in only_followers.message
 
 
+def test_a_rank_that_the_agent_kills_is_not_the_cause(fail, tmp_path: Path) -> None:
+    """A rank that does not exit within the grace period is killed, as if by itself."""
+    assert fail(2, CLOSED) == FAILED
+    found = failures(tmp_path, {0: -9, 1: -15, 2: 1, 3: -9})
+    assert "rank 3 on " in outcome_of(found, failed_first=[2, 3]).message
+    assert "rank 0 on " in outcome_of(found, failed_first=[0]).message
+
+
 def test_a_rank_that_the_agent_ends_before_it_exits_is_still_the_cause(fail, tmp_path: Path) -> None:
     """The agent ends all ranks once one has exited, which may be another than the first to fail."""
     fail(1, DataError("d"))

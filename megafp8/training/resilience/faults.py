@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -31,8 +32,9 @@ _FILE_LIMIT = 16384  # bytes; messages are shorter, checkpoints are longer
 class Faults:
     """The faults of this rank in the run in folder `run`."""
 
-    def __init__(self, run: Path, faults: Sequence[FaultConfig], rank: int) -> None:
-        self._run = run
+    def __init__(self, run: Path, faults: Sequence[FaultConfig], rank: int, memory: Path | None = None) -> None:
+        """`memory`: the folder of this node's checkpoints in memory."""
+        self._run, self._memory = run, memory
         self._own = [(i, fault) for i, fault in enumerate(faults) if fault.rank == rank]
 
     def happens(self, kind: str, step: int) -> bool:
@@ -61,9 +63,19 @@ class Faults:
                 self.happens("slow", step)
                 time.sleep(fault.seconds)
         if self.happens("damage_checkpoint", step):
+            folders = [x for x in (checkpoint_folder(self._run), self._memory) if isinstance(x, Path)]
+            while any(list(folder.glob(".step_*.incomplete")) for folder in folders):
+                time.sleep(0.05)  # what is being saved would be newer
             newest = latest(checkpoint_folder(self._run))
             assert isinstance(newest, Path), "there is no checkpoint to damage"
-            _change_byte(max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size))
+            in_memory = None if self._memory is None else latest(self._memory)
+            for path in (newest, in_memory):
+                if isinstance(path, Path):
+                    _change_byte(max(path.glob("*.distcp"), key=lambda path: path.stat().st_size))
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.happens("lose_memory", step):
+            assert self._memory is not None
+            shutil.rmtree(self._memory, ignore_errors=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def in_batches(self, step: int, batches: list[Batch]) -> list[Batch]:

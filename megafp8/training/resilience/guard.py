@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from megafp8.checkpoint import NodeMemory
 from megafp8.config import Config
 from megafp8.data.samples import Batch
 from megafp8.distributed import activity
@@ -38,9 +39,17 @@ ELSEWHERE = 0.9
 class Guard:
     """The section `resilience` of a running job. `saved`: metadata of the checkpoint that the run resumed from."""
 
-    def __init__(self, config: Config, run: Path, parallel: ParallelState, saved: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run: Path,
+        parallel: ParallelState,
+        saved: Mapping[str, Any] | None,
+        memory: NodeMemory | None = None,
+    ) -> None:
         self._config, self._run, self._parallel = config, run, parallel
-        self.faults = Faults(run, config.resilience.inject, parallel.rank)
+        folder = None if memory is None else memory.folder
+        self.faults = Faults(run, config.resilience.inject, parallel.rank, folder)
         self._activity: Activity | None = None
         self.skipped: list[Range] = read_skipped(run, saved)
         self._spikes: SpikeLimit | None = None

@@ -1,0 +1,106 @@
+"""Checkpoints in the memory of nodes (`checkpoint.memory_interval`): whose they are, and which one a run resumes from.
+
+`node_memory.json` in the run folder names the job and a random token, which is in the name of the folder on each node.
+An attempt of the same job, as its agent restarts it, keeps the token; any other start has another one, so it never
+loads what an earlier job has left. The job is known by TORCHELASTIC_RUN_ID.
+
+A checkpoint from before a rewind is not loaded either: samples that the run leaves out are in its metadata, and in the
+run folder from the moment of the rewind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megafp8.checkpoint import CheckpointReader, NodeMemory, complete_checkpoints
+from megafp8.checkpoint.errors import on_all_ranks, on_rank0
+from megafp8.config import Config
+from megafp8.parallel_state import ParallelState, host_group
+from megafp8.training.resilience.spikes import merged, read_skipped
+from megafp8.training.state import check_same_run, checkpoint_folder, find_checkpoint
+from megafp8.training.text_file import replace_text
+
+FILE_NAME = "node_memory.json"
+
+logger = logging.getLogger(__name__)
+
+
+def memory_folder(config: Config) -> Path:
+    """`checkpoint.memory_folder` on this node."""
+    return Path(os.path.expandvars(config.checkpoint.memory_folder))
+
+
+def open_memory(config: Config, run: Path, parallel: ParallelState, *, first: bool) -> NodeMemory | None:
+    """The memory of the nodes for the run in folder `run`; None without `checkpoint.memory_interval`. Collective.
+
+    `first`: this is the first stage of the process.
+    """
+    if not config.checkpoint.memory_interval:
+        return None
+    keeps = config.checkpoint.resume or not first
+    name, token = on_rank0(lambda: (folder_name(run), _token(run, keeps)), parallel.world.group)
+    return NodeMemory(memory_folder(config), name, token, host_group(config.timeout_seconds))
+
+
+def folder_name(run: Path) -> str:
+    """A name of the run folder `run`, without the separators of a path."""
+    return hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+
+
+def _token(run: Path, keeps: bool) -> str:
+    """The token of this job; `keeps`: that of an earlier attempt."""
+    file, job = run / FILE_NAME, os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() and keeps and job != "none" else {}
+    token = known.get("token") if known.get("job") == job else None
+    if token is None:
+        token = uuid.uuid4().hex
+        replace_text(file, json.dumps({"job": job, "token": token}) + "\n")
+    return str(token)
+
+
+def newest_on_disk(config: Config, run: Path) -> int:
+    """The step of the newest checkpoint of `run` on disk or in object storage; 0 without one."""
+    return max((step for step, _ in complete_checkpoints(checkpoint_folder(run, config.checkpoint.folder))), default=0)
+
+
+def find_newest(
+    config: Config, run: Path, parallel: ParallelState, fingerprint: str | None, memory: NodeMemory | None
+) -> CheckpointReader | None:
+    """The newest checkpoint of `run` in `memory` or on disk, or None if there is none. Collective.
+
+    See `find_checkpoint`, which opens that on disk.
+    """
+    if memory is None:
+        return find_checkpoint(config, run, parallel, fingerprint)
+    group = parallel.world.group
+    listed = on_rank0(lambda: newest_on_disk(config, run), group)
+    skipped = read_skipped(run, None)
+
+    def accepts(metadata: Mapping[str, Any]) -> bool:
+        return merged([(start, end) for start, end in metadata.get("skipped_samples") or []]) == skipped
+
+    found: CheckpointReader | None = memory.find(listed, accepts)
+    if found is None:
+        found = find_checkpoint(config, run, parallel, fingerprint)
+        step = 0 if found is None else int(found.metadata["step"])
+        newer = memory.find(step + 1, accepts) if step < listed else None  # that on disk was damaged
+        if newer is None:
+            return found
+        found = newer
+    opened = found
+    on_all_ranks(lambda: check_same_run(config, fingerprint, opened), group)
+    return opened
+
+
+def free_memory(memory: NodeMemory, run: Path, parallel: ParallelState) -> None:
+    """The job ends and is not restarted: remove what it has in memory."""
+    memory.close()
+    if parallel.rank == 0:
+        (run / FILE_NAME).unlink(missing_ok=True)
