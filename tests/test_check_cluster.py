@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megafp8.training.errors import NO_RESTART
+from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
 from tests.world import World
 from tools import check_cluster
@@ -107,7 +108,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", slow_but(FAULTS, "open files", "slow GPU"))
 def test_one_rank_differs(world4: World, name: str) -> None:
     answers, check, status, text = FAULTS[name]
     found, message = faults(world4, **answers)

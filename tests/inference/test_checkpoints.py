@@ -78,30 +78,26 @@ def _from_checkpoint(folder: str, layout: dict[str, int]) -> tuple[Texts, Texts,
 
 LIVE = [
     "fsdp dp2 gemma",
-    *(
-        pytest.param(words, marks=pytest.mark.slow)
-        for words in (
-            "zb-v pp2 4-layers delayed smooth",
-            "tp2 ring 3-samples",
-            "tp2 no-sp bloom",
-            "zero dp2 fp8-gather current",
-            "fsdp dp2 fp8-gather delayed",
-            "graphs delayed",
-            "deepseek tp2 ep2",
-            "moe ep2 dp2 all-to-all",
-            "moe tp2 ep2 blockwise wide",
-            "interleaved pp2 4-layers tied",
-            "tp2 pp2 gpt2 dropout",
-            "cp2 window",
-            "mtp pp2 4-layers",
-            "calibrated",
-            "mxfp8 wide tp2",
-            "custom",
-        )
-    ),
+    "zb-v pp2 4-layers delayed smooth",
+    "tp2 ring 3-samples",
+    "tp2 no-sp bloom",
+    "zero dp2 fp8-gather current",
+    "fsdp dp2 fp8-gather delayed",
+    "graphs delayed",
+    "deepseek tp2 ep2",
+    "moe ep2 dp2 all-to-all",
+    "moe tp2 ep2 blockwise wide",
+    "interleaved pp2 4-layers tied",
+    "tp2 pp2 gpt2 dropout",
+    "cp2 window",
+    "mtp pp2 4-layers",
+    "calibrated",
+    "mxfp8 wide tp2",
+    "custom",
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", LIVE)
 def test_the_live_model_and_its_checkpoint(world4: World, tmp_path: Path, words: str) -> None:
     """Training goes on as if nothing had been generated; texts follow the weights, and a checkpoint gives the same."""

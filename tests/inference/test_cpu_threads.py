@@ -49,6 +49,7 @@ def test_shares(ranks: int, shares: list[int]) -> None:
         assert [core for own in found for core in own] == cores
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
 def test_a_process_is_bound() -> None:
     """In a process of its own: the second of two."""

@@ -111,7 +111,7 @@ def assert_equal(ours: Any, theirs: tuple[dict[str, float], Answers], atol: floa
 @pytest.mark.parametrize(
     ("bos", "layouts"),
     [
-        (True, [{"tensor": 2}]),
+        pytest.param(True, [{"tensor": 2}], marks=pytest.mark.slow),
         pytest.param(False, [{}, {"tensor": 2}, {"pipeline": 2}], marks=pytest.mark.slow),
     ],
 )

@@ -28,7 +28,7 @@ EVALUATE = [
     f"training.evaluate.prompts={json.dumps(PROMPTS)}",
     "training.evaluate.max_tokens=28",
 ]
-SECONDS = ("time", "_seconds", "per_second", "per_gpu", "mfu", "memory")
+SECONDS = ("time", "seconds", "per_second", "per_gpu", "mfu", "memory")
 """Metrics that differ from run to run."""
 
 
