@@ -24,7 +24,7 @@ longer = Trainer(load_config("../configs/quickstart.yaml", again))
 longer.train()
 assert longer.run_folder == trainer.run_folder
 assert len(read_metrics(trainer.run_folder)) == 5
-assert len(generator.generate("def ", SamplingOptions(max_tokens=32))[0].tokens) == 32
+assert 0 < len(generator.generate("def ", SamplingOptions(max_tokens=32))[0].tokens) <= 32
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 try:
     Trainer(load_config("../configs/quickstart.yaml", [*again, "parallel.tensor=2"]))

@@ -244,7 +244,7 @@ def test_a_layers_gradients_are_products_of_the_operands_as_quantized() -> None:
     torch.testing.assert_close(layer.bias.grad, dy.sum((0, 1)))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", slow_but(RECIPES, "delayed", "blockwise"))
 def test_every_recipe_trains_like_the_model_that_was_not_converted(name: str) -> None:
     def losses(recipe: fp8.Fp8Recipe | None) -> list[float]:
         model = llama(recipe)

@@ -126,6 +126,7 @@ def test_small_model(world2: World, tmp_path: Path, bos: bool, layouts: list[dic
         assert others == [None] * (ranks - 1)
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_the_first_rank(world2: World, tmp_path: Path) -> None:
     save_small(tmp_path / "model", bos=False)
     tasks = write_tasks(tmp_path / "tasks", gen_tokens=64)
