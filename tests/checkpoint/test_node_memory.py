@@ -50,6 +50,7 @@ def _load(
     empty, step = model.zeroed(), torch.tensor(0)
     metadata = load(found, {**empty.state(), "step": step}, verify=False)
     fetched = sum(path.stat().st_size for path in found.path.glob("*.distcp") if path.name not in here)
+    dist.barrier()  # the first rank of the node removes the folder
     memory.remove_newer(metadata["step"])
     assert not (memory.folder / "loading").exists()
     return int(step), model.equals(empty) and metadata["step"] == step, fetched
