@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megafp8.checkpoint.errors import DamagedCheckpoint, join_first, on_all_ranks
 from megafp8.checkpoint.files import Checksum, ChecksummedFiles
 from megafp8.checkpoint.rectangles import Rectangles
-from megafp8.checkpoint.torch_file import TorchFile, Unknown
+from megafp8.checkpoint.torch_file import TorchFile, Unknown, unknown_class
 from megafp8.distributed import collectives
 from megafp8.object_store import AnyPath, ObjectPath
 
@@ -87,7 +87,7 @@ class _IndexUnpickler(pickle.Unpickler):
         if is_dtype or name in _INDEX_CLASSES.get(module, ()):
             return super().find_class(module, name)
         if self.foreign:
-            return type(name, (Unknown,), {"__module__": module, "__qualname__": name})
+            return unknown_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of a checkpoint holds")
 
 

@@ -193,7 +193,7 @@ class FolderLock:
                         deadline = time.monotonic() + STALE_SECONDS + HEARTBEAT_SECONDS
                         logger.warning(
                             f"{self.file} is held by an attempt of this job on {owner['host']}; waiting until "
-                            f"{STALE_SECONDS:.0f} s after its last sign of life"
+                            f"{STALE_SECONDS:.0f} s after its last heartbeat"
                         )
                     time.sleep(min(1.0, STALE_SECONDS / 10))
                 else:
@@ -239,9 +239,9 @@ class FolderLock:
             job = f" of job {owner['job']}" if owner.get("job") else ""
             who = f"process {owner['pid']} on {owner['host']}{job}, since {owner.get('since')}"
         return (
-            f"{self.file.parent} is in use by another job: {who}; last sign of life {age:.0f} s ago. Choose another "
+            f"{self.file.parent} is in use by another job: {who}; last heartbeat {age:.0f} s ago. Choose another "
             f"name for this run, or stop that job. If it is dead, its lock is taken over {STALE_SECONDS:.0f} s after "
-            f"its last sign of life; or remove {self.file} yourself"
+            f"its last heartbeat; or remove {self.file} yourself"
         )
 
     def _beat(self) -> None:

@@ -162,7 +162,7 @@ def begin(
         return {name: write_file(final / name, content) for name, content in contents.items()}
     folder.mkdir(parents=True, exist_ok=True)
     clean_incomplete(folder)
-    hidden = _local(incomplete_folder(folder, step))
+    hidden = incomplete_folder(folder, step)
     hidden.mkdir()
     sums = {}
     for name, content in contents.items():
@@ -234,11 +234,12 @@ def metadata_json(path: AnyPath, step: int, metadata: dict[str, Any]) -> bytes:
 
 def publish(folder: AnyPath | str, step: int, sums: dict[str, Checksum]) -> None:
     """Make the checkpoint of `step` visible; `sums` are the checksums of its files."""
-    hidden, final = incomplete_folder(folder, step), step_folder(folder, step)
+    folder = as_path(folder)
+    hidden = incomplete_folder(folder, step)
     write_checksums(hidden, sums)
-    if not isinstance(hidden, ObjectPath):
-        sync(hidden)
-        rename_synced(hidden, _local(final))
+    if not isinstance(folder, ObjectPath):
+        sync(incomplete_folder(folder, step))
+        rename_synced(incomplete_folder(folder, step), step_folder(folder, step))
 
 
 def discard(folder: AnyPath | str, step: int) -> None:
@@ -270,11 +271,6 @@ def remove(path: AnyPath) -> None:
     shutil.rmtree(hidden)
 
 
-def _local(path: AnyPath) -> Path:
-    assert isinstance(path, Path), path
-    return path
-
-
 def superfluous(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
     """Those of `steps`, in rising order, that are neither of the last `keep_last` nor a multiple of `keep_every`."""
     if keep_last is None:
@@ -288,15 +284,15 @@ def set_aside(path: AnyPath) -> AnyPath:
     Object storage has no renames: it is copied there, and then deleted, checksums.json first.
     """
     names = itertools.chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{n}" for n in itertools.count(2)))
-    aside: AnyPath = next(target for target in (path.with_name(name) for name in names) if not target.exists())
-    if isinstance(path, ObjectPath):
-        assert isinstance(aside, ObjectPath)
-        for name in path.sizes():
-            (path / name).copy_to(aside / name)
-        (path / CHECKSUMS_FILE).unlink()
-        path.remove_tree()
-    else:
-        rename_synced(path, _local(aside))
+    name = next(name for name in names if not path.with_name(name).exists())
+    if not isinstance(path, ObjectPath):
+        rename_synced(path, path.with_name(name))
+        return path.with_name(name)
+    aside = path.with_name(name)
+    for file in path.sizes():
+        (path / file).copy_to(aside / file)
+    (path / CHECKSUMS_FILE).unlink()
+    path.remove_tree()
     return aside
 
 

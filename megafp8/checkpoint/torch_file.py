@@ -71,6 +71,11 @@ class Unknown:
         return f"<{type(self).__module__}.{type(self).__qualname__}>"
 
 
+def unknown_class(module: str, name: str) -> type[Unknown]:
+    """A class that stands for `module.name`."""
+    return type(name, (Unknown,), {"__module__": module, "__qualname__": name})
+
+
 class _Storage(NamedTuple):
     record: str
     dtype: torch.dtype
@@ -249,7 +254,7 @@ class _Unpickler(pickle.Unpickler):
         if self.unsafe:
             return super().find_class(module, name)
         key = (module, name)
-        return self.classes.setdefault(key, type(name, (Unknown,), {"__module__": module, "__qualname__": name}))
+        return self.classes.setdefault(key, unknown_class(module, name))
 
     def persistent_load(self, pid: Any) -> _Storage:
         _, dtype, record, _, _ = pid

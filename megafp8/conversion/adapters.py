@@ -10,18 +10,15 @@ which is that of A and B, is left out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from megafp8.checkpoint.rectangles import TensorInfo
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import MasterWeights, Source, is_weight
 from megafp8.conversion.native import NativeSource
 from megafp8.tensor_parallel.lora import A, B, Lora, is_lora
-
-_MODEL = "model."
 
 
 class AdaptedSource(Source, Protocol):
@@ -61,29 +58,16 @@ class MergedSource(Source):
         return (weight.float() + self.adapted.scales[stem] * (b @ a)).to(weight.dtype)
 
 
-class AdaptedNative(AdaptedSource):
+class AdaptedNative(MasterWeights, AdaptedSource):
     """The weights in the checkpoint of a run with LoRA, A and B as precise as they are saved."""
 
     def __init__(self, source: NativeSource) -> None:
-        self._source = source
-        self.path, self.model, self.about = source.path, source.model, source.about
-        self.tokenizer_files: Collection[Path] = source.tokenizer_files
-        names = [name for name in source.tensors if name.startswith(_MODEL)]
-        self.tensors: Mapping[str, TensorInfo] = {name: source.tensors[self._most_precise(name)] for name in names}
+        super().__init__(source, is_lora)
+        self.tensors = {name: info for name, info in self.tensors.items() if is_weight(name)}
         config = source.about["config"]
         scale = config["lora"]["alpha"] / config["lora"]["rank"]
-        self.scales = {name.removesuffix(f".{A}"): scale for name in names if name.endswith(f".{A}")}
-        self.base: str | None = config.get("checkpoint", {}).get("init_from")
-
-    def _most_precise(self, name: str) -> str:
-        master = f"optimizer.master.{name.removeprefix(_MODEL)}"
-        return master if is_lora(name) and master in self._source.tensors else name
-
-    def read(self, name: str) -> Tensor:
-        return self._source.read(self._most_precise(name))
-
-    def read_rows(self, name: str, first: int, last: int) -> Tensor:
-        return self._source.read_rows(self._most_precise(name), first, last)
+        self.scales = {name.removesuffix(f".{A}"): scale for name in self.tensors if name.endswith(f".{A}")}
+        self.base = config.get("checkpoint", {}).get("init_from")
 
 
 class AdaptersAlone(Source):

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafp8.conversion.base import Source
-from megafp8.conversion.convert import is_weight
+from megafp8.conversion.base import Source, is_weight, of_optimizer
 from megafp8.conversion.hf_config import differences
 from megafp8.optimizer.adam import AVERAGE
 
@@ -43,9 +42,9 @@ class Averaged(Source):
 
     def __init__(self, sources: Sequence[Source], *, moving: bool = False) -> None:
         first, last = sources[0], sources[-1]
-        self._prefix = f"optimizer.{AVERAGE}." if moving else "optimizer.master."
+        self._key = AVERAGE if moving else "master"
         for source in sources if moving else ():
-            if not any(name.startswith(self._prefix) for name in source.tensors):
+            if not any(name.startswith(of_optimizer(AVERAGE, "")) for name in source.tensors):
                 raise ValueError(f"{source.path} holds no moving average: its run had no optimizer.average_decay")
         for other in sources[1:]:
             if fields := differences(first.model, other.model):
@@ -63,7 +62,7 @@ class Averaged(Source):
 
     def read(self, name: str) -> Tensor:
         """The mean, rounded to the weight's dtype."""
-        fp32 = self._prefix + name.removeprefix("model.")
+        fp32 = of_optimizer(self._key, name)
         read = fp32 if all(fp32 in source.tensors for source in self._sources) else name
         dtype = self.tensors[name].dtype
         if not dtype.is_floating_point:

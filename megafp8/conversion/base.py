@@ -16,7 +16,7 @@ and writes parts of a stored tensor, and cannot hash or compress whole files on 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -48,9 +48,40 @@ class Source(Protocol):
         return self.read(name)[first:last]
 
 
+def of_optimizer(key: str, weight: str) -> str:
+    """Name of the optimizer's state `key` (`master`, `exp_avg`, ...) of the tensor `weight` in a checkpoint."""
+    return f"optimizer.{key}.{weight.removeprefix('model.')}"
+
+
+class MasterWeights(Source):
+    """`source` with the fp32 masters as weights where it has them, of the tensors for which `where` is true."""
+
+    def __init__(self, source: Source, where: Callable[[str], bool] = lambda name: True) -> None:
+        self._source, self._where = source, where
+        self.path, self.model, self.about = source.path, source.model, source.about
+        self.tokenizer_files = source.tokenizer_files
+        self.tensors = {name: source.tensors[self._most_precise(name)] for name in source.tensors}
+
+    def _most_precise(self, name: str) -> str:
+        master = of_optimizer("master", name)
+        is_saved = is_weight(name) and master in self._source.tensors
+        return master if is_saved and self._where(name) else name
+
+    def read(self, name: str) -> Tensor:
+        return self._source.read(self._most_precise(name))
+
+    def read_rows(self, name: str, first: int, last: int) -> Tensor:
+        return self._source.read_rows(self._most_precise(name), first, last)
+
+
 def refuse(key: str, value: object, supported: str) -> NoReturn:
     """Raise ValueError for a key of a foreign config whose value megafp8 does not support."""
     raise ValueError(f"{key} = {value!r}: megafp8 has no such model; supported: {supported}")
+
+
+def is_weight(name: str) -> bool:
+    """Whether the tensor `name` is one of the model."""
+    return name.startswith("model.")
 
 
 def is_vocabulary(name: str) -> bool:

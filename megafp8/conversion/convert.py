@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.config import ModelConfig
-from megafp8.conversion.base import Source, TensorInfo
+from megafp8.conversion.base import Source, TensorInfo, is_weight
 from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.model import is_mtp, without_mtp
 from megafp8.conversion.target import Sink, is_taken
@@ -59,10 +59,6 @@ class Moved(NamedTuple):
     def __str__(self) -> str:
         rate = self.bytes / max(self.seconds, 1e-9) / 1e9
         return f"{self.tensors} tensors, {self.bytes / 1e9:.2f} GB in {self.seconds:.3g} s ({rate:.2f} GB/s)"
-
-
-def is_weight(name: str) -> bool:
-    return name.startswith("model.")
 
 
 def convert(source: Source, sink: Sink, options: Mapping[str, Any]) -> Moved:

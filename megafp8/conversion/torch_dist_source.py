@@ -44,7 +44,7 @@ from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
 from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
-from megafp8.conversion.base import Source, TensorInfo
+from megafp8.conversion.base import Source, TensorInfo, of_optimizer
 from megafp8.conversion.megatron_args import read_args
 from megafp8.conversion.megatron_names import OUTPUT, Place, Run, canonical, place, runs, their_shape
 from megafp8.conversion.megatron_source import (
@@ -171,7 +171,7 @@ class TorchDistSource(Source):
                 return {}
             kind = "master" if match[1] in _MASTERS else match[1]
             for name in names[match[2]]:
-                ours = f"optimizer.{kind}.{name.removeprefix('model.')}"
+                ours = of_optimizer(kind, name)
                 parts[ours] = self._parts[name]._replace(key=key)
                 tensors[ours] = TensorInfo(self.tensors[name].shape, entry.properties.dtype)
         self._parts |= parts

@@ -41,7 +41,7 @@ from megafp8.context_parallel.split import shard_positions
 from megafp8.data import DataError
 from megafp8.data.indexed_dataset import IndexedDataset, check_ids, read_loss_mask
 from megafp8.data.packing import PACKINGS, Arrays, BestFit, Concatenation, Packing, PackingName, Sentences
-from megafp8.object_store.cache import user_cache
+from megafp8.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 

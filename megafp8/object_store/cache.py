@@ -10,8 +10,8 @@
 is downloaded the object's version is looked up again: one that changed meanwhile raises ObjectChanged.
 
 Several processes. A file is written under a temporary name and renamed, so that it is complete or not there. One
-process downloads a block, others that need it wait. Locks end with their process; who finds one held, without a sign of
-life for a minute, downloads too. So no process waits for another without end, and none can do harm.
+process downloads a block, others that need it wait. Locks end with their process; one that finds a lock whose owner has
+downloaded nothing for a minute downloads too. So no process waits for another without end, and none can do harm.
 
 Limit. Before a block is added, the blocks that were not read for the longest time are deleted if the limit would be
 exceeded. A temporary file has its full size before it is written, and counts. Whole objects do not count: a run needs
@@ -44,13 +44,9 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.object_store.path import ObjectPath, ObjectStoreError, Version
+from megafp8.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
-
-
-def user_cache() -> Path:
-    """The package's folder in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megafp8"
 
 
 def default_cache() -> Path:
@@ -315,9 +311,9 @@ class ObjectCache:
 
     @contextlib.contextmanager
     def _download_lock(self, name: str, done: Callable[[], bool]) -> Iterator[Callable[[], None]]:
-        """Hold the lock of what is called `name`, unless it is `done` or its owner shows no sign of life.
+        """Hold the lock of what is called `name`, unless it is `done` or its owner's heartbeat has stopped.
 
-        Yields a function that is a sign of life.
+        Yields a function that gives a heartbeat.
         """
         folder = self.folder / "locks"
         folder.mkdir(parents=True, exist_ok=True)

@@ -27,8 +27,8 @@ from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.plan import LinearPlan
 from megafp8.planner.stages import stages_of
 
-ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-"""Bytes of an activation, by `training.precision`."""
+ELEMENT = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+"""Bytes of an element, by the name of its dtype in a config."""
 
 
 @dataclass(frozen=True)

@@ -170,8 +170,7 @@ def _state_memory(
 def least_moment_bytes(config: Config) -> int:
     """Bytes of moments and moving average of an element, at least: a matrix has one moment under Muon, else two."""
     moments = 1 if config.optimizer.name == "muon" else 2
-    dtype = config.optimizer.moments_dtype
-    return moments * (1 if dtype == "fp8" else ELEMENT[dtype]) + _average_bytes(config)
+    return moments * ELEMENT[config.optimizer.moments_dtype] + _average_bytes(config)
 
 
 def _moments(config: Config, numels: Sequence[int]) -> int:

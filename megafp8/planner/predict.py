@@ -233,8 +233,8 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
     of_expert_data = max(1, data * p.tensor // p.expert_ranks)
     groups = ((rank.others, data, p.tensor), (rank.experts, of_expert_data, p.expert_ranks))
     sharded, element = p.zero or p.fsdp, ELEMENT[config.training.precision]
-    sent = {"fp32": 4, "bf16": 2, "fp8": 1}[optimizer.reduce_dtype]
-    moment = {"fp32": 4, "bf16": 2, "fp8": 1}[optimizer.moments_dtype]
+    sent = ELEMENT[optimizer.reduce_dtype]
+    moment = ELEMENT[optimizer.moments_dtype]
     reduce = gather = tail = owned = 0.0
     for count, size, stride in groups:
         ranks = max(1, size // p.fsdp_replicas) if p.fsdp else size

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from megafp8.checkpoint import collect_shards, latest, newest_readable
 from megafp8.config import Config, ConfigError, ModelConfig, Problem
 from megafp8.conversion import upcycle
 from megafp8.conversion.adapters import adapted_of, lora_of
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import MasterWeights, Source
 from megafp8.conversion.formats import open_source
 from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.hf_tokenizer import find_tokenizer
@@ -42,7 +41,6 @@ from megafp8.training.trainer import Trainer
 
 _PROBE = "The 3 quick brown foxes' été: naïve Straße, 東京! def f(x_1):\n\treturn x_1 ** 2 != 0x1F  # ~3.14\n"
 _FILES: dict[TokenizerKind, str] = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
-_MASTER = "optimizer.master."
 _NOT_NEEDED = {"master", AVERAGE}
 """Optimizer state that begins with the weights."""
 _RESOLVED = ("vocab_size", "max_position_embeddings")
@@ -185,7 +183,7 @@ def _open(config: Config, folder: str) -> Source:
     source = open_source(folder, config.model.vocab_multiple)
     if config.checkpoint.init_optimizer:
         _check_optimizer(config, source)
-        return _FromMasters(source)
+        return MasterWeights(source)
     return source if config.lora is None else adapted_of(source) or source
 
 
@@ -198,23 +196,3 @@ def _check_optimizer(config: Config, source: Source) -> None:
         rule = f"{source.path} has no {lacks[0]}" if lacks else f"{source.path} does not say the number of its steps"
         works = "leave it out, to start with the weights alone"
         raise ConfigError("config", [Problem("checkpoint.init_optimizer", True, rule, works)])
-
-
-class _FromMasters(Source):
-    """`source` with the fp32 masters as weights, where it has them."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self.path, self.model, self.about = source.path, source.model, source.about
-        self.tokenizer_files = source.tokenizer_files
-        self.tensors = {name: source.tensors[self._most_precise(name)] for name in source.tensors}
-
-    def _most_precise(self, name: str) -> str:
-        master = name.replace("model.", _MASTER, 1) if name.startswith("model.") else name
-        return master if master in self._source.tensors else name
-
-    def read(self, name: str) -> Tensor:
-        return self._source.read(self._most_precise(name))
-
-    def read_rows(self, name: str, first: int, last: int) -> Tensor:
-        return self._source.read_rows(self._most_precise(name), first, last)

@@ -47,7 +47,7 @@ def test_a_second_job_is_refused_and_changes_nothing(tmp_path: Path, monkeypatch
         message = str(error.value)
         assert f"{tmp_path}/checkpoints is in use by another job: process {os.getpid()} on " in message
         assert " of job 4711, since 20" in message
-        assert "last sign of life 0 s ago" in message
+        assert "last heartbeat 0 s ago" in message
         assert f"or remove {lock.file} yourself" in message
         assert [(file.name, file.read_bytes()) for file in lock.file.parent.iterdir()] == [(LOCK_FILE, before)]
         lock.check()
@@ -101,7 +101,7 @@ def test_which_locks_are_taken_over(
 def test_an_unreadable_lock_is_taken_over_by_its_age(tmp_path: Path, content: str) -> None:
     file = _write_lock(tmp_path)
     file.write_text(content)
-    with pytest.raises(FolderInUse, match="in use by another job: an owner that it does not name; last sign"):
+    with pytest.raises(FolderInUse, match="in use by another job: an owner that it does not name; last heartbeat"):
         FolderLock(tmp_path).__enter__()
     os.utime(file, (time.time() - STALE_SECONDS - 5,) * 2)
     assert _is_taken(tmp_path)

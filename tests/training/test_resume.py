@@ -101,6 +101,20 @@ class Job:
             assert process.poll() is None, f"the run ended before step {step} was saved"
             time.sleep(0.002)
 
+    def be_killed_and_resume(self) -> str:
+        """Run until step 5 is saved and step 6 done, be killed with all processes, run to the end; its log."""
+        process = self.start()
+        self.wait_for_step(6, process)
+        self.wait_for_save(5, process)
+        for pid in reversed(family(process.pid)):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+        assert self.saved() == [5]
+        log = self.finish()
+        steps = [json.loads(line)["step"] for line in self.lines().splitlines() if line.endswith("}")]
+        assert steps.count(6) == 2, "it did not resume from step 5"
+        return log
+
     def lines(self) -> str:
         path = self.run / "metrics.jsonl"
         return path.read_text() if path.exists() else ""
@@ -124,17 +138,7 @@ def test_killed_and_resumed_is_bit_identical(
     straight.finish_in(world4)
 
     killed = Job(tmp_path / "killed", quickstart_data, processes, options)
-    process = killed.start()
-    killed.wait_for_step(6, process)
-    killed.wait_for_save(5, process)
-    for pid in reversed(family(process.pid)):
-        os.kill(pid, signal.SIGKILL)
-    process.communicate()
-    assert killed.saved() == [5]
-    killed.finish()
-
-    steps = [json.loads(line)["step"] for line in killed.lines().splitlines() if line.endswith("}")]
-    assert steps.count(6) == 2, "it did not resume from step 5"
+    killed.be_killed_and_resume()
     assert [row[0] for row in straight.curve()] == list(range(1, 11))
     assert killed.curve() == straight.curve()
     assert killed.saved() == [10]

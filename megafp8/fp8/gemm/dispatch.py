@@ -22,7 +22,6 @@ Shapes: m, n the result's dims, k the dim summed over.
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -36,6 +35,7 @@ from megafp8.fp8.gemm.cublaslt_problem import ALIGNMENT, adds_bias, arranged
 from megafp8.fp8.gemm.scaled_mm import block_scaled_mm, multiplies
 from megafp8.fp8.gemm.scaled_mm_check import why_emulated
 from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, HOPPER_PAIRS, ROW, TENSOR, ScaledTensor, zero_pad
+from megafp8.user_cache import user_cache
 
 GemmBackend = Literal["auto", "cublaslt", "scaled_mm", "emulated"]
 
@@ -51,7 +51,7 @@ _BLOCK_SCALED_ROWS = 4
 
 def algorithm_file() -> Path:
     """Where cuBLASLt's fastest algorithms are stored between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megafp8" / "cublaslt.json"
+    return user_cache() / "cublaslt.json"
 
 
 @cache
