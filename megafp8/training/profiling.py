@@ -89,7 +89,8 @@ class Profiler(AbstractContextManager["Profiler"]):
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MEMORY_EVENTS)
         if "trace" in self._what:
             kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
-            self._trace = profile(activities=kinds, record_shapes=True)
+            # Its one cycle is kept either way, but with acc_events=False torch warns that others are not.
+            self._trace = profile(activities=kinds, record_shapes=True, acc_events=True)
             self._trace.start()
             if activity.record is not None:
                 activity.record.listeners.append(self._enter)
@@ -132,8 +133,8 @@ class Profiler(AbstractContextManager["Profiler"]):
         if snapshot is not None:
             with (folder / f"memory_rank_{self._rank:05d}.pickle").open("wb") as file:
                 pickle.dump(snapshot, file)
-        if "collectives" in self._what:
-            flight_recorder.write_collectives(folder, self._rank)
+        if "collectives" in self._what and flight_recorder.write_collectives(folder, self._rank) is None:
+            logger.info("profile: no collectives: torch has recorded none, as in a run on one GPU")
         logger.info(f"profile: written to {folder}")
 
     def _new_folder(self) -> Path:
