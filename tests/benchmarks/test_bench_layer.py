@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -145,9 +146,12 @@ def broken(part: str, factor: float) -> Callable[[Problem], Layers]:
     return build
 
 
-@pytest.mark.parametrize("factor", slow_but([0.0, math.nan], 0.0))
+PARTS = ["attention_norm", "attention.qkv", "attention.proj", "mlp_norm", "mlp.up", "mlp.down"]
+
+
 @pytest.mark.parametrize(
-    "part", ["attention_norm", "attention.qkv", "attention.proj", "mlp_norm", "mlp.up", "mlp.down"]
+    ("part", "factor"),
+    slow_but([*itertools.product(PARTS, [0.0, math.nan])], ("attention.qkv", 0.0), ("mlp_norm", math.nan)),
 )
 def test_a_wrong_layer_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, factor: float, capsys: pytest.CaptureFixture[str]

@@ -643,8 +643,11 @@ def trained_on_one(name: str, steps: int) -> tuple[Any, list[Tensor], dict[str, 
 WRAPS = ["ddp", "fsdp", "fsdp kept", "fsdp checkpointed"]
 
 
+ON_RANKS = [*((wrap, name) for wrap in WRAPS for name in ("delayed", "blockwise")), ("ddp", "nvfp4")]
+
+
 @pytest.mark.parametrize(
-    ("wrap", "name"), [*((wrap, name) for wrap in WRAPS for name in ("delayed", "blockwise")), ("ddp", "nvfp4")]
+    ("wrap", "name"), slow_but(ON_RANKS, ("ddp", "delayed"), ("fsdp", "blockwise"), ("fsdp checkpointed", "delayed"))
 )
 def test_two_ranks_train_like_one(world2: World, wrap: str, name: str) -> None:
     steps = 4

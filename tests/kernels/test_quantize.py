@@ -147,8 +147,8 @@ def test_one_scale_per_tensor_of_another_dtype(kind: str, dtype: torch.dtype) ->
     ("shape", "kind"),
     slow_but(
         itertools.product([(1, 1), (3, 200), (130, 130), (0, 16), (16, 0)], SOURCES),
-        *itertools.product([(1, 1), (3, 200), (0, 16), (16, 0)], SOURCES),
-        *itertools.product([(130, 130)], ["plain", "swiglu_grad"]),
+        *itertools.product([(1, 1), (0, 16), (16, 0)], SOURCES),
+        *itertools.product([(3, 200), (130, 130)], ["plain", "swiglu_grad"]),
     ),
     ids=str,
 )
@@ -285,7 +285,7 @@ def test_midpoints_of_neighbours_and_one_bit_beside(fmt: Format) -> None:
     check_tensor(Plain(torch.nn.functional.pad(found, (0, -len(found) % 64)).view(-1, 64).to(DEVICE)), 1.0, fmt)
 
 
-@pytest.mark.parametrize("value", slow_but([0.0, 1e-40, 3e-39, 1e38, torch.inf, torch.nan], 0.0, 3e-39, torch.nan))
+@pytest.mark.parametrize("value", slow_but([0.0, 1e-40, 3e-39, 1e38, torch.inf, torch.nan], 3e-39, torch.nan))
 @pytest.mark.parametrize("cast", BLOCKS)
 def test_blocks_of_special_values(cast: str, value: float) -> None:
     """A block of zeros, of numbers whose scale overflows, or with an infinity or a NaN in it."""

@@ -181,7 +181,7 @@ def _blocks(stage: GPTStage, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor
     return (stage.look_ahead(labels_bs, inputs, None, y_sbh + branch_sbh),)
 
 
-@pytest.mark.parametrize("model", slow_but(MODELS, "llama", "latent", "experts"))
+@pytest.mark.parametrize("model", slow_but(MODELS, "llama", "experts"))
 def test_saved_activations(world2: World, model: str) -> None:
     formats = ["none", "delayed"] if model != "llama" else list(FORMATS)
     modes = {f: list(MODES) if f in ("none", "delayed") else ["plain", "norms", "all-first"] for f in formats}

@@ -22,7 +22,6 @@ from tests.training.runs import Curve, Runs, Saved, saved_tensors
 
 SAVED = 2  # the step
 QUICK = [
-    ("delayed smooth", "", "tp2 dp2 zero"),
     ("delayed tied", "tp2 dp2 zero", "dp4 zero"),
     ("delayed tied", "dp2 fsdp fp8-gather", "tp2 dp2 fsdp"),
     ("4-layers no-clip delayed tied", "pp2 interleaved", "pp2 zb-v"),
@@ -30,6 +29,7 @@ QUICK = [
     ("muon moe tied average", "tp2 dp2 ep2 zero", "dp4 ep2 fsdp"),
 ]
 SLOW = [
+    ("delayed smooth", "", "tp2 dp2 zero"),
     ("muon bf16 delayed", "tp2 pp2", "dp2 zero fp8-gather"),
     ("muon deepseek", "dp4 hsdp", "tp2 ep2"),
     ("delayed fp64", "tp2 cp2", "cp4"),

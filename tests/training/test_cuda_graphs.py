@@ -47,6 +47,9 @@ from tests.world import World
 # --- with a stand-in for CUDA ----------------------------------------------------------------------------------------
 
 SLOW = [
+    "1-sample",
+    "current report-3",
+    "dp2",
     "moe bf16 dp2 ep2",
     "cp2 documents",
     "dp2 zero delayed fp8-gather",

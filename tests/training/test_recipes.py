@@ -109,19 +109,19 @@ def largest_distance(found: Curve, expected: Curve) -> float:
     ("recipe", "layout", "same"),
     [
         ("delayed", "tp2-sp", STEPS),
-        ("current", "tp2-sp", STEPS),
+        pytest.param("current", "tp2-sp", STEPS, marks=pytest.mark.slow),
         ("rowwise", "tp2-sp", 0),
         pytest.param("rowwise-pow2", "tp2-sp", 2, marks=pytest.mark.slow),
         ("blockwise", "tp2-sp", 2),
         pytest.param("blockwise-gathered", "tp2-sp", 2, marks=pytest.mark.slow),
         ("static", "tp2-sp", STEPS),
-        ("static", "pp2", STEPS),
+        pytest.param("static", "pp2", STEPS, marks=pytest.mark.slow),
         ("mxfp8", "tp2-sp", STEPS),
         pytest.param("nvfp4", "tp2-sp", 1, marks=pytest.mark.slow),
         ("nvfp4", "pp2", STEPS),
         pytest.param("nvfp4-whole", "tp2-sp", STEPS, marks=pytest.mark.slow),
         ("custom", "tp2-sp", 2),
-        ("smooth", "tp2-sp", STEPS),
+        pytest.param("smooth", "tp2-sp", STEPS, marks=pytest.mark.slow),
         pytest.param("smooth-current", "tp2-sp", STEPS, marks=pytest.mark.slow),
         pytest.param("smooth-static", "tp2-sp", STEPS, marks=pytest.mark.slow),
         ("smooth-static", "pp2", STEPS),
@@ -140,7 +140,7 @@ def test_two_ranks_train_what_one_trains(runs: Runs, recipe: str, layout: str, s
     assert largest_distance(found, expected) <= 2 * math.sqrt(2) * roundings
 
 
-@pytest.mark.parametrize("recipe", ["static", "nvfp4", "smooth"])
+@pytest.mark.parametrize("recipe", slow_but(["static", "nvfp4", "smooth"], "static"))
 def test_data_parallelism_starts_the_same(runs: Runs, recipe: str) -> None:
     """Two steps, as in test_layouts.py; nvfp4's micro-batches round alike wherever they are."""
     ranks, options = LAYOUTS["dp2"]
@@ -179,7 +179,7 @@ def _saved_after(overrides: list[str], folder: Path, steps: int) -> tuple[list[f
     return straight, [resumed.train_step(step, given[step])[0].mean for step in range(steps, STEPS)]
 
 
-@pytest.mark.parametrize("recipe", ["static", "nvfp4", "custom", "smooth"])
+@pytest.mark.parametrize("recipe", slow_but(["static", "nvfp4", "custom", "smooth"], "nvfp4", "custom"))
 def test_a_checkpoint_continues_bit_for_bit(runs: Runs, recipe: str, tmp_path: Path) -> None:
     """Saved in the middle of calibration, and of the steps whose noise is to differ."""
     overrides = [*TINY, *runs.data.overrides, *RECIPES[recipe], *ONE_RANK]

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "dp2-zero-nvfp4": (2, {"parallel": {"zero": 1}, "fp8": {"recipe": "nvfp4"}}),
     "dp2-fp16": (2, {"training": {"precision": "fp16", "loss_scale": {"initial_scale": 2.0**14}}}),
 }  # fmt: skip
-QUICK = ("dp4", "tp2-pp2-tied", "tp2-dp2-zero-delayed", "dp2-zero-param-gather",
+QUICK = ("tp2-pp2-tied", "tp2-dp2-zero-delayed", "dp2-zero-param-gather",
          "tp2-dp2-ep2-experts")  # fmt: skip
 
 
