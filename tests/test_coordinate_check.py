@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import slow_but
 from tools import coordinate_check
 
 CONFIG = """
@@ -22,7 +23,7 @@ def _table(text: str) -> dict[str, dict[str, float]]:
     return {title: dict(zip(header, map(float, values), strict=True)) for title, *values in rows}
 
 
-@pytest.mark.parametrize("more", [[], ["--widen-heads"], ["optimizer.name=muon"]])
+@pytest.mark.parametrize("more", slow_but([[], ["--widen-heads"], ["optimizer.name=muon"]], []))
 def test_growth(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
     config, png = tmp_path / "config.yaml", tmp_path / "check.png"
     config.write_text(CONFIG)

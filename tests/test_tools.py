@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import slow_but
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [
     (f"{folder}.{path.stem}", way)
@@ -36,12 +38,7 @@ else:
 
 @pytest.mark.parametrize(
     ("script", "way"),
-    [
-        pytest.param(
-            script, way, marks=() if script == "tools.inspect_data" else pytest.mark.slow, id=f"{script}-{way}"
-        )
-        for script, way in SCRIPTS
-    ],
+    slow_but(SCRIPTS, ("tools.inspect_data", "file")),
 )
 def test_scripts_need_no_installation(script: str, way: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", START, str(ROOT), script, way]

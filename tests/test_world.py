@@ -109,7 +109,12 @@ def _fault(kind: str) -> int:
     [
         pytest.param("raises", 60, ["rank 1 failed:\nTraceback", "KeyError: 'the reason'"], marks=pytest.mark.slow),
         ("dies", 60, ["rank 1 failed:\nprocess died, exit code 3"]),
-        ("crashes", 60, ["rank 1 failed:\nprocess died, exit code -11", "Segmentation fault", "in _fault"]),
+        pytest.param(
+            "crashes",
+            60,
+            ["rank 1 failed:\nprocess died, exit code -11", "Segmentation fault", "in _fault"],
+            marks=pytest.mark.slow,
+        ),
         ("hangs", 2, ["rank 1 did not finish within 2 s; it stood at:", "in _fault"]),
     ],
 )

@@ -7,9 +7,10 @@ import random
 import pytest
 
 from benchmarks.bench_watching import confidence, difference
+from tests.marks import slow_but
 
 
-@pytest.mark.parametrize("added", [0.0, 0.01, 0.2])
+@pytest.mark.parametrize("added", slow_but([0.0, 0.01, 0.2], 0.01))
 def test_a_known_difference_is_found(added: float) -> None:
     noise = random.Random(1)
     without = [100 + noise.expovariate(0.2) for _ in range(4000)]

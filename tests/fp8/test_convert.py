@@ -244,7 +244,7 @@ def test_a_layers_gradients_are_products_of_the_operands_as_quantized() -> None:
     torch.testing.assert_close(layer.bias.grad, dy.sum((0, 1)))
 
 
-@pytest.mark.parametrize("name", slow_but(RECIPES, "delayed", "blockwise"))
+@pytest.mark.parametrize("name", slow_but(RECIPES, "delayed"))
 def test_every_recipe_trains_like_the_model_that_was_not_converted(name: str) -> None:
     def losses(recipe: fp8.Fp8Recipe | None) -> list[float]:
         model = llama(recipe)
@@ -695,7 +695,7 @@ def _copies_held(reshard: bool) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", slow_but([True, False], True))
 def test_a_sharded_model_keeps_no_copies_of_what_fsdp_has_freed(world2: World, reshard: bool) -> None:
     weights, columns = 14, 2
     after_eval = 0 if reshard else weights  # FSDP keeps the weights then, and we their rows

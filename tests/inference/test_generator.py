@@ -19,7 +19,7 @@ LENGTHS, NEW = (7, 1, 3), 9
 """Of prompts, some of them longer than the windows; with 16 positions in all, which some families have as a table."""
 LAYOUTS: dict[str, dict[str, int]] = {"tp1": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}}
 EXPERTS = {"tp2-ep2": {"tensor": 2, "expert": 2}}
-QUICK = ("llama3", "bloom")
+QUICK = ("llama3",)
 SMALL_CACHE = CacheOptions(page_size=4, cache_tokens=36, max_batch_tokens=5, max_sequences=3)
 """Chunks of prompts, and sequences that wait and give their pages back."""
 GREEDY = SamplingOptions(max_tokens=NEW, ignore_end=True, logprobs=2)

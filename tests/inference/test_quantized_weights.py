@@ -17,6 +17,7 @@ from tests.conversion import smollm2
 from tests.conversion.families import make_theirs
 from tests.conversion.test_smollm2 import folder as smollm2_folder
 from tests.inference.small_model import llama_with_biases
+from tests.marks import slow_but
 from tests.world import World
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
@@ -46,7 +47,10 @@ def _texts(folder: Path, weights: WeightFormatName | None, layout: dict[str, int
     return [(own.tokens, own.logprobs) for own in generator.generate(PROMPTS, GREEDY)]
 
 
-@pytest.mark.parametrize(("name", "tied"), [("int8", False), ("int8", True), ("fp8", False), ("int4-64", True)])
+WEIGHTS = [("int8", False), ("int8", True), ("fp8", False), ("int4-64", True)]
+
+
+@pytest.mark.parametrize(("name", "tied"), slow_but(WEIGHTS, *WEIGHTS[2:]))
 def test_texts_are_those_of_dequantized_weights(
     world2: World, tmp_path: Path, name: WeightFormatName, tied: bool
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megafp8.ops.quantized_weight import WEIGHT_FORMATS, QuantizedWeight, WeightFormatName, quantize_weight
 from tests.kernels import DEVICE, noise
+from tests.marks import slow_but
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 """Of tokens and results: the interpreter has no bf16."""
@@ -30,7 +31,12 @@ def _check(found: Tensor, x: Tensor, w: Tensor, bias: Tensor | None) -> None:
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 @pytest.mark.parametrize(
     ("m", "n", "k"),
-    [(1, 37, 384), (1, 5, 2560), (5, 37, 384), (16, 40, 1024), (64, 16, 640), (33, 50, 128), (17, 33, 2560)],
+    slow_but(
+        [(1, 37, 384), (1, 5, 2560), (5, 37, 384), (16, 40, 1024), (64, 16, 640), (33, 50, 128), (17, 33, 2560)],
+        (1, 37, 384),
+        (16, 40, 1024),
+        (33, 50, 128),
+    ),
 )
 def test_products(name: WeightFormatName, m: int, n: int, k: int) -> None:
     from megafp8.kernels import packed_weights

@@ -236,7 +236,7 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
 
 
 @pytest.mark.parametrize("recompute", slow_but(["first", "selective"], "selective"))
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), slow_but([(1, False), (2, False), (2, True)], (2, True)))
 @pytest.mark.parametrize(
     "name", ["llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent"]
 )
@@ -267,7 +267,7 @@ def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int
     world4.run(_compare, MODELS[name], tp, True, recompute, False, 0.0, cp, 1, 1, True, prefix, ranks=tp * cp)
 
 
-@pytest.mark.parametrize(("tp", "cp"), slow_but([(1, 2), (1, 4), (2, 2)], (1, 2), (2, 2)))
+@pytest.mark.parametrize(("tp", "cp"), slow_but([(1, 2), (1, 4), (2, 2)], (2, 2)))
 @pytest.mark.parametrize(
     "name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom"]
 )
@@ -284,14 +284,14 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
     ("name", "tp", "cp", "ep", "etp", "dispatch", "recompute"),
     [
         *((name, 1, 1, 1, 1, "all_gather", "none") for name in MOE_MODELS),
-        ("mixtral", 2, 1, 1, 1, "all_gather", "none"),
+        pytest.param("mixtral", 2, 1, 1, 1, "all_gather", "none", marks=pytest.mark.slow),
         ("mixtral", 1, 2, 2, 1, "all_to_all", "none"),
         ("mixtral", 2, 2, 4, 1, "all_to_all", "full"),
         ("qwen-moe", 2, 1, 2, 1, "all_gather", "selective"),
         ("ungated", 1, 2, 1, 2, "all_gather", "none"),
-        ("gpt-oss", 2, 1, 2, 1, "all_gather", "selective"),
+        pytest.param("gpt-oss", 2, 1, 2, 1, "all_gather", "selective", marks=pytest.mark.slow),
         ("gpt-oss", 1, 2, 2, 1, "all_to_all", "none"),
-        ("deepseek", 4, 1, 4, 1, "all_gather", "none"),
+        pytest.param("deepseek", 4, 1, 4, 1, "all_gather", "none", marks=pytest.mark.slow),
         ("deepseek", 2, 2, 2, 2, "all_gather", "selective"),
         ("groups-softmax", 1, 4, 2, 1, "all_to_all", "none"),
     ],

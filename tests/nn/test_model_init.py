@@ -25,6 +25,7 @@ from megafp8.fp8.standalone import linears_of
 from megafp8.fp8.tensor import TENSOR
 from megafp8.nn.base import default_device
 from tests.fp8.reference import bytes_of, decode, encode, scale_of
+from tests.marks import slow_but
 from tests.nn.compare import CPU64, TIGHT, random, randomized
 from tests.world import World
 
@@ -123,7 +124,7 @@ def test_products_against_float64() -> None:
     torch.testing.assert_close(module.weight.grad, values(dy, fp8.E5M2).t() @ values(x, E4M3), **TIGHT)
 
 
-@pytest.mark.parametrize("recipe", [DELAYED, BLOCKWISE], ids=lambda x: x.name)
+@pytest.mark.parametrize("recipe", slow_but([DELAYED, BLOCKWISE], DELAYED), ids=lambda x: x.name)
 def test_a_weight_takes_a_byte_per_element_and_is_never_cast_again(
     recipe: fp8.Fp8Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

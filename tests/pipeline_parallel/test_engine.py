@@ -25,6 +25,7 @@ from megafp8.pipeline_parallel.schedules.one_f_one_b import one_f_one_b
 from megafp8.pipeline_parallel.schedules.zb_h1 import zb_h1
 from megafp8.pipeline_parallel.split import even, stage_layers
 from megafp8.pipeline_parallel.trace import Stopwatch
+from tests.marks import slow_but
 from tests.world import World
 
 LAYERS, ROWS, WIDTH = 12, 3, 4
@@ -128,7 +129,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "placement", "m"), CASES, ids=lambda x: str(getattr(x, "stages", x)))
+QUICK = [case for case in CASES if len(case[1].stages) > 1 and case[2] not in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "m"), slow_but(CASES, *QUICK), ids=lambda x: str(getattr(x, "stages", x))
+)
 def test_losses_and_gradients_are_those_of_the_whole_model(
     world4: World, name: str, placement: Placement, m: int
 ) -> None:

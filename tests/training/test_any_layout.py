@@ -24,11 +24,11 @@ SAVED = 2  # the step
 QUICK = [
     ("delayed tied", "tp2 dp2 zero", "dp4 zero"),
     ("delayed tied", "dp2 fsdp fp8-gather", "tp2 dp2 fsdp"),
-    ("4-layers no-clip delayed tied", "pp2 interleaved", "pp2 zb-v"),
     ("deepseek delayed", "dp4 ep4 zero", "tp2 pp2 ep2"),
     ("muon moe tied average", "tp2 dp2 ep2 zero", "dp4 ep2 fsdp"),
 ]
 SLOW = [
+    ("4-layers no-clip delayed tied", "pp2 interleaved", "pp2 zb-v"),
     ("delayed smooth", "", "tp2 dp2 zero"),
     ("muon bf16 delayed", "tp2 pp2", "dp2 zero fp8-gather"),
     ("muon deepseek", "dp4 hsdp", "tp2 ep2"),

@@ -230,7 +230,13 @@ def words_of(*names: str) -> str:
     return " ".join(["4-layers" if chunks else "", "masked", *words])
 
 
-@pytest.mark.parametrize("name", OPTION)
+QUICK_OPTIONS = [
+    "1f1b", "interleaved", "dualpipev", "late-reduce", "zero-late", "hsdp", "fp8-reduce", "fp8-moments", "selective",
+    "smooth",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow_but(OPTION, *QUICK_OPTIONS))
 def test_an_option_alone(runs: Runs, name: str) -> None:
     assert_close_to_one_rank(runs, words_of(name))
 
