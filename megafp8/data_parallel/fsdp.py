@@ -296,7 +296,8 @@ def _shard(unit: Unit, dtype: torch.dtype, reduce_dtype: torch.dtype, device: to
     assert isinstance(module, FSDPModule)
     if on_meta:
         module.to_empty(device=device)
-    module.set_gradient_divide_factor(1.0)
+    if groups.gather.size() > 1:  # sums, not means; on one rank torch would divide by 1, in a pass over all gradients
+        module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)  # else a multiplication by 1, which gloo lacks
     module.set_custom_reduce_scatter(cast(Any, _ReduceScatter(groups.reduce)))
     _set_grad_dtype_before_forward(module, reduce_dtype)

@@ -322,18 +322,19 @@ def fsdp_seconds(config: Config, cluster: Cluster, elements: BlockElements, quan
     p, gpu, e = config.parallel, cluster.gpu, ELEMENT[config.training.precision]
     ranks = cluster.gpus // (p.tensor * p.pipeline * p.fsdp_replicas)
     of_experts = max(1, ranks * p.tensor // p.expert_ranks)
-    gathered = sent = own = 0.0
+    gathered = sent = own = alone = 0.0
     for values, in_fp8, size in ((elements.others, elements.fp8, ranks), (elements.experts, 0, of_experts)):
         gathered += (values * e + in_fp8 * FP8) * (size - 1) / size
         sent += (values + in_fp8) * ELEMENT[config.optimizer.reduce_dtype] * (size - 1) / size
         own += (values + in_fp8) / size
+        alone += values + in_fp8 if size == 1 else 0
     gather = cluster.collective(ranks, p.tensor, gathered)
     reduce = cluster.collective(ranks, p.tensor, sent)
     copy, every = gpu.ceilings.bandwidth * gpu.elementwise, sum(elements)
     # A shard is read in fp32 and written as it travels, and what has arrived copied once; gradients are copied into the
-    # buffer that is reduced.
+    # buffer that is reduced. Where a rank has all of a weight, torch copies that buffer, in fp32.
     once = (own * (4 + e) + (every - elements.fp8) * 2 * e + quantized * (e + 2 * FP8)) / copy
-    back = once + every * (e + 2 * 4) / copy
+    back = once + (every * (e + 2 * 4) + alone * 2 * 4) / copy
 
     def beside(communication: float, computation: float) -> float:
         hidden = min(communication, computation)
