@@ -85,7 +85,7 @@ class LinearState:
         self.plan = self._planned(calibrating=False)
         self._smoothing: ChannelScales | None = None
         self._quantizers: Quantizers | None = None
-        self._own_quantizers: Quantizers | None = None  # as the recipe made them, with nobody looking on
+        self._own_quantizers: Quantizers | None = None  # as the recipe made them, without what records them
         self._gemm: Fp8Gemm | None = None
         self._weight: QuantizedTensor | None = None
         self.frozen_weight = False

@@ -63,7 +63,7 @@ def complete_model(tree: dict[str, Any], source: str) -> None:
     own = newest_readable(checkpoint_folder(run, elsewhere if isinstance(elsewhere, str) else None))
     problems: list[Problem] = []
     if own is None:
-        with _blaming_init_from(folder, source):
+        with _as_error_of_init_from(folder, source):
             opened = open_source(folder)
             model = opened.model
             problems += _complete_lora(tree, opened, folder)
@@ -115,7 +115,7 @@ def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
     folder = config.checkpoint.init_from
     if folder is None or latest(checkpoint_folder(run, config.checkpoint.folder)) is not None:
         return
-    with _blaming_init_from(folder):
+    with _as_error_of_init_from(folder):
         opened = _open(config, folder)
     given = config.data.tokenizer
     if tokenizer is None or given is None:
@@ -139,7 +139,7 @@ def _tokenizer_file(source: Source, kind: TokenizerKind) -> str | None:
 
 
 @contextmanager
-def _blaming_init_from(folder: str, source: str = "config") -> Iterator[None]:
+def _as_error_of_init_from(folder: str, source: str = "config") -> Iterator[None]:
     """Raise errors about the folder as a ConfigError of checkpoint.init_from."""
     try:
         yield
@@ -154,7 +154,7 @@ def _blaming_init_from(folder: str, source: str = "config") -> Iterator[None]:
 def load_init(trainer: Trainer, folder: str) -> None:
     """Load the weights in `folder` into an untrained trainer. Collective if weights are gathered in FP8."""
     state, model = trainer.optimizer.state(), trainer.config.model
-    with _blaming_init_from(folder):
+    with _as_error_of_init_from(folder):
         source = _open(trainer.config, folder)
         upcycles = model.moe is not None and source.model.moe is None
         if upcycles:

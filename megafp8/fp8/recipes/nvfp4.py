@@ -10,7 +10,7 @@ itself; it is E4M3((b / S) · S), always: the two roundings are below 2^-12, als
 below 2^-5. Blackwell's tensor cores multiply such matrices (`megafp8.fp8.gemm.scaled_mm`); elsewhere their product is
 emulated in fp32.
 
-Three measures keep training alive at four bits, each where it helps:
+Three measures keep training stable at four bits, each where it helps:
   squares of 16×16 on weights, whose forward and backward casts then are transposes of each other, so that the gradient
     belongs to the function that was computed;
   a 16-point Hadamard transform of both operands of wgrad along the dim that is summed: it spreads an outlier over its
