@@ -7,6 +7,7 @@ With a group of one process, whose collective does nothing, so that the differen
 
 from __future__ import annotations
 
+import argparse
 import sys
 import timeit
 from collections.abc import Callable
@@ -21,6 +22,7 @@ REPEATS, NUMBER = 400, 500  # short, so that some are not interrupted by other p
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.group.WORLD
 

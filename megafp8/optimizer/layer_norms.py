@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_gather_objects
@@ -51,12 +51,9 @@ def in_order(layers: Iterable[str]) -> list[str]:
     return sorted(layers, key=key)
 
 
-def layers_of_model(shards: Iterable[FlatShard], groups: Sequence[ProcessGroup | None]) -> list[str]:
-    """The layers of the `shards` of all ranks, in order; `groups` together join all ranks. Collective."""
-    found = {layer_of(spec_of(shard.param)) for shard in shards}
-    for group in groups:
-        found = set().union(*all_gather_objects(found, group))
-    return in_order(found)
+def layers_of_model(params: Iterable[nn.Parameter], group: ProcessGroup | None) -> list[str]:
+    """The layers of the `params` of all ranks, in order; `group`: of one rank of each stage at least. Collective."""
+    return in_order(set().union(*all_gather_objects({layer_of(spec_of(param)) for param in params}, group)))
 
 
 class StepNorms:

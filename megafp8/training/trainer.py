@@ -301,7 +301,7 @@ class Trainer:
         """The layers of the whole model, if their norms are measured. Collective."""
         if not self.config.logging.layer_norms_interval:
             return []
-        return layers_of_model(self.gradients.shards, (self.parallel.model.group, self.parallel.data_context.group))
+        return layers_of_model(self.trained, self.parallel.model.group)
 
     def publish_weights(self) -> None:
         """With ZeRO or FSDP, start to gather updated weights, in high precision or FP8. Collective.
