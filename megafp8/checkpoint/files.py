@@ -290,7 +290,7 @@ def read_verified(path: AnyPath, name: str, sums: Mapping[str, Checksum] | None)
 def read_file(file: AnyPath) -> bytes:
     """The content of a small file. Raises DamagedCheckpoint where the disk cannot read it, else ValueError.
 
-    ObjectStoreError where object storage fails for the moment.
+    ObjectStoreError where object storage cannot be reached.
     """
     try:
         return file.read_bytes()

@@ -85,7 +85,7 @@ class NodeMemory:
     """The checkpoints of a run in the memory of its nodes; a destination of `BackgroundSaver`. Collective.
 
     `root`: a folder that exists on each node. `run`: a name of the run; folders of the run with another `token` are
-    removed. `group`: of all ranks, on the host, used by nobody else while a save runs.
+    removed. `group`: of all ranks, on the host, not used for anything else while a save runs.
     """
 
     group: ProcessGroup | None

@@ -129,10 +129,10 @@ def save(
 class BackgroundSaver:
     """Saves checkpoints of tensors on `device` to `destination`, one at a time, while training goes on. Collective.
 
-    `destination.group`: all ranks, used by nobody else while a save runs; its backend takes host objects. `report` is
-    called with each checkpoint that was saved, at the next call of any method here. Every method raises what failed
-    since, as `save` would have. As a context manager it waits for the running save, also where training failed, and
-    gives back its memory.
+    `destination.group`: all ranks, not used for anything else while a save runs; its backend takes host objects.
+    `report` is called with each checkpoint that was saved, at the next call of any method here. Every method raises
+    what failed since, as `save` would have. As a context manager it waits for the running save, also where training
+    failed, and gives back its memory.
     """
 
     def __init__(self, destination: Writes, device: torch.device, report: Callable[[Saved], None]) -> None:

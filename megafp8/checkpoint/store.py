@@ -105,7 +105,7 @@ def complete_checkpoints(folder: AnyPath | str) -> list[tuple[int, AnyPath]]: ..
 def complete_checkpoints(folder: AnyPath | str) -> Any:
     """The complete checkpoints of a run as (step, path), oldest first; empty where there is no such folder.
 
-    Raises ValueError where the folder may not be read, ObjectStoreError where object storage fails for the moment.
+    Raises ValueError where the folder may not be read, ObjectStoreError where object storage cannot be reached.
     """
     folder = as_path(folder)
     try:
@@ -235,11 +235,13 @@ def metadata_json(path: AnyPath, step: int, metadata: dict[str, Any]) -> bytes:
 def publish(folder: AnyPath | str, step: int, sums: dict[str, Checksum]) -> None:
     """Make the checkpoint of `step` visible; `sums` are the checksums of its files."""
     folder = as_path(folder)
+    if isinstance(folder, ObjectPath):
+        write_checksums(step_folder(folder, step), sums)
+        return
     hidden = incomplete_folder(folder, step)
     write_checksums(hidden, sums)
-    if not isinstance(folder, ObjectPath):
-        sync(incomplete_folder(folder, step))
-        rename_synced(incomplete_folder(folder, step), step_folder(folder, step))
+    sync(hidden)
+    rename_synced(hidden, step_folder(folder, step))
 
 
 def discard(folder: AnyPath | str, step: int) -> None:
@@ -284,16 +286,15 @@ def set_aside(path: AnyPath) -> AnyPath:
     Object storage has no renames: it is copied there, and then deleted, checksums.json first.
     """
     names = itertools.chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{n}" for n in itertools.count(2)))
-    name = next(name for name in names if not path.with_name(name).exists())
-    if not isinstance(path, ObjectPath):
-        rename_synced(path, path.with_name(name))
-        return path.with_name(name)
-    aside = path.with_name(name)
-    for file in path.sizes():
-        (path / file).copy_to(aside / file)
-    (path / CHECKSUMS_FILE).unlink()
-    path.remove_tree()
-    return aside
+    unused = next(name for name in names if not path.with_name(name).exists())
+    if isinstance(path, ObjectPath):
+        for name in path.sizes():
+            (path / name).copy_to(path.with_name(unused) / name)
+        (path / CHECKSUMS_FILE).unlink()
+        path.remove_tree()
+    else:
+        rename_synced(path, path.with_name(unused))
+    return path.with_name(unused)
 
 
 def read_metadata(path: AnyPath | str) -> dict[str, Any]:

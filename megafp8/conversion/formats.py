@@ -83,7 +83,7 @@ def recognize(path: Path) -> str:
 def fetched(path: AnyPath | str) -> Path:
     """`path`; of a URL a local copy, of a run in object storage one of its newest checkpoint.
 
-    Raises ValueError, and ObjectStoreError where object storage fails for the moment.
+    Raises ValueError, and ObjectStoreError where object storage cannot be reached.
     """
     where = as_path(path)
     if isinstance(where, Path):

@@ -284,7 +284,7 @@ class _Objects(NamedTuple):
 class RemoteTokens:
     """Tokens of a .bin file in object storage; slices of it are arrays.
 
-    Raises DataError where it has changed or may not be read, ObjectStoreError where it cannot be read at the moment.
+    Raises DataError where it has changed or may not be read, ObjectStoreError where object storage cannot be reached.
     """
 
     def __init__(self, obj: CachedObject, dtype: np.dtype[Any]) -> None:

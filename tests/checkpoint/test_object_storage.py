@@ -235,7 +235,7 @@ def test_a_damaged_one_is_set_aside(name: str, caplog: pytest.LogCaptureFixture)
 
 
 def test_an_outage_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that cannot read at the moment falls back to no older checkpoint, and may be started again."""
+    """A job that cannot reach object storage falls back to no older checkpoint, and may be started again."""
     folder = memory()
     for step in (1, 2):
         save(folder, step, tensors(step), {})

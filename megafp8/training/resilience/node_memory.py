@@ -5,7 +5,7 @@ An attempt of the same job, as its agent restarts it, keeps the token; any other
 loads what an earlier job has left. The job is known by TORCHELASTIC_RUN_ID.
 
 A checkpoint from before a rewind is not loaded either: samples that the run leaves out are in its metadata, and in the
-run folder from the moment of the rewind.
+run folder as soon as the run is rewound.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megafp8.checkpoint import CheckpointReader, NodeMemory, complete_checkpoint
 from megafp8.checkpoint.errors import on_all_ranks, on_rank0
 from megafp8.config import Config
 from megafp8.parallel_state import ParallelState, host_group
-from megafp8.training.resilience.spikes import merged, read_skipped
+from megafp8.training.resilience.spikes import read_skipped, skipped_of
 from megafp8.training.state import check_same_run, checkpoint_folder, find_checkpoint
 from megafp8.training.text_file import replace_text
 
@@ -84,7 +84,7 @@ def find_newest(
     skipped = read_skipped(run, None)
 
     def accepts(metadata: Mapping[str, Any]) -> bool:
-        return merged([(start, end) for start, end in metadata.get("skipped_samples") or []]) == skipped
+        return skipped_of(metadata) == skipped
 
     found: CheckpointReader | None = memory.find(listed, accepts)
     if found is None:

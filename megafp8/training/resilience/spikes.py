@@ -10,7 +10,7 @@ out too. From there on the run counts samples as if it left none out (`training.
 maps these numbers to positions.
 
 A resumed run repeats all decisions: checkpoints hold the losses of the window and the ranges of samples left out, and
-the run folder has these ranges from the moment of the rewind.
+the run folder has these ranges as soon as the run is rewound.
 """
 
 from __future__ import annotations
@@ -96,12 +96,16 @@ def merged(*ranges: Sequence[Range]) -> list[Range]:
     return found
 
 
+def skipped_of(metadata: Mapping[str, Any]) -> list[Range]:
+    """The ranges that a run leaves out, as the metadata of a checkpoint has them."""
+    return merged([(start, end) for start, end in metadata.get("skipped_samples") or []])
+
+
 def read_skipped(folder: Path, metadata: Mapping[str, Any] | None) -> list[Range]:
     """The ranges that the run in `folder` leaves out: those of its checkpoint, and of its file."""
-    saved = [] if metadata is None else metadata.get("skipped_samples", [])
     path = folder / FILE_NAME
     written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return merged([(start, end) for start, end in saved], [(start, end) for start, end in written])
+    return merged(skipped_of(metadata or {}), [(start, end) for start, end in written])
 
 
 def write_skipped(folder: Path, skipped: Sequence[Range]) -> None:
