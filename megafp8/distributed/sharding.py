@@ -107,13 +107,20 @@ def stack_rows(shards: Sequence[ParamShard]) -> tuple[ParamShard, ...]:
 
 
 def slice_rows(spec: ParamSpec, first: int, last: int) -> ParamSpec:
-    """The spec of rows `[first, last)` of a parameter as a parameter of their own."""
-    shards = []
+    """The spec of rows `[first, last)` of a parameter as a parameter of their own.
+
+    A parameter of no rows, as FSDP makes where there are more ranks than rows, has one rectangle of no rows, so that
+    it has the name and the kind (embedding, matrix, vector) that the other ranks' rows have.
+    """
+    shards: list[ParamShard] = []
     for shard in spec.shards:
         low, high = max(first, shard.row), min(last, shard.row + shard.shape[0])
-        if low < high:
-            offset = (shard.offset[0] + low - shard.row, *shard.offset[1:])
-            shards.append(replace(shard, offset=offset, shape=(high - low, *shard.shape[1:]), row=low - first))
+        if low < high or (first == last and not shards):
+            start = min(max(first - shard.row, 0), shard.shape[0])
+            offset = (shard.offset[0] + start, *shard.offset[1:])
+            shards.append(
+                replace(shard, offset=offset, shape=(max(high - low, 0), *shard.shape[1:]), row=max(low - first, 0))
+            )
     return replace(spec, shards=tuple(shards))
 
 
@@ -133,9 +140,10 @@ def spec_of(param: nn.Parameter) -> ParamSpec:
 
 
 def shards_of(param: nn.Parameter, local: Tensor) -> Iterator[tuple[ParamShard, Tensor]]:
-    """Each shard of `param` with its view of `local`, a tensor shaped like the parameter."""
+    """Each shard of `param` that has rows, with its view of `local`, a tensor shaped like the parameter."""
     for shard in spec_of(param).shards:
-        yield shard, shard.view(local)
+        if shard.shape[0]:
+            yield shard, shard.view(local)
 
 
 class Box(NamedTuple):

@@ -56,6 +56,7 @@ def test_sliced_rows_keep_the_rest_of_the_spec() -> None:
     ]
     bias = ParamSpec(unsharded("b", (4,)), Init("zeros"), replicated_over_tp=True)
     assert [(p.offset, p.shape) for p in slice_rows(bias, 1, 3).shards] == [((1,), (2,))]
+    assert [(p.name, p.offset, p.shape) for p in slice_rows(bias, 4, 4).shards] == [("b", (4,), (0,))]
 
 
 @pytest.mark.parametrize("shape", [(7,), (1, 5), (4, 3), (3, 1), (2, 3, 4)])

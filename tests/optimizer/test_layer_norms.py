@@ -24,7 +24,7 @@ CASES = [
     "gpt2 tied tp2 pp2", "moe dp2 ep2 zero clip", "muon groups tp2 dp2 zero", "muon moe dp2 ep2 fsdp",
     "bf16 remainders dp2", "graphs",
     "tp2", "dp2", "dp2 zero", "dp2 fsdp", "dp4 hsdp", "cp2", "4-layers pp2 zb-v tied", "tp2 dp2 fsdp",
-    "fp8-moments dp2", "muon tp2", "t5 tp2 pp2",
+    "fp8-moments dp2", "muon tp2", "t5 tp2 pp2", "few-rows dp4 fsdp", "bert dp4 fsdp", "lora-2 moe dp4 ep2 fsdp",
     "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "moe dp4 ep2 fsdp", "moe dp4 ep2 hsdp", "moe tp2 dp2 etp2",
     "dp2 fsdp fp8-gather current", "fp16 dp2 zero", "lora tp2 dp2 zero", "mtp tp2 pp2 dp2 zero",
 ]  # fmt: skip

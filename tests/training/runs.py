@@ -130,6 +130,11 @@ WORDS: dict[str, Sections] = {
     "gpt-oss": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1},
                           "linear_bias": True, "attention_sinks": True, "activation": "clamped_swiglu",
                           "norm_position": "output"}},
+    # parameters of one and two rows: vectors of two heads, two channels and two experts, and a gate of one output
+    "few-rows": {"model": {"num_attention_heads": 2, "num_query_groups": 2, "head_dim": 2, "qk_norm": True,
+                           "qkv_bias": True, "attention_sinks": True,
+                           "moe": {"num_experts": 2, "top_k": 1, "ffn_hidden_size": 32, "aux_loss": 0.1,
+                                   "shared_ffn_hidden_size": 32, "shared_gate": True}}},
     "deepseek": {"model": {"moe": DEEPSEEK, "latent_attention": LATENT, "num_query_groups": None}},
     "bert": {"model": BERT, "data": {"packing": "sentences"}},
     "bert-pre": {"model": {**BERT, "norm_position": "pre", "embedding_norm": False, "activation": "gelu_tanh",
@@ -138,6 +143,7 @@ WORDS: dict[str, Sections] = {
     "t5-tied": {"model": {**T5, "activation": "relu", "tie_embeddings": True}, "training": {"decoder_seq_length": 16}},
     "lora": {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"learning_rate": 1e-2}},
     "lora-q-down": {"lora": {"rank": 3, "alpha": 8.0, "targets": ["q", "down"]}, "optimizer": {"learning_rate": 1e-2}},
+    "lora-2": {"lora": {"rank": 2, "alpha": 8.0}, "optimizer": {"learning_rate": 1e-2}},
     "lora-gate": {"lora": {"targets": ["gate"]}},
     # precision; a CPU is slow at bf16
     "fp64": {"training": {"precision": "fp64"}},

@@ -26,6 +26,7 @@ QUICK = [
     ("delayed tied", "dp2 fsdp fp8-gather", "tp2 dp2 fsdp"),
     ("deepseek delayed", "dp4 ep4 zero", "tp2 pp2 ep2"),
     ("muon moe tied average", "tp2 dp2 ep2 zero", "dp4 ep2 fsdp"),
+    ("few-rows delayed", "dp4 fsdp", ""),
 ]
 SLOW = [
     ("4-layers no-clip delayed tied", "pp2 interleaved", "pp2 zb-v"),
@@ -47,7 +48,12 @@ SLOW = [
     ("moe delayed", "dp2 ep2 zero", "tp2 dp4 ep2 hsdp fp8-gather"),
     ("4-layers deepseek", "pp2 dp2 ep2 zb-v", "tp2 ep2"),
     ("4-layers tied mtp", "pp2 zb-v", "tp2 dp2 fsdp"),
-    ("bert delayed", "dp2 fsdp", "tp2 pp2"),
+    ("bert delayed", "dp4 fsdp", "tp2 pp2"),
+    ("few-rows bf16 average", "dp4 hsdp", "dp4 fsdp"),
+    ("muon few-rows", "dp4 ep2 fsdp", "tp2 dp2 zero"),
+    ("few-rows fp8-moments", "tp2 dp4 fsdp", "dp4 fsdp"),
+    ("t5", "dp4 fsdp", "tp2"),
+    ("deepseek mtp delayed", "dp4 fsdp", "dp4 ep4 zero"),
     ("t5-tied delayed", "pp4 4-samples zero", "tp2 dp2 fsdp"),
     ("t5", "tp2 dp2 zero", "pp2 1+3 zb-h1"),
     ("", "", "tp2 pp2"),

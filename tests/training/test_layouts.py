@@ -132,6 +132,8 @@ SLOW_CASES = [
     *product(["lora"], ["graphs", "offload tp2", "4-layers pp2 zb-v", "ring fp64 delayed tp2", "calibrated report"]),
     *product(["lora"], ["dp2 fsdp", "tp2 dp2 fsdp bf16", "dp4 hsdp tied", "fp64 delayed tp2 dp2 fsdp", "pp2 dp2 fsdp"]),
     *product(["lora"], ["deepseek tp2 dp2 ep4", "deepseek fp64 dp2 ep2 fsdp", "moe tp2 dp2 ep2 zero"]),
+    *product(["lora-2"], ["dp4 fsdp", "moe dp4 ep2 fsdp", "few-rows dp4 fsdp"]),
+    *product(["few-rows"], ["dp4 fsdp groups", "dp4 fsdp fp8-gather delayed", "tp2 dp2 hsdp"]),
     *product(["lora-q-down"], ["tp2", "selective pp2", "full qkv-bias tp2 no-sp dp2", "fp64 current tp2"]),
     *product(["dp2 fsdp fp8-gather", "tp2 dp2 fsdp fp8-gather"], ["current", "delayed"]),
     *product(["dp4 hsdp", "tp2 dp4 hsdp", "pp2 dp4 hsdp", "cp2 dp2 hsdp", "cp4 hsdp"], ["", "tied"]),
