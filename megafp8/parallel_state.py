@@ -60,9 +60,10 @@ def rank_groups(
     `fsdp_shard` (consecutive ranks of `data_context`, which is split into `fsdp_replicas` of these) and
     `fsdp_replicate` (ranks at the same place of each `fsdp_shard`), `expert` (consecutive ranks of data × context ×
     tensor), which is `expert_model` × `expert_tensor` (neighbours), `expert_data` (ranks at the same place of each
-    `expert`), `expert_shard` (consecutive ranks of `expert_data`, in the same replica) and `expert_amax` (`expert_data`
-    × `expert_tensor`). The data-parallel size is the rest of the world. Raises ValueError where the sizes do not
-    multiply up to the world, or do not divide the ranks they divide.
+    `expert`), `expert_shard` (consecutive ranks of `expert_data`, in the same replica), `expert_amax` (`expert_data` ×
+    `expert_tensor`) and `expert_rows` (those of `expert_amax` at one place of data). The data-parallel size is the rest
+    of the world. Raises ValueError where the sizes do not multiply up to the world, or do not divide the ranks they
+    divide.
     """
     grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
     groups = _groups(grid, fsdp_replicas, expert_model_parallel_size, expert_tensor_parallel_size)
@@ -112,6 +113,11 @@ def _groups(grid: Ranks, fsdp_replicas: int, expert_model: int, expert_tensor: i
     groups["expert_tensor"], groups["expert_model"] = _split(groups["expert"], expert_tensor)
     whole = groups["amax"].reshape(len(groups["amax"]), -1, expert_model, expert_tensor)
     groups["expert_amax"] = whole.swapaxes(1, 2).reshape(-1, whole.shape[1] * expert_tensor)
+    groups["expert_rows"] = groups["expert_tensor"]
+    micro_batch = groups["tensor_context"]
+    if micro_batch.shape[1] % expert == 0:  # else tokens of several micro-batches come together
+        whole = micro_batch.reshape(len(micro_batch), -1, expert_model, expert_tensor)
+        groups["expert_rows"] = whole.swapaxes(1, 2).reshape(-1, whole.shape[1] * expert_tensor)
     divided("fsdp_replicas", fsdp_replicas, "expert_data", "data × context × tensor that hold the same experts")
     shards, of_experts = (groups[name].shape[1] // fsdp_replicas for name in ("data_context", "expert_data"))
     groups["fsdp_shard"], groups["fsdp_replicate"] = _split(groups["data_context"], shards)
@@ -166,7 +172,9 @@ class ParallelState:
 
     `expert`: the experts of a layer are divided over its ranks, and tokens travel between them: over `expert_model`
     by number, and each over `expert_tensor`. `expert_data`: ranks that hold the same parts of experts; with `expert`
-    they are data × context × tensor. `expert_amax`: ranks that hold the same experts, whole or in parts.
+    they are data × context × tensor. `expert_amax`: ranks that hold the same experts, whole or in parts;
+    `expert_rows`: those of them among whose rows are tokens of the same micro-batch and of no other. Where the ranks of
+    `expert` hold several micro-batches, these are the ranks of `expert_tensor`.
     `expert_shard`, `expert_shard_backward`: what `fsdp_shard` and `fsdp_shard_backward` are for the rest of the model,
     for experts.
     """
@@ -193,6 +201,7 @@ class ParallelState:
     expert_tensor: Group
     expert_data: Group
     expert_amax: Group
+    expert_rows: Group
     expert_shard: Group
     expert_shard_backward: Group
     embedding: Group | None
@@ -309,7 +318,7 @@ def initialize_model_parallel(
         """The communicator of an axis, or of `more`, with the same ranks, or a new one."""
         return next((g for g in (*axes.values(), *more) if g.ranks == mine[name]), None) or group(name)
 
-    data_context, amax = joint("data_context"), joint("amax")
+    data_context, amax, tensor_context = joint("data_context"), joint("amax"), joint("tensor_context")
     # One of its own: tokens do not wait for gradients, which are reduced meanwhile.
     expert = group("expert") if expert_model_parallel_size * expert_tensor_parallel_size > 1 else joint("expert")
     expert_data = joint("expert_data", data_context, amax)
@@ -328,13 +337,14 @@ def initialize_model_parallel(
         fsdp_shard_backward=fsdp_shard_backward,
         fsdp_replicate=joint("fsdp_replicate", data_context),
         model=joint("model"),
-        tensor_context=joint("tensor_context"),
+        tensor_context=tensor_context,
         amax=amax,
         expert=expert,
         expert_model=joint("expert_model", expert),
         expert_tensor=joint("expert_tensor", expert),
         expert_data=expert_data,
         expert_amax=joint("expert_amax", data_context, amax, expert_data),
+        expert_rows=joint("expert_rows", tensor_context, expert),
         expert_shard=expert_shard,
         expert_shard_backward=fsdp_shard_backward if expert_shard is fsdp_shard else group("expert_shard"),
         # Last: torch numbers a rank's groups in their names, and not every rank has this one.

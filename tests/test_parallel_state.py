@@ -61,6 +61,12 @@ def test_groups_of_experts_by_hand() -> None:
     assert cut["expert_tensor"] == [[i, i + 1] for i in range(0, 16, 2)]
     assert cut["expert_model"] == [[i, i + 2] for i in (0, 1, 4, 5, 8, 9, 12, 13)]
     assert cut["expert_amax"] == [[i, i + 1, i + 4, i + 5] for i in (0, 2, 8, 10)]
+    assert cut["expert_rows"] == cut["expert_tensor"]  # 4 ranks of experts have the tokens of 2 micro-batches
+    rows = rank_groups(16, 2, context_parallel_size=4, expert_model_parallel_size=2, expert_tensor_parallel_size=2)
+    assert rows["expert_rows"] == [[i, i + 1, i + 4, i + 5] for i in (0, 2, 8, 10)]
+    assert rank_groups(12, 2, context_parallel_size=3, expert_model_parallel_size=4)["expert_rows"] == [
+        [i] for i in range(12)
+    ]
     sharded = rank_groups(8, fsdp_replicas=2, expert_model_parallel_size=2)
     assert sharded["expert_data"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert sharded["expert_shard"] == [[0, 2], [4, 6], [1, 3], [5, 7]]

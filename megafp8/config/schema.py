@@ -207,14 +207,15 @@ class MoeConfig(Section):
     aux_loss: NonNegative = 0.0
     """Weight of the load-balancing loss: for each sequence and layer, num_experts times the sum over experts of their
     share of the sequence's choices and their mean score (DeepSeek-V3's sequence-wise loss, eq. 17 to 20; Megatron-LM's
-    seq_aux_loss). 1 if the load is even. Averaged over sequences and added up over layers."""
+    seq_aux_loss). 1 if the load is even. Averaged over sequences and added up over layers, whatever loss masks leave
+    out: all tokens are routed, padding too."""
     aux_loss_scope: Literal["sequence", "global_batch"] = "sequence"
     """Whose choices aux_loss makes even. sequence: those of each sequence. global_batch: those of all, so that experts
     may specialize (Qiu et al. 2025, arXiv:2501.11873; Megatron-LM's global_aux_loss): with each expert's share of the
     choices of the step before, which all ranks know, so it depends on no layout."""
     z_loss: NonNegative = 0.0
-    """Weight of the square of log Z of the router's logits, averaged over tokens and added up over layers (Zoph et al.
-    2022, arXiv:2202.08906)."""
+    """Weight of the square of log Z of the router's logits, averaged over tokens, also those that loss masks leave out,
+    and added up over layers (Zoph et al. 2022, arXiv:2202.08906)."""
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""

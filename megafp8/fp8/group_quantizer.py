@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -74,9 +74,9 @@ class GroupQuantizer:
         if first.granularity is BLOCK_128X128:  # of weights, whose rows are multiples of 128: no block has two experts
             return first(source, rowwise=rowwise, columnwise=columnwise)
         if first.granularity is not TENSOR:
-            cast, rule = module.cast_groups_rows, first.rule
-            if first.granularity is BLOCK_1X128:
-                cast = module.cast_groups_1x128
+            cast, rule = module.cast_groups_1x128, first.rule
+            if first.granularity is ROW:
+                cast = partial(module.cast_groups_rows, token_group=first.tensor.token_group)
             return cast(
                 source, first.fmt, row_groups, rowwise=rowwise, columnwise=columnwise, power_of_two=rule.power_of_two,
                 eps=rule.eps,

@@ -18,9 +18,11 @@ from functools import cached_property, partial
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megafp8.distributed.collectives import all_reduce
 from megafp8.fp8.formats import Format
-from megafp8.fp8.quantize import amax, quantize, quantize_blocks
+from megafp8.fp8.quantize import amax, block_amax, quantize, quantize_blocks
 from megafp8.fp8.sources import Source
 from megafp8.fp8.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTensor
 
@@ -93,11 +95,18 @@ def cast_groups(
 
 
 def cast_groups_rows(
-    source: Source, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
-) -> QuantizedTensor:
-    """Each row by a scale of its own, and each column of an expert's rows; that of an expert without rows is any."""
+    source: Source, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float,
+    token_group: ProcessGroup | None,
+) -> QuantizedTensor:  # fmt: skip
+    """Each row by a scale of its own, and each column of an expert's rows; that of an expert without rows is any.
+
+    `token_group`: ranks with other rows of the same experts, over which amaxes of columns are reduced.
+    """
     cast = partial(quantize_blocks, fmt=fmt, granularity=ROW, power_of_two=power_of_two, eps=eps)
-    by_columns = [cast(rows.t()) for rows in _rows_of(source.values(), groups)]
+    amax_ec = torch.stack([block_amax(rows.t(), ROW) for rows in _rows_of(source.values(), groups)])
+    if columnwise:
+        all_reduce(amax_ec, token_group, "max")
+    by_columns = [cast(rows.t(), amax=amax_c) for rows, amax_c in zip(_rows_of(source.values(), groups), amax_ec)]
     transposed = _padded([scaled.data.view(torch.uint8) for scaled in by_columns], 1, groups).view(fmt.dtype)
     return QuantizedTensor(
         cast(source.values()) if rowwise else None,

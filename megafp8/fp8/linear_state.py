@@ -64,8 +64,9 @@ class QuantizedGradHandoff:
 class LinearState:
     """State of the layer at `site`; `precision` None, for `high_reason`, keeps it in high precision.
 
-    `group`: the tensor-parallel ranks; `sharded_group`: those that hold slices of an activation sharded over them. The
-    FP8 copies of the weight live from first use to `invalidate_weight`; under FSDP they are made anew for backward.
+    `group`: the tensor-parallel ranks; `sharded_group`: those that hold slices of an activation sharded over them;
+    `token_group`: those over which the tokens of other activations are cut, None where this rank has all. The FP8
+    copies of the weight live from first use to `invalidate_weight`; under FSDP they are made anew for backward.
     `frozen_weight`: no step changes the weight, so steps need not invalidate it.
     """
 
@@ -78,10 +79,11 @@ class LinearState:
         smooth: bool = False,
         group: ProcessGroup | None = None,
         sharded_group: ProcessGroup | None = None,
+        token_group: ProcessGroup | None = None,
     ) -> None:
         self.site, self.precision = site, precision
         self._high_reason, self._smooth = high_reason, smooth
-        self.group, self.sharded_group = group, sharded_group
+        self.group, self.sharded_group, self.token_group = group, sharded_group, token_group
         self.plan = self._planned(calibrating=False)
         self._smoothing: ChannelScales | None = None
         self._quantizers: Quantizers | None = None

@@ -104,17 +104,23 @@ class Fp8Manager:
         *,
         tp_group: ProcessGroup | None = None,
         amax_group: ProcessGroup | None = None,
+        expert_rows: ProcessGroup | None = None,
         high_precision: str = "",
     ) -> LinearState:
         """The state of the layer at `site`, with its plan; call before `materialize`, once a layer.
 
         `tp_group`: the ranks over which the layer is sharded. `amax_group`: the ranks that run the layer, where other
-        than those of the model. `high_precision`: why the layer is not to be FP8, if so.
+        than those of the model. `expert_rows`: of an expert's layer, the ranks that hold other rows of the same
+        activations, or other columns of them; None where each rank has all rows. `high_precision`: why the layer is not
+        to be FP8, if so.
         """
         assert site.name not in self._all_layers, f"layer {site.name} has its state already"
         reason = high_precision or self.why_not(site.name)
         precision = None if reason else self._precision(site.name)
-        sharded = tp_group if tp_group is None or site.expert else self.sharded_group(tp_group)
+        tokens = expert_rows if site.expert else self.token_group
+        sharded = tp_group
+        if tp_group is not None:
+            sharded = (expert_rows or tp_group) if site.expert else self.sharded_group(tp_group)
         state = self._state_type(
             site,
             precision,
@@ -122,6 +128,7 @@ class Fp8Manager:
             smooth=self.smooth_swiglu,
             group=tp_group,
             sharded_group=sharded,
+            token_group=tokens,
         )
         self._all_layers[site.name] = state
         if amax_group is not None:
@@ -152,17 +159,13 @@ class Fp8Manager:
 
     def _groups(self, state: LinearState) -> dict[str, ProcessGroup | None]:
         """By operand, the ranks over which a layer's tensors are sharded; None where a rank has a whole one."""
-        site, sharded, tokens = state.site, state.sharded_group, self._token_group_of(state)
+        site, sharded, tokens = state.site, state.sharded_group, state.token_group
         several = site.tensor_parallel > 1
         return {
             "input": sharded if several and site.parallel == "row" else tokens,
             "weight": state.group,
             "grad_output": sharded if several and site.parallel == "column" else tokens,
         }
-
-    def _token_group_of(self, state: LinearState) -> ProcessGroup | None:
-        """`token_group`, but for experts, whose tokens are whole on this rank."""
-        return None if state.site.expert else self.token_group
 
     @property
     def token_group(self) -> ProcessGroup | None:
@@ -222,7 +225,7 @@ class Fp8Manager:
                     layer,
                     operand,
                     groups[layer][operand],
-                    None if operand == "weight" else self._token_group_of(self._layers[layer]),
+                    None if operand == "weight" else self._layers[layer].token_group,
                     self._amax_groups.get(layer),
                 )
                 for layer, operand in operands

@@ -164,6 +164,7 @@ def build_model(config: Config, left_out: Sequence[str] = (), trained_length: in
         expert=parallel.expert.group,
         expert_tensor=parallel.expert_tensor.group,
         expert_amax=parallel.expert_amax.group,
+        expert_rows=parallel.expert_rows.group,
         gathers_tokens=config.gathers_tokens,
         expert_overlap=default_overlap(parallel.expert.group, sequence_parallel=True),
         sequence_group=parallel.tensor.group,

@@ -19,7 +19,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megafp8.distributed.collectives import all_reduce
 from megafp8.fp8.formats import Format
 from megafp8.fp8.groups import ALIGNMENT, RowGroups
 from megafp8.fp8.sources import Source
@@ -129,13 +131,16 @@ def cast_groups(
 
 
 def cast_groups_rows(
-    source: Source, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
-) -> QuantizedTensor:
+    source: Source, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float,
+    token_group: ProcessGroup | None,
+) -> QuantizedTensor:  # fmt: skip
     r, c = source.shape
     start, columns = r + -r % 4, len(groups.ends_e) * c  # each part begins at a multiple of 16 bytes
     amaxes = torch.zeros(start + columns, dtype=torch.float32, device=source.device)
     scale_inv = torch.ones_like(amaxes)  # those of experts without rows are read, too
     _amaxes(source, groups, (amaxes, amaxes, amaxes[start:]), rows=rowwise, columns=columnwise)
+    if columnwise:
+        all_reduce(amaxes[start:], token_group, "max")
     data, transposed = _cast(
         source, "vectors", fmt, groups, (scale_inv, scale_inv[start:], amaxes, amaxes[start:]), 0, rowwise=rowwise,
         columnwise=columnwise, power_of_two=power_of_two, eps=eps,

@@ -30,13 +30,14 @@ class BuildContext:
     vary. `weight_storage`, `param_gather`: see `megafp8.plan.LinearSite`.
 
     For experts: `expert`: the ranks over which a layer's are divided; None where this rank has all. `expert_tensor`:
-    those of them over which each expert is cut. `expert_amax`: the ranks that hold the same ones. `gathers_tokens`,
-    `expert_overlap`, `row_bound`: how tokens get to them. `sequence_group`: the ranks that hold slices of the same
-    sequences between tensor-parallel regions. `global_batch`, `global_tokens`: sequences and tokens of a step.
+    those of them over which each expert is cut. `expert_amax`: the ranks that hold the same experts; `expert_rows`:
+    those of them with rows of the same micro-batch. `gathers_tokens`, `expert_overlap`, `row_bound`: how tokens get to
+    them. `sequence_group`: the ranks that hold slices of the same sequences between tensor-parallel regions.
+    `global_batch`, `global_tokens`: sequences and tokens of a step.
 
-    `seed`: of the random streams of dropout. `loss_scale`: fp32 `[]`, by which the loss is multiplied; None: 1.
-    `encoder_tokens`: as `tokens`, in the encoder of T5; `tokens` are then its decoder's. `lora`: adapts linear layers
-    of blocks, and all other weights are frozen.
+    `seed`: of the random streams of dropout. `router_loss_grad`: fp32 `[]`, the gradient of the routers' losses,
+    whatever the loss and the gradients are multiplied by; None: 1. `encoder_tokens`: as `tokens`, in the encoder of T5;
+    `tokens` are then its decoder's. `lora`: adapts linear layers of blocks, and all other weights are frozen.
     """
 
     tensor: ProcessGroup
@@ -54,6 +55,7 @@ class BuildContext:
     expert: ProcessGroup | None = None
     expert_tensor: ProcessGroup | None = None
     expert_amax: ProcessGroup | None = None
+    expert_rows: ProcessGroup | None = None
     gathers_tokens: bool = True
     expert_overlap: TPOverlap = NO_COMM
     row_bound: RowBound | None = None
@@ -61,7 +63,7 @@ class BuildContext:
     global_batch: int = 1
     global_tokens: int = 1
     seed: int = 0
-    loss_scale: Tensor | None = None
+    router_loss_grad: Tensor | None = None
     encoder_tokens: int | None = None
     lora: Lora | None = None
 

@@ -96,9 +96,12 @@ class Experts(nn.Module):
         """How a linear layer of each expert runs; amaxes are those of all ranks that hold the expert."""
         parts, fp8 = collectives.size(context.expert_tensor), context.fp8
         group = context.expert_tensor if parts > 1 else None
+        rows = context.expert_rows if collectives.size(context.expert_rows) > parts else None
         site |= {"tokens": None, "expert": True, "tensor_parallel": parts}
         sites = [replace(context.site(), name=name, **site) for name in names]
-        return fp8.group([fp8.linear(x, tp_group=group, amax_group=context.expert_amax) for x in sites])
+        return fp8.group(
+            [fp8.linear(x, tp_group=group, amax_group=context.expert_amax, expert_rows=rows) for x in sites]
+        )
 
     def forward(self, rows_mh: Tensor, ends_e: Tensor) -> Tensor:
         """`ends_e`: int32, where the rows of each expert end."""

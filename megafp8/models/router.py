@@ -4,8 +4,9 @@ Logits, scores and losses are computed in fp32 (fp64 if the model is), whatever 
 chosen by score, of equal scores the one with the lower index, so the choice depends on nothing but the scores.
 
 *Losses of the router* are added to the gradient, not to the loss that is reported: `_AddLoss` passes its input through
-and in backward gives the router's loss the gradient 1, or the loss scale. They are means over the sequences (aux_loss)
-or tokens (z_loss) of the global batch, and sums over layers. The aux loss of a sequence needs the choices of all its
+and in backward gives the router's loss its gradient (`BuildContext.router_loss_grad`). They are means over the
+sequences (aux_loss) or tokens (z_loss) of the global batch, and sums over layers. A loss mask does not change them: all
+tokens are routed. The aux loss of a sequence needs the choices of all its
 tokens; where ranks hold slices of it, their counts are summed. The mean scores need not be: the loss is linear in them.
 The aux loss of the global batch has the choices of the step before, which are summed over all ranks anyway.
 
@@ -60,15 +61,15 @@ class Routing(NamedTuple):
 class _AddLoss(Function):
     """The identity of its first argument; its backward adds the gradient of `loss`, if there is one, and to `load`.
 
-    `loss_scale`: that gradient, 1 if None.
+    `loss_grad`: fp32 `[]`, the gradient of `loss`; None: 1.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, loss: Tensor | None, load: RouterLoad, sums: Tensor, loss_scale: Tensor | None
+        ctx: Any, x: Tensor, loss: Tensor | None, load: RouterLoad, sums: Tensor, loss_grad: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(sums)
-        ctx.load, ctx.dtype, ctx.loss_scale = load, None if loss is None else loss.dtype, loss_scale
+        ctx.load, ctx.dtype, ctx.loss_grad = load, None if loss is None else loss.dtype, loss_grad
         return x.view_as(x)
 
     @staticmethod
@@ -78,8 +79,8 @@ class _AddLoss(Function):
         ctx.load.sums.add_(sums)
         if ctx.dtype is None:
             return dx, *[None] * 4
-        scale = torch.ones((), device=dx.device) if ctx.loss_scale is None else ctx.loss_scale
-        return dx, scale.to(ctx.dtype), *[None] * 3
+        loss_grad = torch.ones((), device=dx.device) if ctx.loss_grad is None else ctx.loss_grad
+        return dx, loss_grad.to(ctx.dtype), *[None] * 3
 
 
 def choose(scores_ne: Tensor, moe: MoeConfig, bias_e: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -137,7 +138,7 @@ class Router(nn.Module):
         self.name, self.moe = name, moe
         self.group: ProcessGroup | None = context.sequence_group
         self.global_batch, self.global_tokens = context.global_batch, context.global_tokens
-        self.loss_scale = context.loss_scale
+        self.loss_grad = context.router_loss_grad
         shards = unsharded(f"{name}.weight", (moe.num_experts, hidden_size))
         self.weight = replicated_parameter(context, shards, init)
         self.logit_bias: nn.Parameter | None = None
@@ -176,7 +177,7 @@ class Router(nn.Module):
         dropped = (routing.experts == moe.num_experts).sum().to(aux.dtype)
         sums.append(torch.stack([aux, z, dropped]).detach())
         loss = aux + z if moe.aux_loss or moe.z_loss else None
-        return _AddLoss.apply(routing.weights, loss, self.load, torch.cat(sums).double(), self.loss_scale)
+        return _AddLoss.apply(routing.weights, loss, self.load, torch.cat(sums).double(), self.loss_grad)
 
     def _aux_loss(self, counts_be: Tensor, shares_ne: Tensor) -> Tensor:
         """This rank's part of the load-balancing loss."""

@@ -48,18 +48,21 @@ class OneByOneFp8Linear(Function):
         w_enk = weight.detach().view(len(states), -1, weight.shape[1])
         y_mn = x_mk.new_empty(len(x_mk), w_enk.shape[1])
         ctx.weight, ctx.states = weight, states
-        ctx.rows = [(e, rows) for e, rows in enumerate(row_slices(ends_e)) if rows.start < rows.stop]
-        with_rows = {e for e, _ in ctx.rows}
+        ctx.rows = list(row_slices(ends_e))
         for e, (state, w_nk) in enumerate(zip(states, w_enk, strict=True)):
             if state.plan.calibrating:
                 state.record_amax("weight", w_nk)
             high = state.high_precision
-            if e not in with_rows and state.plan.fp8 and not (high.fprop and high.dgrad):
+            if _is_empty(ctx.rows[e]) and state.plan.fp8 and not (high.fprop and high.dgrad):
                 state.fp8_weight(w_nk, columnwise=False)  # its amax is recorded whether or not tokens come
         kept: list[Tensor | None] = []
         ctx.granularity = []
-        for e, rows in ctx.rows:
-            y_mn[rows], x, granularity = _forward(states[e], x_mk[rows], w_enk[e], needs_dx, needs_dw)
+        for rows, state, w_nk in zip(ctx.rows, states, w_enk, strict=True):
+            x, granularity = _Operand(None), None
+            if not _is_empty(rows):
+                y_mn[rows], x, granularity = _forward(state, x_mk[rows], w_nk, needs_dx, needs_dw)
+            elif state.token_group is not None:
+                _cast_input(state, x_mk[rows], needs_dw)
             kept += x
             ctx.granularity.append(granularity)
         ctx.save_for_backward(*kept)
@@ -73,24 +76,44 @@ class OneByOneFp8Linear(Function):
         w_enk = weight.detach().view(len(ctx.states), -1, weight.shape[1])
         dx_mk = dy_mn.new_empty(len(dy_mn), weight.shape[1]) if needs_dx else None
         wgrads: list[_Wgrad] = []
-        for i, (e, rows) in enumerate(ctx.rows):
-            state, dy = ctx.states[e], dy_mn[rows]
-            high = state.high_precision
+        for e, (rows, state) in enumerate(zip(ctx.rows, ctx.states, strict=True)):
+            if _is_empty(rows) and state.token_group is None:
+                continue
+            dy, high = dy_mn[rows], state.high_precision
             if state.plan.calibrating:
                 state.record_amax("grad_output", dy)
             rowwise, columnwise = needs_dx and not high.dgrad, needs_dw and not high.wgrad
             dy8 = None
             if rowwise or columnwise:
                 dy8 = state.quantizers.grad_output(Plain(dy), rowwise=rowwise, columnwise=columnwise)
+            if _is_empty(rows):
+                continue
             if dx_mk is not None:
                 dx_mk[rows] = _dgrad(state, dy, dy8, w_enk[e])
             if needs_dw:
-                x = _Operand(*saved[3 * i : 3 * i + 3])
-                wgrads.append(_Wgrad(e, state, dy if high.wgrad else dy8, x, ctx.granularity[i]))
+                x = _Operand(*saved[3 * e : 3 * e + 3])
+                wgrads.append(_Wgrad(e, state, dy if high.wgrad else dy8, x, ctx.granularity[e]))
         dw = None
         if needs_dw:
             dw = now_or_later(weight, partial(wgrad_by, weight, len(ctx.states), partial(_add_wgrads, wgrads)))
         return dx_mk, dw, None, None, None
+
+
+def _is_empty(rows: slice) -> bool:
+    return bool(rows.start == rows.stop)
+
+
+def _cast_input(state: LinearState, x: Tensor, needs_dw: bool) -> QuantizedTensor | None:
+    """An expert's input in FP8, in the orientations that its GEMMs take.
+
+    Where other ranks have other rows of the expert, the cast may reduce an amax with them. So it is called for no rows
+    too, as the cast of the gradient is.
+    """
+    high = state.high_precision
+    rowwise, columnwise = not high.fprop, needs_dw and not high.wgrad
+    if not rowwise and not columnwise:
+        return None
+    return state.quantizers.input(Plain(x), rowwise=rowwise, columnwise=columnwise)
 
 
 def _forward(
@@ -100,10 +123,7 @@ def _forward(
     high = state.high_precision
     if state.plan.calibrating:
         state.record_amax("input", x)
-    columnwise = needs_dw and not high.wgrad
-    x8 = None
-    if not high.fprop or columnwise:
-        x8 = state.quantizers.input(Plain(x), rowwise=not high.fprop, columnwise=columnwise)
+    x8, columnwise = _cast_input(state, x, needs_dw), needs_dw and not high.wgrad
     if high.fprop or x8 is None:
         y = gemm(x, w_nk.to(x.dtype).t(), x.dtype)
     else:

@@ -152,7 +152,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f"layout: {world_size} ranks = pipeline {p.pipeline} × data {data}"
         f"{f' × context {p.context}' if p.context > 1 else ''} × tensor {p.tensor}"
         f"{' with sequence parallelism' if p.sequence_parallel and p.tensor > 1 else ''}",
-        *([_describe_experts(config, world_size)] if config.model.moe is not None else []),
+        *([describe_experts(config, world_size)] if config.model.moe is not None else []),
         *([_describe_shards(config, world_size)] if p.fsdp else []),
         f"micro-batches per step and rank: {num_microbatches(config, world_size)}"
         f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
@@ -210,7 +210,7 @@ def _describe_shards(config: Config, world_size: int) -> str:
     return f"fsdp: weights, gradients and optimizer state sharded over {ranks // p.tensor} ranks{experts}{copies}"
 
 
-def _describe_experts(config: Config, world_size: int) -> str:
+def describe_experts(config: Config, world_size: int) -> str:
     """The layout of the experts."""
     moe, p = config.model.moe, config.parallel
     assert moe is not None
@@ -218,9 +218,15 @@ def _describe_experts(config: Config, world_size: int) -> str:
     parts = f", each cut over {p.expert_tensor} ranks" if p.expert_tensor > 1 else ""
     on_ranks = f"; {moe.num_experts // p.expert} on each of {p.expert} expert-parallel ranks" if p.expert > 1 else ""
     how = f"; tokens by {'all-gather' if config.gathers_tokens else 'all-to-all'}" if ranks > 1 else ""
+    rounding = (
+        "; tokens of several micro-batches come together, so FP8 scales that follow from an expert's rows, and with "
+        "them losses, differ from other layouts by FP8's rounding"
+        if config.fp8.recipe != "none" and p.tensor * p.context % ranks
+        else ""
+    )
     return (
         f"experts: {moe.num_experts} a layer, {moe.top_k} for each token{on_ranks}{parts}; each "
-        f"{world_size // p.pipeline // ranks} times{how}; memory below is that of an even load"
+        f"{world_size // p.pipeline // ranks} times{how}; memory below is that of an even load{rounding}"
     )
 
 

@@ -124,6 +124,7 @@ class Trainer:
         self.fp8_records: list[Record] = []
         self.row_bound = RowBound(parallel.device)
         self.loss_scaler = LossScaler(parallel.device, **t.loss_scale.model_dump()) if t.precision == "fp16" else None
+        self.router_loss_grad = torch.ones((), device=parallel.device)
         context = BuildContext(
             parallel.tensor.group,
             self.fp8,
@@ -140,6 +141,7 @@ class Trainer:
             expert=parallel.expert.group,
             expert_tensor=parallel.expert_tensor.group,
             expert_amax=parallel.expert_amax.group,
+            expert_rows=parallel.expert_rows.group,
             gathers_tokens=config.gathers_tokens,
             expert_overlap=build_expert_overlap(config, parallel, os.environ),
             row_bound=self.row_bound,
@@ -147,7 +149,7 @@ class Trainer:
             global_batch=t.global_batch_size,
             global_tokens=t.global_batch_size * t.seq_length,
             seed=config.seed,
-            loss_scale=None if self.loss_scaler is None else self.loss_scaler.scale,
+            router_loss_grad=self.router_loss_grad,
             lora=lora_of(config),
         )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
@@ -524,6 +526,7 @@ class Trainer:
         self.row_bound.exceeded.zero_()
         if self.load_collector is not None:
             self.load_collector.zero()
+        self._set_router_loss_grad(batches)
         if self._updated:
             self.publish_weights()
         if reduce and self.config.parallel.overlap_grad_reduce:
@@ -535,6 +538,21 @@ class Trainer:
             self.gradients.finish()
         recorder = self.fp8.recorder
         return _Passes(self._sum(reports), {} if recorder is None else recorder.observed)
+
+    def _set_router_loss_grad(self, batches: Sequence[Batch]) -> None:
+        """Undo in the gradients of the routers' losses what all gradients are multiplied by, and apply the loss scale.
+
+        These losses are means over all tokens, but where masks leave out some, the step multiplies its gradients by
+        nominal / true tokens. `batches`: this data-parallel rank's, whole. Collective over data parallelism with masks.
+        """
+        moe, grad = self.config.model.moe, self.router_loss_grad
+        if moe is None or not (moe.aux_loss or moe.z_loss):
+            return
+        grad.fill_(1.0) if self.loss_scaler is None else grad.copy_(self.loss_scaler.scale)
+        masks = [batch.loss_mask for batch in batches if batch.loss_mask is not None]
+        if masks:
+            counted = torch.stack([mask.sum(dtype=torch.float64) for mask in masks]).sum()
+            grad *= all_reduce(counted, self.parallel.data.group).clamp(min=1) / self.nominal_tokens
 
     def _to_device(self, batches: Sequence[Batch]) -> list[Batch]:
         return [batch.to(self.parallel.device) for batch in batches]

@@ -90,7 +90,7 @@ def test_casts_by_rows(sizes: list[int], fmt: Format, power_of_two: bool, module
     x = torch.randn(sum(sizes), 72, generator=torch.Generator().manual_seed(5)) * 3
     groups = RowGroups.of(torch.tensor(sizes).cumsum(0, dtype=torch.int32), len(x))
     options: dict[str, Any] = {"power_of_two": power_of_two, "eps": 1e-4, "rowwise": True, "columnwise": True}
-    rowwise, columnwise = module.cast_groups_rows(Plain(x), fmt, groups, **options)
+    rowwise, columnwise = module.cast_groups_rows(Plain(x), fmt, groups, **options, token_group=None)
     start = place = 0
     for expert, (size, end) in enumerate(zip(sizes, groups.padded_ends_e.tolist(), strict=True)):
         alone = cast_rows(Plain(x[start : start + size]), fmt, **options)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from megafp8.data_parallel.grad_buffer import gradient_of
+from megafp8.distributed.sharding import spec_of
 from megafp8.models.router import RouterLoad
+from megafp8.training.describe import describe_experts
 from megafp8.training.expert_load import ExpertLoad, ExpertLoadWriter, LoadCollector, read_expert_load
 from megafp8.training.metrics import read_metrics
 from tests.quickstart_data import QuickstartData
+from tests.training.runs import batches, config_of, ranks_of, start, train_job
 from tests.training.runs import config as tiny_config
-from tests.training.runs import start, train_job
 from tests.world import World
 from tools import plot_expert_load
 
@@ -63,6 +68,12 @@ def test_a_repeated_step_counts_once_and_torn_lines_do_not(tmp_path: Path) -> No
     assert read_expert_load(path) == {2: {3: [2, 0, 1], 5: [1, 1, 1]}, 4: {3: [4, 0, 1], 5: [1, 1, 1]}}
 
 
+@pytest.mark.parametrize(("words", "ranks", "differs"), [("tp2 ep2 current", 4, False), ("tp2 ep4 current", 4, True),
+                                                         ("cp2 dp2 ep4", 4, False)])  # fmt: skip
+def test_the_dry_run_says_where_micro_batches_share_scales(words: str, ranks: int, differs: bool) -> None:
+    assert ("several micro-batches come together" in describe_experts(config_of(f"moe {words}"), ranks)) == differs
+
+
 def test_a_picture_and_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     png = tmp_path / "load.png"
     command = [str(tmp_path), "--png", str(png)]
@@ -94,3 +105,42 @@ def test_a_job_records_it(world2: World, quickstart_data: QuickstartData, tmp_pa
         assert 0.0 < metrics["router_aux_loss"] < 0.1 * 2 * 4
         assert metrics["router_z_loss"] == 0.0
         assert 0.0 < metrics["router_entropy"] <= 1.0
+
+
+def _router_gradients(words: str, losses: bool, masked: bool) -> dict[str, Tensor]:
+    """The gradients of the routers' weights in a step, whole, float64. `masked`: few tokens count, not as many in each
+    micro-batch."""
+    moe = {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32}
+    moe |= {"aux_loss": 0.1 * losses, "z_loss": 0.01 * losses}
+    config = config_of(words, model={"moe": moe}, optimizer={"clip_grad_norm": 0.0})
+    trainer, parallel = start(config)
+    masks = [
+        torch.rand(batch.tokens.shape, generator=torch.Generator().manual_seed(i)) < 0.05 * (i + 1)
+        for i, batch in enumerate(batches(0, config, parallel), start=10 * parallel.data.rank)
+    ]
+    given = [
+        replace(batch, loss_mask=mask.float()) if masked else batch
+        for batch, mask in zip(batches(0, config, parallel), masks, strict=True)
+    ]
+    _, result = trainer.train_step(0, given)
+    assert not result.skipped
+    return {
+        spec_of(shard.param).shards[0].name: gradient_of(shard).double()
+        for shard in trainer.optimizer.shards
+        if spec_of(shard.param).shards[0].name.endswith("router.weight")
+    }
+
+
+@pytest.mark.parametrize("words", ["4-samples fp64", "8-samples dp2 fp64", "8-samples dp2 fp16"])
+def test_masks_do_not_change_what_router_losses_add(world2: World, words: str) -> None:
+    """What they add to the gradient is the same with and without a loss mask, as all tokens are routed."""
+
+    def added(masked: bool) -> dict[str, Tensor]:
+        gradients = [world2.run(_router_gradients, words, x, masked, ranks=ranks_of(words))[0] for x in (True, False)]
+        return {name: x - gradients[1][name] for name, x in gradients[0].items()}
+
+    expected, found = added(masked=False), added(masked=True)
+    assert len(expected) == 2
+    for name, gradient in expected.items():
+        rtol = 2e-2 if "fp16" in words else 1e-5
+        assert (found[name] - gradient).norm() < rtol * gradient.norm()

@@ -83,7 +83,7 @@ QUICK_CASES = [
     "cp4 window",
     *product(["dropout tp2 cp2", "mtp dropout tp2 pp2"], ["documents"]), "dp2 masked", "prefix 4-layers tp2 pp2 masked",
     "lora tp2 dp2 zero answers", "lora fp64 delayed tp2 pp2",
-    "moe dropout fp64 delayed tp2 cp2 ep2 etp2", "deepseek tp2 dp2 ep4 zero delayed fp8-gather",  # experts
+    "moe dropout fp64 current tp2 cp2 etp2", "deepseek tp2 dp2 ep4 zero delayed fp8-gather",  # experts
     "tp2 ring fp64 delayed selective", "tp2 pp2 fp64 current",  # FP8 with fp64 sums
     "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 wide seq256 blockwise",
     "dp4 hsdp fp8-gather delayed",  # FP8 with fp32 sums
@@ -110,7 +110,11 @@ SLOW_CASES = [
     "moe bf16 dp2 ep2", "moe offload dp2 ep2", "moe bf16 graphs", "deepseek tp2 cp2 ep4 fp64",
     "moe dp2 ep2 bf16-reduce", "4-layers moe pp2 dp4 ep4 interleaved", "moe dp2 ep2 fp8-moments", "moe dp4 hsdp",
     "4-layers deepseek pp2 dp2 ep2 zb-v", "moe cp2 ep2 fp64 current",
-    "moe cp2 etp2 fp64 current", "moe dp2 ep2 all-to-all", "moe fp64 delayed tp2 ep2",
+    "moe dropout fp64 delayed tp2 cp2 ep2 etp2", "deepseek fp64 current tp2 pp2", "moe cp2 etp2 fp64 current",
+    *product(["moe fp64"], ["delayed tp2", "current cp2", "current tp2 cp2 ep2", "rowwise cp2", "blockwise cp2"]),
+    *product(["moe fp64 current"], ["cp4 ep2 all-to-all", "tp2 cp2 full", "tp2 dp2 ep2"]),
+    *product(["moe answers"], ["dp2", "tp2 pp2 zb-h1 4-layers", "cp2 dp2 ep2", "dp2 fsdp", "bf16 graphs"]),
+    "moe dp2 ep2 all-to-all", "moe fp64 delayed tp2 ep2",
     "deepseek dp4 ep2 etp2 zero", "deepseek tp2 etp2", "4-layers moe pp2 dp2 etp2 zb-v", "moe dp4 etp2 fsdp",
     *product(["moe", "deepseek"], ["dp2 ep2", "tp2 dp2 ep2", "tp2 dp2 ep4", "dp4 ep2 full"], ["fsdp"]), "moe dp2 fsdp",
     "moe dp4 ep2 hsdp", "moe tp2 dp4 ep2 hsdp", "moe fp64 delayed tp2 ep2 fsdp", "moe dp4 ep2 delayed fsdp fp8-gather",
