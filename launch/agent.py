@@ -51,7 +51,7 @@ from torch.distributed.elastic.utils.store import barrier
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 
-from megafp8.training.errors import AGENT_REPORTS, DONE, FAILED, NO_RESTART
+from megafp8.training.errors import AGENT_PID, DONE, FAILED, NO_RESTART
 
 LOST_STORE = (RendezvousConnectionError, dist.DistNetworkError, dist.DistStoreError)
 OUTCOME_KEY = "megafp8/outcome"
@@ -363,7 +363,7 @@ def main() -> int:
     # wait of minutes for a process that is gone), and it is lost with that node. Without sharing, rank 0 creates a
     # store for each attempt, at a port that the agents agree on again.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ[AGENT_REPORTS] = "1"
+    os.environ[AGENT_PID] = str(os.getpid())
     options = parse_args(sys.argv[1:])
     if options.standalone:
         options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())

@@ -1,6 +1,6 @@
 """Saving and loading checkpoints: tensors as rectangles under global names, so one checkpoint fits every layout."""
 
-from megafp8.checkpoint.errors import DamagedCheckpoint, FolderInUse, IncompatibleCheckpoint
+from megafp8.checkpoint.errors import DamagedCheckpoint, FolderInUse, IncompatibleCheckpoint, SaveFailed
 from megafp8.checkpoint.loading import load, misfits, newest_good
 from megafp8.checkpoint.lock import FolderLock
 from megafp8.checkpoint.node_memory import MemoryReader, NodeMemory
@@ -21,6 +21,7 @@ __all__ = [
     "NodeMemory",
     "Rectangle",
     "Rectangles",
+    "SaveFailed",
     "Saved",
     "clean_incomplete",
     "collect",

@@ -27,6 +27,10 @@ class IncompatibleCheckpoint(ValueError):
     """The checkpoint is intact, but this run cannot continue from it."""
 
 
+class SaveFailed(RuntimeError):
+    """A checkpoint could not be written: a full disk, another error of the file system, a rank that failed."""
+
+
 class FolderInUse(ValueError):
     """Another job writes to the folder."""
 

@@ -86,9 +86,9 @@ class ChecksummedFile(io.FileIO):
         try:
             yield
         except Exception as error:
-            if self.failure is not None:
-                raise self.failure from error
-            raise
+            if self.failure is None or error is self.failure:
+                raise
+            raise self.failure from None  # what torch.save makes of it says nothing more, and may be caused by it
 
 
 class _SyncedStream(io.BufferedWriter):

@@ -43,7 +43,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megafp8.checkpoint import dcp, store
-from megafp8.checkpoint.errors import DamagedCheckpoint, join_first, on_all_ranks, on_rank0
+from megafp8.checkpoint.errors import DamagedCheckpoint, SaveFailed, join_first, on_all_ranks, on_rank0
 from megafp8.checkpoint.files import (
     CHECKSUMS_FILE,
     Checksum,
@@ -174,7 +174,7 @@ class NodeMemory:
         except RuntimeError as error:
             if not self._local_rank:
                 store.discard(self.folder, step)
-            raise RuntimeError(f"saving {final} in memory failed: {error}") from error
+            raise SaveFailed(f"saving {final} in memory failed: {error}") from error
         self._on_node(lambda: store.remove_older(self.folder, step, 1, None))
         return final
 

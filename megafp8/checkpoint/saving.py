@@ -39,7 +39,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from megafp8.checkpoint import dcp, store
-from megafp8.checkpoint.errors import group_or_world, on_all_ranks, on_rank0
+from megafp8.checkpoint.errors import SaveFailed, group_or_world, on_all_ranks, on_rank0
 from megafp8.checkpoint.files import Checksum
 from megafp8.checkpoint.lock import FolderLock
 from megafp8.checkpoint.rectangles import Rectangles, as_rectangles
@@ -228,7 +228,8 @@ class BackgroundSaver:
             try:
                 self.finish()
             except Exception as another:
-                logger.error("%s", another)
+                if collectives.rank(self._destination.group) == 0:  # it is the same on all ranks
+                    logger.error("%s", another)
 
 
 def _write(
@@ -266,7 +267,7 @@ def _write(
     except RuntimeError as error:
         if collectives.rank(group) == 0 and (to.lock is None or to.lock.is_ours()):
             store.discard(folder, step)
-        raise RuntimeError(f"saving {final} failed: {error}. Earlier checkpoints are untouched") from error
+        raise SaveFailed(f"saving {final} failed: {error}. Earlier checkpoints are untouched") from error
     on_rank0(lambda: store.remove_older(folder, step, to.keep_last, to.keep_every), group)
     return final
 

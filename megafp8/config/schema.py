@@ -1104,6 +1104,7 @@ class FaultConfig(Section):
         "slow",
         "loss_spike",
         "fail_save",
+        "full_disk",
         "damage_checkpoint",
         "lose_memory",
     ]
@@ -1111,7 +1112,8 @@ class FaultConfig(Section):
     the collective at the end of the step. exception: raise one. nan_gradient: one gradient of the rank is NaN.
     flip_weight: one bit of a weight, after the update. flip_gradient: one bit of a gradient, when it is recomputed.
     slow: sleep in each of the steps from this one on, before the forward pass. loss_spike: all labels of the rank's
-    samples are 0. fail_save: no large file can be written. damage_checkpoint: change a byte of the newest checkpoint,
+    samples are 0. fail_save: no large file can be written. full_disk: a file fills the disk of the run folder, of which
+    at most 1 GiB may be free. damage_checkpoint: change a byte of the newest checkpoint,
     and of that in the node's memory, then SIGKILL. lose_memory: remove the node's checkpoints in memory, then
     SIGKILL."""
     rank: Count
@@ -1119,9 +1121,11 @@ class FaultConfig(Section):
     step: PositiveInt
     """Step, counted from 1, in which it happens."""
     seconds: PositiveFloat = 1.0
-    """slow: time to sleep in each step."""
+    """slow: time to sleep in each step. full_disk: until the file is removed."""
     steps: PositiveInt = 10
     """slow: number of steps."""
+    free_bytes: Count = 0
+    """full_disk: bytes that stay free."""
 
 
 class ResilienceConfig(Section):

@@ -46,6 +46,7 @@ from megafp8.fp8.quantize import amax, scale_from_amax
 from megafp8.fp8.quantizers import Quantizer
 from megafp8.fp8.sources import Source
 from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor, expand
+from megafp8.text_file import JsonLines
 
 FILE_NAME = "fp8_report.jsonl"
 OPERANDS = ("input", "weight", "grad_output")
@@ -217,14 +218,13 @@ class ReportWriter:
         if path.exists():
             kept = takewhile(lambda line: line[1].step <= step, _complete_lines(path))
             os.truncate(path, sum(len(line) for line, _ in kept))
-        self.file = path.open("a", encoding="utf-8")
+        self._lines = JsonLines(path)
 
     def write(self, records: Sequence[Record]) -> None:
-        self.file.write("".join(json.dumps(asdict(record)) + "\n" for record in records))
-        self.file.flush()
+        self._lines.append(*map(asdict, records))
 
     def close(self) -> None:
-        self.file.close()
+        self._lines.close()
 
 
 def read_report(path: Path) -> list[Record]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,8 @@ from megafp8.inference.generator import CacheOptions, Generator
 from megafp8.inference.load import live_model
 from megafp8.inference.sampling import SamplingOptions
 from megafp8.inference.scoring import Scorer
+from megafp8.text_file import DiskErrorsLogged, JsonLines
 from megafp8.training.inputs import Inputs
-from megafp8.training.metrics import open_to_append
 from megafp8.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -110,11 +110,14 @@ class LiveEvaluation:
         generator = Generator.from_trainer(self._trainer, self._tokenizer, cache=cache)
         completions = generator.generate(prompts, options)
         if self._trainer.parallel.world.is_first:
-            with open_to_append(self._folder / SAMPLES_FILE) as file:
-                for prompt, own in zip(prompts, completions, strict=True):
-                    sample = {"step": step, "prompt": prompt, "text": own.text, "finish_reason": own.finish_reason}
-                    file.write(json.dumps(sample, ensure_ascii=False) + "\n")
-                    logger.info(f"text after step {step}:\n{prompt}{own.text}")
+            samples = [
+                {"step": step, "prompt": prompt, "text": own.text, "finish_reason": own.finish_reason}
+                for prompt, own in zip(prompts, completions, strict=True)
+            ]
+            with DiskErrorsLogged(SAMPLES_FILE), contextlib.closing(JsonLines(self._folder / SAMPLES_FILE)) as lines:
+                lines.append(*samples)
+            for sample in samples:
+                logger.info(f"text after step {step}:\n{sample['prompt']}{sample['text']}")
         return {}
 
     def _run_tasks(self, step: int) -> dict[str, float]:

@@ -13,6 +13,8 @@ This module must not import torch: errors of the command line and the config are
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import faulthandler
 import json
 import os
@@ -20,19 +22,21 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
 from megafp8.object_store import ObjectStoreError
-from megafp8.training.text_file import replace_text
+from megafp8.text_file import replace_text
 
 DONE = 0  # all steps done, or stopped cleanly on request
 FAILED = 1  # may succeed after a restart: a crash, a lost node, a full disk
 NO_RESTART = 2  # fails again after a restart: config, data, checkpoint, divergence
 HUNG = 3  # no progress: ended by the rank's hang watch, whose message names the rank at fault
 
-AGENT_REPORTS = "MEGAFP8_AGENT_REPORTS"  # set by launch/agent.py, which prints the error files of every attempt
+AGENT_PID = "MEGAFP8_AGENT_PID"
+"""Variable set by launch/agent.py, which prints the error files of every attempt: the number of its process."""
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # Messages of gloo, NCCL and the TCP store on a rank whose peer has ended its process.
 _LOST_CONNECTION = (
@@ -70,12 +74,14 @@ def run_and_report(job: Callable[[], object]) -> int:
     """Run `job` and return the exit code of this process; an exception is reported to the agent, or on stderr.
 
     A ValueError raised by this package is a fault of config, data or checkpoint: only its message is shown, as of a
-    TrainingError or an ObjectStoreError, after which a restart may succeed. Other exceptions, including ValueErrors
-    raised by libraries, are shown with their traceback.
+    TrainingError. So it is of other exceptions whose class is this package's (SaveFailed), of an ObjectStoreError and
+    of a full disk, after which a restart may succeed. Other exceptions, including ValueErrors raised by libraries, are
+    shown with their traceback.
     SystemExit and KeyboardInterrupt pass through. SIGUSR2 prints the stacks of all threads on stderr, to see where a
     rank that makes no progress waits.
     """
     faulthandler.register(signal.SIGUSR2, file=2)
+    _end_with_agent()
     try:
         job()
     except Exception as error:
@@ -84,12 +90,12 @@ def run_and_report(job: Callable[[], object]) -> int:
             code, message = error.exit_code, f"error: {error}"
         elif isinstance(error, ValueError) and _is_ours(error):
             code, message = NO_RESTART, f"error: {error}"
-        elif isinstance(error, ObjectStoreError):
-            code, message = FAILED, f"error: {error}"
         elif lost_connection(error):
             first_line = str(error).partition("\n")[0]  # torch adds the C++ stack
             report_failure(f"lost the connection to another rank: {first_line}", FAILED, trace, follows=True)
             return FAILED
+        elif no_space(error) is not None or isinstance(error, ObjectStoreError) or _is_our_class(error):
+            code, message = FAILED, f"error: {error}"
         else:
             code, message = FAILED, trace.rstrip()
         report_failure(message, code, trace)
@@ -97,20 +103,53 @@ def run_and_report(job: Callable[[], object]) -> int:
     return DONE
 
 
+def _end_with_agent() -> None:
+    """Let the kernel kill this process when launch/agent.py, which started it, ends without having ended it.
+
+    An agent that is killed cannot end its ranks, which have sessions of their own. They would go on, or wait for each
+    other, on devices that the next attempt needs.
+    """
+    agent = os.environ.get(AGENT_PID)
+    if agent is None or os.getppid() != int(agent):  # it was started by a script of the user's, which may end before
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(agent):  # it ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _is_ours(error: ValueError) -> bool:
     """Whether this package raised `error`, so that its message is written for the user."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     raised_in = str(frames[-1].f_globals.get("__name__", "")) if frames else ""
-    return type(error).__module__.startswith("megafp8.") or raised_in.startswith("megafp8.")
+    return _is_our_class(error) or raised_in.startswith("megafp8.")
+
+
+def _is_our_class(error: Exception) -> bool:
+    """Whether this package defines the exception's class, so that its message is written for the user."""
+    return type(error).__module__.startswith("megafp8.")
 
 
 def lost_connection(error: BaseException | None) -> bool:
     """Whether `error`, or what caused it, is a lost connection to another rank, so that the cause is elsewhere."""
-    while error is not None:
-        if isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _LOST_CONNECTION):
-            return True
+    return any(
+        isinstance(one, RuntimeError) and any(phrase in str(one) for phrase in _LOST_CONNECTION)
+        for one in causes(error)
+    )
+
+
+def no_space(error: BaseException | None) -> OSError | None:
+    """The error of a full disk, quota or file size limit that `error` is or was caused by, if there is one."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return next((one for one in causes(error) if isinstance(one, OSError) and one.errno in full), None)
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """`error` and what caused it, each once: a chain of causes may lead back to an exception that it began with."""
+    seen: list[BaseException] = []
+    while error is not None and not any(error is one for one in seen):
+        seen.append(error)
+        yield error
         error = error.__cause__ or error.__context__
-    return False
 
 
 def report_failure(message: str, code: int, trace: str, *, follows: bool = False) -> None:
@@ -123,7 +162,11 @@ def report_failure(message: str, code: int, trace: str, *, follows: bool = False
         print(message, file=sys.stderr, flush=True)
         return
     file = Path(path)
-    _write_error_file(file, message, code, trace, follows)
+    try:
+        _write_error_file(file, message, code, trace, follows)
+    except OSError as error:  # a full disk, perhaps the failure itself
+        print(f"{message}\n{file} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        return
     if follows:
         return
     if not _is_first_of_node(file):
@@ -154,4 +197,4 @@ def _write_error_file(file: Path, message: str, code: int, trace: str, follows: 
 def _agent_prints_error_file() -> bool:
     """launch/agent.py prints it after every attempt, torchrun after the last attempt only."""
     restarts, limit = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return bool(os.environ.get(AGENT_REPORTS)) or restarts >= limit
+    return bool(os.environ.get(AGENT_PID)) or restarts >= limit

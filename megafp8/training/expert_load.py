@@ -6,7 +6,6 @@ by layer the choices of each expert.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from torch import Tensor
 from megafp8.distributed.collectives import all_reduce
 from megafp8.models.router import Router
 from megafp8.parallel_state import ParallelState
-from megafp8.training.metrics import open_to_append, read_steps
+from megafp8.text_file import JsonLines
+from megafp8.training.metrics import read_steps
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,14 @@ class ExpertLoadWriter:
     """Appends the load of every `interval`th step to `path`. A resumed run repeats steps that a crash lost."""
 
     def __init__(self, path: Path, interval: int) -> None:
-        self._interval, self._file = interval, open_to_append(path)
+        self._interval, self._lines = interval, JsonLines(path)
 
     def write(self, step: int, load: ExpertLoad) -> None:
         if step % self._interval == 0:
-            self._file.write(json.dumps({"step": step, "tokens": load.tokens}) + "\n")
-            self._file.flush()
+            self._lines.append({"step": step, "tokens": load.tokens})
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 def read_expert_load(path: Path) -> dict[int, dict[int, list[int]]]:

@@ -46,6 +46,7 @@ from megafp8.parallel_state import (
     rejoin,
 )
 from megafp8.pipeline_parallel.trace import write_timeline
+from megafp8.text_file import DiskErrorsLogged
 from megafp8.training import cuda_graphs, expert_load
 from megafp8.training import fp8_param_gather as fp8_parameters
 from megafp8.training import fsdp as fully_sharded
@@ -60,6 +61,7 @@ from megafp8.training.inputs import Inputs, check_ranks_agree, describe_data
 from megafp8.training.metrics import (
     Fp8ReportWriter,
     StepMetrics,
+    UnlessDiskFull,
     Writer,
     memory_gib,
     open_writers,
@@ -328,7 +330,7 @@ class Job:
             return False
 
     def _train(
-        self, writers: Sequence[Writer], load_writer: ExpertLoadWriter | None, after_step: Callable[[int], None]
+        self, writers: Sequence[Writer], load_writer: UnlessDiskFull | None, after_step: Callable[[int], None]
     ) -> bool:
         """Step until the run ends; returns whether it was asked to stop before that."""
         stream = self._training_batches()
@@ -370,29 +372,31 @@ class Job:
             return []
         config, settings = self.config, self.config.model_dump(mode="json")
         name = "config.yaml" if not self.step else f"config-from-step-{self.step:08d}.yaml"
-        (self.folder / name).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+        with DiskErrorsLogged(name):
+            (self.folder / name).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
         last, device = config.training.last_step, self.parallel.device
         writers = [*open_writers(config.logging, self.folder, config.name, self.step, last, settings, device)]
         if self.trainer.fp8.recorder is not None:
-            writers.append(Fp8ReportWriter(self.folder / FILE_NAME, self.step))
+            writers.append(UnlessDiskFull(FILE_NAME, Fp8ReportWriter(self.folder / FILE_NAME, self.step)))
         if config.logging.metrics_port is not None:
             from megafp8.training.open_metrics import OpenMetricsWriter  # needs prometheus_client
 
             writers.append(OpenMetricsWriter(config.name, self.folder, config.logging.metrics_port))
         return writers
 
-    def _open_load_writer(self) -> ExpertLoadWriter | None:
+    def _open_load_writer(self) -> UnlessDiskFull | None:
         interval = self.config.logging.expert_load_interval
         if not self.is_main or not interval or self.config.model.moe is None:
             return None
-        return ExpertLoadWriter(self.folder / expert_load.FILE_NAME, interval)
+        return UnlessDiskFull(expert_load.FILE_NAME, ExpertLoadWriter(self.folder / expert_load.FILE_NAME, interval))
 
     def _write_timeline(self) -> None:
         """Write the pipeline trace, if the last step was traced."""
         timeline, self.trainer.timeline = self.trainer.timeline, None
         if timeline is not None and self.is_main:
             path = self.folder / "pipeline_trace.json"
-            write_timeline(timeline, self.trainer.plan.placement, path)
+            with DiskErrorsLogged(path.name):
+                write_timeline(timeline, self.trainer.plan.placement, path)
             draw = f"python tools/plot_schedule.py --measured {path} --png schedule.png"
             logger.info(f"pipeline trace of step {self.step}: {path}; to draw it: {draw}")
 
@@ -636,8 +640,10 @@ class Job:
 
     def _report(self, stopped: bool) -> None:
         """Draw the loss curve, and print why the run ended and where its results are."""
-        records = read_metrics(self.folder / "metrics.jsonl")
-        plot_loss(records, self.folder / "loss.png", self.config.name)
+        records: list[dict[str, Any]] = []
+        with DiskErrorsLogged("the loss curve"):
+            records = read_metrics(self.folder / "metrics.jsonl")
+            plot_loss(records, self.folder / "loss.png", self.config.name)
         if stopped:
             logger.info(f"stopped on request after step {self.step}; start the same command again to continue")
             return
@@ -646,9 +652,9 @@ class Job:
                 f"stopped after step {self.step} of {self.config.training.steps}, as training.stop_after says; to "
                 "continue, start the same command with a later one, or without it"
             )
-        if sys.stdout.isatty() or self.config.logging.progress:
+        if records and (sys.stdout.isatty() or self.config.logging.progress):
             print_loss(records)
         print(f"run folder: {self.folder}\nloss curve: {self.folder / 'loss.png'}")
         report = self.folder / FILE_NAME
-        if self.trainer.fp8.recorder is not None and report.stat().st_size:
+        if self.trainer.fp8.recorder is not None and report.exists() and report.stat().st_size:
             print(f"FP8 report: {report}; to read it: python tools/fp8_report.py {shlex.quote(str(self.folder))}")

@@ -20,14 +20,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
 
 from megafp8.config import LoggingConfig
 from megafp8.fp8.health import OPERANDS, Record, ReportWriter
+from megafp8.text_file import DiskErrorsLogged, JsonLines
 from megafp8.training.run_log import STEPS
 
 logger, _steps_logger = logging.getLogger(__name__), logging.getLogger(STEPS)
@@ -193,31 +195,37 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
-def open_to_append(path: Path) -> TextIO:
-    """Open a file of JSON lines to append to."""
-    torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-    file = path.open("a", encoding="utf-8")
-    if torn:  # a kill truncated the last line: do not append the next object to it
-        file.write("\n")
-    return file
+class UnlessDiskFull:
+    """`writer`, whose errors of the file system do not end the run (`DiskErrorsLogged`). `what`: it writes."""
+
+    def __init__(self, what: str, writer: Any) -> None:
+        self._writer, self._errors_logged = writer, DiskErrorsLogged(what)
+
+    def write(self, *what: Any) -> None:
+        with self._errors_logged:
+            self._writer.write(*what)
+
+    def close(self) -> None:
+        with self._errors_logged:
+            self._writer.close()
 
 
 class JsonlWriter:
     """Appends every step to metrics.jsonl."""
 
     def __init__(self, path: Path) -> None:
-        self.file = open_to_append(path)
+        self._lines = JsonLines(path)
 
     def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
-        record = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in metrics.as_dict().items()
-        }
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+        self._lines.append(
+            {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in metrics.as_dict().items()
+            }
+        )
 
     def close(self) -> None:
-        self.file.close()
+        self._lines.close()
 
 
 class Fp8ReportWriter:
@@ -243,16 +251,20 @@ class TensorBoardWriter:
     """Scalars in the run folder; hides those that a run before a crash wrote for steps after `step`."""
 
     def __init__(self, path: Path, step: int = 0) -> None:
+        self._path, self._purge_step = path, step + 1
+
+    @cached_property
+    def _writer(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(path), purge_step=step + 1)
+        return SummaryWriter(str(self._path), purge_step=self._purge_step)
 
     def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
         for key, value in scalars(metrics, records).items():
-            self.writer.add_scalar(key, value, metrics.step)
+            self._writer.add_scalar(key, value, metrics.step)
 
     def close(self) -> None:
-        self.writer.close()
+        self._writer.close()
 
 
 class WandbWriter:
@@ -367,9 +379,9 @@ def open_writers(
     device: torch.device,
 ) -> Sequence[Writer]:
     """The writers that the config enables, for the one rank that logs."""
-    writers: list[Writer] = [JsonlWriter(folder / "metrics.jsonl")]
+    writers: list[Writer] = [UnlessDiskFull("metrics.jsonl", JsonlWriter(folder / "metrics.jsonl"))]
     if config.tensorboard:
-        writers.append(TensorBoardWriter(folder / "tensorboard", first_step))
+        writers.append(UnlessDiskFull("tensorboard", TensorBoardWriter(folder / "tensorboard", first_step)))
     if config.wandb_project is not None:
         writers.append(WandbWriter(config.wandb_project, name, folder, settings))
     per, bar = "gpu" if device.type == "cuda" else "process", config.progress and sys.stderr.isatty()

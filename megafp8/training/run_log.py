@@ -6,8 +6,8 @@ Warnings and errors concern the rank that logs them, and are shown by every rank
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import json
 import logging
 import shlex
 import socket
@@ -24,6 +24,7 @@ from tqdm import tqdm
 import megafp8
 from megafp8.distributed.collectives import gather_objects
 from megafp8.parallel_state import ParallelState
+from megafp8.text_file import DiskErrorsLogged, JsonLines
 from megafp8.training.errors import TrainingError
 
 LOG_FILE = "log.txt"
@@ -55,6 +56,30 @@ class _Console(logging.Handler):
             self.handleError(record)
 
 
+class _LogFile(logging.FileHandler):
+    """log.txt. Where it cannot be written, as on a full disk, `console` says so once; messages are lost to it."""
+
+    def __init__(self, path: Path, console: logging.Handler) -> None:
+        super().__init__(path, encoding="utf-8", delay=True)
+        self._console: logging.Handler | None = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # it cannot be opened
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        console, self._console = self._console, None
+        if console is not None:
+            text = f"{self.baseFilename} cannot be written: {sys.exc_info()[1]}; messages go to the console alone"
+            console.handle(logging.makeLogRecord({"msg": text, "levelno": logging.WARNING, "levelname": "WARNING"}))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 class RunLog:
     """Context in which the package's log messages go to the console and, after `open`, to a file.
 
@@ -79,7 +104,7 @@ class RunLog:
     def open(self, folder: Path) -> None:
         """On rank 0, also append to log.txt in `folder`, from the first call on."""
         if not self._rank and self._file is None:
-            self._file = logging.FileHandler(folder / LOG_FILE, encoding="utf-8")
+            self._file = _LogFile(folder / LOG_FILE, self._console)
             self._file.setFormatter(_Formatter(self._rank))
             self._logger.addHandler(self._file)
 
@@ -134,5 +159,5 @@ def record_launch(folder: Path, parallel: ParallelState, step: int) -> None:
         "ranks": parallel.world_size,
         "hosts": dict(Counter(hosts)),
     }
-    with (folder / LAUNCHES_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(launch) + "\n")
+    with DiskErrorsLogged(LAUNCHES_FILE), contextlib.closing(JsonLines(folder / LAUNCHES_FILE)) as lines:
+        lines.append(launch)

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from megafp8.checkpoint import BackgroundSaver, Destination, FolderLock, complete_checkpoints, load, save
+from megafp8.checkpoint.files import ChecksummedFiles
 from megafp8.config import Config
+from megafp8.training.errors import lost_connection
 from megafp8.training.validate import check_writable
 
 _ALONE = ["unshare", "--map-root-user", "--mount"]
@@ -93,6 +95,16 @@ def _may_mount(folder: Path) -> bool:
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
+def test_the_error_of_a_full_disk_is_raised_as_it_is() -> None:
+    """Where the buffer of a small file meets it, and where torch.save does: caused by nothing, itself included."""
+    for content in (b"a", torch.zeros(1 << 20)):
+        full = ChecksummedFiles().create_stream(Path("/dev/full"), "wb")
+        with pytest.raises(OSError, match="No space left on device: '/dev/full'") as raised, full as stream:
+            torch.save(content, stream) if isinstance(content, torch.Tensor) else stream.write(content)
+        assert raised.value.__cause__ is None
+        assert not lost_connection(raised.value)
+
+
 def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     if not _may_mount(tmp_path):
         pytest.skip("needs a mount namespace of its own")
@@ -102,7 +114,7 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     for name in ("full", "full in the background"):
         assert found[name].startswith(
-            f"RuntimeError: saving {tmp_path}/step_00000002 failed: rank 0: OSError: [Errno 28]"
+            f"SaveFailed: saving {tmp_path}/step_00000002 failed: rank 0: OSError: [Errno 28]"
         )
         assert found[name].endswith("/__0_0.distcp'. Earlier checkpoints are untouched")
         assert "No space left on device: '" in found[name]
@@ -113,7 +125,7 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     assert found["left by a full disk"] == ["step_00000001"]
     for name in ("read-only", "read-only in the background"):
         assert found[name].startswith(
-            f"RuntimeError: saving {tmp_path}/step_00000004 failed: rank 0: OSError: [Errno 30]"
+            f"SaveFailed: saving {tmp_path}/step_00000004 failed: rank 0: OSError: [Errno 30]"
         )
         assert "Read-only file system" in found[name]
     assert "Read-only file system: " in found["read-only lock"]

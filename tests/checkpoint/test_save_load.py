@@ -186,8 +186,8 @@ def _save_with_a_failure(folder: str, where: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("where", "kind", "expected"),
     [
-        ("write on rank 1", "RuntimeError", "step_00000004 failed: rank 1: OSError: [Errno 28] No space left"),
-        ("rename", "RuntimeError", "No space left on device"),
+        ("write on rank 1", "SaveFailed", "step_00000004 failed: rank 1: OSError: [Errno 28] No space left"),
+        ("rename", "SaveFailed", "No space left on device"),
         ("metadata on rank 0", "ValueError", "cannot be written as JSON"),
     ],
 )

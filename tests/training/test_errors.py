@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from launch.agent import Outcome, outcome_of
-from megafp8.checkpoint import DamagedCheckpoint, FolderInUse
+from megafp8.checkpoint import DamagedCheckpoint, FolderInUse, SaveFailed
 from megafp8.data import DataError
 from megafp8.data.samples import split_documents
 from megafp8.object_store import ObjectStoreError
@@ -22,10 +25,12 @@ from megafp8.training.errors import (
     NO_RESTART,
     Diverged,
     ReplicasDiffer,
+    causes,
     lost_connection,
     run_and_report,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:16050.")
 
 
@@ -147,3 +152,49 @@ def test_a_signal_prints_where_the_threads_are(capfd: pytest.CaptureFixture[str]
 
     assert run_and_report(waits_for_another_rank) == DONE
     assert "in waits_for_another_rank" in capfd.readouterr().err
+
+
+def test_causes_that_lead_back_to_themselves_end() -> None:
+    """As of an error that was raised from itself, or from what it had caused."""
+    error, other = KeyError("a"), KeyError("b")
+    error.__cause__ = error
+    assert list(causes(error)) == [error]
+    error.__cause__, other.__context__ = other, error
+    assert list(causes(error)) == [error, other]
+    assert not lost_connection(error)
+    other.__cause__ = CLOSED
+    assert lost_connection(error)
+
+
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert run_and_report(lambda: Path("/dev/full").write_text("a")) == FAILED
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
+    assert raising(SaveFailed("saving a failed")) == FAILED
+    assert capsys.readouterr().err == "error: saving a failed\n"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/null/error.json")  # nor can the agent's file be written
+    assert raising(SaveFailed("saving a failed")) == FAILED
+    assert capsys.readouterr().err.startswith("error: saving a failed\n/dev/null/error.json cannot be written")
+
+
+@pytest.mark.parametrize("blocked", ["while True: pass", "import ctypes; ctypes.PyDLL(None).sleep(60)"])
+def test_ranks_end_with_an_agent_that_is_killed(blocked: str) -> None:
+    """In Python or in native code that holds its lock."""
+    job = f"print(1, flush=True)\n{blocked}"
+    rank = f"from megafp8.training.errors import run_and_report\nrun_and_report(lambda: exec({job!r}))"
+    agent = (
+        "import os, subprocess, sys\nos.environ['MEGAFP8_AGENT_PID'] = str(os.getpid())\n"
+        f"rank = subprocess.Popen([sys.executable, '-c', {rank!r}], start_new_session=True)\n"
+        "print(rank.pid, flush=True)\nrank.wait()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    assert process.stdout.readline() == "1\n"  # the rank is in the job
+    process.kill()
+    process.wait()
+    status = Path(f"/proc/{pid}/status")
+    deadline = time.monotonic() + 10
+    while status.exists() and "zombie" not in status.read_text():
+        assert time.monotonic() < deadline, "the rank lives on"
+        time.sleep(0.01)

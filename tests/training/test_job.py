@@ -137,6 +137,23 @@ def test_skipped_steps_are_logged_and_replace_no_checkpoint(
     assert [r["skipped_in_a_row"] for r in records] == [0, 0, 0, 0, 0, 1, 2, 0, 0, 1]
 
 
+def test_logs_that_cannot_be_written_do_not_end_the_run(
+    world2: World, tmp_path: Path, quickstart_data: QuickstartData, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each of them is named once, and checkpoints are saved."""
+    run, names = tmp_path / "quickstart", ["log.txt", "metrics.jsonl", "launches.jsonl", "config.yaml"]
+    run.mkdir()
+    for name in names:
+        (run / name).symlink_to(tmp_path / "missing" / name)
+    job = options(quickstart_data, tmp_path, "checkpoint.interval=2", "training.steps=4", "logging.progress=false")
+    assert world2.run(_jobs, [job], {}, ranks=1) == [[None]]
+    assert saved(run)[-1] == 4
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "No such file or directory" in line]
+    assert len(warnings) == len(names) + 1
+    for name in [*names, "the loss curve"]:
+        assert len([line for line in warnings if f"{name} cannot be written" in line]) == 1
+
+
 def test_a_diverged_run_ends_with_an_error(world2: World, tmp_path: Path, quickstart_data: QuickstartData) -> None:
     """With a learning rate of 1e30."""
     rate = ["optimizer.learning_rate=1e30", "optimizer.min_learning_rate=0", "optimizer.clip_grad_norm=0.5"]

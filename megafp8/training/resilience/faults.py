@@ -6,11 +6,13 @@ when. Kinds are described at `config.FaultConfig`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,6 +28,7 @@ from megafp8.training.state import checkpoint_folder
 from megafp8.training.trainer import Trainer
 
 FOLDER = "faults"
+_LARGEST_FILLER = 1 << 30
 _FILE_LIMIT = 16384  # bytes; messages are shorter, checkpoints are longer
 
 
@@ -59,6 +62,8 @@ class Faults:
             if self.happens(kind, step):
                 act()
         for _, fault in self._own:
+            if fault.kind == "full_disk" and self.happens("full_disk", step):
+                _remove_later(fill_disk(self._run, fault.free_bytes), fault.seconds)
             if fault.kind == "slow" and fault.step <= step < fault.step + fault.steps:
                 self.happens("slow", step)
                 time.sleep(fault.seconds)
@@ -112,6 +117,24 @@ class Faults:
 def flip_bit(x: torch.Tensor) -> None:
     """Flip the lowest bit of the first 32-bit word of `x` in place."""
     words_of(x)[:1].bitwise_xor_(1)
+
+
+def fill_disk(folder: Path, free_bytes: int) -> Path:
+    """Make a file in `folder` that takes all space of its disk but `free_bytes`; returns its path."""
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    assert free < _LARGEST_FILLER, f"{free:,} bytes are free in {folder}: not a small disk made for tests"
+    path = folder / "filler"
+    with path.open("wb") as file:
+        while free > free_bytes:
+            with contextlib.suppress(OSError):  # other ranks have written since
+                os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size + free - free_bytes)
+            free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    return path
+
+
+def _remove_later(path: Path, seconds: float) -> None:
+    """Remove a file after `seconds`, even if this process has ended by then."""
+    subprocess.Popen(["sh", "-c", f'sleep {seconds}; rm -f "$0"', str(path)], start_new_session=True)
 
 
 def _change_byte(path: Path) -> None:

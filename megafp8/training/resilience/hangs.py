@@ -36,9 +36,9 @@ from megafp8.distributed.activity import Activity
 from megafp8.distributed.collectives import all_gather_objects
 from megafp8.distributed.flight_recorder import write_collectives
 from megafp8.parallel_state import ParallelState
+from megafp8.text_file import replace_text
 from megafp8.training.errors import HUNG, report_failure
 from megafp8.training.resilience.verdict import Call, Place, Report, decide
-from megafp8.training.text_file import replace_text
 
 FOLDER = "hangs"
 VERDICT_FILE = "verdict.txt"

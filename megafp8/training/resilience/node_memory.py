@@ -23,9 +23,9 @@ from megafp8.checkpoint import CheckpointReader, NodeMemory, complete_checkpoint
 from megafp8.checkpoint.errors import on_all_ranks, on_rank0
 from megafp8.config import Config
 from megafp8.parallel_state import ParallelState, host_group
+from megafp8.text_file import replace_text
 from megafp8.training.resilience.spikes import read_skipped, skipped_of
 from megafp8.training.state import check_same_run, checkpoint_folder, find_checkpoint
-from megafp8.training.text_file import replace_text
 
 FILE_NAME = "node_memory.json"
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.config import Config, LossSpikeConfig
-from megafp8.training.text_file import replace_text
+from megafp8.text_file import replace_text
 
 FILE_NAME = "skipped_samples.json"
 
