@@ -21,10 +21,14 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +44,9 @@ Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
 """Start and end of each answer, in characters."""
 
+RENDER_SECONDS, RENDERED_CHARACTERS = 5.0, 1 << 24
+"""Limits of rendering, as templates come with models from others."""
+_LARGEST_EXPONENT = 1024
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters, which no text has
 _BLOCK = re.compile(r"\{%[-+]?\s*generation\b")
 
@@ -97,10 +104,18 @@ class ChatTemplate:
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         variables = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
-            rendered: str = self._compiled.render(messages=plain, **variables, **self.special_tokens)
+            with _time_limit(RENDER_SECONDS):
+                pieces, length = [], 0
+                for piece in self._compiled.generate(messages=plain, **variables, **self.special_tokens):
+                    length += len(piece)
+                    if length > RENDERED_CHARACTERS:
+                        raise ValueError(f"its text has more than {RENDERED_CHARACTERS:,} characters")
+                    pieces.append(piece)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses it: {error}") from None
-        return rendered
+        except Exception as error:  # a template can raise anything: a division by zero, a recursion
+            raise ValueError(f"the chat template fails: {type(error).__name__}: {error}") from None
+        return "".join(pieces)
 
     @cached_property
     def _compiled(self) -> Any:
@@ -108,6 +123,27 @@ class ChatTemplate:
 
     def __getstate__(self) -> dict[str, Any]:  # a compiled template cannot be pickled
         return {"source": self.source, "special_tokens": self.special_tokens}
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Context in which Python code of this thread raises TimeoutError when `seconds` are over.
+
+    Each line that runs is compared with the clock. So it ends loops, and nothing that is done within one call of native
+    code.
+    """
+    end, before = time.monotonic() + seconds, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if time.monotonic() > end:
+            raise TimeoutError(f"it takes more than {seconds:g} s")
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _compile(source: str) -> Any:
@@ -133,9 +169,22 @@ def _compile(source: str) -> Any:
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own escapes characters of HTML
 
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, extensions.loopcontrols]
-    )
+    class Environment(sandbox.ImmutableSandboxedEnvironment):  # type: ignore[name-defined]
+        """With limits to what operators may make."""
+
+        intercepted_binops = frozenset(("*", "**", "+"))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            sizes = [len(x) if isinstance(x, (str, list, tuple)) else x for x in (left, right)]
+            numbers = all(isinstance(x, int) for x in sizes)
+            of_text = sizes != [left, right]
+            if numbers and of_text and (sizes[0] * sizes[1] if operator == "*" else sum(sizes)) > RENDERED_CHARACTERS:
+                raise ValueError(f"{operator} would make more than {RENDERED_CHARACTERS:,} characters")
+            if numbers and operator == "**" and abs(sizes[0]) > 1 and sizes[1] > _LARGEST_EXPONENT:
+                raise ValueError(f"an exponent of more than {_LARGEST_EXPONENT}")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, extensions.loopcontrols])
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
@@ -143,6 +192,8 @@ def _compile(source: str) -> Any:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"the chat template cannot be compiled: line {error.lineno}: {error}") from None
+    except (RecursionError, MemoryError, SyntaxError) as error:
+        raise ValueError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from None
 
 
 def _spans_of_blocks(marked: str) -> tuple[str, Spans]:

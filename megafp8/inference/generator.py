@@ -84,14 +84,20 @@ class _Running(NamedTuple):
     completion: Completion
     text: TextStream | None
     row: Row
-    pieces: deque[Piece]
+    submission: Submission
 
 
-class Submission(NamedTuple):
-    """The texts of one call of `Generator.submit`. `pieces`: what steps have added and nobody has taken yet."""
+@dataclass(eq=False)
+class Submission:
+    """The texts of one call of `Generator.submit`.
 
-    texts: Sequence[_Running]
-    pieces: deque[Piece]
+    `pieces`: what steps have added and nobody has taken yet. `failure`: why its texts were ended, if they were: an
+    exception of one of them, which is nothing to others.
+    """
+
+    texts: list[_Running] = field(default_factory=list)
+    pieces: deque[Piece] = field(default_factory=deque)
+    failure: Exception | None = None
 
     @property
     def finished(self) -> bool:
@@ -143,6 +149,7 @@ class Generator:
         self.start_tokens, self.end_tokens, self._before = list(start_tokens), frozenset(end_tokens), before
         self._allocator = PageAllocator(-(-tokens // cache.page_size), cache.page_size)
         self._running: dict[GrowingSequence, _Running] = {}
+        self._submitted = 0  # calls of `submit`
         self._cached = CachedModel(
             model,
             self._allocator.num_pages,
@@ -234,6 +241,8 @@ class Generator:
             while True:
                 while submission.pieces:
                     yield submission.pieces.popleft()
+                if submission.failure is not None:
+                    raise submission.failure
                 if submission.finished:
                     break
                 self.step()
@@ -250,10 +259,12 @@ class Generator:
         self,
         prompts: Prompt | Sequence[Prompt],
         options: SamplingOptions | Sequence[SamplingOptions] = GREEDY,
+        client: str = "",
     ) -> Submission:
         """Texts that the next steps generate, beside those that were submitted before.
 
-        `prompts`, `options`, errors: as in `generate`. Every rank passes the same.
+        `prompts`, `options`, errors: as in `generate`. `client`: clients have equal shares (`scheduler`). Every rank
+        passes the same.
         """
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several: Sequence[Prompt] = [prompts] if one else prompts  # type: ignore[list-item,assignment]
@@ -268,17 +279,22 @@ class Generator:
             drawn = broadcast_object([secrets.randbits(32) for _ in seeds], self.model.parallel.world.group)
             seeds = [new if seed is None else seed for seed, new in zip(seeds, drawn, strict=True)]
         self._before()
-        submission = Submission(texts := [], deque())
+        submission = Submission()
+        self._submitted += 1
         for i, (prompt, own, seed) in enumerate(zip(tokens, each, seeds, strict=True)):
             assert seed is not None
             for sample in range(own.num_samples):
-                sequence = GrowingSequence(list(prompt), len(prompt) + own.max_tokens)
-                self._scheduler.add(sequence)
+                sequence = GrowingSequence(
+                    list(prompt), len(prompt) + own.max_tokens, client=client, request=self._submitted
+                )
                 text = None if self.tokenizer is None else TextStream(self.tokenizer.decode, prompt, own.stop)
                 row = Row(own, stream_of(seed, prompt, sample), sequence.tokens)
-                running = _Running(sequence, Completion(i, sample, list(prompt), seed), text, row, submission.pieces)
-                self._running[sequence] = running
-                texts.append(running)
+                submission.texts.append(
+                    _Running(sequence, Completion(i, sample, list(prompt), seed), text, row, submission)
+                )
+        for running in submission.texts:  # only when all of them could be made
+            self._scheduler.add(running.sequence)
+            self._running[running.sequence] = running
         return submission
 
     def cancel(self, submission: Submission) -> None:
@@ -340,7 +356,15 @@ class Generator:
         if not ends:
             return
         for own, (token, logprob, *top) in zip(ends, self._choose(logits_rv, ends), strict=True):
-            own.pieces.append(Piece(self._add(own, token, logprob, top), own.completion))
+            if own.sequence not in self._running:
+                continue  # another text of its submission has failed
+            try:
+                piece = self._add(own, token, logprob, top)
+            except Exception as error:  # as of a tokenizer; it is the same on all ranks
+                own.submission.failure = error
+                self.cancel(own.submission)
+                continue
+            own.submission.pieces.append(Piece(piece, own.completion))
             if own.completion.finish_reason is not None:
                 self._scheduler.remove(own.sequence)
                 del self._running[own.sequence]
@@ -363,14 +387,14 @@ class Generator:
         broadcast(result, parallel.world.group, self.model.last_rank * ranks_of_a_stage)
         found: list[tuple[Any, ...]] = []
         for (token, logprob, *more), row in zip(result.tolist(), rows, strict=True):
-            if math.isnan(logprob):
-                raise ValueError("the model's logits are not finite; its weights may be damaged, or too large for FP8")
             pairs = [(int(token), x) for token, x in zip(more[:top], more[top:], strict=True)]
             found.append((int(token), logprob, *pairs[: row.options.logprobs]))
         return found
 
     def _add(self, own: _Running, token: int, logprob: float, top: list[tuple[int, float]]) -> str:
         """Add a token to a completion; the text that it adds."""
+        if math.isnan(logprob):
+            raise ValueError("the model's logits are not finite; its weights may be damaged, or too large for FP8")
         completion, options = own.completion, own.row.options
         own.sequence.tokens.append(token)
         completion.tokens.append(token)

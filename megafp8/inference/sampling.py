@@ -37,6 +37,10 @@ _CANDIDATES = 64
 """Of a rank, at first, for top_p."""
 _LEAST_TEMPERATURE = 1e-4
 """Logits divided by less may overflow."""
+_LARGEST_PENALTY = 1e4
+"""Logits times more, or divided by less, may overflow."""
+_MOST = 2**31
+"""Counts are below this, so that they fit into any integer that they are stored in."""
 _MASK = 0xFFFFFFFF
 
 
@@ -68,8 +72,10 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         least = {"max_tokens": 1, "num_samples": 1, "top_k": 0, "logprobs": 0}
         for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be at least {bound}")
+            if not bound <= getattr(self, name) < _MOST:
+                raise ValueError(f"{name} = {_short(getattr(self, name))}: must be from {bound} to {_MOST - 1}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed = {_short(self.seed)}: must be a signed integer of 64 bits")
         if not (self.temperature == 0 or _LEAST_TEMPERATURE <= self.temperature < math.inf):
             rule = f"must be 0, which takes the most probable token, or at least {_LEAST_TEMPERATURE}"
             raise ValueError(f"temperature = {self.temperature}: {rule}")
@@ -77,10 +83,16 @@ class SamplingOptions:
             raise ValueError(f"top_p = {self.top_p}: must be above 0 and at most 1, which leaves all tokens")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p = {self.min_p}: must be between 0, which leaves all tokens, and 1")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty = {self.repetition_penalty}: must be above 0; 1 changes nothing")
+        if not 1 / _LARGEST_PENALTY <= self.repetition_penalty <= _LARGEST_PENALTY:
+            rule = f"must be from {1 / _LARGEST_PENALTY:g} to {_LARGEST_PENALTY:g}; 1 changes nothing"
+            raise ValueError(f"repetition_penalty = {self.repetition_penalty}: {rule}")
         if isinstance(self.stop, str) or not all(self.stop):
             raise ValueError(f"stop = {self.stop!r}: must be strings that are not empty, such as ('\\n',)")
+
+
+def _short(number: int) -> str:
+    """A number for a message, of which Python prints no more than 4,300 digits."""
+    return str(number) if abs(number) < 10**30 else f"a number of {number.bit_length()} bits"
 
 
 GREEDY = SamplingOptions()

@@ -4,6 +4,11 @@ A step either reads prompts, as many tokens as `max_batch_tokens` (a longer prom
 more token of every running sequence. Prompts come first: a sequence that waits starts as soon as its prompt has pages,
 and one that ends makes room at once (Yu et al. 2022, "Orca").
 
+*Shares.* Of the sequences that wait, the next is one of the client with the fewest running ones, and of its request
+with the fewest; of equal ones the first to come. Where there is no room, a client or request that has more than a
+quarter of the batch, or of the pages, and would still have at least as much as the waiting one, gives up the sequence
+that it started last. So one client with many long texts does not let others wait, and alone has the whole batch.
+
 Pages are taken as sequences grow. If none is free, the sequence that was started last gives its pages back, waits, and
 is read again later, prompt and output. The first one always goes on, so all end. Every rank runs the same scheduler
 with the same tokens, so nothing about batches is communicated.
@@ -12,12 +17,49 @@ with the same tokens, so nothing about batches is communicated.
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import MutableSequence, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megafp8.inference.pages import PageAllocator
+
+
+def next_waiting(waiting: Sequence[GrowingSequence], running: Sequence[GrowingSequence]) -> GrowingSequence:
+    """The sequence that is to run next, of those that wait, at least one."""
+    clients = Counter(x.client for x in running)
+    requests = Counter((x.client, x.request) for x in running)
+    return min(waiting, key=lambda x: (clients[x.client], requests[x.client, x.request]))
+
+
+def to_give_way(
+    sequence: GrowingSequence,
+    running: Sequence[GrowingSequence],
+    size: Callable[[GrowingSequence], int],
+    needed: int,
+    whole: int,
+) -> GrowingSequence | None:
+    """The running sequence that is to wait so that `sequence`, of size `needed`, can run; None if none has to.
+
+    `size`: of a running sequence, in the unit of `whole`, what there is of it.
+    """
+    levels: list[tuple[list[GrowingSequence], Callable[[GrowingSequence], Hashable]]] = [
+        (list(running), lambda x: x.client),
+        ([x for x in running if x.client == sequence.client], lambda x: x.request),
+    ]
+    for among, owner in levels:
+        held = Counter[Hashable]()
+        for x in among:
+            held[owner(x)] += size(x)
+        if not held:
+            continue
+        largest, most = held.most_common(1)[0]
+        if largest == owner(sequence) or most <= whole // 4:
+            continue
+        last = next(x for x in reversed(among) if owner(x) == largest)
+        if most - size(last) >= held[owner(sequence)] + needed:
+            return last
+    return None
 
 
 @dataclass(eq=False)
@@ -25,13 +67,15 @@ class GrowingSequence:
     """A sequence of tokens that grows.
 
     `tokens`: the prompt, and what was chosen after it. `cached`: how many of them, from the first, are in the cache, in
-    `pages`. `max_length`: the most tokens that it may have.
+    `pages`. `max_length`: the most tokens that it may have. `client`, `request`: whose it is.
     """
 
     tokens: list[int]
     max_length: int
     pages: MutableSequence[int] = field(default_factory=lambda: array("i"))
     cached: int = 0
+    client: str = ""
+    request: int = 0
 
 
 class Chunk(NamedTuple):
@@ -72,11 +116,36 @@ class Scheduler:
 
     def next_batch(self) -> list[Chunk]:
         """The chunks of the next step, those of one token first; empty if there is no sequence. `done` must follow."""
-        while self.waiting and len(self.running) < self.max_sequences:
-            if not self.allocator.extend(self.waiting[0].pages, len(self.waiting[0].tokens)):
+        while self.waiting:
+            following = next_waiting(self.waiting, self.running)
+            if not self._has_room(following):
                 break
-            self.running.append(self.waiting.popleft())
+            self.waiting.remove(following)
+            self.running.append(following)
         return self._prompts() or self._next_tokens()
+
+    def _has_room(self, sequence: GrowingSequence) -> bool:
+        """Take pages for a sequence that waits, if need be from others; whether it can run."""
+        pages = self.allocator.pages_for(len(sequence.tokens))
+        while len(self.running) >= self.max_sequences:
+            if not self._take_from_others(sequence, lambda x: 1, 1, self.max_sequences):
+                return False
+        while not self.allocator.extend(sequence.pages, len(sequence.tokens)):
+            if not self._take_from_others(sequence, lambda x: len(x.pages), pages, self.allocator.num_pages):
+                return False
+        return True
+
+    def _take_from_others(
+        self, sequence: GrowingSequence, size: Callable[[GrowingSequence], int], needed: int, whole: int
+    ) -> bool:
+        """Let a sequence wait that another client, or another request of this one, has too many of; False if none."""
+        victim = to_give_way(sequence, self.running, size, needed, whole)
+        if victim is None:
+            return False
+        self.running.remove(victim)
+        self._forget(victim)
+        self.waiting.appendleft(victim)
+        return True
 
     def done(self, batch: Sequence[Chunk]) -> None:
         """The chunks of `batch` are in the cache."""

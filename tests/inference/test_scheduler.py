@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,3 +86,54 @@ def test_every_sequence_ends_and_no_page_has_two_owners(
                     left.remove(x)
     assert not left
     assert own.allocator.num_free == own.allocator.num_pages
+
+
+def test_clients_and_requests_have_equal_shares() -> None:
+    """One has the whole batch alone; another one runs at once, until both have as many; the first goes on after it."""
+    own = scheduler(pages=64, tokens=64, sequences=8)
+    for _ in range(16):
+        own.add(GrowingSequence([1], 100, client="a", request=1))
+    step(own)
+    assert len(own.running) == 8
+    for _ in range(6):
+        own.add(GrowingSequence([2], 100, client="b", request=2))
+    step(own)
+    assert Counter(x.client for x in own.running) == {"a": 4, "b": 4}
+    own.add(GrowingSequence([3], 100, client="b", request=3))
+    step(own)
+    assert Counter(x.request for x in own.running) == {1: 4, 2: 3, 3: 1}
+    for _ in range(5):
+        before = list(own.running)
+        step(own)
+        assert own.running == before, "nobody has to give way without need"
+    for x in [x for x in (*own.running, *own.waiting) if x.client == "b"]:
+        own.remove(x)
+    step(own)
+    assert Counter(x.client for x in own.running) == {"a": 8}
+
+
+def test_a_client_with_all_pages_gives_some_to_another() -> None:
+    own = scheduler(pages=8, page_size=4, tokens=64, sequences=8)
+    for _ in range(4):
+        own.add(GrowingSequence([1] * 7, 8, client="a"))
+    step(own)
+    assert own.allocator.num_free == 0
+    own.add(GrowingSequence([2] * 7, 8, client="b"))
+    step(own)
+    assert Counter(x.client for x in own.running) == {"a": 3, "b": 1}
+    assert len(own.waiting) == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.integers(1, 12)), min_size=1, max_size=12))
+def test_all_end_however_they_are_shared(texts: list[tuple[str, int, int]]) -> None:
+    own = scheduler(pages=4, page_size=4, tokens=16, sequences=4)
+    left = [GrowingSequence([1] * (length - 1 or 1), length + 1, client=x, request=n) for x, n, length in texts]
+    for x in left:
+        own.add(x)
+    for _ in range(400):
+        step(own)
+        for x in [x for x in own.running if len(x.tokens) == x.max_length]:
+            own.remove(x)
+            left.remove(x)
+    assert not left
+    assert own.allocator.num_free == 4

@@ -65,6 +65,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     limits.add_argument("--max-tokens", type=int, help="of a text; default: what fits")
     limits.add_argument("--max-texts", type=int, default=64, help="prompts times n of a request; default: %(default)s")
     limits.add_argument("--max-waiting", type=int, default=256, help="texts beside a full batch; default: %(default)s")
+    limits.add_argument("--max-client-texts", type=int, help="of an address; default: 3/4 of those that run and wait")
     limits.add_argument("--max-connections", type=int, default=1024, help="open at once; default: %(default)s")
     limits.add_argument("--request-seconds", type=float, default=600.0, help="a request may take; default: %(default)s")
     limits.add_argument("--shutdown-seconds", type=float, default=20.0, help="after SIGTERM; default: %(default)s")
@@ -80,6 +81,7 @@ def limits_of(arguments: argparse.Namespace) -> Limits:
         max_tokens=arguments.max_tokens,
         texts=arguments.max_texts,
         waiting=arguments.max_waiting,
+        client_texts=arguments.max_client_texts,
         seconds=arguments.request_seconds,
         shutdown=arguments.shutdown_seconds,
     )
@@ -121,6 +123,8 @@ def serve(service: Service, listener: socket.socket, *, max_connections: int) ->
     """Answer requests until SIGTERM or SIGINT, on the first rank. Raises what the generator has failed with."""
     import uvicorn
 
+    from megafp8.inference.server.connections import LimitedProtocol
+
     class Server(uvicorn.Server):
         """Drains before it closes its sockets, so that health checks and late requests get 503 meanwhile."""
 
@@ -152,6 +156,7 @@ def serve(service: Service, listener: socket.socket, *, max_connections: int) ->
 
     config = uvicorn.Config(
         service.app(on_failure=lambda: server.end()),
+        http=LimitedProtocol,
         lifespan="on",
         log_level="warning",
         access_log=False,

@@ -6,8 +6,9 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -39,7 +40,8 @@ class Limits:
 
     `body_bytes`: of a request. `prompt_tokens`: of each prompt; `max_tokens`: of each text; None: what the model and
     the cache allow. `texts`: of a request, prompts times n. `waiting`: texts that may wait, beside those that run; a
-    request with more gets 429. `seconds`: from the first byte of a request to the last of its response. `shutdown`:
+    request with more gets 429. `client_texts`: that an address may have in several requests, also 429; None: three
+    quarters of those that may run and wait. `seconds`: from the first byte of a request to the last of its response. `shutdown`:
     seconds in which running requests may end after SIGTERM.
     """
 
@@ -48,6 +50,7 @@ class Limits:
     max_tokens: int | None = None
     texts: int = 64
     waiting: int = 256
+    client_texts: int | None = None
     seconds: float = 600.0
     shutdown: float = 20.0
 
@@ -85,6 +88,7 @@ class Service:
         self.metrics = Metrics(lambda: engine.load)
         self.draining = False
         self._reserved = 0
+        self._texts_of = Counter[str]()  # by client, of requests that have not ended
         self._threads = anyio.CapacityLimiter(2)
         """Parsing and tokenization run outside the event loop, in so many threads."""
         self._started = int(time.time())
@@ -120,8 +124,8 @@ class Service:
     # --- what a request may do ---------------------------------------------------------------------------------------
 
     def check_key(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._api_key is not None and not hmac.compare_digest(given.encode(), self._api_key.encode()):
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # as it was sent
+        if self._api_key is not None and not hmac.compare_digest(given, self._api_key.encode()):
             raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
 
     def check_open(self) -> None:
@@ -134,6 +138,22 @@ class Service:
         if name != self.name:
             message = f"The model {name[:100]!r} does not exist; this server has {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    @contextmanager
+    def counted(self, client: str, texts: int) -> Iterator[None]:
+        """Context of a request of `client` for so many texts. Raises ApiError if it has too many."""
+        room = self.engine.generator.cache.max_sequences + self.limits.waiting
+        most = room * 3 // 4 if self.limits.client_texts is None else self.limits.client_texts
+        if self._texts_of[client] and self._texts_of[client] + texts > most:
+            message = "too many texts of this client run and wait; try again later"
+            raise ApiError(429, message, code="rate_limit_exceeded", retry=True)
+        self._texts_of[client] += texts
+        try:
+            yield
+        finally:
+            self._texts_of[client] -= texts
+            if not self._texts_of[client]:
+                del self._texts_of[client]
 
     def reserve(self, texts: int, field: str) -> None:
         """Room for texts that are yet to be submitted; `field` says how many. Raises ApiError."""
@@ -156,7 +176,10 @@ class Service:
         generator = self.engine.generator
         if isinstance(body, CompletionBody):
             field, given = "prompt", list[str | list[int]](body.prompt)
-            prompts = [generator.encode(prompt, i) for i, prompt in enumerate(given)]
+            try:
+                prompts = [generator.encode(prompt, i) for i, prompt in enumerate(given)]
+            except Exception as error:  # tokenizers raise anything
+                raise ApiError(400, f"prompt: {error}", param=field, code="invalid_value") from None
         elif isinstance(self._encode_chat, str):
             raise ApiError(400, self._encode_chat, param="messages", code="unsupported_parameter")
         else:
@@ -266,19 +289,21 @@ class _Exchange:
         service.check_model(body.model)
         prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
         texts = prompts * body.n
-        service.reserve(texts, "prompt" if prompts > body.n else "n")
-        try:
-            accepted = await service.in_thread(service.tokenize, body)
-            service.check_open()
-        finally:
-            service.release(texts)
-        handle = service.engine.submit(*accepted)
-        watcher = asyncio.ensure_future(self._watch(scope))
-        try:
-            await self._generate(body, accepted, handle)
-        finally:
-            watcher.cancel()
-            service.engine.cancel(handle)
+        client = "" if self._request.client is None else self._request.client.host
+        with service.counted(client, texts):
+            service.reserve(texts, "prompt" if prompts > body.n else "n")
+            try:
+                accepted = await service.in_thread(service.tokenize, body)
+                service.check_open()
+            finally:
+                service.release(texts)
+            handle = service.engine.submit(*accepted, client)
+            watcher = asyncio.ensure_future(self._watch(scope))
+            try:
+                await self._generate(body, accepted, handle)
+            finally:
+                watcher.cancel()
+                service.engine.cancel(handle)
 
     async def _read(self) -> bytes:
         """The body. Raises ApiError if it is too large."""
@@ -307,7 +332,11 @@ class _Exchange:
         while not response.finished:
             updates = await handle.updates.get()
             if isinstance(updates, Exception):
-                raise updates if isinstance(updates, ApiError) else ApiError(500, "the generator has failed")
+                raise (
+                    updates
+                    if isinstance(updates, ApiError)
+                    else ApiError(500, "an error of the server; its log has it")
+                )
             self._observe(updates, last)
             if not body.stream:
                 for update in updates:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import broadcast, broadcast_object, rank, size
+from megafp8.distributed.collectives import all_gather_objects, broadcast, broadcast_object, rank, size
 from megafp8.inference.generator import FinishReason, Generator, Load, Submission
 from megafp8.inference.sampling import SamplingOptions
 from megafp8.parallel_state import host_group
@@ -48,11 +48,12 @@ class Update(NamedTuple):
 
 
 class Added(NamedTuple):
-    """A request, by a number that no other has: prompts as tokens, and options for each, with seeds."""
+    """A request, by a number that no other has: prompts as tokens, options for each, with seeds, and whose it is."""
 
     number: int
     prompts: Sequence[Sequence[int]]
     options: Sequence[SamplingOptions]
+    client: str = ""
 
 
 class Command(NamedTuple):
@@ -75,30 +76,51 @@ def _share(command: Command, group: ProcessGroup | None) -> Command:
 
 
 class _Requests:
-    """The requests that a generator works on, the same on every rank."""
+    """The requests that a generator works on, the same on every rank of `group`."""
 
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
+    def __init__(self, generator: Generator, group: ProcessGroup | None = None) -> None:
+        self._generator, self._group = generator, group
         self._submissions: dict[int, Submission] = {}
 
     def __len__(self) -> int:
         return len(self._submissions)
 
-    def step(self, command: Command) -> dict[int, list[Update]]:
-        """Obey a command, run the model once, and return what it adds to each request."""
-        for number, prompts, options in command.added:
-            self._submissions[number] = self._generator.submit(prompts, options)
+    def step(self, command: Command) -> dict[int, list[Update] | Exception]:
+        """Obey a command, run the model once, and return what it adds to each request, or why it has failed.
+
+        A request that fails on all ranks does not concern the others. One that fails on some ranks is an error of the
+        engine, as they would go on with different batches.
+        """
+        updates: dict[int, list[Update] | Exception] = {}
+        for number, prompts, options, client in command.added:
+            try:
+                self._submissions[number] = self._generator.submit(prompts, options, client)
+            except Exception as error:
+                updates[number] = error
+        if command.added:
+            self._check_agreement(updates)
         for number in command.cancelled:  # some of them may have been added just now
             if (submission := self._submissions.pop(number, None)) is not None:
                 self._generator.cancel(submission)
         self._generator.step()
-        updates = {}
         for number, submission in list(self._submissions.items()):
             if submission.pieces:
                 updates[number] = _updates(submission)
-            if submission.finished:
+            if submission.failure is not None:
+                logger.error("a request has failed", exc_info=submission.failure)
+                updates[number] = submission.failure
+            if submission.failure is not None or submission.finished:
                 del self._submissions[number]
         return updates
+
+    def _check_agreement(self, failures: Mapping[int, object]) -> None:
+        """Raise where other ranks could prepare a request, and this one could not, or the reverse."""
+        failed = {number: str(error) for number, error in failures.items()}
+        if any(of_rank.keys() != failed.keys() for of_rank in all_gather_objects(failed, self._group)):
+            error = next((x for x in failures.values() if isinstance(x, Exception)), None)
+            raise error or RuntimeError("another rank could not prepare a request")
+        for number, message in failed.items():
+            logger.error("request %d could not be prepared: %s", number, message)
 
 
 def _updates(submission: Submission) -> list[Update]:
@@ -113,8 +135,8 @@ def _updates(submission: Submission) -> list[Update]:
 
 @dataclass(eq=False)
 class Handle:
-    """A request in the hands of the engine. `updates`: those of each step, and at last the exception of an engine that
-    has failed, if it has. `texts`: how many have not ended."""
+    """A request that the engine works on. `updates`: those of each step, and at last the exception with which it, or
+    the engine, has failed, if it has. `texts`: how many have not ended."""
 
     number: int
     texts: int
@@ -155,8 +177,8 @@ class Engine:
             self._inbox.notify()
         self._thread.join()
 
-    def submit(self, prompts: Sequence[Sequence[int]], options: Sequence[SamplingOptions]) -> Handle:
-        """Generate texts that `Generator.check` has accepted; each of `options` has a seed."""
+    def submit(self, prompts: Sequence[Sequence[int]], options: Sequence[SamplingOptions], client: str = "") -> Handle:
+        """Generate texts of `client` that `Generator.check` has accepted; each of `options` has a seed."""
         self._last_number += 1
         handle = Handle(self._last_number, sum(x.num_samples for x in options))
         if self.failure is not None:
@@ -165,7 +187,7 @@ class Engine:
         self._handles[handle.number] = handle
         self.open_texts += handle.texts
         with self._inbox:
-            self._added.append(Added(handle.number, prompts, options))
+            self._added.append(Added(handle.number, prompts, options, client))
             self._inbox.notify()
         return handle
 
@@ -187,7 +209,7 @@ class Engine:
     def follow(self) -> None:
         """Do what the first rank commands, until it stops. On every other rank."""
         assert rank(self._group) > 0
-        requests = _Requests(self.generator)
+        requests = _Requests(self.generator, self._group)
         while not (command := _share(_NOTHING, self._group)).stop:
             requests.step(command)
 
@@ -196,7 +218,7 @@ class Engine:
         device = self.generator.model.parallel.device
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                requests = _Requests(self.generator)
+                requests = _Requests(self.generator, self._group)
                 while not (command := _share(self._next_command(len(requests) > 0), self._group)).stop:
                     updates = requests.step(command)
                     self.load = self.generator.load
@@ -217,10 +239,15 @@ class Engine:
             self._added, self._cancelled = [], []
             return command
 
-    def _deliver(self, updates: Mapping[int, list[Update]]) -> None:
+    def _deliver(self, updates: Mapping[int, list[Update] | Exception]) -> None:
         for number, own in updates.items():
             if (handle := self._handles.get(number)) is None:
                 continue  # cancelled meanwhile
+            if isinstance(own, Exception):
+                self.open_texts -= handle.texts
+                del self._handles[number]
+                handle.updates.put_nowait(own)
+                continue
             ended = sum(update.finish_reason is not None for update in own)
             handle.texts -= ended
             self.open_texts -= ended

@@ -19,6 +19,7 @@ from megafp8.conversion.hf_sink import HfSink
 from megafp8.data.chats import chat_prompt_encoder, read_chat_template
 from megafp8.inference import Generator
 from megafp8.inference.server.app import Limits, Service
+from megafp8.inference.server.connections import LimitedProtocol
 from megafp8.inference.server.engine import Engine
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import SMALL, RandomSource
@@ -39,14 +40,22 @@ def write_model(folder: Path) -> Path:
 
 @contextmanager
 def served(
-    generator: Generator, folder: Path, api_key: str | None = None, **limits: Any
+    generator: Generator, folder: Path, api_key: str | None = None, max_connections: int | None = None, **limits: Any
 ) -> Iterator[tuple[str, Service]]:
     """The URL of a server in another thread, and its service."""
     assert generator.tokenizer is not None
     encode_chat = chat_prompt_encoder(generator.tokenizer, read_chat_template(str(folder / "tokenizer.json")))
     service = Service(Engine(generator), "tiny", encode_chat=encode_chat, limits=Limits(**limits), api_key=api_key)
     server = uvicorn.Server(
-        uvicorn.Config(service.app(), port=0, lifespan="on", log_level="warning", timeout_graceful_shutdown=5)
+        uvicorn.Config(
+            service.app(),
+            port=0,
+            http=LimitedProtocol,
+            limit_concurrency=max_connections,
+            lifespan="on",
+            log_level="warning",
+            timeout_graceful_shutdown=5,
+        )
     )
     thread = threading.Thread(target=server.run)
     thread.start()

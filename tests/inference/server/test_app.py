@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 import threading
+import time
 from collections.abc import Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +23,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from megafp8.data.chats import chat_prompt_encoder, read_chat_template
 from megafp8.inference import Completion, Generator, SamplingOptions
+from megafp8.inference import generator as generator_module
 from megafp8.inference.generator import CacheOptions
+from megafp8.inference.server import connections
 from megafp8.inference.server.app import Limits
 from tests.inference.server.serving import LENGTH, events, pages_used, served, until, write_model
 
@@ -210,7 +215,7 @@ JSON = {"content-type": "application/json"}
 def test_a_crowd_of_requests(generator: Generator, folder: Path, count: int, distinct: int) -> None:
     """Random lengths, cancelled and malformed ones: right answers, and no page is lost."""
     cases = random_cases(generator, folder, distinct)
-    with served(generator, folder, waiting=2 * count) as (url, service):
+    with served(generator, folder, waiting=2 * count, client_texts=3 * count) as (url, service):
         assert asyncio.run(_crowd(url, cases, count)) > count // 2
         until(lambda: not service.engine.open_texts and not pages_used(service))
         assert httpx.get(f"{url}/health").status_code == 200
@@ -261,6 +266,93 @@ def test_limits(generator: Generator, folder: Path) -> None:
         Limits(texts=0)
 
 
+@pytest.mark.parametrize("where", ["prepared", "decoded"])
+def test_a_request_that_fails_does_not_concern_others(
+    generator: Generator, folder: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception while a text is prepared, or its tokens are decoded, is that request's 500."""
+    tokenizer, bad = generator.tokenizer, [9, 8, 7]
+    assert tokenizer is not None
+    stream, decode = generator_module.stream_of, tokenizer.decode
+
+    def failing_stream(seed: int, prompt: Sequence[int], sample: int) -> Any:
+        if where == "prepared" and prompt == bad and sample == 1:
+            raise RuntimeError("of one text")
+        return stream(seed, prompt, sample)
+
+    class FailingText(generator_module.TextStream):
+        def add(self, token: int) -> str:
+            if where == "decoded" and self.fails and token != bad[0]:
+                raise RuntimeError("of one text")
+            return super().add(token)
+
+        def __init__(self, decode: Any, prompt: Sequence[int], stop: Sequence[str]) -> None:
+            super().__init__(decode, prompt, stop)
+            self.fails = list(prompt) == bad
+
+    monkeypatch.setattr(generator_module, "stream_of", failing_stream)
+    monkeypatch.setattr(generator_module, "TextStream", FailingText)
+    good = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 20, "temperature": 0, "ignore_end": True}
+    with served(generator, folder) as (url, service):
+        expected = httpx.post(url + COMPLETIONS, json=good, timeout=60).json()["choices"]
+        with ThreadPoolExecutor(2) as pool:
+            running = pool.submit(httpx.post, url + COMPLETIONS, json=good, timeout=60)
+            failed = httpx.post(url + COMPLETIONS, json=good | {"prompt": bad, "n": 2}, timeout=60)
+            assert (failed.status_code, list(failed.json())) == (500, ["error"])
+            assert running.result().json()["choices"] == expected
+        assert httpx.post(url + COMPLETIONS, json=good, timeout=60).json()["choices"] == expected
+        until(lambda: not service.engine.open_texts and not pages_used(service), 5)
+
+
+def test_a_client_with_long_texts_does_not_let_others_wait(generator: Generator, folder: Path) -> None:
+    """Of two requests of one address the second runs at once, and both have the texts that they have alone."""
+    long = {"model": "tiny", "prompt": "a", "n": 16, "max_tokens": 60, "temperature": 0, "ignore_end": True}
+    short = long | {"prompt": "b", "n": 1, "max_tokens": 2}
+    with served(generator, folder, client_texts=100) as (url, service), ThreadPoolExecutor(1) as pool:
+        alone = [httpx.post(url + COMPLETIONS, json=body, timeout=60).json()["choices"] for body in (long, short)]
+        running = pool.submit(httpx.post, url + COMPLETIONS, json=long, timeout=60)
+        until(lambda: service.engine.load.running == 8)
+        assert httpx.post(url + COMPLETIONS, json=short, timeout=60).json()["choices"] == alone[1]
+        assert service.engine.load.waiting >= 7, "it had to wait"
+        assert running.result().json()["choices"] == alone[0]
+
+
+def test_headers_that_do_not_end_keep_nobody_out(
+    generator: Generator, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than there may be connections; and each is closed in time, also behind a first request."""
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.5)
+    with served(generator, folder, max_connections=100) as (url, _), ExitStack() as stack:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        half = [stack.enter_context(socket.create_connection(address)) for _ in range(300)]
+        for connection in half:
+            with suppress(OSError):
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n")
+        assert httpx.get(f"{url}/health").status_code == 200
+        second = stack.enter_context(socket.create_connection(address))
+        second.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert second.recv(1000).startswith(b"HTTP/1.1 200")
+        second.sendall(b"GET /hea")
+        for connection in (*half, second):
+            connection.settimeout(5)
+            with suppress(ConnectionResetError):
+                assert connection.recv(1000) == b""
+        assert not connections.LimitedProtocol.incomplete
+        slow = stack.enter_context(socket.create_connection(address))
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")
+        slow.sendall(b"Content-Length: 2\r\n\r\n")
+        time.sleep(0.7)
+        slow.sendall(b"{}")
+        assert slow.recv(1000).startswith(b"HTTP/1.1 400"), "bodies have the time of the request"
+
+
+def test_keys_that_are_not_ascii(generator: Generator, folder: Path) -> None:
+    with served(generator, folder, api_key="schlüssel") as (url, _):
+        for key, status in (("schlüssel", 200), ("schlussel", 401), ("schl\udcfcssel", 401)):
+            headers = {b"authorization": b"Bearer " + key.encode("utf-8", "surrogateescape")}
+            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == status
+
+
 def test_a_full_queue_and_clients_that_leave(generator: Generator, folder: Path) -> None:
     """8 texts run and 2 may wait; those who leave make room at once, with all pages."""
 
@@ -275,7 +367,7 @@ def test_a_full_queue_and_clients_that_leave(generator: Generator, folder: Path)
                 task.cancel()
             await asyncio.gather(*leaving, return_exceptions=True)
 
-    with served(generator, folder, waiting=2) as (url, service):
+    with served(generator, folder, waiting=2, client_texts=100) as (url, service):
         asyncio.run(fill(url))
         until(lambda: not service.engine.open_texts and not pages_used(service), 5)
         assert httpx.post(url + COMPLETIONS, json=ENDLESS | {"max_tokens": 2}).is_success
