@@ -43,6 +43,9 @@ class ConsolidatedSource(Source):
         except (ValueError, KeyError, TypeError, ValidationError) as error:
             raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
         self._entries = read_header(self.path / WEIGHTS_FILE)
+        for name, entry in self._entries.items():
+            if entry.dtype not in DTYPES:
+                raise ValueError(f"{self.path / WEIGHTS_FILE}: {name} is {entry.dtype}; supported: {', '.join(DTYPES)}")
         if self._entries.keys() != self._crcs.keys():
             raise ValueError(f"{self.path / WEIGHTS_FILE} and {file} are of different checkpoints")
         self.tensors = {name: TensorInfo(entry.shape, DTYPES[entry.dtype]) for name, entry in self._entries.items()}

@@ -31,7 +31,7 @@ from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
 from megafp8.conversion.base import Source, TensorInfo
 from megafp8.conversion.megatron_args import read_args
 from megafp8.conversion.megatron_names import OUTPUT, Place, canonical, place, runs, their_shape
-from megafp8.conversion.model import model_tensors
+from megafp8.conversion.model import check_size, model_tensors
 from megafp8.conversion.target import tokenizer_files
 from megafp8.object_store import AnyPath
 
@@ -101,7 +101,9 @@ class MegatronSource(Source):
             vocab = tokens_before_padding(args, vocab_size, self._padded_vocab)
             bert = any(BERT_HEAD in stage.tensors[0, 0] for stage in self._stages)
             self.model = read_args(args, vocab, args.get("make_vocab_size_divisible_by") or 128, bert=bert)
-        except (TypeError, ValueError) as error:
+            ranks = (tensors for stage in self._stages for tensors in stage.tensors.values())
+            check_size(self.model, [tensor.shape for tensors in ranks for tensor in tensors.values()])
+        except (TypeError, KeyError, AttributeError, IndexError, ArithmeticError, ValueError) as error:
             raise ValueError(f"{first.path}: {error}") from error
         experts = 1 if self.model.moe is None else self.model.moe.num_experts
         if experts % self._layout.expert:

@@ -58,7 +58,7 @@ from megafp8.conversion.megatron_source import (
     refuse_t5,
     tokens_before_padding,
 )
-from megafp8.conversion.model import model_tensors
+from megafp8.conversion.model import check_size, model_tensors
 from megafp8.conversion.target import tokenizer_files
 from megafp8.distributed.sharding import Shape
 
@@ -114,7 +114,9 @@ class TorchDistSource(Source):
             vocab = tokens_before_padding(args, vocab_size, self._padded_vocab)
             multiple = args.get("make_vocab_size_divisible_by") or 128
             self.model = read_args(args, vocab, multiple, bert=BERT_HEAD in self._stored)
-        except (TypeError, ValueError) as error:
+            shapes = [info.shape for _, info in self._stored.values()]
+            check_size(self.model, shapes, stacked=max((shape[0] for shape in shapes if shape), default=0))
+        except (TypeError, KeyError, AttributeError, IndexError, ArithmeticError, ValueError) as error:
             raise ValueError(f"{common.path}: {error}") from error
         self.about = about_run(content, args)
         self._parts: dict[str, _Part] = {}
