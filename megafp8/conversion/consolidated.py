@@ -40,6 +40,8 @@ class ConsolidatedSource(Source):
                 raise ValueError(f"format version {described['format_version']}, and this is for {FORMAT_VERSION}")
             self.model = ModelConfig.model_validate(described["model"])
             self.about, self._crcs = described["about"], described["crc32"]
+            if not isinstance(self.about, dict) or not isinstance(self._crcs, dict):
+                raise TypeError("about and crc32 are mappings")
         except (ValueError, KeyError, TypeError, ValidationError) as error:
             raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
         self._entries = read_header(self.path / WEIGHTS_FILE)
