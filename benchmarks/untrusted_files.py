@@ -3,11 +3,12 @@
     python benchmarks/untrusted_files.py                     every byte of the metadata, and 2,000 crafted files
     python benchmarks/untrusted_files.py --every 50 --crafted 100
 
-Checkpoints of a tiny model are written in each format. Every byte of their pickled and JSON metadata is changed, one byte
-a case, once in one bit and once to any other value (seeded), and each case is read as conversion reads it: the folder is opened, and one
-tensor is read. Native metadata is tried with its old checksum, and with a new one, so that the parser sees the change.
-Crafted files are made from seeds by grammars: pickles that name, call and patch classes, announce sizes, or nest; archives
-that compress or lie about sizes; JSON, YAML and header bombs; configs with absurd numbers; patterns that backtrack.
+Checkpoints of a tiny model are written in each format. Every byte of their pickled and JSON metadata is changed, one
+byte a case, once in one bit and once to any other value (seeded), and each case is read as conversion reads it: the
+folder is opened, and one tensor is read. Native metadata is tried with its old checksum, and with a new one, so that
+the parser sees the change. Crafted files are made from seeds by grammars: pickles that name, call and patch classes,
+announce sizes, or nest; archives that compress or lie about sizes; JSON, YAML and header bombs; configs with absurd
+numbers; patterns that backtrack.
 
 Worker processes read the cases, with limits on address space and time. A case is *read* or *refused* with a ValueError
 that names its file. It fails where it
@@ -42,6 +43,7 @@ import time
 import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,6 +65,7 @@ from megafp8.conversion.model import model_tensors
 from megafp8.conversion.patterns import matches
 from megafp8.conversion.safetensors_format import read_header
 from megafp8.data.indexed_dataset import IndexedDataset
+from megafp8.inference.load import Layout, _end_tokens, open_checkpoint
 from megafp8.training.resilience.spikes import read_skipped
 
 MAX_BYTES, MAX_SECONDS = 200_000_000, 2.0
@@ -157,6 +160,7 @@ def flipped(pristine: Path, every: int) -> Iterator[Case]:
 def _read_checkpoint(path: Path) -> Tensor:
     source = FORMATS[path.name].source(path)
     find_tokenizer(source)
+    _end_tokens(source)
     return source.read("model.layers.0.attention.q.weight")
 
 
@@ -206,7 +210,7 @@ def _program(r: random.Random, depth: int = 0) -> bytes:
 
 
 def _bomb(r: random.Random) -> bytes:
-    n = r.choice([10, 300, 20_000, 200_000])
+    n = r.choice([10, 300, 20_000, 100_000])
     doubling = b"]q\x000" + b"".join(b"]q%c(h%ch%ce0" % (i + 1, i, i) for i in range(100)) + b"h\x64"
     return r.choice(
         [
@@ -373,8 +377,6 @@ def _configs(pristine: Path) -> Iterator[Case]:
 
 
 def _open_for_use(path: Path) -> None:
-    from megafp8.inference.load import Layout, open_checkpoint
-
     open_source(path)
     open_checkpoint(path, Layout(), device="cpu")
 
@@ -551,7 +553,10 @@ def crafted(pristine: Path, count: int) -> Iterator[Case]:
 # --- reading in a worker ---
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_EFFECTS = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "exec", "import", "marshal.", "pickle.", "code.", "urllib.", "tempfile.")  # fmt: skip
+_EFFECTS = (
+    *("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "exec", "import", "marshal.", "pickle.", "code."),
+    *("urllib.", "tempfile."),
+)
 _HARMLESS = ("os.listdir", "os.scandir", "os.walk", "os.getxattr")
 
 
@@ -639,11 +644,9 @@ def _work(pristine: Path, folder: Path, cases: list[Case], first: int, log: Path
         truth[name] = _read_checkpoint(folder / name)
         _open_for_use(folder / name)
     for make in _SHARES:
-        for case, _ in zip(make(pristine), range(8)):
-            try:
+        for case, _ in zip(make(pristine), range(2)):
+            with suppress(Exception):  # seen again below
                 case.read(case.change(folder))
-            except Exception:
-                pass
     shutil.rmtree(folder)
     shutil.copytree(pristine, folder)
     watch = _Watch()
@@ -723,8 +726,8 @@ def table(cases: list[Case], results: list[dict[str, Any]]) -> str:
         failed = sum(bool(x["problem"]) for x in found)
         seconds, size = max(x["seconds"] for x in found), max(x["bytes"] for x in found) / 1e6
         lines.append(
-            f"| {group} | {len(found):,} | {counts['read']:,} | {counts['read, other values']:,} | {counts['refused']:,} "
-            f"| {failed:,} | {seconds:.2f} | {size:.0f} |"
+            f"| {group} | {len(found):,} | {counts['read']:,} | {counts['read, other values']:,} "
+            f"| {counts['refused']:,} | {failed:,} | {seconds:.2f} | {size:.0f} |"
         )
     return "\n".join(lines)
 

@@ -19,14 +19,14 @@ def parse_json(content: bytes | str) -> Any:
         raise ValueError(f"it is nested too deeply: more than {MAX_DEPTH} levels") from None
     level = [found] if isinstance(found, (dict, list)) else []
     for _ in range(MAX_DEPTH):
-        if not level:
-            return found
         level = [
             value
             for outer in level
             for value in (outer.values() if isinstance(outer, dict) else outer)
             if isinstance(value, (dict, list))
         ]
+        if not level:
+            return found
     raise ValueError(f"it is nested too deeply: more than {MAX_DEPTH} levels")
 
 

@@ -42,6 +42,9 @@ class ConsolidatedSource(Source):
             self.about, self._crcs = described["about"], described["crc32"]
             if not isinstance(self.about, dict) or not isinstance(self._crcs, dict):
                 raise TypeError("about and crc32 are mappings")
+            run = self.about.get("config", {})
+            if not isinstance(run, dict) or not isinstance(run.get("training", {}), dict):
+                raise TypeError("about.config and its section training are mappings")
         except (ValueError, KeyError, TypeError, ValidationError) as error:
             raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
         self._entries = read_header(self.path / WEIGHTS_FILE)
