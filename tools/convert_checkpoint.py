@@ -27,7 +27,7 @@ from megafp8.conversion.formats import FORMATS, Format, fetched, recognize
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 OF_MEGATRON = ("megatron", "torch_dist")
-SOURCE_OPTIONS = ("unsafe", "vocab_size")
+SOURCE_OPTIONS = ("vocab_size",)
 """Keywords of the sources of `OF_MEGATRON`."""
 SINK_OPTIONS = {
     "megatron": ("tensor", "pipeline", "virtual_pipeline", "expert", "implementation"),
@@ -55,7 +55,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     names = ("transformer_engine", "local")
     to.add_argument("--transformer-impl", dest="implementation", choices=names, help="default: transformer_engine")
     of = parser.add_argument_group("from Megatron-LM")
-    of.add_argument("--unsafe", action="store_true", default=None, help="run the code in its files; you trust them")
     of.add_argument("--vocab-size", type=int, metavar="N", help="tokens before padding, where its files do not say")
     help = "Hugging Face folder of the adapted model; default: the run's checkpoint.init_from"
     parser.add_argument_group("to PEFT").add_argument("--base", metavar="PATH", help=help)

@@ -8,18 +8,16 @@ A save calls DCP's planner and writer directly instead of `dcp.save`, which plan
 save plans first and copies to the host only what this rank will write (`SavePlans`), while `dcp.async_save` copies
 everything the rank holds, which under data parallelism is the whole state on every rank.
 
-DCP's index file `.metadata` is a pickle, which may run any code when it is read. So it is read by an unpickler that
-knows the dozen classes of an index and nothing else.
+DCP's index file `.metadata` is a pickle, which may run any code when Python reads it. So `pickle_reader` reads it, and
+DCP's objects are made here of what it found: names, shapes, dtypes and places, each of them checked. All else in the
+file is ignored, such as planning data of another library.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +25,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -38,93 +39,132 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megafp8.checkpoint.errors import DamagedCheckpoint, join_first, on_all_ranks
 from megafp8.checkpoint.files import Checksum, ChecksummedFiles
+from megafp8.checkpoint.pickle_reader import Record, read_pickle
 from megafp8.checkpoint.rectangles import Rectangles
-from megafp8.checkpoint.torch_file import TorchFile, Unknown, unknown_class
+from megafp8.checkpoint.torch_file import DTYPE_NAMES, TorchFile, is_size, shape_of
 from megafp8.distributed import collectives
 from megafp8.object_store import AnyPath, ObjectPath
 
 INDEX_FILE = ".metadata"
 
-_INDEX_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath"},
-}
+_METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 
 
-def _enum_member(cls: Any, name: str) -> Any:
-    """Replaces `getattr`, with which some releases of Python pickle members of enumerations."""
-    if not (isinstance(cls, type) and issubclass(cls, Enum)):
-        if isinstance(cls, type) and issubclass(cls, Unknown):
-            return cls(name)
-        raise pickle.UnpicklingError(f"it takes {name} of {cls!r}, which is no enumeration")
-    return cls[name]
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Reads an index. `foreign`: every other class becomes an empty one, as in a `TorchFile`."""
-
-    def __init__(self, stream: io.BytesIO, *, foreign: bool = False) -> None:
-        super().__init__(stream)
-        self.foreign = foreign
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _INDEX_CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        if self.foreign:
-            return unknown_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of a checkpoint holds")
-
-
-def parse_index(file: AnyPath, content: bytes, *, foreign: bool = False) -> Metadata:
-    """DCP's index in `content`, the bytes of `file`.
-
-    `foreign`: another library wrote it, whose own planning data may be in it; it is ignored. Raises DamagedCheckpoint
-    naming the file.
-    """
+def parse_index(file: AnyPath, content: bytes) -> Metadata:
+    """DCP's index in `content`, the bytes of `file`. Raises DamagedCheckpoint naming the file."""
     try:
-        index = _IndexUnpickler(io.BytesIO(content), foreign=foreign).load()
-        valid = _is_index(index)
-    except Exception as error:  # a damaged pickle raises nearly anything
-        raise DamagedCheckpoint(f"{file} is damaged: {type(error).__name__}: {error}") from error
-    if not valid:
-        raise DamagedCheckpoint(f"{file} is damaged: it holds no index of a checkpoint")
-    return index
+        found = read_pickle(content, constants=DTYPE_NAMES, builders={("torch", "Size"): _size})
+        return _Index(found).metadata()
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{file} is damaged: {error}") from error
 
 
-def _is_index(index: Any) -> bool:
-    """Whether an unpickled object has the fields of an index, of the right types; may raise where it has not."""
-    stored = all(
-        isinstance(where, MetadataIndex)
-        and isinstance(where.fqn, str)
-        and isinstance(info.relative_path, str)
-        and type(info.offset) is type(info.length) is int
-        for where, info in index.storage_data.items()
-    )
-    described = all(
-        isinstance(name, str)
-        and isinstance(entry.size, torch.Size)
-        and isinstance(entry.properties.dtype, torch.dtype)
-        and all(isinstance(chunk.offsets, torch.Size) and isinstance(chunk.sizes, torch.Size) for chunk in entry.chunks)
-        for name, entry in index.state_dict_metadata.items()
-        if not isinstance(entry, BytesStorageMetadata)
-    )
-    return isinstance(index, Metadata) and stored and described
+def _size(values: Any) -> torch.Size:
+    return torch.Size(shape_of(values))
+
+
+class _Index:
+    """Makes DCP's index of the records in its file. Raises ValueError, saying of which tensor, where one is wrong.
+
+    A record that occurs several times is made once, so the cost is that of the file's length.
+    """
+
+    def __init__(self, found: Any) -> None:
+        self._index = _state(found, "Metadata", "the index")
+        self._properties: dict[Record, TensorProperties] = {}
+        self._chunks: dict[Record, ChunkStorageMetadata] = {}
+
+    def metadata(self) -> Metadata:
+        entries, stored = self._index.get("state_dict_metadata"), self._index.get("storage_data")
+        if type(entries) is not dict or type(stored) is not dict:
+            raise ValueError("it holds no index of a checkpoint")
+        places = {}
+        for key, value in stored.items():
+            index, info = self._place(key, value)
+            if index in places:
+                raise ValueError(f"it says twice where {_shown(index.fqn)} is")
+            places[index] = info
+        described = {name: self._entry(name, entry, len(stored)) for name, entry in entries.items()}
+        if sum(len(x.chunks) for x in described.values() if isinstance(x, TensorStorageMetadata)) > len(stored):
+            raise ValueError("it has more rectangles of tensors than places of them")
+        for name, entry in described.items():
+            if isinstance(entry, TensorStorageMetadata):
+                _check_places(name, entry, places)
+        return Metadata(state_dict_metadata=described, storage_data=places)
+
+    def _place(self, key: Any, value: Any) -> tuple[MetadataIndex, _StorageInfo]:
+        """Where a rectangle, or an object that is no tensor, lies."""
+        index = _state(key, "MetadataIndex", "a key of storage_data")
+        name, offset = index.get("fqn"), index.get("offset")
+        if type(name) is not str or not (offset is None or isinstance(offset, torch.Size)):
+            raise ValueError("a key of storage_data is no name and offset")
+        info = _state(value, "_StorageInfo", f"the place of {_shown(name)}", module=_FILESYSTEM)
+        file: Any = info.get("relative_path")
+        start: Any = info.get("offset")
+        length: Any = info.get("length")
+        if type(file) is not str or file in ("", ".", "..") or "/" in file or "\0" in file or len(file) > 255:
+            raise ValueError(f"the place of {_shown(name)} is in {_shown(file)}, which is no file of the folder")
+        if not is_size(start) or not is_size(length):
+            raise ValueError(f"the place of {_shown(name)} has no offset and length")
+        transformed = ("unknown",) if info.get("transform_descriptors") else None
+        return MetadataIndex(name, offset), _StorageInfo(file, start, length, transformed)
+
+    def _entry(self, name: Any, entry: Any, limit: int) -> TensorStorageMetadata | BytesStorageMetadata:
+        if type(name) is not str:
+            raise ValueError("a key of state_dict_metadata is no text")
+        what = f"the entry of {_shown(name)}"
+        if isinstance(entry, Record) and entry.of == (_METADATA, "BytesStorageMetadata"):
+            return BytesStorageMetadata()
+        about = _state(entry, "TensorStorageMetadata", what)
+        size, chunks, properties = (about.get(field) for field in ("size", "chunks", "properties"))
+        if not isinstance(size, torch.Size) or type(chunks) is not list or len(chunks) > limit:
+            raise ValueError(f"{what} has no size and rectangles")
+        if not isinstance(properties, Record) or properties.of != (_METADATA, "TensorProperties"):
+            raise ValueError(f"{what} has no TensorProperties")
+        if properties not in self._properties:
+            state = properties.state  # a tuple that begins with the dtype
+            if type(state) is not tuple or not state or not isinstance(state[0], torch.dtype):
+                raise ValueError(f"{what} has no dtype")
+            self._properties[properties] = TensorProperties(dtype=state[0])
+        return TensorStorageMetadata(self._properties[properties], size, [self._chunk(x, what) for x in chunks])
+
+    def _chunk(self, chunk: Any, what: str) -> ChunkStorageMetadata:
+        if isinstance(chunk, Record) and chunk in self._chunks:
+            return self._chunks[chunk]
+        about = _state(chunk, "ChunkStorageMetadata", f"a rectangle in {what}")
+        offsets, sizes = about.get("offsets"), about.get("sizes")
+        if not isinstance(offsets, torch.Size) or not isinstance(sizes, torch.Size) or len(offsets) != len(sizes):
+            raise ValueError(f"a rectangle in {what} has no offsets and sizes")
+        made = self._chunks[chunk] = ChunkStorageMetadata(offsets, sizes)
+        return made
+
+
+def _state(record: Any, name: str, what: str, module: str = _METADATA) -> dict[str, Any]:
+    """The fields of a record of the class `module.name`."""
+    if not isinstance(record, Record) or record.of != (module, name) or type(record.state) is not dict:
+        raise ValueError(f"{what} is no {name}")
+    fields: dict[str, Any] = record.state
+    return fields
+
+
+def _check_places(name: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, _StorageInfo]) -> None:
+    """Raise ValueError where a rectangle leaves its tensor, or is larger than the bytes that hold it."""
+    itemsize = entry.properties.dtype.itemsize
+    for chunk in entry.chunks:
+        if len(chunk.sizes) != len(entry.size) or any(
+            o + n > total for o, n, total in zip(chunk.offsets, chunk.sizes, entry.size)
+        ):
+            raise ValueError(
+                f"{_shown(name)} is {list(entry.size)}, and has {list(chunk.sizes)} at {list(chunk.offsets)}"
+            )
+        place = places.get(MetadataIndex(name, chunk.offsets))
+        if place is not None and not place.transform_descriptors and math.prod(chunk.sizes) * itemsize > place.length:
+            raise ValueError(f"a rectangle {list(chunk.sizes)} of {_shown(name)} has {place.length} bytes")
+
+
+def _shown(name: Any) -> str:
+    """A name from a file, for a message."""
+    return name[:120] if type(name) is str and name.isprintable() else ascii(name)[:120]
 
 
 def check_data_files(path: AnyPath, index: Metadata) -> None:

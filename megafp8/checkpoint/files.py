@@ -23,19 +23,22 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from megafp8.checkpoint.errors import DamagedCheckpoint
 from megafp8.object_store import AnyPath, ObjectPath, as_path, is_transient
 from megafp8.object_store.reader import ObjectReader
+from megafp8.strict_json import parse_json
 
 CHECKSUMS_FILE = "checksums.json"
 ALGORITHM = "crc32"
 
 BUFFER_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 25
+MAX_FILE_BYTES = 1 << 28
+"""Of a file that is read whole: an index, a description, a tokenizer."""
 _MAX_IO_BYTES = 1 << 30  # Linux transfers at most 2 GiB a call
 
 
@@ -287,12 +290,14 @@ def read_verified(path: AnyPath, name: str, sums: Mapping[str, Checksum] | None)
     return content
 
 
-def read_file(file: AnyPath) -> bytes:
+def read_file(file: AnyPath, limit: int = MAX_FILE_BYTES) -> bytes:
     """The content of a small file. Raises DamagedCheckpoint where the disk cannot read it, else ValueError.
 
     ObjectStoreError where object storage cannot be reached.
     """
     try:
+        if (size := file.stat().st_size) > limit:
+            raise ValueError(f"{file} has {size:,} bytes, and such a file at most {limit:,}")
         return file.read_bytes()
     except OSError as error:
         if is_transient(error):
@@ -303,14 +308,8 @@ def read_file(file: AnyPath) -> bytes:
 
 def parse_object(file: AnyPath | str, content: bytes) -> dict[str, Any]:
     """The JSON object in `content`, UTF-8, of `file`. Raises DamagedCheckpoint for anything else, NaN included."""
-
-    def refuse(text: str) -> NoReturn:
-        raise ValueError(f"{text} is no JSON")
-
     try:
-        found = json.loads(content.decode("utf-8"), parse_constant=refuse)
-    except RecursionError:
-        raise DamagedCheckpoint(f"{file} is damaged: it is nested too deeply") from None
+        found = parse_json(content)
     except ValueError as error:
         raise DamagedCheckpoint(f"{file} is damaged: {error}") from error
     if not isinstance(found, dict):

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import logging
 import os
 import socket
@@ -45,6 +44,7 @@ from megafp8.checkpoint.errors import FolderInUse, group_or_world, on_all_ranks
 from megafp8.checkpoint.files import to_json
 from megafp8.distributed import collectives
 from megafp8.object_store import AnyPath, ObjectPath, ObjectStoreError, as_path
+from megafp8.strict_json import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def may_be_restarted(owner: dict[str, Any], us: dict[str, Any]) -> bool:
 def _read(file: AnyPath) -> dict[str, Any]:
     """The owner that a lock file names; empty where it is unreadable. FileNotFoundError where there is no file."""
     try:
-        owner = json.loads(file.read_bytes())
+        owner = parse_json(file.read_bytes())
     except (FileNotFoundError, ObjectStoreError):
         raise
     except (ValueError, OSError):

@@ -14,6 +14,7 @@ Checkpoints from before checksums have no checksums.json, and no `has_checksums`
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -145,6 +146,9 @@ class CheckpointReader(TensorReader):
         inside = len(low) == len(size) == len(total) and all(0 <= o <= o + n <= t for o, n, t in zip(low, size, total))
         if not inside:
             raise ValueError(f"{name} is {list(total)}: there is no rectangle {list(size)} at {list(low)} of it")
+        stored = sum(math.prod(rectangle.shape) for rectangle in self.overlapping(name, low, size))
+        if stored < math.prod(size):  # before memory of that size is used
+            raise ValueError(f"{self.path} holds only {stored} of {math.prod(size)} values of {name}")
         result = torch.empty(size, dtype=dtype)
         self.read_into(name, low, result, verify=verify)
         return result

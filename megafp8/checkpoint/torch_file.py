@@ -4,12 +4,12 @@ Such an archive is a zip of uncompressed records: `data.pkl`, a pickle of the sa
 storage, and `data/0`, `data/1`, ..., the bytes of the storages. A checkpoint's data file holds many archives, one for
 each rectangle; a checkpoint of Megatron-LM is one archive a rank.
 
-Reading. A pickle is a program that may call functions of any module. `TorchFile` unpickles with a table of the few
-names that plain data need (dictionaries, dtypes, torch's rebuilding of tensors, which here only records where a tensor
-lies). Every other name becomes an empty class: an enumeration of a library that is not installed, or `os.system`, is
-then an object that holds its arguments and does nothing. Tensors are read later, into buffers of their size; memory
-maps would count as memory used. The CRC-32 of a record, which `torch.load` ignores, is compared before its first
-tensor is read, where the archive has one (torch can be told to omit it, and then writes 0).
+Reading. A pickle is a program that may call functions of any module, so `pickle_reader` reads it, which runs none.
+Dictionaries, dtypes and torch's rebuilding of tensors, which here only records where a tensor lies, have a meaning;
+an enumeration of a library that is not installed, or `os.system`, is a `Record` that does nothing. Tensors are read
+later, into buffers of their size; memory maps would count as memory used. The CRC-32 of a record, which `torch.load`
+ignores, is compared before its first tensor is read, where the archive has one (torch can be told to omit it, and then
+writes 0). All sizes in an archive are compared with its own before anything is allocated.
 
 Writing. `reserve` lets torch write an archive for tensors without values (`torch.serialization.skip_data`),
 `tensor_starts` tells where their bytes belong, and `seal` stores the checksums once they are written. So an archive of
@@ -21,19 +21,18 @@ from __future__ import annotations
 import io
 import math
 import os
-import pickle
 import struct
 import zipfile
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megafp8.checkpoint.files import BLOCK_BYTES, RawFile, allocate, crc32_of, open_raw, read_at, read_into, read_some
+from megafp8.checkpoint.pickle_reader import check_tree, read_pickle
 from megafp8.distributed.sharding import Shape
 from megafp8.object_store import AnyPath, ObjectPath, is_transient
 from megafp8.object_store.reader import REQUEST_BYTES, ObjectReader
@@ -53,27 +52,15 @@ _STORAGES = {
 }
 
 
-class Unknown:
-    """Stands for an object of a class or function that an archive names; holds its arguments."""
-
-    def __init__(self, *arguments: Any, **_: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-
-    def append(self, value: Any) -> None: ...
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__module__}.{type(self).__qualname__}>"
-
-
-def unknown_class(module: str, name: str) -> type[Unknown]:
-    """A class that stands for `module.name`."""
-    return type(name, (Unknown,), {"__module__": module, "__qualname__": name})
+DTYPE_NAMES = {("torch", name): x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
+"""dtypes by the module and name that pickles give them."""
+_CONSTANTS = DTYPE_NAMES | {
+    **{("torch", name): dtype for name, dtype in _STORAGES.items()},
+    ("torch.storage", "UntypedStorage"): torch.uint8,
+}
+_MAX_PICKLE_BYTES = 1 << 28
+_MAX_DIMS = 64
+_MAX_SIZE = 1 << 62
 
 
 class _Storage(NamedTuple):
@@ -133,38 +120,46 @@ class _Section(io.RawIOBase):
 class TorchFile:
     """An archive of `torch.save`; `content` is what was saved, with a `StoredTensor` for each tensor.
 
-    The archive is the file at `path`, or its bytes `[start, start + length)`. `unsafe`: import and call the classes and
-    functions that it names; only for files of people you trust with your account. Raises ValueError naming the file
-    where it is damaged, or was not written by `torch.save`.
+    The archive is the file at `path`, or its bytes `[start, start + length)`. Raises ValueError naming the file where
+    it is damaged, or was not written by `torch.save`.
     """
 
-    def __init__(self, path: AnyPath, start: int = 0, length: int | None = None, *, unsafe: bool = False) -> None:
+    def __init__(self, path: AnyPath, start: int = 0, length: int | None = None) -> None:
         self.path = path
         self._verified: set[str] = set()
         self._object = ObjectReader(path) if isinstance(path, ObjectPath) else None
         try:
             if self._object is not None and length is not None and length <= REQUEST_BYTES:
                 self._object.hold(start, length)
+            size = path.stat().st_size - start if length is None else length
             with self._open() as stream:
-                self._records = _read_directory(stream, start, length or path.stat().st_size - start)
-                if "byteorder" in self._records and self._read_record(stream, "byteorder") != b"little":
+                self._records = _read_directory(stream, start, size)
+                if "byteorder" in self._records and self._read_record(stream, "byteorder", 64) != b"little":
                     raise ValueError("it was written on a big-endian machine")
-                pickled = io.BytesIO(self._read_record(stream, "data.pkl"))
-            self.content = _Unpickler(pickled, unsafe).load()
-        except Exception as error:  # damaged bytes, pickles above all, raise nearly anything
+                pickled = self._read_record(stream, "data.pkl", _MAX_PICKLE_BYTES)
+            builders: dict[tuple[str, str], Callable[..., Any]] = {
+                ("collections", "OrderedDict"): _ordered_dict,
+                ("torch", "Size"): shape_of,
+                ("torch._utils", "_rebuild_tensor_v2"): self._rebuild_tensor_v2,
+                ("torch._utils", "_rebuild_tensor_v3"): self._rebuild_tensor_v3,
+                ("torch._utils", "_rebuild_parameter"): self._rebuild_parameter,
+            }
+            self.content = read_pickle(pickled, constants=_CONSTANTS, builders=builders, persistent=_storage)
+            check_tree(self.content, len(pickled))
+        except Exception as error:  # `zipfile` raises nearly anything for damaged bytes
             if is_transient(error):
                 raise
             if isinstance(error, OSError):
                 raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-            if unsafe and isinstance(error, (ImportError, AttributeError)):
-                raise ValueError(f"{path} names code that is not installed: {error}; read it without unsafe") from error
             raise ValueError(f"{path} is damaged, or no file of torch.save: {error}") from error
 
     def _open(self) -> RawFile:
         return open_raw(self.path) if self._object is None else self._object
 
-    def _read_record(self, stream: RawFile, name: str) -> bytes:
-        record = self._records[name]
+    def _read_record(self, stream: RawFile, name: str, limit: int) -> bytes:
+        record = self._records.get(name)
+        if record is None or record.size > limit:
+            raise ValueError(f"it has no record {name}" + (f" of at most {limit} bytes" if record else ""))
         if not self._is_intact(stream, name):
             raise ValueError(f"its record {name} is not what was saved")
         found = bytearray(record.size)
@@ -220,6 +215,29 @@ class TorchFile:
         with self._open() as stream:
             return not all(self._is_intact(stream, name) for name in self._records)
 
+    def _rebuild_tensor_v2(
+        self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any, dtype: Any = None
+    ) -> StoredTensor:
+        shape, strides = shape_of(size), shape_of(stride)
+        if not isinstance(storage, _Storage) or not is_size(offset) or len(shape) != len(strides):
+            raise ValueError("a tensor without storage, offset, shape and strides")
+        dtype = storage.dtype if dtype is None else dtype
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError("a tensor without a dtype")
+        span = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, strides))
+        record = self._records.get(storage.record)
+        if record is None or (offset + span) * dtype.itemsize > record.size:
+            raise ValueError(f"a tensor that is not inside its record {storage.record[:40]}")
+        return StoredTensor(storage.record, offset * dtype.itemsize, shape, strides, dtype)
+
+    def _rebuild_tensor_v3(self, *arguments: Any) -> StoredTensor:
+        return self._rebuild_tensor_v2(*arguments[:4], dtype=arguments[6])
+
+    def _rebuild_parameter(self, data: Any, *_: Any) -> StoredTensor:
+        if not isinstance(data, StoredTensor):
+            raise ValueError("a parameter that is no tensor")
+        return data
+
     def _is_intact(self, stream: RawFile, name: str) -> bool:
         """Whether a record has its CRC-32, computed once."""
         record = self._records[name]
@@ -230,47 +248,28 @@ class TorchFile:
         return True
 
 
-class _Unpickler(pickle.Unpickler):
-    """Reads plain data and tensors, and imports nothing; see the top of this file."""
+def _ordered_dict() -> dict[Any, Any]:
+    """What an OrderedDict is read as; pickles set its items later."""
+    return {}
 
-    def __init__(self, stream: BinaryIO, unsafe: bool) -> None:
-        super().__init__(stream)
-        self.unsafe = unsafe
-        self.classes: dict[tuple[str, str], type] = {}
 
-    def find_class(self, module: str, name: str, /) -> Any:
-        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"):
-            return getattr(self, name)
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return torch.uint8
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if self.unsafe:
-            return super().find_class(module, name)
-        key = (module, name)
-        return self.classes.setdefault(key, unknown_class(module, name))
+def _storage(pid: Any) -> _Storage:
+    """The storage of a persistent id, ("storage", dtype, record, device, elements)."""
+    if type(pid) is not tuple or len(pid) != 5 or not isinstance(pid[1], torch.dtype) or type(pid[2]) is not str:
+        raise ValueError("a storage without dtype and record")
+    return _Storage(f"data/{pid[2]}", pid[1])
 
-    def persistent_load(self, pid: Any) -> _Storage:
-        _, dtype, record, _, _ = pid
-        return _Storage(f"data/{record}", dtype)
 
-    def _rebuild_tensor_v2(
-        self, storage: _Storage, offset: int, size: Shape, stride: Shape, *_: Any, dtype: torch.dtype | None = None
-    ) -> StoredTensor:
-        dtype = dtype or storage.dtype
-        return StoredTensor(storage.record, offset * dtype.itemsize, tuple(size), tuple(stride), dtype)
+def is_size(value: Any) -> bool:
+    """Whether a value of a file is a size or an offset."""
+    return type(value) is int and 0 <= value <= _MAX_SIZE
 
-    def _rebuild_tensor_v3(self, *arguments: Any) -> StoredTensor:
-        return self._rebuild_tensor_v2(*arguments[:4], dtype=arguments[6])
 
-    def _rebuild_parameter(self, data: StoredTensor, *_: Any) -> StoredTensor:
-        return data
+def shape_of(values: Any) -> Shape:
+    """The shape, strides or offsets that a file gives. Raises ValueError where they are none."""
+    if type(values) not in (tuple, list) or len(values) > _MAX_DIMS or not all(map(is_size, values)):
+        raise ValueError(f"sizes that are not up to {_MAX_DIMS} numbers from 0 to {_MAX_SIZE}")
+    return tuple(values)
 
 
 def reserve(
@@ -327,13 +326,21 @@ def _read_directory(stream: RawFile, start: int, length: int) -> dict[str, _Reco
     """The records of an archive by name, without the folder that all of them are in."""
     if read_at(stream, start, 4) != _LOCAL_HEADER:
         raise ValueError("it does not begin as a zip archive (torch before 1.6 wrote none: load and save it anew)")
+    records: dict[str, _Record] = {}
     with zipfile.ZipFile(io.BufferedReader(_Section(stream, start, length), 1 << 16)) as archive:
-        return {info.filename.partition("/")[2]: _find_record(stream, start, info) for info in archive.infolist()}
+        for info in archive.infolist():
+            record, name = _find_record(stream, start, info), info.filename.partition("/")[2]
+            if record.start + record.size > start + length:
+                raise ValueError(f"its record {name[:80]} of {record.size} bytes does not end inside of it")
+            if name in records:
+                raise ValueError(f"it has two records {name[:80]}")
+            records[name] = record
+    return records
 
 
 def _find_record(stream: RawFile, archive_start: int, info: zipfile.ZipInfo) -> _Record:
     at = archive_start + info.header_offset
     header = read_at(stream, at, 30)
     if header[:4] != _LOCAL_HEADER or info.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"its record {info.filename} is not where the directory says, or compressed")
+        raise ValueError(f"its record {info.filename[:80]} is not where the directory says, or compressed")
     return _Record(at + 30 + sum(struct.unpack("<HH", header[26:30])), info.file_size, info.CRC)

@@ -21,6 +21,10 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 _TEXT = "tag:yaml.org,2002:str"
 _NULL = "tag:yaml.org,2002:null"
 _MERGE = "tag:yaml.org,2002:merge"
+_MAX_BYTES = 1 << 20
+_MAX_DEPTH = 50
+_MAX_REPEATED = 10_000
+"""Nodes more than are written, which aliases make of a document."""
 _LONGEST_INTEGER = 100
 """In digits; Python refuses to print much longer ones."""
 
@@ -44,14 +48,45 @@ for _tag, _pattern, _first in (
 
 
 def compose(text: str) -> Node | None:
-    """The root node of the single document in `text`, None if it is empty. Raises yaml.YAMLError."""
-    loader = _Loader(text)
+    """The root node of the single document in `text`, None if it is empty. Raises yaml.YAMLError.
+
+    A document may not be nested more than `_MAX_DEPTH` deep, nor be much larger than written by aliases of aliases.
+    """
+    if len(text) > _MAX_BYTES:
+        raise yaml.YAMLError(f"{len(text):,} characters, and a config has at most {_MAX_BYTES:,}")
     try:
-        return loader.get_single_node()
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:  # a character that YAML does not have
+        raise yaml.YAMLError(str(error)) from None
+    try:
+        node = loader.get_single_node()
+        _check_size(node)
+        return node
     except RecursionError:
         raise yaml.YAMLError("nested too deeply") from None
     finally:
         loader.dispose()
+
+
+def _check_size(root: Node | None) -> None:
+    """Raise yaml.YAMLError where a document is nested too deeply, contains itself, or repeats too much by aliases."""
+    sizes: dict[int, int] = {}  # by identity, with aliases expanded; 0 while it is computed
+
+    def size(node: Node, depth: int) -> int:
+        if depth > _MAX_DEPTH:
+            raise yaml.YAMLError(f"nested too deeply: more than {_MAX_DEPTH} levels")
+        known = sizes.get(id(node))
+        if known is None:
+            sizes[id(node)] = 0
+            parts = [part for pair in node.value for part in pair] if isinstance(node, MappingNode) else node.value
+            inner = 0 if isinstance(node, ScalarNode) else sum(size(part, depth + 1) for part in parts)
+            known = sizes[id(node)] = 1 + inner
+        elif known == 0:
+            raise yaml.YAMLError("an alias inside of what it stands for")
+        return known
+
+    if root is not None and (expanded := size(root, 0)) > len(sizes) + _MAX_REPEATED:
+        raise yaml.YAMLError(f"its aliases make {expanded:,} values of {len(sizes):,}")
 
 
 def construct(node: Node | None) -> Any:

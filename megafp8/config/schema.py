@@ -244,7 +244,7 @@ class ModelConfig(Section):
     its own: pretrain_gpt.py, pretrain_bert.py, pretrain_t5.py."""
     num_layers: Annotated[int, Field(gt=0, le=10_000), _INTEGER]
     """Number of transformer blocks, in t5 of the encoder."""
-    num_decoder_layers: PositiveInt | None = None
+    num_decoder_layers: Annotated[int, Field(gt=0, le=10_000), _INTEGER] | None = None
     """t5: number of blocks of the decoder. Default: num_layers."""
     hidden_size: PositiveInt
     """Width of the residual stream."""

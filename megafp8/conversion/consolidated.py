@@ -40,9 +40,17 @@ class ConsolidatedSource(Source):
                 raise ValueError(f"format version {described['format_version']}, and this is for {FORMAT_VERSION}")
             self.model = ModelConfig.model_validate(described["model"])
             self.about, self._crcs = described["about"], described["crc32"]
+            if not isinstance(self.about, dict) or not isinstance(self._crcs, dict):
+                raise TypeError("about and crc32 are mappings")
+            run = self.about.get("config", {})
+            if not isinstance(run, dict) or not isinstance(run.get("training", {}), dict):
+                raise TypeError("about.config and its section training are mappings")
         except (ValueError, KeyError, TypeError, ValidationError) as error:
             raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
         self._entries = read_header(self.path / WEIGHTS_FILE)
+        for name, entry in self._entries.items():
+            if entry.dtype not in DTYPES:
+                raise ValueError(f"{self.path / WEIGHTS_FILE}: {name} is {entry.dtype}; supported: {', '.join(DTYPES)}")
         if self._entries.keys() != self._crcs.keys():
             raise ValueError(f"{self.path / WEIGHTS_FILE} and {file} are of different checkpoints")
         self.tensors = {name: TensorInfo(entry.shape, DTYPES[entry.dtype]) for name, entry in self._entries.items()}

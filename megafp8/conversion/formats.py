@@ -16,6 +16,7 @@ from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import CONFIG_FILE, HfSource
 from megafp8.conversion.megatron_sink import MegatronSink
 from megafp8.conversion.megatron_source import COMMON_FILE, TRACKER, MegatronSource, is_distributed, is_megatron
+from megafp8.conversion.model import check_size_of
 from megafp8.conversion.native import NativeSink, is_checkpoint
 from megafp8.conversion.peft_sink import PeftSink
 from megafp8.conversion.peft_source import ADAPTER_CONFIG_FILE, open_peft
@@ -109,4 +110,6 @@ def open_source(path: AnyPath | str, vocab_multiple: int | None = None) -> Sourc
     path = fetched(path)
     format = FORMATS[recognize(path)]
     options = {} if format.padded or vocab_multiple is None else {"vocab_multiple": vocab_multiple}
-    return format.source(path, **options)
+    source = format.source(path, **options)
+    check_size_of(source)
+    return source

@@ -32,6 +32,7 @@ from megafp8.conversion.base import refuse
 HfConfig = Mapping[str, Any]
 _REQUIRED: Any = object()
 _SECTIONS: Mapping[str, type[BaseModel]] = {"moe": MoeConfig, "latent_attention": LatentAttentionConfig}
+_LARGEST_NUMBER, _MOST_LAYERS = 1 << 40, 10_000
 MTP_LAYERS = "num_nextn_predict_layers"
 """Key for the number of layers of multi-token prediction."""
 
@@ -1301,6 +1302,24 @@ def read_config(hf: HfConfig) -> tuple[Family, ModelConfig]:
     if not isinstance(kind, str) or kind not in FAMILIES:
         refuse("model_type", kind, ", ".join(sorted(FAMILIES)))
     family = FAMILIES[kind]
+    _check_numbers(hf)
+    try:
+        return _read(hf, family)
+    except (TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+        raise ValueError(f"a value is of another kind than {kind} models have: {error}") from None
+
+
+def _check_numbers(hf: HfConfig) -> None:
+    """Raise ValueError for numbers that no model has, some of which are counted up to before tensors are compared."""
+    for key, value in hf.items():
+        if type(value) in (int, float) and abs(value) > _LARGEST_NUMBER:
+            refuse(key, value, f"numbers up to {_LARGEST_NUMBER:,}")
+        if "layer" in key and "norm" not in key and type(value) in (int, float) and value > _MOST_LAYERS:
+            refuse(key, value, f"up to {_MOST_LAYERS:,}")
+
+
+def _read(hf: HfConfig, family: Family) -> tuple[Family, ModelConfig]:
+    kind = family.model_type
     several = any("architectures" in trait.keys for trait in family.traits)
     if not several and hf.get("architectures") not in (None, [], [family.architecture], [family.also]):
         refuse("architectures", hf["architectures"], repr([family.architecture]))

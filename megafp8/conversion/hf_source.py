@@ -45,9 +45,9 @@ from megafp8.conversion.hf_names import (
     output_name,
     present_name,
 )
-from megafp8.conversion.model import is_mtp, model_tensors
+from megafp8.conversion.model import check_size, is_mtp, model_tensors
 from megafp8.conversion.safetensors_format import DTYPES, Entry, read_header, read_rows
-from megafp8.conversion.target import TOKENIZER_NAMES
+from megafp8.conversion.target import TOKENIZER_NAMES, own_files
 from megafp8.distributed.sharding import Shape
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -69,12 +69,15 @@ class HfSource(Source):
         except ValueError as error:
             raise ValueError(f"{self.path / CONFIG_FILE}: {error}") from None
         self.about = {"huggingface": config | ({MTP_LAYERS: 0} if MTP_LAYERS in config else {})}
-        others = (self.path / name for name in (*TOKENIZER_NAMES, GENERATION_FILE))
-        self.tokenizer_files = [file for file in others if file.is_file()]
+        self.tokenizer_files = own_files(self.path, (*TOKENIZER_NAMES, GENERATION_FILE))
         self._model_type = family.model_type
         self._entries = self._with_prefix(_entries(self.path))
         if not model.binary_head:
             self._entries = {name: entry for name, entry in self._entries.items() if not is_of_other_head(name)}
+        try:
+            check_size(model, [entry.shape for entry in self._entries.values()])
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from None
         depths = model.mtp_num_layers if any(is_mtp(model, name) for name in self._entries) else 0
         self.model = model.model_copy(update={"vocab_multiple": vocab_multiple, "mtp_num_layers": depths})
         self.tensors = self._check()
@@ -92,7 +95,18 @@ class HfSource(Source):
         """Our tensors, after checking that the files have all of them and nothing else."""
         tensors: dict[str, TensorInfo] = {}
         used: set[str] = set()
+        largest = max((math.prod(entry.shape) for entry in self._entries.values()), default=0)
         for name, shape in model_tensors(self.model).items():
+            if is_vocabulary(name):
+                assert self.model.vocab_size is not None
+                unpadded = self.model.vocab_size * math.prod(shape[1:])
+            else:
+                unpadded = math.prod(shape)
+            if unpadded > largest:  # `location` makes a list of rows
+                raise ValueError(
+                    f"{self.path}: {name} has shape {list(shape)} by {CONFIG_FILE}, and the largest in its files "
+                    f"has {largest:,} values"
+                )
             there = self.location(name, shape)
             entry = self._entries.get(there.name)
             if entry is None:

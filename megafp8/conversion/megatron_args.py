@@ -60,6 +60,7 @@ _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 _SCORES = {"softmax": "softmax", "sigmoid": "sigmoid"}
 _BALANCING = {"seq_aux_loss": "sequence", "global_aux_loss": "global_batch", "aux_loss": None, "none": None}
 """Their balancing losses, and the `moe.aux_loss_scope` of those that are ours."""
+_MOST_LAYERS = 10_000
 _REQUIRED: Any = object()
 _SAME: dict[str, tuple[str, Any]] = {
     "num_layers": ("num_layers", _REQUIRED),
@@ -84,6 +85,8 @@ def read_args(args: Args, vocab_size: int, vocab_multiple: int, *, bert: bool = 
 
     Raises ValueError naming the argument where it is not supported, or is missing.
     """
+    if type(args.get("num_layers")) is int and args["num_layers"] > _MOST_LAYERS:  # which are counted below
+        refuse("num_layers", args["num_layers"], f"up to {_MOST_LAYERS:,}")
     for key, (meaning, harmless) in _REFUSED.items():
         value = args.get(key)
         if value and value not in harmless:

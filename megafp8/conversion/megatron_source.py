@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megafp8.checkpoint.pickle_reader import Record
 from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
 from megafp8.conversion.base import Source, TensorInfo
 from megafp8.conversion.megatron_args import read_args
 from megafp8.conversion.megatron_names import OUTPUT, Place, canonical, place, runs, their_shape
-from megafp8.conversion.model import model_tensors
+from megafp8.conversion.model import check_size, model_tensors
 from megafp8.conversion.target import tokenizer_files
 from megafp8.object_store import AnyPath
 
@@ -80,14 +81,13 @@ class _Part(NamedTuple):
 class MegatronSource(Source):
     """The checkpoint at `path`: the folder given to Megatron-LM's `--load` (its newest), or one iteration's in there.
 
-    `unsafe`: let files import and run code, for arguments that cannot be read otherwise; only for trusted files.
     `vocab_size`: tokens before padding. Raises ValueError naming the file or folder that is not supported.
     """
 
-    def __init__(self, path: str | Path, unsafe: bool = False, vocab_size: int | None = None) -> None:
+    def __init__(self, path: str | Path, vocab_size: int | None = None) -> None:
         self.path = find_iteration(Path(path))
         _check_classic(self.path)
-        self._files, self._layout = _rank_files(self.path, unsafe)
+        self._files, self._layout = _rank_files(self.path)
         self._t = self._layout.tensor
         args = _common_args(self._files, self._layout)
         self._stages = list(_stages(self._files, self._layout))
@@ -101,7 +101,9 @@ class MegatronSource(Source):
             vocab = tokens_before_padding(args, vocab_size, self._padded_vocab)
             bert = any(BERT_HEAD in stage.tensors[0, 0] for stage in self._stages)
             self.model = read_args(args, vocab, args.get("make_vocab_size_divisible_by") or 128, bert=bert)
-        except (TypeError, ValueError) as error:
+            ranks = (tensors for stage in self._stages for tensors in stage.tensors.values())
+            check_size(self.model, [tensor.shape for tensors in ranks for tensor in tensors.values()])
+        except (TypeError, KeyError, AttributeError, IndexError, ArithmeticError, ValueError) as error:
             raise ValueError(f"{first.path}: {error}") from error
         experts = 1 if self.model.moe is None else self.model.moe.num_experts
         if experts % self._layout.expert:
@@ -207,7 +209,7 @@ def _check_classic(folder: Path) -> None:
         raise ValueError(f"{folder} is no checkpoint of Megatron-LM: it has no {TRACKER} and no folders mp_rank_*")
 
 
-def _rank_files(folder: Path, unsafe: bool) -> tuple[dict[Rank, TorchFile], Rank]:
+def _rank_files(folder: Path) -> tuple[dict[Rank, TorchFile], Rank]:
     """The file of each rank, none of which is missing, and the layout."""
     numbers = {}
     for path in sorted(folder.glob("mp_rank_*")):
@@ -218,12 +220,12 @@ def _rank_files(folder: Path, unsafe: bool) -> tuple[dict[Rank, TorchFile], Rank
         if not found:
             raise ValueError(f"{path} has no {FILES[0]}")
         ranks = tuple(int(number) for number in match.groups() if number is not None)
-        numbers[ranks] = TorchFile(found[0], unsafe=unsafe)
+        numbers[ranks] = TorchFile(found[0])
     if len({len(ranks) for ranks in numbers}) > 1:
         names = ", ".join(numbers[ranks].path.parent.name for ranks in (min(numbers, key=len), max(numbers, key=len)))
         raise ValueError(f"{folder} has folders of several layouts: {names}")
     # Of two numbers the second is the expert rank where the arguments say so.
-    args = vars(content_of(next(iter(numbers.values())))["args"])
+    args = content_of(next(iter(numbers.values())))["args"]
     without_stages = args.get("pipeline_model_parallel_size") == 1 and (args.get("expert_model_parallel_size") or 1) > 1
     files = {Rank(n[0], 0, n[1]) if len(n) == 2 and without_stages else Rank(*n): x for n, x in numbers.items()}
     layout = Rank(*(max(axis) + 1 for axis in zip(*files, strict=True)))
@@ -234,11 +236,12 @@ def _rank_files(folder: Path, unsafe: bool) -> tuple[dict[Rank, TorchFile], Rank
 
 
 def content_of(file: TorchFile) -> Mapping[str, Any]:
-    """What a file holds. Raises ValueError where it has no arguments."""
+    """What a file holds, with the arguments (`args`) as a dictionary. Raises ValueError where it has none."""
     content = file.content
-    if not isinstance(content, dict) or not isinstance(getattr(content.get("args"), "__dict__", None), dict):
+    args = content.get("args") if isinstance(content, dict) else None
+    if not isinstance(args, Record) or type(args.state) is not dict:
         raise ValueError(f"{file.path} has no arguments (args), so it does not say what model it is")
-    return content
+    return content | {"args": args.state}
 
 
 def _common_args(files: Mapping[Rank, TorchFile], layout: Rank) -> dict[str, Any]:
@@ -252,7 +255,7 @@ def _common_args(files: Mapping[Rank, TorchFile], layout: Rank) -> dict[str, Any
                 f"{file.path} has checkpoint_version {version}: before 3.0 the rows of query_key_value had "
                 "another order. Load and save it with a newer Megatron-LM, which puts them right"
             )
-        args = vars(content["args"])
+        args = content["args"]
         for axis, found in layout._asdict().items():
             key = f"{axis}_model_parallel_size"
             if args.get(key, found) != found:

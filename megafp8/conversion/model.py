@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
+from collections.abc import Collection
 from typing import cast
 
 import torch
@@ -30,6 +32,37 @@ def without_mtp(source: Source) -> ModelConfig:
     if source.model.mtp_num_layers:
         logger.info(f"{source.path}: the layers of multi-token prediction are left out: the target has no such layers")
     return source.model.model_copy(update={"mtp_num_layers": 0})
+
+
+def check_size(model: ModelConfig, shapes: Collection[Shape], stacked: int = 0) -> None:
+    """Raise ValueError where `model` is larger than stored tensors of these shapes can be, before it is built.
+
+    What a config says costs nothing to write; what is stored has been compared with the sizes of files. `stacked`:
+    layers that one tensor may hold.
+    """
+    values, count = sum(map(math.prod, shapes)), len(shapes)
+    moe = model.moe
+    most = {
+        "num_layers": (len(model.layers), max(count, stacked)),
+        "num_experts": (0 if moe is None else moe.num_experts, values),
+        "num_attention_heads": (model.num_attention_heads, values),
+        "hidden_size": (model.hidden_size, values),
+        "ffn_hidden_size": (model.ffn_hidden_size or 0, values),
+        "head_dim": (model.head_dim or 0, values),
+        "vocab_size · hidden_size": ((model.vocab_size or 0) * model.hidden_size, values),
+    }
+    for key, (size, limit) in most.items():
+        if size > limit:
+            stored = f"{count:,} tensors" if limit < values else f"{values:,} values"
+            raise ValueError(f"{key} is {size:,} by its config, and it has only {stored}")
+
+
+def check_size_of(source: Source) -> None:
+    """Raise ValueError where the model of `source` is larger than its tensors can be."""
+    try:
+        check_size(source.model, [tuple(info.shape) for info in source.tensors.values()])
+    except ValueError as error:
+        raise ValueError(f"{source.path}: {error}") from None
 
 
 def model_tensors(model: ModelConfig) -> dict[str, Shape]:
@@ -71,6 +104,7 @@ def check_source(source: Source) -> tuple[ModelConfig, dict[str, Shape]]:
         table = source.tensors.get("model.embedding.position.weight")
         rows = seq_length(source) if table is None else table.shape[0]
         model = model.model_copy(update={"max_position_embeddings": rows})
+    check_size_of(source)
     tensors = model_tensors(model)
     for name, shape in tensors.items():
         info = source.tensors.get(name)

@@ -29,8 +29,9 @@ from megafp8.conversion.adapters import AdaptedSource, MergedSource
 from megafp8.conversion.base import Source
 from megafp8.conversion.hf_names import Location
 from megafp8.conversion.hf_source import HfSource
+from megafp8.conversion.patterns import matches
 from megafp8.conversion.safetensors_format import DTYPES, Entry, read_header, read_rows
-from megafp8.conversion.target import TOKENIZER_NAMES
+from megafp8.conversion.target import TOKENIZER_NAMES, own_files
 from megafp8.tensor_parallel.lora import A, B
 
 ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -81,7 +82,7 @@ class PeftSource(AdaptedSource):
         self.base: str | None = config["base_model_name_or_path"]
         self._base = HfSource(_base_folder(self.path, self.base), vocab_multiple)
         self.model, self.about = self._base.model, self._base.about
-        own = [file for name in TOKENIZER_NAMES if (file := self.path / name).is_file()]
+        own = own_files(self.path, TOKENIZER_NAMES)
         self.tokenizer_files = own or self._base.tokenizer_files
         self._matrices: dict[str, Tensor] = {}
         self.scales = self._split(_modules(self.path, config), config["r"])
@@ -151,9 +152,18 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
             f"{file}: {key} = {config[key]!r}: more than a product of two matrices is added to weights; merge it by "
             "PEFT's merge_and_unload, and convert the model that this gives"
         )
-    if type(config.get("r")) is not int or not isinstance(config.get("lora_alpha"), (int, float)):
+    if type(config.get("r")) is not int or config["r"] < 1 or not _is_number(config.get("lora_alpha")):
         raise ValueError(f"{file} is damaged: it has no r and lora_alpha")
-    return {"base_model_name_or_path": None} | config
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict) or not all(map(_is_number, patterns.values())):
+        raise ValueError(f"{file}: alpha_pattern is no mapping of patterns to numbers")
+    if not isinstance(config.get("base_model_name_or_path"), str | None):
+        raise ValueError(f"{file}: base_model_name_or_path = {config['base_model_name_or_path']!r} is no text")
+    return {"base_model_name_or_path": None} | config | {"alpha_pattern": patterns}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
 def _base_folder(path: Path, base: str | None) -> Path:
@@ -189,7 +199,12 @@ def _modules(path: Path, config: Mapping[str, Any]) -> dict[str, _Module]:
         if pair.keys() != {"A", "B"}:
             raise ValueError(f"{file} has only one of lora_A and lora_B of {module}")
         rank = pair["A"].shape[0]
-        alpha = _by_pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
+        if rank == 0:
+            raise ValueError(f"{file}: lora_A of {module} has no rows")
+        try:
+            alpha = _by_pattern(config["alpha_pattern"], module, config["lora_alpha"])
+        except ValueError as error:
+            raise ValueError(f"{path / ADAPTER_CONFIG_FILE}: alpha_pattern: {error}") from None
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         modules[module] = _Module(pair["A"], pair["B"], scale)
     return modules
@@ -197,7 +212,5 @@ def _modules(path: Path, config: Mapping[str, Any]) -> dict[str, _Module]:
 
 def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
     """The value for `module`, as PEFT finds it: of the first pattern that is the end of its name."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+    starts = [0, *(dot.end() for dot in re.finditer(r"\.", module))]
+    return next((value for pattern, value in patterns.items() if matches(pattern, module, starts)), default)

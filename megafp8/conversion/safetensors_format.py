@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+_MAX_DIMS = 64
 
 
 class Entry(NamedTuple):
@@ -51,14 +53,17 @@ def read_header(file: Path) -> dict[str, Entry]:
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from error
     described = parse_object(f"the header of {file}", text)
-    return {name: _entry(file, name, about, 8 + length, size) for name, about in described.items() if name != _METADATA}
+    entries = {name: _entry(file, name, x, 8 + length, size) for name, x in described.items() if name != _METADATA}
+    _check_apart(file, described, entries)
+    return entries
 
 
 def _entry(file: Path, name: str, about: Any, data: int, size: int) -> Entry:
     """One tensor of the header; `data`: where the header ends, `size`: the file's."""
     try:
         dtype, shape, (start, end) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
-        valid = all(type(n) is int and n >= 0 for n in (*shape, start, end)) and start <= end
+        valid = len(shape) <= _MAX_DIMS and all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, start, end))
+        valid = valid and start <= end
     except (TypeError, KeyError, ValueError):
         valid = False
     if not valid or not isinstance(dtype, str):
@@ -68,6 +73,14 @@ def _entry(file: Path, name: str, about: Any, data: int, size: int) -> Entry:
     if data + end > size:
         raise ValueError(f"{file} is truncated: {name} ends at byte {data + end}, and the file has {size}")
     return Entry(file, dtype, shape, data + start)
+
+
+def _check_apart(file: Path, described: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
+    """Raise ValueError where two tensors share bytes: few bytes would be read as many."""
+    ranges = sorted((*described[name]["data_offsets"], name) for name in entries)
+    for (_, end, name), (start, _, following) in pairwise(ranges):
+        if start < end:
+            raise ValueError(f"{file} is damaged: {name} and {following} share bytes")
 
 
 def header(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, int]]:

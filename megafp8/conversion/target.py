@@ -22,13 +22,13 @@ import os
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from megafp8.checkpoint.files import rename_synced, sync
+from megafp8.checkpoint.files import MAX_FILE_BYTES, rename_synced, sync
 from megafp8.conversion.base import Source
 
 JOURNAL_FILE = "journal"
@@ -198,6 +198,28 @@ def is_taken(path: Path) -> bool:
     return path.is_symlink() or (path.exists() and (not path.is_dir() or any(path.iterdir())))
 
 
+def own_files(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Those of the files `names` that `folder` has and that may be copied from it.
+
+    A symbolic link may end in the folder, or where the cache of Hugging Face's hub keeps its files: links in
+    <model>/snapshots/<revision> lead to <model>/blobs. Raises ValueError for any other, which whoever made the folder
+    could have led to a file of yours, and for a file of more than `MAX_FILE_BYTES`.
+    """
+    real = folder.resolve()
+    allowed = [real, real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [real]
+    found = [file for name in names if (file := folder / name).is_file()]
+    for file in found:
+        target = file.resolve()
+        if not any(target.is_relative_to(place) for place in allowed):
+            raise ValueError(
+                f"{file} is a symbolic link to {target}, outside of its folder, so it is not copied; put the file "
+                "itself there if it is the model's, or remove the link"
+            )
+        if (size := target.stat().st_size) > MAX_FILE_BYTES:
+            raise ValueError(f"{file} has {size:,} bytes, and a tokenizer at most {MAX_FILE_BYTES:,}")
+    return found
+
+
 def with_companions(file: Path) -> list[Path]:
     """The tokenizer file `file`, and the other tokenizer files beside it where it is of a Hugging Face folder; the
     merges of a vocabulary of GPT-2's."""
@@ -210,4 +232,8 @@ def with_companions(file: Path) -> list[Path]:
 def tokenizer_files(path: Path) -> list[Path]:
     """The tokenizer files in the target `path`."""
     folder = path / TOKENIZER_FOLDER
-    return sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a symbolic link, so its files are not copied; put the folder itself there")
+    return own_files(folder, sorted(file.name for file in folder.iterdir()))

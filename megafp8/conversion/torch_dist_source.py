@@ -28,7 +28,6 @@ files runs (`torch_file`, `dcp.parse_index`).
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -40,6 +39,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megafp8.checkpoint.dcp import INDEX_FILE, check_data_files, parse_index
+from megafp8.checkpoint.files import parse_object, read_file
 from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
 from megafp8.config import ModelConfig
@@ -58,7 +58,7 @@ from megafp8.conversion.megatron_source import (
     refuse_t5,
     tokens_before_padding,
 )
-from megafp8.conversion.model import model_tensors
+from megafp8.conversion.model import check_size, model_tensors
 from megafp8.conversion.target import tokenizer_files
 from megafp8.distributed.sharding import Shape
 
@@ -93,20 +93,19 @@ class _Part(NamedTuple):
 class TorchDistSource(Source):
     """The checkpoint at `path`: the folder given to Megatron-LM's `--load` (its newest), or one iteration's in there.
 
-    `unsafe`: let common.pt import and run code, for arguments that cannot be read otherwise; only for trusted files.
     `vocab_size`: tokens before padding. Raises ValueError naming the file that is missing, damaged or not supported.
     """
 
-    def __init__(self, path: str | Path, unsafe: bool = False, vocab_size: int | None = None) -> None:
+    def __init__(self, path: str | Path, vocab_size: int | None = None) -> None:
         self.path = find_iteration(Path(path))
         _check_backend(self.path)
         index_file = self.path / INDEX_FILE
-        index = parse_index(index_file, index_file.read_bytes(), foreign=True)
+        index = parse_index(index_file, read_file(index_file))
         check_data_files(self.path, index)
         self._reader = TensorReader(self.path, index)
-        common = TorchFile(self.path / COMMON_FILE, unsafe=unsafe)
+        common = TorchFile(self.path / COMMON_FILE)
         content = content_of(common)
-        args = vars(content["args"])
+        args = content["args"]
         self._stored = _weights(self.path, index)
         if EMBEDDING not in self._stored:
             raise ValueError(f"{self.path} has no {EMBEDDING}: it is no GPT or BERT model")
@@ -115,7 +114,9 @@ class TorchDistSource(Source):
             vocab = tokens_before_padding(args, vocab_size, self._padded_vocab)
             multiple = args.get("make_vocab_size_divisible_by") or 128
             self.model = read_args(args, vocab, multiple, bert=BERT_HEAD in self._stored)
-        except (TypeError, ValueError) as error:
+            shapes = [info.shape for _, info in self._stored.values()]
+            check_size(self.model, shapes, stacked=max((shape[0] for shape in shapes if shape), default=0))
+        except (TypeError, KeyError, AttributeError, IndexError, ArithmeticError, ValueError) as error:
             raise ValueError(f"{common.path}: {error}") from error
         self.about = about_run(content, args)
         self._parts: dict[str, _Part] = {}
@@ -204,11 +205,8 @@ def _check_backend(folder: Path) -> None:
     for name in (CONFIG_FILE, COMMON_FILE):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} is no distributed checkpoint of Megatron core: it has no {name}")
-    try:
-        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        backend = config["sharded_backend"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / CONFIG_FILE} is damaged: {type(error).__name__}: {error}") from error
+    config = folder / CONFIG_FILE
+    backend = parse_object(config, read_file(config)).get("sharded_backend")
     if backend != "torch_dist":
         raise ValueError(
             f"{folder / CONFIG_FILE} says sharded_backend = {backend!r}: megafp8 reads torch_dist. A Megatron-LM that "
@@ -241,7 +239,7 @@ def _optimizer_steps(common: TorchFile, tree: Any) -> Iterator[int]:
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree if isinstance(tree, list) else ()):
         if key not in ("step", "common_step"):
             yield from _optimizer_steps(common, value)
-        elif isinstance(value, StoredTensor):
+        elif isinstance(value, StoredTensor) and value.shape in ((), (1,)):
             count = torch.empty(value.shape, dtype=value.dtype)
             common.read(value, key, (0,) * count.dim(), count)
             yield int(count)

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 from megafp8.data.packages import import_package
 from megafp8.data.tokenizers import Tokenizer
+from megafp8.strict_json import parse_json
 
 CONFIG_FILE, TOKENS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 ANSWER_ROLE = "assistant"
@@ -262,7 +263,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(_read(path))
+        content = parse_json(_read(path))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(content, dict):

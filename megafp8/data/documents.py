@@ -13,7 +13,6 @@ import codecs
 import glob
 import gzip
 import io
-import json
 import lzma
 import os
 import zlib
@@ -23,6 +22,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from megafp8.data.packages import import_package
 from megafp8.object_store import AnyPath, ObjectPath, as_path
+from megafp8.strict_json import parse_json
 
 Content = Literal["json_lines", "text", "parquet"]
 Style = Literal["text", "chat", "completion"]
@@ -299,10 +299,10 @@ def _read_json_lines(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
 def _parse_line(line: bytes, origin: str, file: InputFile) -> Document:
     hint = "; it holds zero bytes, as UTF-16 and UTF-32 do: only UTF-8 is read" if b"\0" in line else ""
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = parse_json(line)
     except UnicodeDecodeError as error:
         return Document(origin, None, f"not UTF-8 text: {_position(error)}{hint}")
-    except (ValueError, RecursionError) as error:  # RecursionError: brackets nested a thousand deep
+    except ValueError as error:
         return Document(origin, None, f"not JSON: {error}{hint} (each line must be one JSON object)")
     found = list(record) if isinstance(record, dict) else [f"a {type(record).__name__}"]
     if not isinstance(record, dict) or any(key not in record for key in file.keys):

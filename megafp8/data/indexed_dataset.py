@@ -46,6 +46,7 @@ from numpy.typing import NDArray
 from megafp8.data import DataError
 from megafp8.object_store import AnyPath, ObjectStoreError, as_path, is_transient, is_url
 from megafp8.object_store.cache import THREADS, CachedObject, ObjectCache, ObjectChanged, default_cache
+from megafp8.strict_json import parse_json
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -357,8 +358,8 @@ def _read_sidecar(path: AnyPath) -> dict[str, Any] | None:
     try:
         if path.stat().st_size > _LARGEST_SIDECAR:
             raise ValueError(f"it has {path.stat().st_size:,} bytes")
-        about = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        about = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise _no_sidecar(path, error) from None
     if not isinstance(about, dict):
         raise _no_sidecar(path, f"it holds a {type(about).__name__} and not a mapping")

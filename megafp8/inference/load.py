@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +12,13 @@ import torch
 from pydantic import ValidationError
 
 from megafp8.checkpoint import Rectangles, collect
+from megafp8.checkpoint.files import parse_object, read_file
 from megafp8.config import Config, Fp8Config, ModelConfig
 from megafp8.config.checks import check_layout
 from megafp8.conversion.adapters import MergedSource
 from megafp8.conversion.base import Source
 from megafp8.conversion.formats import open_source
-from megafp8.conversion.hf_source import GENERATION_FILE, HfSource
+from megafp8.conversion.hf_source import CONFIG_FILE, GENERATION_FILE, HfSource
 from megafp8.conversion.hf_tokenizer import find_tokenizer
 from megafp8.conversion.load import load_weights
 from megafp8.data.chats import read_special_tokens
@@ -281,7 +281,10 @@ def _bos_and_eos(tokenizer: Tokenizer, folder: Path, start: Sequence[int]) -> tu
 def _end_tokens(source: Source) -> set[int]:
     """The tokens that end a text, by the files of a Hugging Face folder."""
     file = source.path / GENERATION_FILE
-    given = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    given = parse_object(file, read_file(file)).get("eos_token_id") if file.is_file() else None
     if given is None:
-        given = source.about.get("huggingface", {}).get("eos_token_id")
-    return set() if given is None else {given} if isinstance(given, int) else set(given)
+        file, given = source.path / CONFIG_FILE, source.about.get("huggingface", {}).get("eos_token_id")
+    ends = [] if given is None else given if isinstance(given, list) else [given]
+    if not all(type(end) is int for end in ends):
+        raise ValueError(f"{file}: eos_token_id = {given!r}; supported: a token, or a list of them")
+    return set(ends)

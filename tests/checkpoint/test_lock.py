@@ -97,7 +97,7 @@ def test_which_locks_are_taken_over(
     assert not [other for other in tmp_path.iterdir() if other != file]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}', "[" * 100_000])
 def test_an_unreadable_lock_is_taken_over_by_its_age(tmp_path: Path, content: str) -> None:
     file = _write_lock(tmp_path)
     file.write_text(content)

@@ -229,6 +229,13 @@ def test_files_that_are_not_a_config(tmp_path: Path) -> None:
         assert f"not UTF-8: {byte}; save it as UTF-8" in messages(tmp_path / "other.yaml")
     (tmp_path / "deep.yaml").write_text("model: " + "[" * 1000)
     assert "nested too deeply" in messages(tmp_path / "deep.yaml")
+    doubling = "".join(
+        f"a{i}: &a{i} [{'*a' + str(i - 1) if i else 'x'}, {'*a' + str(i - 1) if i else 'x'}]\n" for i in range(40)
+    )
+    (tmp_path / "aliases.yaml").write_text(doubling)
+    assert "its aliases make " in messages(tmp_path / "aliases.yaml")
+    (tmp_path / "itself.yaml").write_text("model: &a [*a]\n")
+    assert "an alias inside of what it stands for" in messages(tmp_path / "itself.yaml")
     (tmp_path / "bom.yaml").write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert load_config(tmp_path / "bom.yaml") == load_config(path)
 

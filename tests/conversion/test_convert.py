@@ -315,9 +315,11 @@ def test_megatrons_options(tmp_path: Path, run: Run) -> None:
     layout = ["--tensor", "2", "--pipeline", "2", "--transformer-impl", "local"]
     run(tmp_path / "run", tmp_path / "a", "megatron", "--verify", *layout)
     assert len(list((tmp_path / "a").glob("iter_0000030/mp_rank_*"))) == 4
-    run(tmp_path / "a", tmp_path / "b", "native", "--verify", "--unsafe", "--vocab-size", "100")
+    run(tmp_path / "a", tmp_path / "b", "native", "--verify", "--vocab-size", "100")
     check_weights(tmp_path / "b", checkpoints.weights())
-    assert "unsafe is for megatron" in run(tmp_path / "run", tmp_path / "c", "native", "--unsafe", fails=True)
+    assert "vocab_size is for megatron" in run(
+        tmp_path / "run", tmp_path / "c", "native", "--vocab-size", "9", fails=True
+    )
     said = run(tmp_path / "run", tmp_path / "c", "megatron", "--tensor", "3", fails=True)
     assert "TP 3 does not divide" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "run"]

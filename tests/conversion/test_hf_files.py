@@ -252,6 +252,18 @@ def _two_models(folder: Path) -> str:
     return f"{folder} has both model.safetensors and model.safetensors.index.json, which are two models"
 
 
+def _header(content: Any, expected: str) -> Callable[[Path], str]:
+    """A file with this header, and four bytes of data."""
+
+    def damage(folder: Path) -> str:
+        text = (content if isinstance(content, str) else json.dumps(content)).encode()
+        sorted(folder.glob("*.safetensors"))[0].write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+        return expected
+
+    return damage
+
+
+ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 DAMAGES: dict[str, Callable[[Path], str]] = {
     "header": _overwrite(8, b"?", "the header of {file} is damaged: "),
     "header length": _overwrite(0, b"\xff" * 8, "{file} is no safetensors file, or damaged"),
@@ -266,6 +278,14 @@ DAMAGES: dict[str, Callable[[Path], str]] = {
         "model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight, ",
         num_hidden_layers=2,
     ),
+    "a vocabulary for memory": _set("vocab_size · hidden_size is ", vocab_size=10**12),
+    "a vocabulary in floating point": _set("vocab_size = 1000000000000000.0: megafp8 has no such", vocab_size=1e15),
+    "layers for hours": _set("num_hidden_layers = 1000000000: megafp8 has no such model", num_hidden_layers=10**9),
+    "no number": _set("num_attention_heads", num_attention_heads=[4]),
+    "heads for memory": _set("{folder}", num_attention_heads=10**9, num_key_value_heads=10**9, head_dim=2),
+    "dims": _header({"x": ONE | {"shape": [1] * 200_000}}, "its header says of x: {'dtype'"),
+    "shared bytes": _header({"a": ONE, "b": ONE}, "a and b share bytes"),
+    "depth": _header("[" * 100_000, "nested too deeply"),
     "unsupported": _set("{folder}/config.json: attention_bias = True", attention_bias=True),
 } | {
     damage.__name__: damage
@@ -290,6 +310,25 @@ def test_a_file_cut_off_after_the_start(folder: Path) -> None:
     assert name == "lm_head.weight"
     with pytest.raises(ValueError, match=r"is truncated in the middle of lm_head\.weight"):
         source.read("model.output.weight")
+
+
+def test_tokenizer_files_that_are_links(folder: Path, tmp_path: Path) -> None:
+    """Links out of the folder are refused; those of the cache of Hugging Face's hub are not."""
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    (folder / "tokenizer.json").symlink_to(secret)
+    with pytest.raises(ValueError, match=r"tokenizer.json is a symbolic link to .*/secret, outside of its folder"):
+        HfSource(folder)
+    (folder / "tokenizer.json").unlink()
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
+    shutil.copytree(folder, snapshot)
+    blobs.mkdir()
+    (blobs / "123").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/123")
+    assert [file.name for file in HfSource(snapshot).tokenizer_files] == ["tokenizer.json", "generation_config.json"]
+    (snapshot / "vocab.json").symlink_to("../../../secret")
+    with pytest.raises(ValueError, match=r"vocab.json is a symbolic link"):
+        HfSource(snapshot)
 
 
 @pytest.mark.parametrize("name", ["llama2", "gpt2"])

@@ -69,8 +69,6 @@ def test_classes_that_are_not_installed(truth: RandomSource, tmp_path: Path, mon
     save(tmp_path, truth, args, (2, 1, 1), more={"rng_state": [rng], "optimizer": {"param_groups": [{"lr": 0.1}]}})
     monkeypatch.delitem(sys.modules, "megatron_of_someone")
     assert_same(MegatronSource(tmp_path), truth)
-    with pytest.raises(ValueError, match="names code that is not installed: No module named 'megatron_of_someone'"):
-        MegatronSource(tmp_path, unsafe=True)
 
 
 @pytest.mark.parametrize("where", ["args", "beside", "as a weight"])
@@ -86,9 +84,8 @@ def test_code_in_a_file_does_not_run(where: str, truth: RandomSource, tmp_path: 
     else:
         assert_same(MegatronSource(tmp_path / "a"), truth)
     assert not trace.exists()
-    if where != "as a weight":
-        MegatronSource(tmp_path / "a", unsafe=True)
-        assert trace.exists()  # so it was live
+    torch.load(file_of(tmp_path / "a", "mp_rank_00"), weights_only=False)
+    assert trace.exists()  # so it was live
 
 
 def test_a_file_that_is_no_archive(folder: Path) -> None:

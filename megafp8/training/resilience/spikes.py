@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.config import Config, LossSpikeConfig
+from megafp8.strict_json import parse_json
 from megafp8.text_file import replace_text
 
 FILE_NAME = "skipped_samples.json"
@@ -104,8 +105,18 @@ def skipped_of(metadata: Mapping[str, Any]) -> list[Range]:
 def read_skipped(folder: Path, metadata: Mapping[str, Any] | None) -> list[Range]:
     """The ranges that the run in `folder` leaves out: those of its checkpoint, and of its file."""
     path = folder / FILE_NAME
-    written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    try:
+        written = parse_json(path.read_bytes()) if path.exists() else []
+        if not isinstance(written, list) or not all(map(_is_range, written)):
+            raise ValueError("it is no list of pairs of positions")
+    except ValueError as error:
+        works = "restore it; without it the run would train again on samples that it left out"
+        raise ValueError(f"{path} is damaged: {error}; {works}") from None
     return merged(skipped_of(metadata or {}), [(start, end) for start, end in written])
+
+
+def _is_range(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(type(at) is int and at >= 0 for at in pair)
 
 
 def write_skipped(folder: Path, skipped: Sequence[Range]) -> None:

@@ -1,0 +1,405 @@
+"""Reading of pickles without running code: an interpreter of the opcodes that build plain data.
+
+A pickle is a program that imports classes, calls them and sets their attributes. Python's unpickler does all of this
+even where its `find_class` admits few names: BUILD sets attributes of whatever class was named, and an index of the
+memo is the size of an array. This interpreter imports nothing and calls nothing that a file names. A name of a file is
+a `Global`, and an object of it a `Record` with its arguments and its state, which do nothing. Callers make values of
+them, with checks (`dcp`), or give functions of their own for a few names (`torch_file`).
+
+What a file can cost is bounded by its length: sizes are compared with the bytes that follow, the memo is a dictionary,
+and keys of dictionaries and members of sets are those that Python hashes in constant time. Values may be shared, so a
+caller that walks through them recursively first calls `check_tree`: a list that holds another one twice, which holds
+another one twice, thirty times over, has a billion items.
+
+Opcodes: those of protocols 2 to 5 for data (`pickletools` describes them). Protocols 0 and 1, in which torch writes
+nothing by default, have others, which are refused, as are extension registries and out-of-band buffers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+MAX_DEPTH = 200
+_LONGEST_INTEGER = 255  # in bytes
+_LARGEST_KEY = 1 << 60  # the hashes of larger integers can be made to collide
+_LONGEST_KEY = 8  # of a tuple, whose hash Python computes at each use
+_LARGEST_TREE = 10  # items, with those that are shared counted each time, per byte of the file
+
+
+class PickleError(ValueError):
+    """A pickle is damaged, or has an opcode that data do not need."""
+
+
+class Global(NamedTuple):
+    """A class or function that a pickle names."""
+
+    module: str
+    name: str
+
+    def __repr__(self) -> str:
+        return f"<{self.module}.{self.name}>"
+
+
+class Record:
+    """An object of a class, or the result of a function, that a pickle names: what made it, and nothing else.
+
+    `arguments`: of the call; `state`: what it would be restored from; `items`: what would be appended or set, as pairs.
+    """
+
+    __slots__ = ("arguments", "items", "of", "state")
+
+    def __init__(self, of: Global, arguments: tuple[Any, ...]) -> None:
+        self.of, self.arguments = of, arguments
+        self.state: Any = None
+        self.items: list[Any] = []
+
+    def __repr__(self) -> str:
+        return repr(self.of)
+
+
+def read_pickle(
+    content: bytes,
+    *,
+    constants: Mapping[tuple[str, str], Any] | None = None,
+    builders: Mapping[tuple[str, str], Callable[..., Any]] | None = None,
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """The value of the pickle `content`. Raises PickleError, which says at which byte.
+
+    `constants`: values by module and name. `builders`: what is called, with the arguments in the file, where the file
+    calls that name; it must check them, and raises ValueError or TypeError. `persistent`: makes values of persistent
+    ids.
+    """
+    return _Interpreter(content, constants or {}, builders or {}, persistent).run()
+
+
+class _Interpreter:
+    """The stack machine. `stack`: since the last mark; `marks`: the stacks below each mark."""
+
+    def __init__(
+        self,
+        content: bytes,
+        constants: Mapping[tuple[str, str], Any],
+        builders: Mapping[tuple[str, str], Callable[..., Any]],
+        persistent: Callable[[Any], Any] | None,
+    ) -> None:
+        self.content, self.at = content, 0
+        self.constants, self.builders, self.persistent = constants, builders, persistent
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        content, end, memo = self.content, len(self.content), self.memo
+        at = start = 0
+        try:
+            while at < end:
+                start, opcode = at, content[at]
+                at += 1
+                # Half of the opcodes of a large index are these.
+                if opcode == _MEMOIZE:
+                    memo[len(memo)] = self.stack[-1]
+                elif opcode == _BINGET and at < end and content[at] in memo:
+                    self.stack.append(memo[content[at]])
+                    at += 1
+                elif opcode == _LONG_BINGET and at + 4 <= end:
+                    self.at = at
+                    self.get(4)
+                    at += 4
+                elif opcode == _BININT1 and at < end:
+                    self.stack.append(content[at])
+                    at += 1
+                elif opcode == _STOP:
+                    if len(self.stack) != 1 or self.marks:
+                        self.fail("it ends with an unfinished value")
+                    if at != end:
+                        self.fail("bytes follow its end")
+                    return self.stack[0]
+                else:
+                    action = _ACTIONS.get(opcode)
+                    if action is None:
+                        self.fail(f"opcode {opcode:#04x}, which plain data do not need")
+                    self.at = at
+                    action(self)
+                    at = self.at
+        except PickleError as error:
+            raise PickleError(f"{error} (byte {start} of {end} of its pickle)") from None
+        except (IndexError, KeyError, TypeError, ValueError, OverflowError, struct.error) as error:
+            # An empty stack, a missing memo entry, a value of the wrong type.
+            what = " ".join(str(error).split())[:200]
+            raise PickleError(f"{type(error).__name__}: {what} (byte {start} of {end} of its pickle)") from None
+        raise PickleError(f"it is truncated at byte {end} of its pickle")
+
+    def fail(self, problem: str) -> NoReturn:
+        raise PickleError(problem)
+
+    # --- the bytes of an opcode's argument ---
+
+    def take(self, size: int) -> bytes:
+        if not 0 <= size <= len(self.content) - self.at:
+            self.fail(f"{size} bytes are announced, and {len(self.content) - self.at} follow")
+        self.at += size
+        return self.content[self.at - size : self.at]
+
+    def number(self, size: int, *, signed: bool = False) -> int:
+        return int.from_bytes(self.take(size), "little", signed=signed)
+
+    def counted(self, size: int) -> bytes:
+        return self.take(self.number(size))
+
+    def line(self) -> str:
+        end = self.content.index(b"\n", self.at)
+        text = self.content[self.at : end].decode("utf-8")
+        self.at = end + 1
+        return text
+
+    # --- stack and memo ---
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def mark(self) -> None:
+        if len(self.marks) >= MAX_DEPTH:
+            self.fail(f"more than {MAX_DEPTH} values are nested")
+        self.marks.append(self.stack)
+        self.stack = []
+
+    def pop_mark(self) -> list[Any]:
+        items = self.stack
+        self.stack = self.marks.pop()
+        return items
+
+    def pop(self) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.pop_mark()
+
+    def get(self, size: int) -> None:
+        index = int.from_bytes(self.take(size), "little")
+        if index not in self.memo:
+            self.fail(f"it takes value {index} of the memo, which has none there")
+        self.stack.append(self.memo[index])
+
+    def put(self, index: int) -> None:
+        self.memo[index] = self.stack[-1]
+
+    # --- collections ---
+
+    def tuple_of(self, size: int) -> None:
+        if len(self.stack) < size:
+            self.fail(f"a tuple of {size} values, of which there are {len(self.stack)}")
+        self.stack[-size:] = [tuple(self.stack[-size:])]
+
+    def extend(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is list:
+            target.extend(items)
+        elif type(target) is Record:
+            target.items.extend(items)
+        else:
+            self.fail(f"it appends to a {type(target).__name__}")
+
+    def set_items(self, items: list[Any], *, new: bool = False) -> None:
+        if new:
+            self.push({})
+        target = self.stack[-1]
+        if len(items) % 2:
+            self.fail("a key without a value")
+        keys = items[::2]
+        if type(target) is dict:
+            for key in keys:
+                if type(key) is not str:
+                    self.check_key(key)
+            target.update(zip(keys, items[1::2]))
+        elif type(target) is Record:
+            target.items.extend(zip(keys, items[1::2]))
+        else:
+            self.fail(f"it sets items of a {type(target).__name__}")
+
+    def add_items(self) -> None:
+        items = self.pop_mark()
+        target = self.stack[-1]
+        if type(target) is not set:
+            self.fail(f"it adds members to a {type(target).__name__}")
+        target.update(self.checked_keys(items))
+
+    def checked_keys(self, items: list[Any]) -> list[Any]:
+        for item in items:
+            self.check_key(item)
+        return items
+
+    def check_key(self, key: Any, depth: int = 0) -> None:
+        kind = type(key)
+        if kind is str or kind is bytes or kind is Record:
+            return
+        if kind is int:
+            if not -_LARGEST_KEY < key < _LARGEST_KEY:
+                self.fail(f"an integer of {key.bit_length()} bits as a key")
+        elif isinstance(key, tuple):  # Global too
+            if len(key) > _LONGEST_KEY or depth > 1:
+                self.fail(f"a tuple of {len(key)} values, in {depth} others, as a key")
+            for part in key:
+                self.check_key(part, depth + 1)
+        elif kind in (list, dict, set, frozenset, bytearray):
+            self.fail(f"a {kind.__name__} as a key")
+
+    # --- what a file names ---
+
+    def name(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            self.fail("a name that is no text")
+        self.push(self.constants.get((module, name), Global(module, name)))
+
+    def stack_global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        self.name(module, name)
+
+    def call(self) -> None:
+        arguments, of = self.stack.pop(), self.stack.pop()
+        if type(arguments) is not tuple or type(of) is not Global:
+            self.fail(f"it calls a {type(of).__name__} with a {type(arguments).__name__}")
+        builder = self.builders.get(of)
+        self.push(Record(of, arguments) if builder is None else builder(*arguments))
+
+    def call_with_keywords(self) -> None:
+        keywords, arguments, of = self.stack.pop(), self.stack.pop(), self.stack.pop()
+        if type(keywords) is not dict or type(arguments) is not tuple or type(of) is not Global:
+            self.fail(f"it calls a {type(of).__name__} with a {type(arguments).__name__}")
+        self.push(Record(of, (*arguments, keywords)))
+
+    def build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if type(target) is Record:
+            target.state = state
+        elif type(target) is not dict:  # the attributes of a dictionary, such as state_dict's _metadata, are dropped
+            self.fail(f"it sets the state of a {type(target).__name__}")
+
+    def persistent_id(self) -> None:
+        if self.persistent is None:
+            self.fail("a persistent id")
+        self.push(self.persistent(self.stack.pop()))
+
+    def integer(self, size: int) -> None:
+        if size > _LONGEST_INTEGER:
+            self.fail(f"an integer of {size} bytes")
+        self.push(self.number(size, signed=True))
+
+    def protocol(self) -> None:
+        version = self.number(1)
+        if not 2 <= version <= 5:
+            self.fail(f"protocol {version}")
+
+
+_STOP, _MEMOIZE, _BINGET, _LONG_BINGET, _BININT1 = ord("."), 0x94, ord("h"), ord("j"), ord("K")
+_Action = Callable[[_Interpreter], object]
+
+
+def _simple(value: Any) -> _Action:
+    return lambda m: m.push(value)
+
+
+_ACTIONS: dict[int, _Action] = {
+    0x80: _Interpreter.protocol,
+    0x95: lambda m: m.number(8),  # FRAME, a hint for buffering
+    ord("("): _Interpreter.mark,
+    ord("0"): _Interpreter.pop,
+    ord("1"): lambda m: m.pop_mark(),
+    ord("2"): lambda m: m.push(m.stack[-1]),
+    ord("N"): _simple(None),
+    0x88: _simple(True),
+    0x89: _simple(False),
+    ord("J"): lambda m: m.push(m.number(4, signed=True)),
+    _BININT1: lambda m: m.push(m.number(1)),
+    ord("M"): lambda m: m.push(m.number(2)),
+    0x8A: lambda m: m.integer(m.number(1)),
+    0x8B: lambda m: m.integer(m.number(4)),
+    ord("G"): lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
+    ord("C"): lambda m: m.push(m.counted(1)),
+    ord("B"): lambda m: m.push(m.counted(4)),
+    0x8E: lambda m: m.push(m.counted(8)),
+    0x96: lambda m: m.push(bytearray(m.counted(8))),
+    0x8C: lambda m: m.push(m.counted(1).decode("utf-8")),
+    ord("X"): lambda m: m.push(m.counted(4).decode("utf-8")),
+    0x8D: lambda m: m.push(m.counted(8).decode("utf-8")),
+    ord("]"): lambda m: m.push([]),
+    ord("}"): lambda m: m.push({}),
+    ord(")"): _simple(()),
+    0x8F: lambda m: m.push(set()),
+    ord("l"): lambda m: m.push(m.pop_mark()),
+    ord("t"): lambda m: m.push(tuple(m.pop_mark())),
+    ord("d"): lambda m: m.set_items(m.pop_mark(), new=True),
+    0x91: lambda m: m.push(frozenset(m.checked_keys(m.pop_mark()))),
+    0x85: lambda m: m.tuple_of(1),
+    0x86: lambda m: m.tuple_of(2),
+    0x87: lambda m: m.tuple_of(3),
+    ord("a"): lambda m: m.extend([m.stack.pop()]),
+    ord("e"): lambda m: m.extend(m.pop_mark()),
+    ord("s"): lambda m: m.set_items([m.stack.pop(-2), m.stack.pop()]),
+    ord("u"): lambda m: m.set_items(m.pop_mark()),
+    0x90: _Interpreter.add_items,
+    ord("c"): lambda m: m.name(m.line(), m.line()),
+    0x93: _Interpreter.stack_global,
+    ord("R"): _Interpreter.call,
+    0x81: _Interpreter.call,
+    0x92: _Interpreter.call_with_keywords,
+    ord("b"): _Interpreter.build,
+    ord("Q"): _Interpreter.persistent_id,
+    _BINGET: lambda m: m.get(1),
+    _LONG_BINGET: lambda m: m.get(4),
+    ord("q"): lambda m: m.put(m.number(1)),
+    ord("r"): lambda m: m.put(m.number(4)),
+}
+
+
+def _parts(value: Any) -> Any:
+    """What a value contains directly; None for a value that contains nothing."""
+    kind = type(value)
+    if kind is dict:
+        return [*value, *value.values()] if value else None
+    if kind in (list, set, frozenset) or isinstance(value, tuple):
+        return value or None
+    if kind is Record:
+        return [value.arguments, value.state, value.items]
+    return None
+
+
+def check_tree(value: Any, length: int) -> None:
+    """Raise PickleError where a value is nested more than `MAX_DEPTH` deep, contains itself, or is large by sharing.
+
+    `length`: of the pickle, in bytes.
+    """
+    limit = 10_000 + _LARGEST_TREE * length
+    known: dict[int, tuple[int, int]] = {}  # size and depth by identity; no value dies meanwhile
+    opened: set[int] = set()
+    todo = [value]
+    while todo:
+        here = todo[-1]
+        parts = None if id(here) in known else _parts(here)
+        if parts is None:
+            todo.pop()
+            continue
+        if id(here) not in opened:
+            opened.add(id(here))
+            for part in parts:
+                if type(part) in _LEAVES or id(part) in known:
+                    continue
+                if id(part) in opened:
+                    raise PickleError("a value that contains itself")
+                todo.append(part)
+            continue
+        todo.pop()
+        size, depth = 1, 0
+        for part in parts:
+            inner, below = known.get(id(part), (1, 0))
+            size, depth = size + inner, max(depth, below)
+        if depth >= MAX_DEPTH:
+            raise PickleError(f"more than {MAX_DEPTH} values are nested")
+        if size > limit:
+            raise PickleError(f"more than {limit} values, of which most are the same")
+        known[id(here)] = size, depth + 1
+
+
+_LEAVES = (str, int, float, bool, type(None), bytes)

@@ -1,0 +1,41 @@
+"""JSON of files that others may have written: a ValueError for everything that is not plain JSON of moderate depth."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+MAX_DEPTH = 100
+"""Arrays and objects inside each other; what reads them later may be recursive."""
+
+
+def parse_json(content: bytes | str) -> Any:
+    """The value of `content`, in UTF-8. Raises ValueError where it is no JSON, NaN and numbers too large included."""
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8")
+        found = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except RecursionError:
+        raise ValueError(f"it is nested too deeply: more than {MAX_DEPTH} levels") from None
+    level = [found] if isinstance(found, (dict, list)) else []
+    for _ in range(MAX_DEPTH):
+        level = [
+            value
+            for outer in level
+            for value in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(value, (dict, list))
+        ]
+        if not level:
+            return found
+    raise ValueError(f"it is nested too deeply: more than {MAX_DEPTH} levels")
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return number
