@@ -45,7 +45,7 @@ from megafp8.checkpoint.lock import FolderLock
 from megafp8.checkpoint.rectangles import Rectangles, as_rectangles
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Shape
-from megafp8.object_store import AnyPath, as_path
+from megafp8.object_store import AnyPath, ObjectPath, as_path
 
 _ALIGNMENT = 64
 logger = logging.getLogger(__name__)
@@ -267,7 +267,9 @@ def _write(
     except RuntimeError as error:
         if collectives.rank(group) == 0 and (to.lock is None or to.lock.is_ours()):
             store.discard(folder, step)
-        raise SaveFailed(f"saving {final} failed: {error}. Earlier checkpoints are untouched") from error
+        is_gone = not isinstance(folder, ObjectPath) and not folder.exists()
+        rest = f"{folder} is gone, with earlier checkpoints in it" if is_gone else "Earlier checkpoints are untouched"
+        raise SaveFailed(f"saving {final} failed: {error}. {rest}") from error
     on_rank0(lambda: store.remove_older(folder, step, to.keep_last, to.keep_every), group)
     return final
 

@@ -928,8 +928,12 @@ class SpanCorruptionConfig(Section):
         return noise, min(max(round(noise / self.mean_span_length), 1), text - noise)
 
     def text_length(self, inputs: int) -> int:
-        """Tokens of the longest text whose corrupted form, with a sentinel for each span and an end, fits `inputs`."""
-        text = inputs
+        """Tokens of the longest text whose corrupted form, with a sentinel for each span and an end, fits `inputs`.
+
+        `inputs` is at least 3. As `random_spans_helper` of seqio (Raffel et al.): a text of `inputs` - 1 tokens always
+        fits, since no span is empty, and the corrupted form of a longer text is never shorter.
+        """
+        text = inputs - 1
         while True:
             noise, spans = self.lengths(text + 1)
             if text + 1 - noise + spans + 1 > inputs:

@@ -75,6 +75,7 @@ class MaskedLM:
         chosen = self._chosen(labels, generator)
         row = np.zeros((4, self.seq_length + 1), np.int64)
         n = len(labels)
+        assert n <= self.seq_length, f"{n} tokens for a sample of {self.seq_length}"
         row[:2, :-1] = pad
         row[0, :n] = self._replaced(labels, chosen, generator)
         row[1, :n], row[2, chosen], row[3, :n] = labels, 1, types

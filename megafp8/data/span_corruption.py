@@ -53,13 +53,16 @@ class SpanCorruption:
             mark = np.array([sentinel])
             encoder += [kept, mark]
             restored += [mark, taken]
-        labels = np.concatenate([*restored, [self.end_id]])
-        row = np.full(self.seq_length + 3 * self.decoder_length, self.pad_id, np.int64)
-        inputs, counts = np.concatenate([*encoder, [self.end_id]]), row[self.seq_length + 2 * self.decoder_length :]
-        row[: len(inputs)] = inputs
-        row[self.seq_length + 1 : self.seq_length + len(labels)] = labels[:-1]
-        row[self.seq_length + self.decoder_length :][: len(labels)] = labels
-        counts[:] = np.arange(self.decoder_length) < len(labels)
+        inputs, labels = (np.concatenate([*pieces, [self.end_id]]) for pieces in (encoder, restored))
+        lengths_of_row = (self.seq_length, *[self.decoder_length] * 3)
+        assert len(inputs) <= self.seq_length, f"{len(inputs)} tokens for an encoder of {self.seq_length}"
+        assert len(labels) <= self.decoder_length, f"{len(labels)} tokens for a decoder of {self.decoder_length}"
+        row = np.full(sum(lengths_of_row), self.pad_id, np.int64)
+        tokens_s, decoder_d, labels_d, counts_d = np.split(row, np.cumsum(lengths_of_row)[:-1])  # views
+        tokens_s[: len(inputs)] = inputs
+        decoder_d[1 : len(labels)] = labels[:-1]
+        labels_d[: len(labels)] = labels
+        counts_d[:] = np.arange(self.decoder_length) < len(labels)
         return row
 
     def batch(self, rows: Tensor) -> Batch:

@@ -45,6 +45,7 @@ class GroupState:
         self._high_precision: bool | None = None  # until the plans have been looked at, once a step
         self._alike = False
         self._weight: QuantizedTensor | None = None
+        self._weight_recorded = False  # whether the cast of `_weight` recorded its amaxes
 
     def _look_at_plans(self) -> None:
         first = self.states[0].plan
@@ -101,12 +102,15 @@ class GroupState:
         """The FP8 copies of all weights, made at the first call since the last `invalidate_weight`.
 
         Rowwise alone until a call that wants `columnwise` too, as the first one that a backward will follow does.
+        Copies of an evaluation are made anew in training, which records their amaxes.
         """
         if self.states[0].transient_weight:
             return self.quantize_weight(weight, rowwise=True, columnwise=False)
-        if self._weight is None or (columnwise and self._weight.columnwise is None):
-            self._weight = self.quantize_weight(weight, rowwise=True, columnwise=columnwise)
-        return self._weight
+        made, records = self._weight, self.states[0].records_weight
+        if made is None or (columnwise and made.columnwise is None) or (records and not self._weight_recorded):
+            made = self._weight = self.quantize_weight(weight, rowwise=True, columnwise=columnwise)
+            self._weight_recorded = records
+        return made
 
     def dgrad_weight(self, weight: Tensor) -> QuantizedTensor:
         """All weights columnwise, in backward."""

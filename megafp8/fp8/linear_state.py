@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.fp8.gemm.dispatch import Fp8Gemm
 from megafp8.fp8.health import ObservedQuantizer, Recorder
-from megafp8.fp8.quantizers import Calibrating, Quantizer
+from megafp8.fp8.quantizers import AmaxRecording, Calibrating, Quantizer
 from megafp8.fp8.recipes.base import RecipeQuantizer
 from megafp8.fp8.smoothing import ChannelScales
 from megafp8.fp8.sources import Plain, ScaledColumns
@@ -90,6 +90,7 @@ class LinearState:
         self._own_quantizers: Quantizers | None = None  # as the recipe made them, without what records them
         self._gemm: Fp8Gemm | None = None
         self._weight: QuantizedTensor | None = None
+        self._weight_recorded = False  # whether the cast of `_weight` recorded its amax
         self.frozen_weight = False
         self._gathered_weight: ScaledTensor | None = None
         self.input_format: InputFormat | None = None
@@ -199,16 +200,25 @@ class LinearState:
 
     # --- weight -----------------------------------------------------------------------------------------------------
 
+    @property
+    def records_weight(self) -> bool:
+        """Whether a cast of the weight changes the recipe's state now; not in evaluation."""
+        quantizer = self.own_quantizers.weight
+        return isinstance(quantizer, AmaxRecording) and quantizer.recording
+
     def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
         """The FP8 copies of `weight`, made at the first call since the last `invalidate_weight`.
 
         Rowwise alone until a call that wants `columnwise` too, as the first one that a backward will follow does.
+        Copies of an evaluation are made anew in training, which records their amax.
         """
         if self.transient_weight:
             return self._quantize_weight(weight, rowwise=True, columnwise=columnwise)
-        if self._weight is None or (columnwise and self._weight.columnwise is None):
-            self._weight = self._quantize_weight(weight, rowwise=True, columnwise=columnwise)
-        return self._weight
+        made, records = self._weight, self.records_weight
+        if made is None or (columnwise and made.columnwise is None) or (records and not self._weight_recorded):
+            made = self._weight = self._quantize_weight(weight, rowwise=True, columnwise=columnwise)
+            self._weight_recorded = records
+        return made
 
     def dgrad_weight(self, weight: Tensor, kept: QuantizedTensor | None) -> ScaledTensor:
         """`weight` columnwise in backward, where forward has `kept` its copies or None."""

@@ -94,7 +94,7 @@ class Fp8Manager:
         self._groups_of_layers: list[GroupState] = []
         self._amax_groups: dict[str, ProcessGroup] = {}  # of layers that other ranks run than those of `amax_group`
         self._states: list[State] | None = None
-        self._recording: list[AmaxRecording] = []  # quantizers of activations and gradients
+        self._recording: list[AmaxRecording] = []
 
     # --- building ---------------------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Fp8Manager:
             x, w, dy = (quantizers[f"{name}.{operand}"] for operand in Quantizers._fields)
             scales = None if smoothing is None else smoothing.channel_scales.get(name)
             layer.complete(Quantizers(x, w, dy), gemm, scales, self.recorder)
-            self._recording += [q for q in (x, dy, scales) if isinstance(q, AmaxRecording)]
+            self._recording += [q for q in (x, w, dy, scales) if isinstance(q, AmaxRecording)]
 
     @property
     def states(self) -> Sequence[State]:
@@ -310,9 +310,10 @@ class Fp8Manager:
 
     @contextmanager
     def recording(self, flag: bool) -> Iterator[None]:
-        """Within, amaxes of activations and gradients are noted for later scales (True) or not (False: evaluation).
+        """Within, amaxes are recorded for later scales (True) or not (False: evaluation).
 
-        A weight's amax is noted either way: the first use in a step quantizes it, and all see the same weight.
+        Those of weights too: a rank's amax is that of its shard until `end_step` reduces it, and after an evaluation
+        the state may be saved, compared between replicas or reported before a step ends.
         """
         before = [quantizer.recording for quantizer in self._recording]
         for quantizer in self._recording:

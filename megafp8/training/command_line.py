@@ -27,6 +27,7 @@ from megafp8.config import (
     load_config,
     planned_stages,
 )
+from megafp8.redaction import redact_arguments
 from megafp8.training.errors import run_and_report
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ class _Parser(argparse.ArgumentParser):
     """Raises errors instead of printing them: all ranks find the same error, and one of them reports it."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError("command line", [Problem("(arguments)", shlex.join(sys.argv[1:]), message, "see --help")])
+        raise ConfigError(
+            "command line", [Problem("(arguments)", shlex.join(redact_arguments(sys.argv[1:])), message, "see --help")]
+        )
 
 
 class _Once(argparse.Action):

@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from megafp8.config import LoggingConfig
 from megafp8.fp8.health import OPERANDS, Record, ReportWriter
+from megafp8.redaction import redact_tree
 from megafp8.text_file import DiskErrorsLogged, JsonLines
 from megafp8.training.run_log import STEPS
 
@@ -383,6 +384,6 @@ def open_writers(
     if config.tensorboard:
         writers.append(UnlessDiskFull("tensorboard", TensorBoardWriter(folder / "tensorboard", first_step)))
     if config.wandb_project is not None:
-        writers.append(WandbWriter(config.wandb_project, name, folder, settings))
+        writers.append(WandbWriter(config.wandb_project, name, folder, redact_tree(settings)))
     per, bar = "gpu" if device.type == "cuda" else "process", config.progress and sys.stderr.isatty()
     return [*writers, LogWriter(first_step, last_step, config.interval, per=per, bar=bar)]

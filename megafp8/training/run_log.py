@@ -24,6 +24,7 @@ from tqdm import tqdm
 import megafp8
 from megafp8.distributed.collectives import gather_objects
 from megafp8.parallel_state import ParallelState
+from megafp8.redaction import redact, redact_arguments
 from megafp8.text_file import DiskErrorsLogged, JsonLines
 from megafp8.training.errors import TrainingError
 
@@ -44,6 +45,10 @@ class _Formatter(logging.Formatter):
         level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
         record.message = self._rank + level + record.message
         return super().formatMessage(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Without credentials, in the traceback neither."""
+        return redact(super().format(record))
 
 
 class _Console(logging.Handler):
@@ -150,7 +155,7 @@ def record_launch(folder: Path, parallel: ParallelState, step: int) -> None:
     launch: dict[str, Any] = {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "step": step,
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(redact_arguments(sys.argv)),
         "directory": str(Path.cwd()),
         "commit": source_commit(),
         "megafp8_version": megafp8.__version__,

@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
-from megafp8.checkpoint import complete_checkpoints, load, save
+from megafp8.checkpoint import complete_checkpoints, dcp, load, save
 from tests.checkpoint import toy
 from tests.checkpoint.rewritten import make_old
 from tests.world import World
@@ -215,3 +217,17 @@ def test_all_ranks_agree_on_a_step_that_exists(world2: World, tmp_path: Path) ->
     outcomes = world2.run(_save_twice, str(tmp_path))
     assert outcomes[0] == outcomes[1]
     assert "consumed_samples is 8 there and 9 here" in outcomes[0][1]
+
+
+def test_a_folder_deleted_while_saving_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "checkpoints"
+    save(folder, 1, {"x": torch.ones(2)}, toy.METADATA)
+    write_data, error = dcp.write_data, r"saving .*step_00000002 failed: .* is gone, with earlier checkpoints in it"
+
+    def deleted(*arguments: Any) -> Any:
+        shutil.rmtree(folder)
+        return write_data(*arguments)
+
+    monkeypatch.setattr(dcp, "write_data", deleted)
+    with pytest.raises(RuntimeError, match=error):
+        save(folder, 2, {"x": torch.ones(2)}, toy.METADATA)

@@ -200,9 +200,25 @@ def test_completions(tokenizer: Tokenizer, append_eod: bool) -> None:
         ("{{ messages.append(1) }}", chat("a", "b"), "the chat template refuses it: access to attribute 'append'"),
         (BLOCKS, chat("a", "\ufdd0"), "a message holds U.FDD0"),
     ],
-    ids=["raise_exception", "no answer", "prefixes", "sandbox", "immutable", "marks"],
+    ids=[
+        "raise_exception",
+        "no answer",
+        "prefixes",
+        "sandbox",
+        "division",
+        "recursion",
+        "time",
+        "product",
+        "power",
+        "output",
+        "immutable",
+        "marks",
+    ],
 )
-def test_chats_that_are_refused(tokenizer: Tokenizer, template: str, messages: Chat, error: str) -> None:
+def test_chats_that_are_refused(
+    tokenizer: Tokenizer, template: str, messages: Chat, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megafp8.data.chats.RENDER_SECONDS", 0.5)
     with pytest.raises(ValueError, match=error):
         chat_encoder(tokenizer, ChatTemplate(template, {"eos_token": "</s>"}))(messages)
 

@@ -81,7 +81,10 @@ def _compared(settings: Config, steps: int) -> dict[Part, bool]:
     for step in range(steps):
         trainer.train_step(step, batches(step, settings, parallel))
         check_replicas(trainer, step + 1)
+        before = {name: tensor.clone() for name, tensor in trainer.fp8.state_dict().items()}
         trainer.evaluate(batches(1000, settings, parallel))
+        for name, tensor in trainer.fp8.state_dict().items():  # the running step's amaxes too, which are rank-local
+            assert torch.equal(tensor, before[name]), name
         check_replicas(trainer, step + 1)
     trainer.wait_for_weights()
     spans = [(r.values.data_ptr(), r.values.data_ptr() + r.values.nbytes) for r in replicated_state(trainer)]

@@ -3,10 +3,11 @@
 Blackwell's tensor cores multiply such matrices (`megafp8.fp8.gemm.scaled_mm`); elsewhere their product is emulated in
 fp32. scale_inv is one byte, E8M0: the byte e stands for 2^(e-127), there is no sign and no zero, and 255 is NaN.
 
-The exponent is that of amax / 448 rounded **up**, as Blackwell's own conversion does (PTX `cvt.rp.satfinite.ue8m0x2`):
-a block's largest value is scaled into (224, 448], and nothing saturates. The specification suggests the exponent of
-amax alone, rounded down, which scales up to 512, clips what is above 448, and trains worse (Mishra et al. 2025,
-arXiv:2506.08027).
+The scale is that of NVIDIA's recipe (Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8", arXiv:2506.08027;
+Transformer Engine's `float_to_e8m0(amax / 448)`): the exponent of amax / 448 rounded **up**, as Blackwell's own
+conversion does (PTX `cvt.rp.satfinite.ue8m0x2`). A block's largest value is scaled into (224, 448], and nothing
+saturates. OCP MX 1.0 (section 6.3) suggests floor(log2 amax) - 8 instead, which scales up to 512, clips what is above
+448, and trains worse according to that paper.
 
 Edges. A block of zeros has byte 0. So has a block whose amax is 448·2^-127 or less: its values are multiplied by 2^127
 like any others, so they keep what precision they have. A block with an infinity or a NaN has byte 254, the largest: the
@@ -64,7 +65,7 @@ def quantize_mxfp8(x_rc: Tensor, fmt: Format = E4M3) -> ScaledTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP8Scaling(Fp8Recipe):
-    """A power of two for each 32 neighbours, rounded so that nothing saturates."""
+    """A power of two for each 32 neighbours, rounded up as in NVIDIA's recipe (arXiv:2506.08027): nothing saturates."""
 
     name: ClassVar[str] = "mxfp8"
     capabilities: ClassVar[Capabilities] = Capabilities(

@@ -41,8 +41,8 @@ class Limits:
     `body_bytes`: of a request. `prompt_tokens`: of each prompt; `max_tokens`: of each text; None: what the model and
     the cache allow. `texts`: of a request, prompts times n. `waiting`: texts that may wait, beside those that run; a
     request with more gets 429. `client_texts`: that an address may have in several requests, also 429; None: three
-    quarters of those that may run and wait. `seconds`: from the first byte of a request to the last of its response. `shutdown`:
-    seconds in which running requests may end after SIGTERM.
+    quarters of those that may run and wait. `seconds`: from the first byte of a request to the last of its response.
+    `shutdown`: seconds in which running requests may end after SIGTERM.
     """
 
     body_bytes: int = 2**20

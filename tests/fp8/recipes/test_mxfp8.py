@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.recipes.mxfp8 import e8m0_decode, e8m0_encode, quantize_mxfp8
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -74,6 +75,35 @@ def test_the_largest_value_fills_the_range_and_never_saturates(device: str) -> N
     ratio = x.double() / scaled.scale_inv.cpu().flatten().double()
     assert ratio.max() == 448
     assert ratio.min() > 224
+
+
+def scale_byte_of_nvidia(amax: float, fp8_max: float) -> int:
+    """The rule of arXiv:2506.08027 with Transformer Engine's arithmetic: amax times the rounded reciprocal in fp32."""
+    value = float(np.float32(amax) * np.float32(1.0 / fp8_max))
+    if math.isinf(value):
+        return 254
+    mantissa, exponent = math.frexp(value)  # value = mantissa * 2^exponent, mantissa in [0.5, 1)
+    log2_rounded_up = exponent - (mantissa == 0.5)
+    return 0 if value == 0 else min(max(log2_rounded_up + 127, 0), 254)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_scales_are_those_of_nvidias_recipe_and_not_of_ocp(fmt: Format, device: str) -> None:
+    """At and beside all powers of two and all multiples of the format's maximum by them; zero, subnormals."""
+    powers = np.array([math.ldexp(1.0, e) for e in range(-149, 128)])
+    edges = np.concatenate([powers, powers[powers < 2.0**112] * fmt.max]).astype(np.float32)
+    beside = [np.nextafter(edges, np.float32(end)) for end in (0, np.inf)]
+    amaxes = np.concatenate([edges, *beside, [0.0, 1e-42]]).astype(np.float32)
+    x = torch.from_numpy(amaxes).to(device).view(-1, 1)
+    found = e8m0_encode(quantize_mxfp8(x, fmt).scale_inv).flatten().tolist()
+    assert found == [scale_byte_of_nvidia(float(amax), fmt.max) for amax in amaxes]
+    normal = amaxes[(amaxes >= 2.0**-100) & (amaxes <= 2.0**100)]
+    ocp = np.floor(np.log2(normal.astype(np.float64))) - math.floor(math.log2(fmt.max)) + 127
+    kept = (amaxes >= 2.0**-100) & (amaxes <= 2.0**100)
+    rounded_up = np.array(found)[kept] - ocp
+    assert set(rounded_up) == {0, 1}  # one more where the largest value is above the format's maximum
+    assert np.array_equal(rounded_up == 1, normal > fmt.max * 2.0 ** (ocp - 127))
 
 
 def test_blocks_at_the_edges() -> None:
