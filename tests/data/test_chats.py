@@ -195,7 +195,7 @@ def test_completions(tokenizer: Tokenizer, append_eod: bool) -> None:
             "fails: TimeoutError: it takes more than 0.5 s",
         ),
         ("{{ 'a' * 10**12 }}", chat("a", "b"), r"\* would make more than"),
-        ("{{ 2 ** 10**9 }}", chat("a", "b"), "an exponent of more than 1024"),
+        ("{{ 2 ** 1000000000 }}", chat("a", "b"), "an exponent of more than 1024"),
         ("{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}", chat("a", "b"), "has more than 16,777,216 char"),
         ("{{ messages.append(1) }}", chat("a", "b"), "the chat template refuses it: access to attribute 'append'"),
         (BLOCKS, chat("a", "\ufdd0"), "a message holds U.FDD0"),

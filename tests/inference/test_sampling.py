@@ -143,7 +143,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "top_p = 0: must be above 0": {"top_p": 0},
     "min_p = 1.5: must be between 0": {"min_p": 1.5},
     "repetition_penalty = 0: must be from 0.0001 to 10000": {"repetition_penalty": 0},
-    "repetition_penalty = 1e+300: must be from 0.0001": {"repetition_penalty": 1e300},
+    r"repetition_penalty = 1e.300: must be from 0.0001": {"repetition_penalty": 1e300},
     "stop = 'x': must be strings that are not empty": {"stop": "x"},
     r"stop = \('',\): must be strings that are not empty": {"stop": ("",)},
 }
