@@ -13,6 +13,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,7 @@ from megafp8.distributed.collectives import gather_objects
 from megafp8.parallel_state import ParallelState
 from megafp8.redaction import redact, redact_arguments
 from megafp8.text_file import DiskErrorsLogged, JsonLines
-from megafp8.training.errors import TrainingError
+from megafp8.training.errors import TrainingError, no_space
 
 LOG_FILE = "log.txt"
 LAUNCHES_FILE = "launches.jsonl"
@@ -104,7 +105,13 @@ class RunLog:
         self._logger.setLevel(logging.WARNING if self._rank else logging.INFO)
         self._logger.propagate = False  # a library that configures the root logger would print every message again
         self._logger.addHandler(self._console)
+        self._excepthook, threading.excepthook = threading.excepthook, self._report_thread
         return self
+
+    def _report_thread(self, failed: threading.ExceptHookArgs) -> None:
+        """Print the traceback of a thread, but of a full disk: then whoever uses the thread's writer logs the error."""
+        if no_space(failed.exc_value) is None:
+            self._excepthook(failed)
 
     def open(self, folder: Path) -> None:
         """On rank 0, also append to log.txt in `folder`, from the first call on."""
@@ -130,6 +137,7 @@ class RunLog:
             self._logger.removeHandler(self._file)
             self._file.close()
         self._logger.removeHandler(self._console)
+        threading.excepthook = self._excepthook
         level, self._logger.propagate = self._before
         self._logger.setLevel(level)
 
