@@ -21,12 +21,13 @@ import reference  # noqa: E402
 GENERATED = {
     "index.md": lambda: (ROOT / "README.md").read_text(encoding="utf-8"),
     "changelog.md": lambda: (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
+    "security.md": lambda: (ROOT / "SECURITY.md").read_text(encoding="utf-8"),
     "reference/config.md": reference.config,
     "reference/commands.md": reference.commands,
     "reference/python.md": reference.python,
     "stylesheets/site.css": lambda: (Path(__file__).parent / "site.css").read_text(encoding="utf-8"),
 }
-FROM_ROOT = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
+FROM_ROOT = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md"}
 """Pages made of files outside docs/, whose links start there."""
 OF_SOURCES = {"megafp8/config/schema.py": "reference/config.md", "megafp8/__init__.py": "reference/python.md"}
 """Pages that links to sources lead to, where the source is what there is in the repository."""
