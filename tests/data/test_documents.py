@@ -43,7 +43,7 @@ DAMAGE: dict[str, tuple[bytes, str]] = {
     "zeros": (bytes(300), "not JSON: .*; it holds zero bytes"),
     "noise": (bytes(b for b in random.Random(0).randbytes(400) if b != 10), "not UTF-8 text"),
     "a number too long for Python": (b'{"text": "x", "n": ' + b"1" * 5000 + b"}", "not JSON: Exceeds the limit"),
-    "nested too deep": (b'{"text": "x", "n": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "not JSON: .*recursion"),
+    "nested too deep": (b'{"text": "x", "n": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "not JSON: it is nested"),
     "a list": (b'["text"]', r"has no key 'text' \(it has a list\)"),
     "a string": (b'"text"', r"has no key 'text' \(it has a str\)"),
     "another key": (b'{"body": "x"}', r"has no key 'text' \(it has body\)"),
