@@ -38,7 +38,7 @@ ALGORITHM = "crc32"
 BUFFER_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 25
 MAX_FILE_BYTES = 1 << 28
-"""Of a file that is read whole: an index, a description, a tokenizer."""
+"""Largest size of a file that is read whole: an index, a description, a tokenizer."""
 _MAX_IO_BYTES = 1 << 30  # Linux transfers at most 2 GiB a call
 
 

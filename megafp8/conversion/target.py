@@ -199,7 +199,7 @@ def is_taken(path: Path) -> bool:
 
 
 def own_files(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Those of the files `names` that `folder` has and that may be copied from it.
+    """The files of `names` that `folder` has and that may be copied from it.
 
     A symbolic link may end in the folder, or where the cache of Hugging Face's hub keeps its files: links in
     <model>/snapshots/<revision> lead to <model>/blobs. Raises ValueError for any other, which whoever made the folder
