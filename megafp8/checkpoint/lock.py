@@ -44,6 +44,7 @@ from megafp8.checkpoint.errors import FolderInUse, group_or_world, on_all_ranks
 from megafp8.checkpoint.files import to_json
 from megafp8.distributed import collectives
 from megafp8.object_store import AnyPath, ObjectPath, ObjectStoreError, as_path
+from megafp8.processes import pid_namespace, process_start
 from megafp8.strict_json import parse_json
 
 logger = logging.getLogger(__name__)
@@ -52,23 +53,6 @@ LOCK_FILE = ".lock"
 HEARTBEAT_SECONDS = 15.0
 STALE_SECONDS = 120.0
 _SETTLING_SECONDS = 3.0
-
-
-def _process_start(pid: int | str) -> str | None:
-    """Start time of process `pid` in kernel ticks; None where it does not run, or there is no /proc."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *fields = text.rpartition(")")[2].split()  # the name in parentheses may hold anything
-    return None if state in "ZX" else fields[18]
-
-
-def _pid_namespace() -> str | None:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return None
 
 
 def describe_this_process() -> dict[str, Any]:
@@ -80,8 +64,8 @@ def describe_this_process() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "pid_namespace": _pid_namespace(),
-        "process_start": _process_start("self"),
+        "pid_namespace": pid_namespace(),
+        "process_start": process_start("self"),
         "job": job,
         "restart": sum(int(number) for number in restarts if number.isdigit()),
         "since": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -93,7 +77,7 @@ def is_over(owner: dict[str, Any], us: dict[str, Any]) -> bool:
     """Whether process `us` knows that `owner`, both as lock files describe them, has ended."""
     if us["job"] and owner.get("job") == us["job"] and owner.get("restart", us["restart"]) < us["restart"]:
         return True
-    return _is_here(owner, us) and _process_start(owner["pid"]) != owner.get("process_start")
+    return _is_here(owner, us) and process_start(owner["pid"]) != owner.get("process_start")
 
 
 def _is_here(owner: dict[str, Any], us: dict[str, Any]) -> bool:

@@ -139,7 +139,10 @@ def clean_incomplete(folder: AnyPath | str) -> list[AnyPath]:
         return []
     leftovers = sorted(path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
     for leftover in leftovers:
-        shutil.rmtree(leftover)
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover)
+        else:  # put there by others; what a link names is not ours
+            leftover.unlink()
     return list(leftovers)
 
 

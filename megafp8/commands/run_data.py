@@ -19,6 +19,7 @@ import yaml
 
 from megafp8.commands.common import file_of_run
 from megafp8.commands.fp8_records import advice_text, grid, ordered_layers, read_config
+from megafp8.config.reader import compose, construct
 from megafp8.fp8.health import FILE_NAME as FP8_FILE
 from megafp8.fp8.health import OPERANDS, Record, read_report
 from megafp8.optimizer.layer_norms import GRADIENT, UPDATE, WEIGHT, in_order
@@ -337,7 +338,10 @@ def _changes(folder: Path) -> Iterator[Event]:
 
 
 def _yaml(path: Path) -> dict[str, Any]:
-    found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        found = construct(compose(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
     return found if isinstance(found, dict) else {}
 
 

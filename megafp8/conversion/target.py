@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.files import MAX_FILE_BYTES, rename_synced, sync
 from megafp8.conversion.base import Source
+from megafp8.strict_json import parse_json
 
 JOURNAL_FILE = "journal"
 TOKENIZER_FOLDER = "tokenizer"
@@ -72,7 +73,11 @@ class Journal:
         same = bool(lines) and lines[0] == json.dumps(key)
         if not same and len(lines) > 1:
             self._stream.close()
-            found = json.loads(lines[0])
+            try:
+                found = parse_json(lines[0])
+            except ValueError as error:
+                raise ValueError(f"{self.path} is damaged: {error}; delete the folder to begin anew") from None
+            found = found if isinstance(found, dict) else {}
             changes = (
                 f"{name} was {found.get(name)} and is {key[name]}" for name in key if found.get(name) != key[name]
             )

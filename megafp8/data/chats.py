@@ -1,8 +1,8 @@
 """Chats and completions as token ids with a loss mask: which tokens are answers, and which are only their context.
 
 A chat is rendered by the tokenizer's chat template, a Jinja program, in the sandbox and with the variables and
-functions that transformers' `apply_chat_template` gives it, and tokenized as a whole. So token ids are those of
-transformers.
+functions that transformers' `apply_chat_template` gives it, in a process of its own with limits of memory and time
+(`template_process`), and tokenized as a whole. So token ids are those of transformers.
 
 Which characters are answers is found in one of two ways:
 
@@ -18,23 +18,17 @@ that has characters of an answer and of what precedes it counts as the answer's.
 
 from __future__ import annotations
 
-import datetime
-import json
 import re
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.data.packages import import_package
+from megafp8.data.template_process import BEGIN, END, render
 from megafp8.data.tokenizers import Tokenizer
 from megafp8.strict_json import parse_json
 
@@ -45,10 +39,6 @@ Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
 """Start and end of each answer, in characters."""
 
-RENDER_SECONDS, RENDERED_CHARACTERS = 5.0, 1 << 24
-"""Limits of rendering, as templates come with models from others."""
-_LARGEST_EXPONENT = 1024
-_BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters, which no text has
 _BLOCK = re.compile(r"\{%[-+]?\s*generation\b")
 
 
@@ -71,7 +61,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """The text of a chat."""
-        return re.sub(f"[{_BEGIN}{_END}]", "", self._render(messages, add_generation_prompt))
+        return re.sub(f"[{BEGIN}{END}]", "", self._render(messages, add_generation_prompt))
 
     def answers(self, messages: Sequence[Message], special: Sequence[str] = ()) -> tuple[str, Spans]:
         """The text of a chat, and the places of its answers.
@@ -80,7 +70,7 @@ class ChatTemplate:
         place cannot be found.
         """
         if _BLOCK.search(self.source):
-            if any(mark in message["content"] for message in messages for mark in (_BEGIN, _END)):
+            if any(mark in message["content"] for message in messages for mark in (BEGIN, END)):
                 raise ValueError("a message holds U+FDD0 or U+FDD1, which are no characters")
             return _spans_of_blocks(self._render(messages, False))
         text, spans = self.render(messages), []
@@ -101,109 +91,18 @@ class ChatTemplate:
         return text, spans
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        jinja2 = import_package("jinja2", "a chat template")
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         variables = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
-        try:
-            with _time_limit(RENDER_SECONDS):
-                pieces, length = [], 0
-                for piece in self._compiled.generate(messages=plain, **variables, **self.special_tokens):
-                    length += len(piece)
-                    if length > RENDERED_CHARACTERS:
-                        raise ValueError(f"its text has more than {RENDERED_CHARACTERS:,} characters")
-                    pieces.append(piece)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refuses it: {error}") from None
-        except Exception as error:  # a template can raise anything: a division by zero, a recursion
-            raise ValueError(f"the chat template fails: {type(error).__name__}: {error}") from None
-        return "".join(pieces)
-
-    @cached_property
-    def _compiled(self) -> Any:
-        return _compile(self.source)
-
-    def __getstate__(self) -> dict[str, Any]:  # a compiled template cannot be pickled
-        return {"source": self.source, "special_tokens": self.special_tokens}
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Context in which Python code of this thread raises TimeoutError when `seconds` are over.
-
-    Each line that runs is compared with the clock. So it ends loops, and nothing that is done within one call of native
-    code.
-    """
-    end, before = time.monotonic() + seconds, sys.gettrace()
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if time.monotonic() > end:
-            raise TimeoutError(f"it takes more than {seconds:g} s")
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-def _compile(source: str) -> Any:
-    """A Jinja template in the environment of transformers' chat templates. Raises ValueError if it is none."""
-    jinja2 = import_package("jinja2", "a chat template")
-    extensions, sandbox = import_package("jinja2.ext", "a chat template"), import_package("jinja2.sandbox", "")
-    nodes = jinja2.nodes
-
-    class Generation(extensions.Extension):  # type: ignore[name-defined]
-        """`{% generation %}`: the text of an answer, which is put between `_BEGIN` and `_END`."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> list[Any]:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
-            return [node.set_lineno(line) for node in (begin, nodes.Scope(body), end)]
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own escapes characters of HTML
-
-    class Environment(sandbox.ImmutableSandboxedEnvironment):  # type: ignore[name-defined]
-        """With limits to what operators may make."""
-
-        intercepted_binops = frozenset(("*", "**", "+"))
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            sizes = [len(x) if isinstance(x, (str, list, tuple)) else x for x in (left, right)]
-            numbers = all(isinstance(x, int) for x in sizes)
-            of_text = sizes != [left, right]
-            if numbers and of_text and (sizes[0] * sizes[1] if operator == "*" else sum(sizes)) > RENDERED_CHARACTERS:
-                raise ValueError(f"{operator} would make more than {RENDERED_CHARACTERS:,} characters")
-            if numbers and operator == "**" and abs(sizes[0]) > 1 and sizes[1] > _LARGEST_EXPONENT:
-                raise ValueError(f"an exponent of more than {_LARGEST_EXPONENT}")
-            return super().call_binop(context, operator, left, right)
-
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, extensions.loopcontrols])
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the chat template cannot be compiled: line {error.lineno}: {error}") from None
-    except (RecursionError, MemoryError, SyntaxError) as error:
-        raise ValueError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from None
+        return render(self.source, {"messages": plain, **variables, **self.special_tokens})
 
 
 def _spans_of_blocks(marked: str) -> tuple[str, Spans]:
     """Of a text with marks of generation blocks: the text without them, and what they enclose."""
     text, spans, begin = "", [], 0
-    for part in re.split(f"([{_BEGIN}{_END}])", marked):
-        if part == _BEGIN:
+    for part in re.split(f"([{BEGIN}{END}])", marked):
+        if part == BEGIN:
             begin = len(text)
-        elif part == _END:
+        elif part == END:
             spans.append((begin, len(text)))
         else:
             text += part
@@ -229,7 +128,8 @@ def read_chat_template(tokenizer_path: str | None, given: str | None = None) -> 
             f"{folder} has no chat template, neither {TEMPLATE_FILE} nor chat_template of {CONFIG_FILE}: give the file "
             "of one by --chat-template"
         )
-    _compile(source)
+    import_package("jinja2", "a chat template")
+    render(source, None)
     return ChatTemplate(source, _special_tokens(config))
 
 

@@ -46,6 +46,7 @@ from numpy.typing import NDArray
 from megafp8.data import DataError
 from megafp8.object_store import AnyPath, ObjectStoreError, as_path, is_transient, is_url
 from megafp8.object_store.cache import THREADS, CachedObject, ObjectCache, ObjectChanged, default_cache
+from megafp8.processes import incomplete_path, remove_abandoned
 from megafp8.strict_json import parse_json
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -112,12 +113,11 @@ class IndexedDataset:
         self._in_order = _check_pointers(path, size, self._index)
         if verify:
             self._check_checksum()
-        self.tokens: NDArray[Any] | RemoteTokens = np.empty(0, self.dtype)
+        self.tokens: NDArray[Any] | LocalTokens | RemoteTokens = np.empty(0, self.dtype)
         if size:
+            path = Path(f"{self.prefix}.bin")
             self.tokens = (
-                np.memmap(bin_path(self.prefix), mode="r", dtype=self.dtype)  # type: ignore[call-overload]
-                if remote is None
-                else RemoteTokens(remote.bin, self.dtype)
+                LocalTokens(path, size, self.dtype) if remote is None else RemoteTokens(remote.bin, self.dtype)
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -209,9 +209,9 @@ class IndexedDataset:
 
         The parts are 64 evenly spaced blocks of 4 KiB, or all of a .bin of at most 256 KiB.
         """
-        if isinstance(self.tokens, RemoteTokens):
-            return _fingerprint(self.index_sha256, self.tokens.obj.size, self.tokens.fetch_parts)
-        return _fingerprint(self.index_sha256, self.tokens.nbytes, _parts_of(self.tokens.view(np.uint8)))
+        if isinstance(self.tokens, np.ndarray):
+            return _fingerprint(self.index_sha256, 0, _parts_of(self.tokens.view(np.uint8)))
+        return _fingerprint(self.index_sha256, len(self.tokens) * self.dtype.itemsize, self.tokens.fetch_parts)
 
     @cached_property
     def has_loss_mask(self) -> bool:
@@ -280,6 +280,45 @@ class _Objects(NamedTuple):
 
     idx: CachedObject
     bin: CachedObject
+
+
+class LocalTokens:
+    """Tokens of a .bin file on a disk; slices of it are arrays.
+
+    The file is read, not mapped. If it becomes shorter meanwhile, that is a DataError; of a map it would be a SIGBUS,
+    which ends the process without a message.
+    """
+
+    def __init__(self, path: Path, size: int, dtype: np.dtype[Any]) -> None:
+        self.path, self.size, self.dtype = path, size, dtype
+        self._file = path.open("rb", buffering=0)
+
+    def __len__(self) -> int:
+        return self.size // self.dtype.itemsize
+
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        start, stop, _ = part.indices(len(self))
+        found = np.empty(max(0, stop - start), self.dtype)
+        self._read(start * self.dtype.itemsize, found.view(np.uint8).data)
+        return found
+
+    def fetch_parts(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Ranges of bytes."""
+        parts = [bytearray(stop - start) for start, stop in ranges]
+        for (start, _), part in zip(ranges, parts):
+            self._read(start, memoryview(part))
+        return [bytes(part) for part in parts]
+
+    def _read(self, offset: int, into: memoryview) -> None:
+        done = 0
+        while done < len(into):
+            read = os.preadv(self._file.fileno(), [into[done:]], offset + done)
+            if not read:
+                raise DataError(
+                    f"{self.path} has become shorter since it was opened: it had {self.size:,} bytes, and has "
+                    f"{offset + done:,} or fewer; copy the data set again, or write it again"
+                )
+            done += read
 
 
 class RemoteTokens:
@@ -487,10 +526,11 @@ class IndexedDatasetWriter:
                 raise ValueError(f"{path} exists; choose another output prefix, or replace it by --overwrite")
         if "max_token_id" not in (_read_sidecar(sidecar_path(prefix)) or {"max_token_id": 0}):
             raise _no_sidecar(sidecar_path(prefix), "it has no max_token_id")
-        self._bin, self._idx, self._sidecar = (
-            Path(f"{prefix}.{kind}.incomplete-{os.getpid()}") for kind in ("bin", "idx", "json")
-        )
+        names = [Path(f"{prefix}.{kind}") for kind in ("bin", "idx", "json")]
+        self._bin, self._idx, self._sidecar = map(incomplete_path, names)
         try:
+            for path in names:
+                remove_abandoned(path)
             self._bin.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._bin.open("wb")
         except OSError as error:

@@ -14,11 +14,12 @@ Shapes: n outputs, k inputs of a weight.
 from __future__ import annotations
 
 import io
-import pickle
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
+from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
 from megafp8.distributed.tp_overlap import default_overlap
 from megafp8.fp8.autocast import in_onnx_export
 from megafp8.fp8.linear_state import LinearState, QuantizedGradHandoff
@@ -274,13 +276,31 @@ class Module(nn.Module):
         """Load what `get_extra_state` returned."""
         if self.fp8_layers is not None and state is not None and state.numel():
             try:
-                loaded = torch.load(io.BytesIO(state.cpu().numpy().tobytes()), weights_only=True)
-                self.fp8_layers.restore(loaded)
-            except (pickle.UnpicklingError, RuntimeError, KeyError, AttributeError) as error:
+                self.fp8_layers.restore(_read_state(state))
+            except (ValueError, KeyError, RuntimeError) as error:
                 raise ValueError(
                     f"{type(self).__name__}: _extra_state is not what megafp8.nn has saved; leave out the keys that "
                     "end with _extra_state of a checkpoint from elsewhere, and load with strict=False"
                 ) from error
+
+
+def _read_state(state: Tensor) -> dict[str, Tensor]:
+    """The tensors of an archive of `torch.save`, by name. ValueError where it holds anything else.
+
+    `state`: its bytes. `torch.load` would allocate what they ask for.
+    """
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(state.cpu().numpy().tobytes())
+        file.flush()
+        archive, found = TorchFile(Path(file.name)), dict[str, Tensor]()
+        if not isinstance(archive.content, dict):
+            raise ValueError("no tensors by name")
+        for name, stored in archive.content.items():
+            if not isinstance(name, str) or not isinstance(stored, StoredTensor) or not stored.is_contiguous:
+                raise ValueError("no tensors by name")
+            found[name] = torch.empty(stored.shape, dtype=stored.dtype)
+            archive.read(stored, name, (0,) * len(stored.shape), found[name])
+        return found
 
 
 class Gemm:

@@ -22,6 +22,7 @@ from megafp8.parallel_state import Group
 from megafp8.pipeline_parallel.actions import Action, Placement
 from megafp8.pipeline_parallel.registry import cell, parse_cell
 from megafp8.pipeline_parallel.simulate import Span, Timeline
+from megafp8.strict_json import parse_json
 
 
 class Stopwatch:
@@ -70,13 +71,13 @@ def write_timeline(timeline: Timeline, placement: Placement, path: Path) -> None
 def read_timeline(path: Path) -> tuple[Timeline, Placement]:
     """Read what `write_timeline` wrote. Raises ValueError if the file is no timeline."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_bytes())
         placement = Placement(tuple(tuple(map(int, stages)) for stages in found["placement"]))
         spans = [
             [Span(parse_cell(name, str(path)), float(start), float(end)) for name, start, end in spans]
             for spans in found["spans"]
         ]
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         raise ValueError(f"{path} is no pipeline timeline: {error}") from None
     return Timeline(spans), placement
 

@@ -18,6 +18,7 @@ import errno
 import faulthandler
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from megafp8.object_store import ObjectStoreError
+from megafp8.redaction import redact
 from megafp8.text_file import replace_text
 
 DONE = 0  # all steps done, or stopped cleanly on request
@@ -77,16 +79,23 @@ def run_and_report(job: Callable[[], object]) -> int:
     TrainingError. So it is of other exceptions whose class is this package's (SaveFailed), of an ObjectStoreError and
     of a full disk, after which a restart may succeed. Other exceptions, including ValueErrors raised by libraries, are
     shown with their traceback.
-    SystemExit and KeyboardInterrupt pass through. SIGUSR2 prints the stacks of all threads on stderr, to see where a
-    rank that makes no progress waits.
+    SystemExit and KeyboardInterrupt pass through. Credentials are removed from what is printed. SIGUSR2 prints the
+    stacks of all threads on stderr, to see where a rank that makes no progress waits, and so do SIGBUS and other fatal
+    signals. The process may open as many files as the hard limit allows.
     """
     faulthandler.register(signal.SIGUSR2, file=2)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=2)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     _end_with_agent()
     try:
         job()
     except Exception as error:
         trace = traceback.format_exc()
-        if isinstance(error, TrainingError):
+        if (limit := _file_limit(error)) is not None:
+            code, message = FAILED, f"error: {limit}"
+        elif isinstance(error, TrainingError):
             code, message = error.exit_code, f"error: {error}"
         elif isinstance(error, ValueError) and _is_ours(error):
             code, message = NO_RESTART, f"error: {error}"
@@ -143,6 +152,18 @@ def no_space(error: BaseException | None) -> OSError | None:
     return next((one for one in causes(error) if isinstance(one, OSError) and one.errno in full), None)
 
 
+def _file_limit(error: BaseException) -> str | None:
+    """What to do where `error`, or what caused it, is that no more files can be opened; else None."""
+    for one in causes(error):
+        text = str(one).partition("\n")[0]
+        if isinstance(one, OSError) and one.errno == errno.ENFILE:
+            return f"{text}: the host has as many open files as it allows; see sysctl fs.file-max"
+        if (isinstance(one, OSError) and one.errno == errno.EMFILE) or "Too many open files" in str(one):
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return f"{text}: this process may open {most:,} files; raise the hard limit first, e.g. ulimit -n 4096"
+    return None
+
+
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """`error` and what caused it, each once: a chain of causes may lead back to an exception that it began with."""
     seen: list[BaseException] = []
@@ -155,8 +176,9 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 def report_failure(message: str, code: int, trace: str, *, follows: bool = False) -> None:
     """Report why this process ends with exit code `code`: to the agent, or on stderr.
 
-    `follows`: the failure was caused by that of another rank.
+    `follows`: the failure was caused by that of another rank. Credentials are removed from both texts.
     """
+    message, trace = redact(message), redact(trace)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         print(message, file=sys.stderr, flush=True)

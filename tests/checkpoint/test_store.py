@@ -33,9 +33,12 @@ def test_leftovers_are_deleted_and_nothing_else(tmp_path: Path) -> None:
     for name in (".step_00000004.incomplete", ".step_00000002.removed", ".step_x.incomplete", "wandb"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
+    (tmp_path / ".step_00000005.incomplete").symlink_to(tmp_path / "wandb")  # put there by somebody else
+    (tmp_path / ".step_00000006.incomplete").write_text("x")
     deleted = clean_incomplete(tmp_path)
-    assert [p.name for p in deleted] == [".step_00000002.removed", ".step_00000004.incomplete"]
+    assert [p.name[10:] for p in deleted] == ["0002.removed", *(f"000{i}.incomplete" for i in (4, 5, 6))]
     assert sorted(p.name for p in tmp_path.iterdir()) == [".step_x.incomplete", path.name, "wandb"]
+    assert (tmp_path / "wandb/file").exists()
     assert clean_incomplete(tmp_path / "nowhere") == []
 
 

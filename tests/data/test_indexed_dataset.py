@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import pickle
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -240,6 +243,35 @@ def test_a_writer_refuses_tokens_that_do_not_fit(tmp_path: Path) -> None:
             writer.add_document(np.array(tokens))
     writer.abort()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_becomes_shorter_while_it_is_open_is_an_error(tmp_path: Path) -> None:
+    """And no SIGBUS, as of a memory map, after which the process says nothing."""
+    dataset = write_dataset(tmp_path / "x", [range(5), range(5, 50_000)])
+    os.truncate(tmp_path / "x.bin", 20_000)
+    assert dataset.document(0).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(DataError, match=r"x.bin has become shorter since it was opened: it had 100,000 bytes, and has"):
+        dataset.document(1)
+
+
+def test_files_of_a_writer_that_was_killed_are_removed_by_the_next(tmp_path: Path) -> None:
+    """And not those of one that still writes."""
+    code = (
+        "import sys\nimport numpy as np\nfrom megafp8.data.indexed_dataset import IndexedDatasetWriter\n"
+        f"writer = IndexedDatasetWriter({str(tmp_path / 'x')!r}, np.uint16, loss_mask=True)\nprint(1, flush=True)\n"
+        "sys.stdin.read()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert len(left) == 2
+    write_dataset(tmp_path / "x", [range(5)])
+    assert left < {path.name for path in tmp_path.iterdir()}
+    process.kill()
+    process.communicate()
+    IndexedDatasetWriter(tmp_path / "x", np.uint16, overwrite=True, loss_mask=True).abort()
+    assert {path.name for path in tmp_path.iterdir()} == {"x.bin", "x.idx"}
 
 
 def test_a_loader_process_gets_a_name_and_not_the_tokens(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import io
+import resource
+import zipfile
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -369,6 +371,56 @@ def test_calibration_and_evaluation() -> None:
         assert not torch.equal(_runs(layer, RECIPES["delayed"])(batch(1)), layer(batch(1)))
     fp8.end_step(layer)
     assert_equal(_scales(layer), calibrated)
+
+
+def test_an_evaluation_leaves_the_state_and_the_next_step_as_they_were() -> None:
+    """Amaxes of weights too, which a save or a comparison of replicas may look at before the next step ends."""
+    layer = randomized(nn.TransformerLayer(H, F, 4, hidden_dropout=0.0, attention_dropout=0.0, **CPU))
+    found = []
+    for evaluates in (False, True):
+        own = copy.deepcopy(layer)
+        _runs(own, RECIPES["delayed"])(batch(0)).sum().backward()
+        fp8.end_step(own)
+        if evaluates:
+            with torch.no_grad():
+                _runs(own.eval(), RECIPES["delayed"])(batch(1))
+            own.train()
+        between = _state(own)
+        y = _runs(own, RECIPES["delayed"])(batch(2))
+        y.sum().backward()
+        fp8.end_step(own)
+        found.append((between, y, _state(own)))
+    (between, y, after), (other_between, other_y, other_after) = found
+    assert other_between.keys() == between.keys()
+    assert_equal([*other_between.values(), other_y, *other_after.values()], [*between.values(), y, *after.values()])
+
+
+def _state(layer: torch.nn.Module) -> dict[str, Tensor]:
+    modules = [(name, m.fp8_layers) for name, m in layer.named_modules() if getattr(m, "fp8_layers", None) is not None]
+    return {f"{name}.{key}": x.clone() for name, own in modules for key, x in own.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [None, [1], {"a": 1}, {1: torch.ones(2)}, {"a": torch.ones(1).expand(10**9)}, b"\0" * 40, "bytearray"],
+)
+def test_extra_state_that_is_none(state: object) -> None:
+    """A checkpoint of somebody else: one error, and nothing is allocated that the bytes ask for."""
+    layer, file = nn.Linear(H, H, **CPU), io.BytesIO()
+    with fp8.autocast(recipe=RECIPES["delayed"]):
+        layer(batch(0))
+    if state == "bytearray":  # a constructor that torch.load calls
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("archive/data.pkl", b"\x80\x02c__builtin__\nbytearray\nJ\x00\x00\x00\x7f\x85R.")
+            archive.writestr("archive/byteorder", b"little")
+            archive.writestr("archive/version", b"3\n")
+    else:
+        torch.save(state, file)
+    content = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=r"_extra_state is not what megafp8\.nn has saved"):
+        layer.set_extra_state(content)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
 def _scales(layer: torch.nn.Module) -> list[Tensor]:

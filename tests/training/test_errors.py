@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -175,6 +176,35 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/null/error.json")  # nor can the agent's file be written
     assert raising(SaveFailed("saving a failed")) == FAILED
     assert capsys.readouterr().err.startswith("error: saving a failed\n/dev/null/error.json cannot be written")
+
+
+def test_too_many_open_files_are_one_line(tmp_path: Path) -> None:
+    """With the limit, and what raises it. The soft limit does not count."""
+    job = f"found = [open({str(tmp_path / 'a')!r}, 'a') for _ in range(60)]"
+    code = (
+        "import resource\nfrom megafp8.training.errors import run_and_report\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
+        f"raise SystemExit(run_and_report(lambda: exec({job!r})))"
+    )
+    commands = [[sys.executable, "-c", code.format(soft=40, hard=hard)] for hard in (40, 100)]
+    found = [subprocess.run(command, capture_output=True, text=True, cwd=ROOT) for command in commands]
+    assert [one.returncode for one in found] == [FAILED, DONE]
+    assert re.fullmatch(
+        r"error: \[Errno 24\] Too many open files: '.*/a': this process may open 40 files; raise the hard limit first, "
+        r"e.g. ulimit -n 4096\n",
+        found[0].stderr,
+    )
+
+
+def test_credentials_are_not_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither of a message nor of a traceback."""
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    text = "https://me:hidden@host/x?X-Amz-Signature=hidden wandb.api_key=hidden"
+    for error in (DataError(text), RuntimeError(text)):
+        raising(error)
+        printed = capsys.readouterr().err
+        assert "host/x" in printed
+        assert "hidden" not in printed
 
 
 @pytest.mark.parametrize("blocked", ["while True: pass", "import ctypes; ctypes.PyDLL(None).sleep(60)"])

@@ -5,6 +5,10 @@ row it costs its row and no other. The price is the scales, to store and to mult
 the rows of the transposed matrix hold other elements, so columnwise data is made from the original values, never from
 rowwise data.
 
+Under tensor parallelism a row of an operand that is cut along the dim of the product (the input and the weight of
+row-parallel layers in forward, others in backward) has a scale for each rank's part, as in torchao and Transformer
+Engine. So losses differ between tensor-parallel sizes by FP8's rounding.
+
 Shapes: r rows, c columns of a matrix.
 """
 

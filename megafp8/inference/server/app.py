@@ -111,7 +111,9 @@ class Service:
             Route("/metrics", self._metrics),
         ]
         handlers: dict[Any, Any] = {ApiError: _api_error, HTTPException: _http_error, Exception: _other_error}
-        return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+        app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+        app.router.redirect_slashes = False  # to a URL made of what the client says of its host
+        return app
 
     async def drain(self) -> None:
         """Accept no more requests, and wait for those that run; after `Limits.shutdown` seconds cancel them."""

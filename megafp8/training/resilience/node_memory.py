@@ -23,6 +23,7 @@ from megafp8.checkpoint import CheckpointReader, NodeMemory, complete_checkpoint
 from megafp8.checkpoint.errors import on_all_ranks, on_rank0
 from megafp8.config import Config
 from megafp8.parallel_state import ParallelState, host_group
+from megafp8.strict_json import parse_json
 from megafp8.text_file import replace_text
 from megafp8.training.resilience.spikes import read_skipped, skipped_of
 from megafp8.training.state import check_same_run, checkpoint_folder, find_checkpoint
@@ -57,12 +58,20 @@ def folder_name(run: Path) -> str:
 def _token(run: Path, keeps: bool) -> str:
     """The token of this job; `keeps`: that of an earlier attempt."""
     file, job = run / FILE_NAME, os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() and keeps and job != "none" else {}
-    token = known.get("token") if known.get("job") == job else None
+    token = _known_token(file, job) if keeps and job != "none" else None
     if token is None:
         token = uuid.uuid4().hex
         replace_text(file, json.dumps({"job": job, "token": token}) + "\n")
     return str(token)
+
+
+def _known_token(file: Path, job: str) -> Any:
+    """The token in `file` if it is of the same job; None where there is none, or it is damaged."""
+    try:
+        known = parse_json(file.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return known.get("token") if isinstance(known, dict) and known.get("job") == job else None
 
 
 def newest_on_disk(config: Config, run: Path) -> int:
