@@ -61,7 +61,7 @@ EXPECTED = {
 SAME_DATA = [kind for kind in EXPECTED if kind not in ("nan_gradient", "loss_spike")]
 """Kinds after which the run has the losses of an undisturbed one."""
 DEFAULT = [kind for kind in SAME_DATA if kind != "full_disk"]
-"""`full_disk` needs a small disk of its own for `--folder`: `mount -t tmpfs -o size=200m none FOLDER`."""
+"""`full_disk` needs `--folder` to be a small disk of its own: `mount -t tmpfs -o size=200m none FOLDER`."""
 SMALL = [
     "model.num_layers=2",
     "model.hidden_size=32",
@@ -104,7 +104,7 @@ def fault(number: int, kind: str, rank: int) -> dict[str, Any]:
 
 def run(name: str, options: Sequence[str], arguments: argparse.Namespace, faults: list[dict[str, Any]]) -> list[Line]:
     """Run a job to its end, unless that was done, and return what it printed. Raises RuntimeError if it fails."""
-    printed = arguments.folder / f"{name}.out"
+    printed = arguments.folder.parent / f"{arguments.folder.name}-{name}.out"  # not on a disk that becomes full
     if (arguments.folder / name / "loss.png").exists():
         return read_lines(printed)
     command = ["bash", str(ROOT / "launch" / "single_node.sh"), str(ROOT / "configs" / "quickstart.yaml"), *options]

@@ -119,14 +119,15 @@ def _sentencepiece(path: str, end_token: str | None) -> Tokenizer:
 
     try:
         model = SentencePieceProcessor(model_file=path)
-    except (OSError, RuntimeError) as error:
+        pieces = [model.id_to_piece(i) for i in range(model.vocab_size())]  # each must be UTF-8
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
         rule = f"{path} is not a sentencepiece model: {error}"
         raise TokenizerSettingError("path", path, rule, "give a file that sentencepiece wrote") from None
     default: int = model.eos_id()
     eod_id = default if end_token is None else model.piece_to_id(end_token)
     unknown = eod_id < 0 if end_token is None else model.id_to_piece(eod_id) != end_token  # unknown ones get <unk>'s id
     if unknown:
-        special = [model.id_to_piece(i) for i in range(model.vocab_size()) if model.is_control(i)]
+        special = [piece for i, piece in enumerate(pieces) if model.is_control(i)]
         raise _end_token_error(end_token, path, special)
     fingerprint = _fingerprint("sentencepiece", Path(path).read_bytes(), eod_id=eod_id if eod_id != default else None)
 
@@ -142,7 +143,7 @@ def _sentencepiece(path: str, end_token: str | None) -> Tokenizer:
         model.decode,
         model,
         id_of,
-        lambda: _word_starts([model.id_to_piece(i) for i in range(model.vocab_size())]),
+        lambda: _word_starts(pieces),
     )
 
 

@@ -39,8 +39,8 @@ LARGEST = 8
 """Ranks of the largest layout that is drawn."""
 MOVED = (1e-6, 1e-4)
 """Relative limits in float64 of loss and norm after the first update, where ranks round gradients to fp32 before they
-are added up: the update then moves a few weights over a rounding boundary of FP8. Scales of a wrong group show as 1e-5 to
-1e-3 in the loss."""
+are added up: the update then moves a few weights over a rounding boundary of FP8. Scales of a wrong group show as 1e-5
+to 1e-3 in the loss."""
 EXPERTS = ["moe", "moe", "deepseek", "deepseek", "gpt-oss", "few-rows", "global-balance", "dropping"]
 DENSE = ["", "gpt2", "qkv-bias", "qk-norm", "parallel-block", "gemma", "bloom", "window", "mtp", "bert", "bert-pre",
          "t5", "t5-tied"]  # fmt: skip
