@@ -1,0 +1,53 @@
+"""The fuzzer of the server sees a status 500, a wrong text, and nothing where there is nothing to see."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from benchmarks.fuzz_server import COMPLETIONS, RIGHT, Post, fuzz, request_of
+
+METRICS = (
+    "".join(f"# TYPE megafp8_{x} gauge\nmegafp8_{x} 0\n" for x in ("running", "waiting", "pages_used")) + "# EOF\n"
+)
+
+
+async def _run(status: int, texts: list[str]) -> list[str]:
+    """The failures that are found in a server which answers the fixed request by `texts` and all others by `status`."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.read(2**22):
+            wanted = RIGHT["prompt"].encode() in head
+            body = METRICS if b"/metrics" in head else json.dumps({"choices": [{"text": "x"}]})
+            if wanted:
+                body = json.dumps({"choices": [{"text": texts.pop(0)}]})
+            code = 200 if wanted or b"/metrics" in head or b"GET /health" in head else status
+            if b"HEAD /" in head:
+                body = ""
+            header = f"HTTP/1.1 {code} x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            writer.write((header + body).encode())
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    indices = [i for i in range(60) if _is_small(i)][:10]
+    tally = await fuzz(url, 0, indices, 1, 5, half_sent=2)
+    server.close()
+    return tally.failures
+
+
+def _is_small(index: int) -> bool:
+    kind, request = request_of(0, index)
+    return kind in ("right", "wrong options") and isinstance(request, Post) and request.path == COMPLETIONS
+
+
+@pytest.mark.parametrize(
+    ("status", "texts", "failures"),
+    [(200, ["a"] * 4, 0), (500, ["a"] * 4, 10), (200, ["a", "a", "b", "a"], 1)],
+)
+def test_failures(status: int, texts: list[str], failures: int) -> None:
+    found = asyncio.run(_run(status, texts))
+    assert len(found) == failures, found
+    assert all(("--only" in line) == (status == 500) for line in found)
