@@ -225,9 +225,9 @@ def _saved_format_under(recipe: Fp8Recipe, name: str) -> str:
 
 
 def _recording(state: LinearState) -> list[AmaxRecording]:
-    """The quantizers of the layer that remember amaxes, and are doing so."""
+    """The quantizers of the layer's activations and gradients that remember amaxes, and are doing so."""
     own = state.own_quantizers
-    return [q for q in (*own, state.smoothing) if isinstance(q, AmaxRecording) and q.recording]
+    return [q for q in (own.input, own.grad_output, state.smoothing) if isinstance(q, AmaxRecording) and q.recording]
 
 
 class _Part(NamedTuple):
@@ -508,11 +508,8 @@ class WatchingLinearState(LinearState):
             return cast(QuantizedTensor, _Fp8OnlyWeight(self._read_gathered))
         if isinstance(weight, Fp8Weight):
             return cast(QuantizedTensor, self._stored_weight(weight))
-        made, records = self._copies, self.records_weight
-        if made is None or not made.are_of(weight) or (records and not self._weight_recorded):
+        if self._copies is None or not self._copies.are_of(weight):
             self._copies = _WeightCopies(weight, self.quantizers.weight)
-            self._weight_recorded = records
-        assert self._copies is not None
         self._copies.weight = weight  # where it was joined of others, the older tensor may be a copy of older values
         self._copies.make(columnwise=columnwise)
         return cast(QuantizedTensor, self._copies)  # it has the same interface

@@ -373,33 +373,6 @@ def test_calibration_and_evaluation() -> None:
     assert_equal(_scales(layer), calibrated)
 
 
-def test_an_evaluation_leaves_the_state_and_the_next_step_as_they_were() -> None:
-    """Amaxes of weights too, which a save or a comparison of replicas may look at before the next step ends."""
-    layer = randomized(nn.TransformerLayer(H, F, 4, hidden_dropout=0.0, attention_dropout=0.0, **CPU))
-    found = []
-    for evaluates in (False, True):
-        own = copy.deepcopy(layer)
-        _runs(own, RECIPES["delayed"])(batch(0)).sum().backward()
-        fp8.end_step(own)
-        if evaluates:
-            with torch.no_grad():
-                _runs(own.eval(), RECIPES["delayed"])(batch(1))
-            own.train()
-        between = _state(own)
-        y = _runs(own, RECIPES["delayed"])(batch(2))
-        y.sum().backward()
-        fp8.end_step(own)
-        found.append((between, y, _state(own)))
-    (between, y, after), (other_between, other_y, other_after) = found
-    assert other_between.keys() == between.keys()
-    assert_equal([*other_between.values(), other_y, *other_after.values()], [*between.values(), y, *after.values()])
-
-
-def _state(layer: torch.nn.Module) -> dict[str, Tensor]:
-    modules = [(name, m.fp8_layers) for name, m in layer.named_modules() if getattr(m, "fp8_layers", None) is not None]
-    return {f"{name}.{key}": x.clone() for name, own in modules for key, x in own.state_dict().items()}
-
-
 @pytest.mark.parametrize(
     "state",
     [None, [1], {"a": 1}, {1: torch.ones(2)}, {"a": torch.ones(1).expand(10**9)}, b"\0" * 40, "bytearray"],
