@@ -15,13 +15,18 @@ def scheduler(pages: int = 8, page_size: int = 4, tokens: int = 6, sequences: in
     return Scheduler(PageAllocator(pages, page_size), max_batch_tokens=tokens, max_sequences=sequences)
 
 
-def step(own: Scheduler) -> list[tuple[int, int, int, bool]]:
-    """Run a step that chooses the token 0; the chunks as (first token of the sequence, start, length, last)."""
+def step(own: Scheduler, remove: bool = False) -> list[tuple[int, int, int, bool]]:
+    """Run a step that chooses the token 0; the chunks as (first token of the sequence, start, length, last).
+
+    `remove`: sequences that have their greatest length.
+    """
     batch = own.next_batch()
     own.done(batch)
     for chunk in batch:
         if chunk.last:
             chunk.sequence.tokens.append(0)
+            if remove and len(chunk.sequence.tokens) == chunk.sequence.max_length:
+                own.remove(chunk.sequence)
     return [(x.sequence.tokens[0], x.start, len(x.tokens), x.last) for x in batch]
 
 
@@ -110,6 +115,33 @@ def test_clients_and_requests_have_equal_shares() -> None:
         own.remove(x)
     step(own)
     assert Counter(x.client for x in own.running) == {"a": 8}
+
+
+def test_short_requests_beside_64_long_texts_end_in_a_bounded_number_of_steps() -> None:
+    """One client has 64 texts of 2,000 tokens, for which neither batch nor pages suffice; another sends short requests.
+
+    Each needs a step a token. Steps that read prompts delay it: the most when many pages become free at once and texts
+    that gave theirs up are read again, which is as many tokens as the cache holds. Two more are for its own pages.
+    """
+    prompt, new, pages, page_size, batch_tokens = 20, 16, 512, 16, 256
+    most = new + pages * page_size // batch_tokens + 2
+    own = scheduler(pages, page_size, batch_tokens, sequences=48)
+    long = [GrowingSequence([1] * 8, 8 + 2000, client="a", request=1) for _ in range(64)]
+    for x in long:
+        own.add(x)
+    steps = []
+    for arrival in range(100):
+        for _ in range((0, 1, 61, 250)[arrival % 4]):
+            step(own, remove=True)
+        short = GrowingSequence([2] * prompt, prompt + new, client="b", request=2 + arrival)
+        own.add(short)
+        steps.append(0)
+        while len(short.tokens) < short.max_length:
+            step(own, remove=True)
+            steps[-1] += 1
+            assert steps[-1] <= most, f"short request {arrival}"
+    assert {len(x.tokens) for x in long} >= {8, 8 + 2000}, "some have ended, and others still wait"
+    assert max(steps) > new, "none had to wait, so this tests nothing"
 
 
 def test_a_client_with_all_pages_gives_some_to_another() -> None:
