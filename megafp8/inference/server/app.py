@@ -176,20 +176,19 @@ class Service:
     def tokenize(self, body: AnyBody) -> Accepted:
         """Raises ApiError."""
         generator = self.engine.generator
-        if isinstance(body, CompletionBody):
-            field, given = "prompt", list[str | list[int]](body.prompt)
-            try:
+        field = "prompt" if isinstance(body, CompletionBody) else "messages"
+        try:
+            if isinstance(body, CompletionBody):
+                given = list[str | list[int]](body.prompt)
                 prompts = [generator.encode(prompt, i) for i, prompt in enumerate(given)]
-            except Exception as error:  # tokenizers raise anything
-                raise ApiError(400, f"prompt: {error}", param=field, code="invalid_value") from None
-        elif isinstance(self._encode_chat, str):
-            raise ApiError(400, self._encode_chat, param="messages", code="unsupported_parameter")
-        else:
-            field, messages = "messages", [message.model_dump(exclude_none=True) for message in body.messages]
-            try:
-                prompts = [self._encode_chat(messages)]
-            except ValueError as error:
-                raise ApiError(400, str(error), param=field, code="invalid_value") from None
+            elif isinstance(self._encode_chat, str):
+                raise ApiError(400, self._encode_chat, param=field, code="unsupported_parameter")
+            else:
+                prompts = [self._encode_chat([message.model_dump(exclude_none=True) for message in body.messages])]
+        except ApiError:
+            raise
+        except Exception as error:  # tokenizers raise anything
+            raise ApiError(400, f"{field}: {error}", param=field, code="invalid_value") from None
         options = []
         for i, prompt in enumerate(prompts):
             most = self._most_tokens(body, field, len(prompt))

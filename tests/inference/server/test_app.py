@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import resource
+import shutil
 import socket
 import threading
 import time
@@ -259,6 +260,8 @@ def test_limits(generator: Generator, folder: Path) -> None:
         assert client.post(
             COMPLETIONS, content=json.dumps(base), headers={"content-type": "text/plain"}
         ).is_client_error
+        moved = client.post(COMPLETIONS + "/", json=base, headers={"host": "elsewhere.example"})
+        assert (moved.status_code, moved.headers.get("location")) == (404, None), "no redirection to the client's host"
         for headers in ({}, {"authorization": "Bearer public"}):
             for found in (httpx.post(url + COMPLETIONS, json=base), httpx.get(f"{url}/v1/models", headers=headers)):
                 assert (found.status_code, found.json()["error"]["code"]) == (401, "invalid_api_key")
@@ -302,6 +305,17 @@ def test_a_request_that_fails_does_not_concern_others(
             assert running.result().json()["choices"] == expected
         assert httpx.post(url + COMPLETIONS, json=good, timeout=60).json()["choices"] == expected
         until(lambda: not service.engine.open_texts and not pages_used(service), 5)
+
+
+def test_a_chat_whose_text_cannot_be_tokenized_is_refused(generator: Generator, folder: Path, tmp_path: Path) -> None:
+    """A template may render a lone surrogate, which is the tokenizer's TypeError."""
+    own = tmp_path / "own"
+    shutil.copytree(folder, own)
+    (own / "chat_template.jinja").write_text(r'{{ "\ud800" }}')
+    with served(generator, own) as (url, _):
+        found = httpx.post(url + CHATS, json={"model": "tiny", "messages": MESSAGES})
+        assert (found.status_code, found.json()["error"]["param"]) == (400, "messages")
+        assert found.json()["error"]["message"].startswith("messages: ")
 
 
 def test_a_client_with_long_texts_does_not_let_others_wait(generator: Generator, folder: Path) -> None:
