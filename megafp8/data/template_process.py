@@ -2,8 +2,8 @@
 
 A chat template is a Jinja program that comes with a model from others. Jinja's sandbox keeps it from the process'
 files and objects, but not from an endless loop or from `{{ "a".center(10**10) }}`, whichever of many operators,
-methods and filters makes the text. So the limits are those of the operating system: RLIMIT_AS, RLIMIT_CPU, and the
-parent kills a process that does not answer in time.
+methods and filters makes the text. So the limits are those of the operating system: RLIMIT_AS, and the parent kills a process that does not answer in
+time.
 
 `Renderer` is the parent's side. This file is also the program of the child, which imports Jinja and no other package.
 The child's first message says that it is ready. Messages are JSON in both directions, each after its length in 8 bytes.
@@ -30,6 +30,7 @@ RENDER_SECONDS, MEMORY_BYTES, RENDERED_CHARACTERS = 5.0, 1 << 28, 1 << 24
 START_SECONDS = 60.0
 BEGIN, END = "\ufdd0", "\ufdd1"
 """What `{% generation %}` puts around the text of an answer: noncharacters, which no text has."""
+_LONGEST_REASON = 1000
 _LENGTH = struct.Struct("<Q")
 
 
@@ -91,6 +92,15 @@ class Renderer:
 
 
 _shared = Renderer()
+
+
+def _renew() -> None:
+    """In a process that was forked, where a lock that another thread held would stay locked."""
+    global _shared
+    _shared = Renderer()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 def render(source: str, variables: Mapping[str, Any] | None) -> str:
@@ -160,13 +170,15 @@ def _rendered(template: Any, variables: Mapping[str, Any]) -> str:
             if length > RENDERED_CHARACTERS:
                 raise ValueError(f"its text has more than {RENDERED_CHARACTERS:,} characters")
             pieces.append(piece)
-        return "".join(pieces)
+        text = "".join(pieces)
+        text.encode()  # a lone surrogate is UnicodeEncodeError; no tokenizer takes it
+        return text
     except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template refuses it: {error}") from None
+        raise ValueError(f"the chat template refuses it: {str(error)[:_LONGEST_REASON]}") from None
     except MemoryError:
         raise
     except Exception as error:  # a template can raise anything: a division by zero, a recursion
-        raise ValueError(f"the chat template fails: {type(error).__name__}: {str(error)[:1000]}") from None
+        raise ValueError(f"the chat template fails: {type(error).__name__}: {str(error)[:_LONGEST_REASON]}") from None
 
 
 def _compile(source: str) -> Any:
@@ -203,11 +215,15 @@ def _compile(source: str) -> Any:
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the chat template cannot be compiled: line {error.lineno}: {error}") from None
+        raise ValueError(
+            f"the chat template cannot be compiled: line {error.lineno}: {str(error)[:_LONGEST_REASON]}"
+        ) from None
     except MemoryError:
         raise
     except Exception as error:
-        raise ValueError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"the chat template cannot be compiled: {type(error).__name__}: {str(error)[:_LONGEST_REASON]}"
+        ) from None
 
 
 if __name__ == "__main__":

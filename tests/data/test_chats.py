@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pickle
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from megafp8.data import DataError
+from megafp8.data import DataError, template_process
 from megafp8.data.chats import ChatTemplate, chat_encoder, completion_encoder, read_chat_template
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, all_paths
 from megafp8.data.tokenizers import Tokenizer, build_tokenizer
@@ -236,6 +237,24 @@ def test_chats_that_are_refused(
         monkeypatch.setattr("megafp8.data.template_process.RENDER_SECONDS", 0.5)
     with pytest.raises(ValueError, match=error):
         chat_encoder(tokenizer, ChatTemplate(template, {"eos_token": "</s>"}))(messages)
+
+
+def test_a_process_that_is_forked_while_another_thread_renders(tokenizer: Tokenizer) -> None:
+    """It has a renderer of its own, whose lock nobody holds."""
+    template = ChatTemplate(CHATML)
+    expected = template.render(CHATS[0])
+    with template_process._shared._lock:
+        child = multiprocessing.get_context("fork").Pool(1)
+    assert child.apply_async(template.render, [CHATS[0]]).get(timeout=60) == expected
+    child.terminate()
+    assert template.render(CHATS[0]) == expected
+
+
+@pytest.mark.parametrize("text", ["{{ raise_exception('a' * 10**7) }}", "{{ messages[0]['content'][0] * 9 }}"])
+def test_reasons_are_short_and_texts_can_be_tokenized(text: str) -> None:
+    with pytest.raises(ValueError, match="the chat template") as error:
+        ChatTemplate(text).render([{"role": "user", "content": "\ud800"}])
+    assert len(str(error.value)) < 1200
 
 
 def test_where_templates_are_found(tmp_path: Path) -> None:
