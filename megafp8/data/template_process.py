@@ -2,8 +2,8 @@
 
 A chat template is a Jinja program that comes with a model from others. Jinja's sandbox keeps it from the process'
 files and objects, but not from an endless loop or from `{{ "a".center(10**10) }}`, whichever of many operators,
-methods and filters makes the text. So the limits are those of the operating system: RLIMIT_AS, and the parent kills a process that does not answer in
-time.
+methods and filters makes the text. So the limits are those of the operating system: RLIMIT_AS, and the parent kills
+a process that does not answer in time.
 
 `Renderer` is the parent's side. This file is also the program of the child, which imports Jinja and no other package.
 The child's first message says that it is ready. Messages are JSON in both directions, each after its length in 8 bytes.
