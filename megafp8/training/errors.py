@@ -148,18 +148,22 @@ def lost_connection(error: BaseException | None) -> bool:
 
 def no_space(error: BaseException | None) -> OSError | None:
     """The error of a full disk, quota or file size limit that `error` is or was caused by, if there is one."""
-    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return next((one for one in causes(error) if isinstance(one, OSError) and one.errno in full), None)
+    return _os_error(error, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _os_error(error: BaseException | None, *numbers: int) -> OSError | None:
+    """The OSError with one of these numbers that `error` is or was caused by, if there is one."""
+    return next((one for one in causes(error) if isinstance(one, OSError) and one.errno in numbers), None)
 
 
 def _file_limit(error: BaseException) -> str | None:
-    """What to do where `error`, or what caused it, is that no more files can be opened; else None."""
+    """The message for an error that was caused by a limit of open files, with what to do; None for other errors."""
+    if (of_host := _os_error(error, errno.ENFILE)) is not None:
+        return f"{of_host}: the host has as many open files as it allows; see sysctl fs.file-max"
+    phrase = os.strerror(errno.EMFILE)  # loader processes and native code raise other classes
     for one in causes(error):
-        text = str(one).partition("\n")[0]
-        if isinstance(one, OSError) and one.errno == errno.ENFILE:
-            return f"{text}: the host has as many open files as it allows; see sysctl fs.file-max"
-        if (isinstance(one, OSError) and one.errno == errno.EMFILE) or "Too many open files" in str(one):
-            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if (isinstance(one, OSError) and one.errno == errno.EMFILE) or phrase in str(one):
+            text, (most, _) = str(one).partition("\n")[0], resource.getrlimit(resource.RLIMIT_NOFILE)
             return f"{text}: this process may open {most:,} files; raise the hard limit first, e.g. ulimit -n 4096"
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -194,6 +195,20 @@ def test_too_many_open_files_are_one_line(tmp_path: Path) -> None:
         r"e.g. ulimit -n 4096\n",
         found[0].stderr,
     )
+
+
+def test_a_host_with_too_many_open_files_is_told_from_the_limit_of_a_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    cause = OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+    error = SaveFailed(f"saving a failed: {cause}")
+    error.__cause__ = cause
+    for one in (cause, error):
+        assert raising(one) == FAILED
+        printed = capsys.readouterr().err
+        assert "the host has as many open files as it allows" in printed
+        assert "this process may open" not in printed
 
 
 def test_credentials_are_not_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
