@@ -31,23 +31,23 @@ def pid_namespace() -> str | None:
 
 
 def incomplete_path(path: Path) -> Path:
-    """The name of this process' own under which it writes `path`, until the file is complete and is renamed."""
+    """The path under which this process writes the file `path` until it is complete and is renamed.
+
+    It names host, PID namespace, number and start time of the process.
+    """
     return path.with_name(f"{path.name}.incomplete-{_here()}-{os.getpid()}-{process_start('self')}")
 
 
-def remove_abandoned(path: Path) -> list[Path]:
-    """Remove what processes that have ended left under the names of `incomplete_path(path)`; return what was removed.
+def remove_abandoned(path: Path) -> None:
+    """Remove the files that processes which have ended left under their names `incomplete_path(path)`.
 
     Files of other hosts and namespaces stay: their processes may run.
     """
     pattern = re.compile(rf"{re.escape(path.name)}\.incomplete-{re.escape(_here())}-(\d+)-(\d+)")
-    removed = []
-    for found in path.parent.iterdir() if path.parent.is_dir() else ():
-        match = pattern.fullmatch(found.name)
+    for file in path.parent.iterdir() if path.parent.is_dir() else ():
+        match = pattern.fullmatch(file.name)
         if match is not None and process_start(match[1]) != match[2]:
-            found.unlink(missing_ok=True)
-            removed.append(found)
-    return removed
+            file.unlink(missing_ok=True)
 
 
 def _here() -> str:

@@ -298,18 +298,19 @@ class LocalTokens:
 
     def __getitem__(self, part: slice) -> NDArray[Any]:
         start, stop, _ = part.indices(len(self))
-        found = np.empty(max(0, stop - start), self.dtype)
-        self._read(start * self.dtype.itemsize, found.view(np.uint8).data)
-        return found
+        tokens = np.empty(max(0, stop - start), self.dtype)
+        self._read(start * self.dtype.itemsize, tokens.view(np.uint8).data)
+        return tokens
 
     def fetch_parts(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Ranges of bytes."""
+        """Read several ranges of bytes, each given by its first byte and the byte after its last."""
         parts = [bytearray(stop - start) for start, stop in ranges]
         for (start, _), part in zip(ranges, parts):
             self._read(start, memoryview(part))
         return [bytes(part) for part in parts]
 
     def _read(self, offset: int, into: memoryview) -> None:
+        """Fill `into` from byte `offset` of the file on. Raises DataError where the file ends before that."""
         done = 0
         while done < len(into):
             read = os.preadv(self._file.fileno(), [into[done:]], offset + done)
@@ -526,10 +527,9 @@ class IndexedDatasetWriter:
                 raise ValueError(f"{path} exists; choose another output prefix, or replace it by --overwrite")
         if "max_token_id" not in (_read_sidecar(sidecar_path(prefix)) or {"max_token_id": 0}):
             raise _no_sidecar(sidecar_path(prefix), "it has no max_token_id")
-        names = [Path(f"{prefix}.{kind}") for kind in ("bin", "idx", "json")]
-        self._bin, self._idx, self._sidecar = map(incomplete_path, names)
+        self._bin, self._idx, self._sidecar = map(incomplete_path, all_paths(prefix)[:3])
         try:
-            for path in names:
+            for path in all_paths(prefix):
                 remove_abandoned(path)
             self._bin.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._bin.open("wb")

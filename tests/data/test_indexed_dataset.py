@@ -270,7 +270,7 @@ def test_files_of_a_writer_that_was_killed_are_removed_by_the_next(tmp_path: Pat
     assert left < {path.name for path in tmp_path.iterdir()}
     process.kill()
     process.communicate()
-    IndexedDatasetWriter(tmp_path / "x", np.uint16, overwrite=True, loss_mask=True).abort()
+    IndexedDatasetWriter(tmp_path / "x", np.uint16, overwrite=True).abort()
     assert {path.name for path in tmp_path.iterdir()} == {"x.bin", "x.idx"}
 
 
