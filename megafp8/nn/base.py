@@ -14,6 +14,7 @@ Shapes: n outputs, k inputs of a weight.
 from __future__ import annotations
 
 import io
+import math
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -285,22 +286,26 @@ class Module(nn.Module):
 
 
 def _read_state(state: Tensor) -> dict[str, Tensor]:
-    """The tensors of an archive of `torch.save`, by name. ValueError where it holds anything else.
+    """The tensors of an archive of `torch.save`, by name. ValueError where it holds anything else, or tensors that take
+    more bytes than the archive, as those that share one record do.
 
     `state`: its bytes. `torch.load` would allocate what they ask for.
     """
     with tempfile.NamedTemporaryFile() as file:
         file.write(state.cpu().numpy().tobytes())
         file.flush()
-        archive, found = TorchFile(Path(file.name)), dict[str, Tensor]()
+        archive, tensors, size = TorchFile(Path(file.name)), dict[str, Tensor](), 0
         if not isinstance(archive.content, dict):
             raise ValueError("no tensors by name")
         for name, stored in archive.content.items():
             if not isinstance(name, str) or not isinstance(stored, StoredTensor) or not stored.is_contiguous:
                 raise ValueError("no tensors by name")
-            found[name] = torch.empty(stored.shape, dtype=stored.dtype)
-            archive.read(stored, name, (0,) * len(stored.shape), found[name])
-        return found
+            size += math.prod(stored.shape) * stored.dtype.itemsize
+            if size > state.numel():
+                raise ValueError("more bytes of tensors than the archive has")
+            tensors[name] = torch.empty(stored.shape, dtype=stored.dtype)
+            archive.read(stored, name, (0,) * len(stored.shape), tensors[name])
+        return tensors
 
 
 class Gemm:

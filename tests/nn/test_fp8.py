@@ -373,11 +373,24 @@ def test_calibration_and_evaluation() -> None:
     assert_equal(_scales(layer), calibrated)
 
 
+SHARED = torch.ones(1 << 18)
+"""A megabyte, which an archive holds once for all names that it has."""
+
+
 @pytest.mark.parametrize(
     "state",
-    [None, [1], {"a": 1}, {1: torch.ones(2)}, {"a": torch.ones(1).expand(10**9)}, b"\0" * 40, "bytearray"],
+    [
+        None,
+        [1],
+        {"a": 1},
+        {1: torch.ones(2)},
+        {"a": torch.ones(1).expand(10**9)},
+        dict.fromkeys(map(str, range(500)), SHARED),
+        b"\0" * 40,
+        "bytearray",
+    ],
 )
-def test_extra_state_that_is_none(state: object) -> None:
+def test_extra_state_that_megafp8_has_not_saved(state: object) -> None:
     """A checkpoint of somebody else: one error, and nothing is allocated that the bytes ask for."""
     layer, file = nn.Linear(H, H, **CPU), io.BytesIO()
     with fp8.autocast(recipe=RECIPES["delayed"]):
