@@ -23,13 +23,15 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import IO, Any
 
 RENDER_SECONDS, MEMORY_BYTES, RENDERED_CHARACTERS = 5.0, 1 << 28, 1 << 24
 """Limits of a rendering."""
 START_SECONDS = 60.0
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""What `{% generation %}` puts around the text of an answer: noncharacters, which no text has."""
+"""Characters that a rendered template has before and after each answer that it marks by `{% generation %}`: Unicode
+noncharacters, which no text has."""
 _LONGEST_REASON = 1000
 _LENGTH = struct.Struct("<Q")
 
@@ -37,19 +39,18 @@ _LENGTH = struct.Struct("<Q")
 class Renderer:
     """A process that renders chat templates. It is started at the first use, and again after it was ended.
 
-    May be used in several threads, and in processes that are forked from this one, each of which starts its own.
+    May be used in several threads; not in a process that is forked from the one that made it (`render` may be).
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0  # the process that started it
 
     def __call__(self, source: str, variables: Mapping[str, Any] | None) -> str:
         """The text of the template `source`; None only compiles it. ValueError with the reason where that fails."""
         with self._lock:
-            if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
-                self._process, self._owner = self._start(), os.getpid()
+            if self._process is None or self._process.poll() is not None:
+                self._process = self._start()
             try:
                 return self._ask(self._process, [source, variables])
             except BaseException as error:
@@ -59,7 +60,7 @@ class Renderer:
 
     def close(self) -> None:
         """End the process."""
-        if self._process is not None and self._owner == os.getpid():
+        if self._process is not None:
             self._process.kill()
             self._process.communicate()
         self._process = None
@@ -95,7 +96,8 @@ _shared = Renderer()
 
 
 def _renew() -> None:
-    """In a process that was forked, where a lock that another thread held would stay locked."""
+    """Replace the renderer in a process that was forked: the child process and its pipes belong to the parent, and the
+    lock stays locked if another thread held it."""
     global _shared
     _shared = Renderer()
 
@@ -104,7 +106,7 @@ os.register_at_fork(after_in_child=_renew)
 
 
 def render(source: str, variables: Mapping[str, Any] | None) -> str:
-    """`Renderer.__call__` of the one that all templates of this process share."""
+    """Render `source` with the renderer that all templates of this process share: see `Renderer.__call__`."""
     return _shared(source, variables)
 
 
@@ -113,20 +115,20 @@ class _Ended(ValueError):
 
 
 def _receive(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """What the child sends next. `_Ended` if it has ended, or does not send it in time."""
+    """Read the child's next message. Raises `_Ended` if the child has ended, or does not answer within `seconds`."""
     assert process.stdout is not None
-    found, needed, end = bytearray(), _LENGTH.size, time.monotonic() + seconds
-    while len(found) < needed:
+    received, needed, end = bytearray(), _LENGTH.size, time.monotonic() + seconds
+    while len(received) < needed:
         ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
         if not ready:
             raise _Ended(f"the chat template fails: it takes more than {seconds:g} s")
-        part = os.read(process.stdout.fileno(), min(1 << 20, needed - len(found)))
+        part = os.read(process.stdout.fileno(), min(1 << 20, needed - len(received)))
         if not part:
             raise _Ended("the chat template fails: its process has ended, as one that needs too much memory does")
-        found += part
-        if len(found) == _LENGTH.size == needed:
-            needed += _LENGTH.unpack(found)[0]
-    return bytes(found[_LENGTH.size :])
+        received += part
+        if len(received) == _LENGTH.size == needed:
+            needed += _LENGTH.unpack(received)[0]
+    return bytes(received[_LENGTH.size :])
 
 
 def _send(stream: IO[bytes], content: Any) -> None:
@@ -141,7 +143,7 @@ def _send(stream: IO[bytes], content: Any) -> None:
 
 def _serve() -> None:
     """Answer requests until the parent closes its end."""
-    compiled: dict[str, Any] = {}
+    compiled = lru_cache(maxsize=1)(_compile)  # a process has one template
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     stdin, stdout = os.fdopen(0, "rb"), os.fdopen(1, "wb", buffering=0)
@@ -149,10 +151,8 @@ def _serve() -> None:
     while len(header := stdin.read(_LENGTH.size)) == _LENGTH.size:
         source, variables = json.loads(stdin.read(_LENGTH.unpack(header)[0]))
         try:
-            if source not in compiled:
-                compiled.clear()  # of what is used last, as a process has one template
-                compiled[source] = _compile(source)
-            answer = [None if variables is None else _rendered(compiled[source], variables), None]
+            template = compiled(source)
+            answer = [None if variables is None else _rendered(template, variables), None]
         except ValueError as error:
             answer = [None, str(error)]
         except MemoryError:

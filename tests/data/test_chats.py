@@ -240,7 +240,7 @@ def test_chats_that_are_refused(
 
 
 def test_a_process_that_is_forked_while_another_thread_renders(tokenizer: Tokenizer) -> None:
-    """It has a renderer of its own, whose lock nobody holds."""
+    """The child starts another renderer, whose lock is free."""
     template = ChatTemplate(CHATML)
     expected = template.render(CHATS[0])
     with template_process._shared._lock:
