@@ -25,6 +25,8 @@ def test_draws_are_those_of_the_seed() -> None:
         ("fp64 current dp2", 0, 1e-8),
         ("fp64 current dp2", 1, 1e-6),
         ("fp64 current dp2", 4, 2e-3),
+        ("bf16-moments dp2", 1, 1e-5),
+        ("fp64 current tp2 bf16-moments", 1, 1e-8),
         ("bf16 dp2", 0, 2e-3),
         ("fp64 rowwise tp2", 0, 2e-3),
     ],
