@@ -215,7 +215,7 @@ def main() -> int:
         for name in ("undisturbed", "faults")
     )
     unwritten = expected.keys() - curve.keys()  # there is no room for a record on a full disk
-    equal = curve == {step: expected[step] for step in curve} and (not unwritten or "full_disk" in kinds)
+    equal = curve.items() <= expected.items() and (not unwritten or "full_disk" in kinds)
     columns = ["fault", "number", "named after, s (median, max)", "next step after, s (median)", "steps repeated (max)"]
     print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for kind, figures in sorted(found.items()):

@@ -118,10 +118,11 @@ def test_clients_and_requests_have_equal_shares() -> None:
 
 
 def test_short_requests_beside_64_long_texts_end_in_a_bounded_number_of_steps() -> None:
-    """One client has 64 texts of 2,000 tokens, for which neither batch nor pages suffice; another sends short requests.
+    """Another client's requests, beside 64 texts of 2,000 tokens, which are more than batch and pages hold.
 
-    Each needs a step a token. Steps that read prompts delay it: the most when many pages become free at once and texts
-    that gave theirs up are read again, which is as many tokens as the cache holds. Two more are for its own pages.
+    A short request needs a step for each token. Steps that read prompts delay it: the most when many pages become free
+    at once and texts that gave theirs up are read again, which is as many tokens as the cache holds. Two more are for
+    its own pages.
     """
     prompt, new, pages, page_size, batch_tokens = 20, 16, 512, 16, 256
     most = new + pages * page_size // batch_tokens + 2
