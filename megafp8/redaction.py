@@ -1,7 +1,8 @@
 """Removal of credentials from what a run writes: its command, its log and its config.
 
-Covered are user:password in URLs, signatures and tokens in their queries, and values of options whose key names a
-secret (`password`, `api_key`, `--hf-token`). `tokenizer`, `tokens` and `end_token` name no secret.
+Covered are user:password in URLs; the values of keys that name a secret (`password`, `api_key`, `AWSAccessKeyId`), in
+queries, overrides, JSON, YAML and headers; what follows such an option (`--hf-token VALUE`); and tokens that are known
+by their first letters (`hf_`, `sk-`, `AKIA`). `tokenizer`, `tokens` and `eos_token` name no secret.
 """
 
 from __future__ import annotations
@@ -11,19 +12,34 @@ from collections.abc import Sequence
 from typing import Any
 
 REDACTED = "REDACTED"
+_NO_SECRET = "".join(rf"(?<!{kind}_)" for kind in ["end", "eod", "eos", "bos", "pad", "unk", "sep", "cls", "mask"])
 _NAME = (
-    r"(?:password|passwd|secret|credentials?|signature|sig|(?:api|access|secret|private|account)[_-]?key(?:[_-]?id)?"
-    r"|(?<!end_)(?<!eod_)(?<!eos_)(?<!bos_)(?<!pad_)token)"
+    r"(?:password|passwd|secret|credentials?|signature|sig|(?:aws)?(?:api|access|secret|private|account)[_-]?key"
+    r"(?:[_-]?id)?|googleaccessid|client[_-]?secret|(?:access|auth|bearer|id|refresh|session)token"
+    rf"|{_NO_SECRET}token)"
 )
 _KEY = rf"(?:[\w.-]*[._-])?{_NAME}"
 _USER = re.compile(r"(?<=://)[^/?#\s'\"]+@")
-_VALUE = re.compile(rf"(?<![\w.-])({_KEY}=)('[^']*'|\"[^\"]*\"|[^\s&#'\"]+)", re.IGNORECASE)
+_VALUE = re.compile(
+    rf"""(?<![\w.-])({_KEY}(?:=|["']?[ ]*:[ ]*)|(?<=[?&])key=)('[^']*'|"[^"]*"|[^\s&#'",}}]+)""", re.IGNORECASE
+)
+_HEADER = re.compile(
+    r"""((?:proxy-)?authorization["']?\s*[:=]\s*["']?|\bbearer\s+(?=[\w.~+/=-]{16}))[^\r\n"']+""", re.I
+)
 _OPTION = re.compile(rf"--?{_KEY}", re.IGNORECASE)
+_OPTION_IN_TEXT = re.compile(rf"(?<!\S)(--{_KEY}\s+)('[^']*'|\"[^\"]*\"|(?!-)\S+)", re.IGNORECASE)
+_TOKEN = re.compile(
+    r"\b(?:hf_\w{20,}|sk-[\w-]{20,}|gh[oprsu]_\w{20,}|github_pat_\w{20,}|xox[abp]-[\w-]{10,}|A[KS]IA[0-9A-Z]{16}"
+    r"|AIza[\w-]{35})"
+)
 
 
 def redact(text: str) -> str:
-    """`text` with credentials in URLs, in their queries and in `key=value` replaced."""
-    return _VALUE.sub(rf"\1{REDACTED}", _USER.sub(f"{REDACTED}@", text))
+    """`text` with the credentials in it replaced."""
+    text = _HEADER.sub(rf"\1{REDACTED}", _USER.sub(f"{REDACTED}@", text))
+    for pattern in (_VALUE, _OPTION_IN_TEXT):
+        text = pattern.sub(rf"\1{REDACTED}", text)
+    return _TOKEN.sub(REDACTED, text)
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:

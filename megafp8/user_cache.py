@@ -13,6 +13,17 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megafp8"
 
 
+def make_own_folder(path: Path) -> None:
+    """Make the folder `path`, or accept it if it is a real directory of this user.
+
+    For predictable names of folders whose contents are replaced or deleted: a symlink would lead to other folders.
+    ValueError otherwise.
+    """
+    with contextlib.suppress(FileExistsError):  # exist_ok=True would accept a symlink and refuse a dangling one
+        path.mkdir()
+    _check(path, private=False)
+
+
 def make_private_folder(path: Path) -> None:
     """Make the folder `path`, or accept it if it is there and no other user can have put or can put anything into it.
 
@@ -22,14 +33,21 @@ def make_private_folder(path: Path) -> None:
     """
     with contextlib.suppress(FileExistsError):  # exist_ok=True would accept a symlink and refuse a dangling one
         path.mkdir(mode=0o700)
+    _check(path, private=True)
+
+
+def _check(path: Path, *, private: bool) -> None:
+    """ValueError unless `path` is a real directory of this user; `private`: that nobody else may write to."""
     found = path.lstat()  # after mkdir: in a sticky folder nobody else can replace what is this user's
     if not stat.S_ISDIR(found.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no directory"
         problem = f"is {kind} of user {found.st_uid}"
     elif found.st_uid != os.geteuid():
         problem = f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
-    elif found.st_mode & 0o022:
+    elif private and found.st_mode & 0o022:
         problem = f"may be written to by other users (mode {stat.S_IMODE(found.st_mode):04o})"
     else:
         return
-    raise ValueError(f"{path} {problem}; it must be a directory of this user alone: remove it, or use another folder")
+    raise ValueError(
+        f"{path} {problem}; it must be a directory of this user{' alone' * private}: remove it, or use another folder"
+    )

@@ -30,6 +30,7 @@ import datetime
 import logging
 import os
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -118,8 +119,8 @@ def _age(file: AnyPath) -> float:
 class FolderLock:
     """Context manager that holds the lock of `folder`. Collective over `group` (None: the world); rank 0 locks.
 
-    Entering raises FolderInUse where another job holds it, naming owner and age, with nothing changed; RuntimeError
-    where the folder cannot be written to.
+    Entering raises FolderInUse where another job holds it, naming owner and age, with nothing changed; ValueError where
+    what has the lock's name is no file; RuntimeError where the folder cannot be written to.
     """
 
     def __init__(self, folder: AnyPath | str, group: ProcessGroup | None = None) -> None:
@@ -168,6 +169,7 @@ class FolderLock:
         deadline, taken_over = None, False
         while not self._create() or (taken_over and not self._is_settled()):
             with contextlib.suppress(FileNotFoundError):  # released in between
+                self._check_is_file()
                 owner, age = _read(self.file), _age(self.file)
                 if (owner and is_over(owner, self._us)) or age >= STALE_SECONDS:
                     self._remove(owner)
@@ -182,6 +184,15 @@ class FolderLock:
                     time.sleep(min(1.0, STALE_SECONDS / 10))
                 else:
                     raise FolderInUse(self._refusal(owner, age))
+
+    def _check_is_file(self) -> None:
+        """ValueError where the lock's name is that of a folder or a symlink, which no job has made.
+
+        A symlink to nothing exists, and yet has no owner or age: it would be waited for without end.
+        """
+        if isinstance(self.file, Path) and not stat.S_ISREG(self.file.lstat().st_mode):
+            kind = "a symbolic link" if self.file.is_symlink() else "no file"
+            raise ValueError(f"{self.file} is {kind}, and a lock is a file that a job has made; remove it")
 
     def _is_settled(self) -> bool:
         """Whether the lock is still ours once a competitor that saw the former owner too has had time to remove it."""

@@ -45,6 +45,7 @@ from megafp8.checkpoint.lock import FolderLock
 from megafp8.checkpoint.rectangles import Rectangles, as_rectangles
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Shape
+from megafp8.error_causes import lost_connection
 from megafp8.object_store import AnyPath, ObjectPath, as_path
 
 _ALIGNMENT = 64
@@ -228,7 +229,8 @@ class BackgroundSaver:
             try:
                 self.finish()
             except Exception as another:
-                if collectives.rank(self._destination.group) == 0:  # it is the same on all ranks
+                # It is the same on all ranks; one that ended by it, which ended this one, reports it itself.
+                if collectives.rank(self._destination.group) == 0 and not lost_connection(error):
                     logger.error("%s", another)
 
 

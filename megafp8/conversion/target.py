@@ -31,6 +31,7 @@ from torch import Tensor
 from megafp8.checkpoint.files import MAX_FILE_BYTES, rename_synced, sync
 from megafp8.conversion.base import Source
 from megafp8.strict_json import parse_json
+from megafp8.user_cache import make_own_folder
 
 JOURNAL_FILE = "journal"
 TOKENIZER_FOLDER = "tokenizer"
@@ -172,7 +173,14 @@ class Sink(ABC):
                 f"{self.path} exists already and is no empty folder; nothing was overwritten. Choose another path, or "
                 "remove it"
             )
-        self.hidden.mkdir(parents=True, exist_ok=True)
+        self.hidden.parent.mkdir(parents=True, exist_ok=True)
+        make_own_folder(self.hidden)
+        link = next((file for file in self.hidden.rglob("*") if file.is_symlink()), None)
+        if link is not None:
+            raise ValueError(
+                f"{link} is a symbolic link, and what is written to it would change files elsewhere; delete "
+                f"{self.hidden} to begin anew"
+            )
         text = json.dumps([[name, str(source.tensors[name])] for name in names] + [layout], default=str)
         key = {"format": type(self).__name__, "source": str(source.path.resolve()), **options}
         key["files"] = hashlib.sha256(text.encode()).hexdigest()

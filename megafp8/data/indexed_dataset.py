@@ -44,6 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.data import DataError
+from megafp8.data.mapped_file import MappedFile
 from megafp8.object_store import AnyPath, ObjectStoreError, as_path, is_transient, is_url
 from megafp8.object_store.cache import THREADS, CachedObject, ObjectCache, ObjectChanged, default_cache
 from megafp8.processes import incomplete_path, remove_abandoned
@@ -80,9 +81,9 @@ def all_paths(prefix: str | Path) -> list[Path]:
 
 
 class _Index(NamedTuple):
-    """Content of an .idx file; the other arrays are views of `raw`."""
+    """Content of an .idx file; the arrays are views of `file`."""
 
-    raw: NDArray[np.uint8]
+    file: MappedFile
     dtype: np.dtype[Any]
     sizes: NDArray[np.int32]
     pointers: NDArray[np.int64]
@@ -107,7 +108,7 @@ class IndexedDataset:
     def _open(self, verify: bool) -> None:
         path, remote = idx_path(self.prefix), self._objects
         self._index = _read_index(path, None if remote is None else _local_copy(remote.idx))
-        self.dtype, self.sizes, self.document_starts = self._index.dtype, self._index.sizes, self._index.marks
+        self.dtype = self._index.dtype
         expected = int(self.sizes.sum(dtype=np.int64)) * self.dtype.itemsize
         size = _size_of_tokens(bin_path(self.prefix), self.dtype, expected, None if remote is None else remote.bin.size)
         self._in_order = _check_pointers(path, size, self._index)
@@ -127,6 +128,22 @@ class IndexedDataset:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open(verify=False)
+
+    @property
+    def _whole_index(self) -> _Index:
+        """The index; DataError where its file has been cut."""
+        self._index.file.check()
+        return self._index
+
+    @property
+    def sizes(self) -> NDArray[np.int32]:
+        """Tokens of each sequence, in the order of the index."""
+        return self._whole_index.sizes
+
+    @property
+    def document_starts(self) -> NDArray[np.int64]:
+        """Number of the first sequence of each document, and of all sequences: `[documents + 1]`."""
+        return self._whole_index.marks
 
     @property
     def is_remote(self) -> bool:
@@ -188,7 +205,7 @@ class IndexedDataset:
         sequence = int(np.searchsorted(positions, position, side="right")) - 1
         while count:
             skip = position - int(positions[sequence])
-            first = int(self._index.pointers[sequence]) // self.dtype.itemsize + skip
+            first = int(self._whole_index.pointers[sequence]) // self.dtype.itemsize + skip
             taken = min(count, int(self.sizes[sequence]) - skip)
             yield first, taken
             position, count, sequence = position + taken, count - taken, sequence + 1
@@ -201,7 +218,7 @@ class IndexedDataset:
     @cached_property
     def index_sha256(self) -> str:
         """SHA-256 of the .idx file."""
-        return hashlib.sha256(self._index.raw.data).hexdigest()
+        return hashlib.sha256(self._whole_index.file.content.data).hexdigest()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -422,12 +439,13 @@ def _read_index(path: AnyPath, copy: Path | None = None) -> _Index:
     `copy`: local copy of an object.
     """
     try:
-        raw = np.memmap(copy or path, mode="r", dtype=np.uint8)  # type: ignore[call-overload]
+        file = MappedFile(copy or Path(str(path)))
     except (OSError, ValueError) as error:
         reason = "it is empty" if path.exists() else "no such file"
         raise DataError(
             f"{path} cannot be opened: {reason} ({error}); data.train wants prefixes of .bin/.idx"
         ) from None
+    raw = file.content
     if len(raw) < _HEADER.size or bytes(raw[:9]) != MAGIC:
         raise DataError(f"{path} is not an index of a token file: it does not begin with {MAGIC!r}")
     _, version, code, sequences, marks = _HEADER.unpack(bytes(raw[: _HEADER.size]))
@@ -462,7 +480,7 @@ def _read_index(path: AnyPath, copy: Path | None = None) -> _Index:
             f"{path} has sequence modes, and that of sequence {first:,} is {int(modes[first])}: a multimodal data set "
             "of Megatron-LM; only text (mode 0) can be read; write a data set of the text alone"
         )
-    return _Index(raw, dtype, sizes, pointers, documents)
+    return _Index(file, dtype, sizes, pointers, documents)
 
 
 def _size_of_tokens(path: AnyPath, dtype: np.dtype[Any], expected: int, found: int | None) -> int:

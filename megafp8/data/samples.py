@@ -40,6 +40,7 @@ from torch import Tensor
 from megafp8.context_parallel.split import shard_positions
 from megafp8.data import DataError
 from megafp8.data.indexed_dataset import IndexedDataset, check_ids, read_loss_mask
+from megafp8.data.mapped_file import MappedFile
 from megafp8.data.packing import PACKINGS, Arrays, BestFit, Concatenation, Packing, PackingName, Sentences
 from megafp8.user_cache import user_cache
 
@@ -98,10 +99,11 @@ class _Rest(NamedTuple):
 
 
 class _Index(NamedTuple):
-    """The index of one epoch (`Packing.make_index`), and its SHA-256."""
+    """The index of one epoch (`Packing.make_index`), its SHA-256, and the file that it is read from, if it is."""
 
     arrays: Arrays
     checksum: str
+    file: MappedFile | None = None
 
 
 def default_cache() -> Path:
@@ -268,6 +270,8 @@ class PackedDataset:
         """The index of epoch `number`, or of its rest after `given`: from memory, the cache, or made and cached."""
         settings = (packing.name, seq_length, self.seed, number, *given)
         if self._index is not None and self._index[0] == settings:
+            if (file := self._index[1].file) is not None:
+                file.check()
             return self._index[1]
         key = hashlib.sha256(repr((_CACHE_FORMAT, self._identity, *settings)).encode())
         path = self.cache_dir / f"{key.hexdigest()[:32]}.index"
@@ -284,13 +288,14 @@ class PackedDataset:
 
     def _read(self, path: Path, packing: Packing) -> _Index | None:
         """The cached index; None if it is missing, or damaged, which is logged."""
-        raw: NDArray[np.uint8]
+        file = None
         try:
-            raw = np.memmap(path, mode="r", dtype=np.uint8)
+            file = MappedFile(path)
         except FileNotFoundError:
             return None
         except (OSError, ValueError):  # ValueError: an empty file
-            raw = np.empty(0, np.uint8)
+            pass
+        raw = np.empty(0, np.uint8) if file is None else file.content
         content, digest = raw[:-_DIGEST_BYTES], bytes(raw[-_DIGEST_BYTES:])
         if _digest(path, content) != digest:
             logger.warning("sample index %s is damaged: its checksum does not match; it is made again", path)
@@ -300,7 +305,7 @@ class PackedDataset:
             end = start + np.dtype(dtype).itemsize * length
             arrays.append(content[start:end].view(dtype))
             start = end
-        return _Index(arrays, digest.hex())
+        return _Index(arrays, digest.hex(), file)
 
     def _write(self, path: Path, arrays: Arrays) -> _Index:
         """Write an index to the cache, complete or not at all."""

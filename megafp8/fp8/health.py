@@ -239,7 +239,7 @@ def _complete_lines(path: Path) -> Iterator[tuple[bytes, Record]]:
                 return
             try:
                 record = Record(**json.loads(line))
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError):
                 raise ValueError(f"{path}, line {number} is no line of an FP8 report: mend or remove it") from None
             yield line, record
 

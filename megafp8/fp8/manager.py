@@ -336,7 +336,10 @@ class Fp8Manager:
         return {name: tensor for state in self.states for name, tensor in state.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy `state` into this state. ValueError, before anything is changed, unless names and shapes are ours."""
+        """Copy `state` into this state.
+
+        ValueError, before anything is changed, unless names, dtypes and shapes are ours.
+        """
         own = self.state_dict()
         missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         if missing or unexpected:
@@ -345,6 +348,8 @@ class Fp8Manager:
                 f"{_some(unexpected)}; load it with the recipe and layer patterns it was saved with"
             )
         for name, tensor in own.items():
+            if tensor.dtype != state[name].dtype:
+                raise ValueError(f"FP8 state {name} is {state[name].dtype}, and must be {tensor.dtype}")
             if tensor.shape != state[name].shape:
                 raise ValueError(
                     f"FP8 state {name} has shape {list(state[name].shape)}, this run's has {list(tensor.shape)}; "

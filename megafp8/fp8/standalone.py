@@ -40,7 +40,7 @@ from megafp8.fp8.gemm.dispatch import GemmBackend
 from megafp8.fp8.group_state import GroupState
 from megafp8.fp8.linear_state import LinearState
 from megafp8.fp8.manager import Fp8Manager, end_step
-from megafp8.fp8.quantizers import AmaxRecording, Quantizer
+from megafp8.fp8.quantizers import AmaxRecording
 from megafp8.fp8.recipes import DelayedScaling, Fp8Recipe
 from megafp8.fp8.recipes.base import Fp8Tensor, RecipeQuantizer
 from megafp8.fp8.sources import Plain
@@ -225,9 +225,9 @@ def _saved_format_under(recipe: Fp8Recipe, name: str) -> str:
 
 
 def _recording(state: LinearState) -> list[AmaxRecording]:
-    """The quantizers of the layer's activations and gradients that remember amaxes, and are doing so."""
-    own = state.own_quantizers
-    return [q for q in (own.input, own.grad_output, state.smoothing) if isinstance(q, AmaxRecording) and q.recording]
+    """The quantizers of the layer that remember amaxes, and are doing so."""
+    quantizers = (*state.own_quantizers, state.smoothing)
+    return [q for q in quantizers if isinstance(q, AmaxRecording) and q.recording]
 
 
 class _Part(NamedTuple):
@@ -508,11 +508,12 @@ class WatchingLinearState(LinearState):
             return cast(QuantizedTensor, _Fp8OnlyWeight(self._read_gathered))
         if isinstance(weight, Fp8Weight):
             return cast(QuantizedTensor, self._stored_weight(weight))
-        if self._copies is None or not self._copies.are_of(weight):
-            self._copies = _WeightCopies(weight, self.quantizers.weight)
-        self._copies.weight = weight  # where it was joined of others, the older tensor may be a copy of older values
-        self._copies.make(columnwise=columnwise)
-        return cast(QuantizedTensor, self._copies)  # it has the same interface
+        copies = self._copies
+        if copies is None or not copies.are_of(weight) or (self.records_weight and not copies.recorded):
+            copies = self._copies = _WeightCopies(weight, self)
+        copies.weight = weight  # where it was joined of others, the older tensor may be a copy of older values
+        copies.make(columnwise=columnwise)
+        return cast(QuantizedTensor, copies)  # it has the same interface
 
     def _read_gathered(self) -> ScaledTensor:
         assert self.gathered_weight is not None
@@ -577,11 +578,12 @@ class _WeightCopies:
 
     Layer and graph share it while the weight is unchanged. When the weight changes, the layer gets a new one, and an
     older graph keeps the values it was computed with. When FSDP2 frees the weight, this is released for both, and the
-    next access quantizes the weight as gathered by then.
+    next access quantizes the weight as gathered by then. `recorded`: a cast has recorded the weight's amax, as those of
+    an evaluation do not.
     """
 
-    def __init__(self, weight: Tensor, quantizer: Quantizer) -> None:
-        self.weight, self._quantizer = weight, quantizer
+    def __init__(self, weight: Tensor, state: WatchingLinearState) -> None:
+        self.weight, self._state, self.recorded = weight, state, False
         self._made: QuantizedTensor | None = None
         self._made_from: tuple[tuple[int, int], ...] | None = None
 
@@ -599,7 +601,8 @@ class _WeightCopies:
     def make(self, *, columnwise: bool) -> QuantizedTensor:
         if self._made is None or (columnwise and self._made.columnwise is None):
             self._made_from = _stamp(self.weight)
-            self._made = self._quantizer(Plain(self.weight.detach()), rowwise=True, columnwise=columnwise)
+            self._made = self._state.quantizers.weight(Plain(self.weight.detach()), rowwise=True, columnwise=columnwise)
+            self.recorded |= self._state.records_weight
         return self._made
 
     @property
@@ -623,10 +626,12 @@ class FixedWeightCopies:
     """The FP8 copies of a layer's weight at addresses that stay, where a CUDA graph writes and another reads them.
 
     They have the orientations that `state` holds when this is made. While they are of the weight as it is, they are the
-    layer's own, so that eager forwards read them too.
+    layer's own, so that eager forwards read them too. `records`: a cast records the weight's amax where one of training
+    does now; not of a layer in evaluation.
     """
 
-    def __init__(self, state: WatchingLinearState) -> None:
+    def __init__(self, state: WatchingLinearState, *, records: bool) -> None:
+        self._records = records
         assert state._copies is not None
         assert state._copies._made is not None
         self._state, self._columnwise = state, state._copies._made.columnwise is not None
@@ -643,12 +648,21 @@ class FixedWeightCopies:
         parts = _parts(self._weight)
         is_view = self._weight.data_ptr() == parts[0].data_ptr()
         values = self._weight.detach() if is_view else torch.cat([part.detach() for part in parts])
-        self._made = self._state.quantizers.weight(Plain(values), rowwise=True, columnwise=self._columnwise)
+        quantizer = self._state.own_quantizers.weight
+        off = self._state.records_weight and not self._records
+        if off:
+            cast(AmaxRecording, quantizer).recording = False
+        try:
+            self._made = self._state.quantizers.weight(Plain(values), rowwise=True, columnwise=self._columnwise)
+        finally:
+            if off:
+                cast(AmaxRecording, quantizer).recording = True
         self.written()
 
     def written(self) -> None:
         """Tell the layer that these are the copies of its weight as it is."""
-        self._copies = _WeightCopies(self._weight, self._state.quantizers.weight)
+        self._copies = _WeightCopies(self._weight, self._state)
+        self._copies.recorded = self._records and self._state.records_weight
         self._copies._made, self._copies._made_from = self._made, _stamp(self._weight)
         self._state._copies = self._copies
 

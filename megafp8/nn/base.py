@@ -275,8 +275,10 @@ class Module(nn.Module):
 
     def set_extra_state(self, state: Tensor | None) -> None:
         """Load what `get_extra_state` returned."""
-        if self.fp8_layers is not None and state is not None and state.numel():
+        if self.fp8_layers is not None and not (state is None or (isinstance(state, Tensor) and not state.numel())):
             try:
+                if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.layout != torch.strided:
+                    raise ValueError("no bytes of an archive")
                 self.fp8_layers.restore(_read_state(state))
             except (ValueError, KeyError, RuntimeError) as error:
                 raise ValueError(

@@ -365,7 +365,12 @@ class GraphedModule:
 
     def copies(self) -> list[FixedWeightCopies]:
         """Of the weights that have been quantized since they changed."""
-        return [FixedWeightCopies(state) for state in self.states if state.kept_weight is not None]
+        return [
+            FixedWeightCopies(state, records=module.training)
+            for module, linear in self.linears
+            for state in linear.fp8_states
+            if state.kept_weight is not None
+        ]
 
     @property
     def settled(self) -> bool:

@@ -23,10 +23,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
+from megafp8.error_causes import causes, lost_connection, no_space, os_error
 from megafp8.object_store import ObjectStoreError
 from megafp8.redaction import redact
 from megafp8.text_file import replace_text
@@ -39,17 +40,6 @@ HUNG = 3  # no progress: ended by the rank's hang watch, whose message names the
 AGENT_PID = "MEGAFP8_AGENT_PID"
 """Variable set by launch/agent.py, which prints the error files of every attempt: the number of its process."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-# Messages of gloo, NCCL and the TCP store on a rank whose peer has ended its process.
-_LOST_CONNECTION = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "Connection was likely closed",
-    "recvValue failed",
-    "remote process exited",
-)
 
 
 class TrainingError(RuntimeError):
@@ -138,27 +128,9 @@ def _is_our_class(error: Exception) -> bool:
     return type(error).__module__.startswith("megafp8.")
 
 
-def lost_connection(error: BaseException | None) -> bool:
-    """Whether `error`, or what caused it, is a lost connection to another rank, so that the cause is elsewhere."""
-    return any(
-        isinstance(one, RuntimeError) and any(phrase in str(one) for phrase in _LOST_CONNECTION)
-        for one in causes(error)
-    )
-
-
-def no_space(error: BaseException | None) -> OSError | None:
-    """The error of a full disk, quota or file size limit that `error` is or was caused by, if there is one."""
-    return _os_error(error, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def _os_error(error: BaseException | None, *numbers: int) -> OSError | None:
-    """The OSError with one of these numbers that `error` is or was caused by, if there is one."""
-    return next((one for one in causes(error) if isinstance(one, OSError) and one.errno in numbers), None)
-
-
 def _file_limit(error: BaseException) -> str | None:
     """The message for an error that was caused by a limit of open files, with what to do; None for other errors."""
-    if (of_host := _os_error(error, errno.ENFILE)) is not None:
+    if (of_host := os_error(error, errno.ENFILE)) is not None:
         return f"{of_host}: the host has as many open files as it allows; see sysctl fs.file-max"
     phrase = os.strerror(errno.EMFILE)  # loader processes and native code raise other classes
     for one in causes(error):
@@ -166,15 +138,6 @@ def _file_limit(error: BaseException) -> str | None:
             text, (most, _) = str(one).partition("\n")[0], resource.getrlimit(resource.RLIMIT_NOFILE)
             return f"{text}: this process may open {most:,} files; raise the hard limit first, e.g. ulimit -n 4096"
     return None
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """`error` and what caused it, each once: a chain of causes may lead back to an exception that it began with."""
-    seen: list[BaseException] = []
-    while error is not None and not any(error is one for one in seen):
-        seen.append(error)
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def report_failure(message: str, code: int, trace: str, *, follows: bool = False) -> None:

@@ -147,7 +147,7 @@ def read_records(path: Path, *required: str) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and all(key in record for key in required):
             found.append(record)

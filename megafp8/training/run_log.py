@@ -24,10 +24,11 @@ from tqdm import tqdm
 
 import megafp8
 from megafp8.distributed.collectives import gather_objects
+from megafp8.error_causes import no_space
 from megafp8.parallel_state import ParallelState
 from megafp8.redaction import redact, redact_arguments
 from megafp8.text_file import DiskErrorsLogged, JsonLines
-from megafp8.training.errors import TrainingError, no_space
+from megafp8.training.errors import TrainingError
 
 LOG_FILE = "log.txt"
 LAUNCHES_FILE = "launches.jsonl"

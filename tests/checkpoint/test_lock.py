@@ -107,6 +107,20 @@ def test_an_unreadable_lock_is_taken_over_by_its_age(tmp_path: Path, content: st
     assert _is_taken(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "folder"])
+def test_what_has_the_name_of_a_lock_and_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+    """A link to nothing exists without an owner or an age, and was waited for without end."""
+    if kind == "folder":
+        (tmp_path / LOCK_FILE).mkdir()
+    else:
+        target = _write_lock(tmp_path, age=1e6).rename(tmp_path / "target")
+        (tmp_path / LOCK_FILE).symlink_to(target if kind == "link" else tmp_path / "missing")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"\.lock is (a symbolic link|no file), and a lock is a file"):
+        FolderLock(tmp_path).__enter__()
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_an_attempt_of_the_same_job_waits_for_one_on_another_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

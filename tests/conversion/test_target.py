@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from megafp8.conversion.target import JOURNAL_FILE, Journal
+from megafp8.conversion.base import Source
+from megafp8.conversion.target import JOURNAL_FILE, Journal, Sink
 
 KEY = {"source": "a → b"}
 
@@ -95,3 +99,47 @@ sys.stdin.read()
     process.kill()
     process.communicate()
     assert Journal(tmp_path, KEY).done == {"x"}
+
+
+class _Sink(Sink):
+    def begin(self, source: Source, options: object) -> list[str]:
+        assert self._open_journal(source, [], {})
+        return []
+
+    def write(self, name: str, tensor: object) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        raise NotImplementedError
+
+
+def _hidden_link(hidden: Path, elsewhere: Path) -> None:
+    hidden.symlink_to(elsewhere)
+
+
+def _hidden_link_to_nothing(hidden: Path, elsewhere: Path) -> None:
+    hidden.symlink_to(elsewhere / "missing")
+
+
+def _link_to_a_file(hidden: Path, elsewhere: Path) -> None:
+    hidden.mkdir()
+    (hidden / JOURNAL_FILE).symlink_to(elsewhere / "precious")
+
+
+def _link_to_a_folder(hidden: Path, elsewhere: Path) -> None:
+    hidden.mkdir()
+    (hidden / "tokenizer").symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize("link", [_hidden_link, _hidden_link_to_nothing, _link_to_a_file, _link_to_a_folder])
+def test_nothing_is_deleted_or_overwritten_through_a_symlink(
+    tmp_path: Path, link: Callable[[Path, Path], None]
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("kept\n")
+    sink = _Sink(tmp_path / "target")
+    link(sink.hidden, elsewhere)
+    with pytest.raises(ValueError, match=r"\.target\.converting.* is a symbolic link"):
+        sink.begin(cast(Source, SimpleNamespace(tensors={}, path=tmp_path)), {})
+    assert [(file.name, file.read_text()) for file in elsewhere.iterdir()] == [("precious", "kept\n")]

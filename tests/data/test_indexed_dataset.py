@@ -252,6 +252,9 @@ def test_a_file_that_becomes_shorter_while_it_is_open_is_an_error(tmp_path: Path
     assert dataset.document(0).tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(DataError, match=r"x.bin has become shorter since it was opened: it had 100,000 bytes, and has"):
         dataset.document(1)
+    os.truncate(tmp_path / "x.idx", 50)
+    with pytest.raises(DataError, match=r"x.idx has become shorter since it was opened: it had \d+ bytes, and has 50"):
+        dataset.locate(3)
 
 
 def test_files_of_a_writer_that_was_killed_are_removed_by_the_next(tmp_path: Path) -> None:

@@ -373,6 +373,30 @@ def test_calibration_and_evaluation() -> None:
     assert_equal(_scales(layer), calibrated)
 
 
+@pytest.mark.parametrize("kind", ["linear layers", "experts"])
+def test_an_evaluation_before_the_first_step_leaves_no_amax(kind: str) -> None:
+    """Not of weights either: their copies are made anew in training, and the state is then the one without it."""
+    experts = kind == "experts"
+    module: Any = randomized(nn.GroupedLinear(2, H, H, **CPU) if experts else nn.LayerNormMLP(H, F, **CPU))
+    arguments = ([S // 2, S // 2],) if experts else ()
+    x, results = batch(0)[:, 0].contiguous(), []
+    for each, evaluated in ((module, True), (copy.deepcopy(module), False)):
+        with fp8.autocast(recipe=RECIPES["delayed"]):
+            if evaluated:
+                each.eval()
+                each(x, *arguments)
+                amaxes = [tensor for name, tensor in each.fp8_layers.snapshot().items() if "amax" in name]
+                assert amaxes
+                assert not any(tensor.any() for tensor in amaxes)
+                each.train()
+            y = each(x, *arguments)
+        y.sum().backward()
+        fp8.end_step(each)
+        results.append([y.detach(), *fp8.state_dict(each).values()])
+    assert_equal(*results)
+    assert all(tensor.any() for tensor in results[0])
+
+
 SHARED = torch.ones(1 << 18)
 """A megabyte, which an archive holds once for all names that it has."""
 
@@ -395,6 +419,23 @@ def test_extra_state_that_megafp8_has_not_saved(state: object) -> None:
     layer, file = nn.Linear(H, H, **CPU), io.BytesIO()
     with fp8.autocast(recipe=RECIPES["delayed"]):
         layer(batch(0))
+    for foreign in (
+        [1],
+        "text",
+        {"a": 1},
+        torch.ones(3),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.eye(2).to_sparse(),
+    ):
+        with pytest.raises(ValueError, match=r"_extra_state is not what megafp8\.nn has saved"):
+            layer.set_extra_state(cast(Any, foreign))
+    doubled = {
+        name: tensor.double()
+        for name, tensor in torch.load(io.BytesIO(bytes(layer.get_extra_state().tolist())), weights_only=True).items()
+    }
+    torch.save(doubled, archive := io.BytesIO())
+    with pytest.raises(ValueError, match=r"_extra_state is not what megafp8\.nn has saved"):
+        layer.set_extra_state(torch.frombuffer(bytearray(archive.getvalue()), dtype=torch.uint8))
     if state == "bytearray":  # a constructor that torch.load calls
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr("archive/data.pkl", b"\x80\x02c__builtin__\nbytearray\nJ\x00\x00\x00\x7f\x85R.")
