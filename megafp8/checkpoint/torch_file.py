@@ -328,6 +328,8 @@ def _read_directory(stream: RawFile, start: int, length: int) -> dict[str, _Reco
         raise ValueError("it does not begin as a zip archive (torch before 1.6 wrote none: load and save it anew)")
     records: dict[str, _Record] = {}
     with zipfile.ZipFile(io.BufferedReader(_Section(stream, start, length), 1 << 16)) as archive:
+        if min((info.header_offset for info in archive.infolist()), default=0):  # zipfile takes the last directory
+            raise ValueError("its directory is that of another archive behind it")
         for info in archive.infolist():
             record, name = _find_record(stream, start, info), info.filename.partition("/")[2]
             if record.start + record.size > start + length:

@@ -145,6 +145,20 @@ def test_a_running_save_is_finished_where_training_fails(tmp_path: Path) -> None
     assert [step for step, _ in complete_checkpoints(tmp_path)] == [1]
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_failed_save_is_logged_unless_the_rank_that_it_ended_reports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lost: bool
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(dcp_module, "write_data", full)
+    with pytest.raises(RuntimeError, match="peer"), _saver(tmp_path, []) as saver:  # noqa: PT012
+        saver.save(1, {"w": torch.zeros(4)}, {})
+        raise RuntimeError("Connection closed by peer" if lost else "this rank's own error, not a peer's")
+    assert ["No space left" in record.message for record in caplog.records] == ([] if lost else [True])
+
+
 # --- several ranks ---
 
 

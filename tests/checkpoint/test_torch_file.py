@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,19 @@ def test_plain_content_is_read_and_everything_else_is_inert(tmp_path: Path) -> N
     assert isinstance(found["path"], Record)
     assert found["call"] == Global("argparse", "ArgumentParser")
     assert (found["args"].of, found["args"].state) == (("argparse", "Namespace"), {"n": 1})
+
+
+def test_the_length_of_an_archive_may_not_include_the_next_one(tmp_path: Path) -> None:
+    """As in a data file whose index is damaged: `zipfile` takes the last directory, which has other tensors."""
+    file = io.BytesIO()
+    torch.save(torch.ones(2), file)
+    length = file.tell()
+    torch.save(torch.zeros(2), file)
+    path = tmp_path / "two"
+    path.write_bytes(file.getvalue())
+    assert TorchFile(path, 0, length).content.shape == (2,)
+    with pytest.raises(ValueError, match="its directory is that of another archive behind it"):
+        TorchFile(path)
 
 
 def test_a_damaged_pickle_is_read_or_refused(tmp_path: Path) -> None:

@@ -301,7 +301,9 @@ def test_a_line_cut_short_is_dropped_by_both(tmp_path: Path) -> None:
     assert read_report(path) == [RECORD, replace(RECORD, step=600)]
 
 
-@pytest.mark.parametrize("line", ["not json", "[1, 2]", '{"step": 3}', '{"loss": 3.0}', "[" * 10**5], ids=lambda line: line[:9])
+@pytest.mark.parametrize(
+    "line", ["not json", "[1, 2]", '{"step": 3}', '{"loss": 3.0}', "[" * 10**5], ids=lambda line: line[:9]
+)
 def test_a_line_of_something_else_is_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "r"
     write(path, 0, RECORD)

@@ -61,7 +61,7 @@ def test_a_torn_line_and_a_repeated_step(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:-20])
     write(path, dataclasses.replace(STEP, step=2, loss=3.0), dataclasses.replace(STEP, step=3, loss=math.nan))
     assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 5.0), (2, 3.0), (3, None)]
-    path.write_bytes(b"\0\0\0\n12\n[1]\n{}\n\xff\n" + path.read_bytes())
+    path.write_bytes(b"\0\0\0\n12\n[1]\n{}\n\xff\n" + b"[" * 10**5 + b"\n" + path.read_bytes())
     assert [r["step"] for r in read_metrics(path)] == [1, 2, 3]
     write(path, dataclasses.replace(STEP, step=2, loss=6.0))
     assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 5.0), (2, 6.0)], (
