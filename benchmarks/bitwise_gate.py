@@ -4,11 +4,15 @@
     python -m benchmarks.bitwise_gate record after.json             # on the commit after it
     python -m benchmarks.bitwise_gate compare before.json after.json
 
-Each case runs `pretrain_gpt.py` with a tiny model on 1 to 4 CPU processes (gloo): six steps, the last three resumed
+Most cases run `pretrain_gpt.py` with a tiny model on 1 to 4 CPU processes (gloo): six steps, the last three resumed
 from the checkpoint of the first three. Recorded are losses, gradient norms and validation losses as in metrics.jsonl,
-and a SHA-256 of all tensors of each checkpoint. Only public interfaces are used (the config, metrics.jsonl, the
-checkpoint format), so recordings stay comparable when modules move. The cases cover every recipe in three layouts, and
-every schedule, parallel axis, memory option, optimizer dtype and model option at least once.
+a SHA-256 of all tensors of each checkpoint, and texts that `megafp8.Generator` continues with the last one, greedily
+and at random. The cases cover every recipe in three layouts, and every schedule, parallel axis, memory option,
+optimizer, kind of layer, architecture and objective at least once. Others record the outputs and gradients of each
+module of `megafp8.nn` (nn/...), and what the planner predicts for each config of the repository (plan/...).
+
+Only public interfaces are used (the config, metrics.jsonl, the checkpoint format, `megafp8.Generator`, `megafp8.nn`,
+tools/plan.py), so recordings stay comparable when modules move.
 
 A recording belongs to one machine and one torch version: another CPU may sum in another order.
 """
@@ -29,7 +33,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -147,6 +152,102 @@ MORE: dict[str, tuple[int, list[str]]] = {
     "report": (2, [*DELAYED, *PP2, "fp8.report_interval=2"]),
     "deterministic": (1, [*DELAYED, "deterministic=true", "optimizer.clip_grad_norm=0.1"]),
 }  # fmt: skip
+MOE = ["model.moe={num_experts: 8, top_k: 3, ffn_hidden_size: 64, aux_loss: 0.1, z_loss: 0.01}"]
+DROPPING = ["model.moe={num_experts: 8, top_k: 3, ffn_hidden_size: 64, capacity_factor: 0.8}"]
+GLOBAL = ["model.moe={num_experts: 8, top_k: 3, ffn_hidden_size: 64, aux_loss: 0.1, aux_loss_scope: global_batch}"]
+DEEPSEEK = [
+    "model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 64, score: sigmoid, scaling_factor: 2.0, num_groups: 4, "
+    "top_groups: 2, selection_bias: true, bias_update_rate: 0.05, shared_ffn_hidden_size: 128, first_dense_layers: 1}",
+    "model.latent_attention={q_rank: 64, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 16}",
+    "model.num_query_groups=null",
+]  # fmt: skip
+GPT_OSS = [
+    *MOE, "model.linear_bias=true", "model.attention_sinks=true", "model.activation=clamped_swiglu",
+    "model.sliding_window=16", "model.full_attention_layers=[1, 3]",
+]  # fmt: skip
+GEMMA = [
+    "model.norm_position=both", "model.zero_centered_gamma=true", "model.embedding_multiplier=8.0",
+    "model.activation=geglu_tanh", "model.attention_softcap=5.0", "model.logit_softcap=10.0", "model.sliding_window=16",
+    "model.full_attention_layers=[1, 3]", "model.rope_local_theta=100.0", "model.tie_embeddings=true",
+]  # fmt: skip
+SPECIAL = ["model.vocab_size=384", "data.special_tokens={cls: 260, sep: 261, mask: 262, pad: 263}"]
+BERT = [
+    *GPT2, *SPECIAL, "model.architecture=bert", "model.norm_position=post", "model.embedding_norm=true",
+    "model.activation=gelu", "model.tie_embeddings=true", "model.num_query_groups=null",
+]  # fmt: skip
+T5 = [
+    "model.vocab_size=384", "model.architecture=t5", "model.num_decoder_layers=2", "model.num_query_groups=null",
+    "model.position_embedding=relative", "model.activation=geglu_tanh", "training.decoder_seq_length=64",
+    "data.special_tokens={sep: 261, pad: 263, sentinels: [" + ", ".join(map(str, range(264, 304))) + "]}",
+]  # fmt: skip
+LORA = ["lora={rank: 4, alpha: 8.0}"]
+MUON = ["optimizer.name=muon", "optimizer.muon={newton_schulz_dtype: fp32}"]
+DROPOUT = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
+EP2, ZERO, FSDP, TP2 = ["parallel.expert=2"], ["parallel.zero=1"], ["parallel.fsdp=true"], ["parallel.tensor=2"]
+KINDS: dict[str, tuple[int, list[str]]] = {
+    **{f"moe-{name}": (1, [*MOE, *RECIPES[name]]) for name in ("bf16", "delayed", "current", "rowwise", "blockwise")},
+    "moe-tp2-ep2": (2, [*MOE, *DELAYED, *TP2, *EP2]),
+    "moe-etp2": (2, [*MOE, *CURRENT, *TP2, "parallel.expert_tensor=2"]),
+    "moe-all-to-all": (2, [*MOE, *CURRENT, *EP2, "parallel.expert_dispatch=all_to_all"]),
+    "moe-dropping": (2, [*DROPPING, *EP2]),
+    "moe-global-balance": (2, [*GLOBAL, *ZERO]),
+    "moe-fsdp-ep2": (4, [*MOE, *DELAYED, *FSDP, *EP2]),
+    "moe-cp2": (2, [*MOE, *CURRENT, "parallel.context=2"]),
+    "moe-zb-v": (2, [*MOE, *CURRENT, *TWO_CHUNKS, "parallel.schedule=zb-v"]),
+    "moe-recompute": (1, [*MOE, *DELAYED, *SELECTIVE]),
+    "shared-gate": (2, [
+        "model.moe={num_experts: 4, top_k: 1, ffn_hidden_size: 64, shared_ffn_hidden_size: 64, shared_gate: true}",
+        *FSDP,
+    ]),
+    "deepseek": (1, [*DEEPSEEK, *DELAYED]),
+    "deepseek-tp2-ep2": (2, [*DEEPSEEK, *CURRENT, *TP2, *EP2]),
+    "deepseek-mtp-pp2": (2, [*DEEPSEEK, *PP2, "model.mtp_num_layers=1"]),
+    "mtp": (2, [*DELAYED, "model.mtp_num_layers=2", *ZERO]),
+    "gpt-oss": (2, [*GPT_OSS, *CURRENT, *EP2]),
+    "gemma": (2, [*GEMMA, *DELAYED, *PP2]),
+    "bloom": (1, [
+        *GPT2, *DELAYED, "model.position_embedding=alibi", "model.embedding_norm=true", "model.num_query_groups=null",
+    ]),
+    "olmo2": (2, ["model.norm_position=output", "model.qk_norm=projection", *TP2]),
+    "bert": (2, [*BERT, *CURRENT, *TP2]),
+    "bert-dropout": (1, [*BERT, *DROPOUT]),
+    "t5": (2, [*T5, *DELAYED, *PP2]),
+    "t5-tied-zero": (2, [*T5, *ZERO, "model.tie_embeddings=true", "model.activation=relu"]),
+    "lora": (2, [*LORA, *DELAYED, *TP2]),
+    "lora-moe-fsdp": (2, [*LORA, *MOE, *FSDP]),
+    "muon": (2, [*MUON, *DELAYED, *TP2]),
+    "muon-zero-moe": (2, [*MUON, *MOE, *ZERO, *EP2]),
+    "average": (2, [*ZERO, "optimizer.average_decay=0.6"]),
+    "groups": (1, [
+        "optimizer.groups=[{match: [embedding.*], learning_rate_scale: 0.5}, {match: ['*norm*'], weight_decay: 0.1}]",
+    ]),
+    "mup": (1, ["model.mup={base_hidden_size: 64}"]),
+    "prefix": (2, [*DELAYED, "data.prefix_lm={min_length: 2, max_length: 60}", "parallel.context=2"]),
+    "dropout": (2, [*DELAYED, *DROPOUT, *TP2]),
+    "fp16": (1, ["training.precision=fp16", "training.loss_scale={initial_scale: 16384.0, growth_interval: 2}"]),
+    "best-fit": (1, [*DOCUMENTS, "data.packing=best_fit"]),
+    "stages": (1, ["stages=[{name: long, begin: 2, overrides: {training.seq_length: 256}}]"]),
+    "hsdp": (4, [*CURRENT, *FSDP, "parallel.fsdp_replicas=2"]),
+}  # fmt: skip
+MODULES: dict[str, Callable[[Any], Any]] = {
+    "Linear": lambda nn: nn.Linear(64, 96, device="cpu"),
+    "LayerNormLinear": lambda nn: nn.LayerNormLinear(64, 96, device="cpu"),
+    "LayerNormMLP": lambda nn: nn.LayerNormMLP(64, 128, activation="swiglu", device="cpu"),
+    "LayerNormMLP-gelu": lambda nn: nn.LayerNormMLP(64, 128, device="cpu"),
+    "LayerNorm": lambda nn: nn.LayerNorm(64, device="cpu"),
+    "RMSNorm": lambda nn: nn.RMSNorm(64, device="cpu"),
+    "TransformerLayer": lambda nn: nn.TransformerLayer(
+        64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cpu"
+    ),
+    "TransformerLayer-llama": lambda nn: nn.TransformerLayer(
+        64, 128, 4, num_gqa_groups=2, normalization="RMSNorm", activation="swiglu", bias=False,
+        hidden_dropout=0.0, attention_dropout=0.0, device="cpu",
+    ),
+}  # fmt: skip
+"""Of `megafp8.nn`, each a function of that module."""
+PLANS = {"deepseek-v3": 512, "gemma2-9b": 16, "gpt-oss-20b": 8, "llama3-70b": 64, "llama3-8b": 8,
+         "mixtral-8x7b": 32, "olmo2-7b": 8, "qwen3-30b-a3b": 16, "t5-base": 8}  # fmt: skip
+"""Numbers of GPUs by config; the others need a tokenizer's file."""
 CASES: dict[str, tuple[int, list[str]]] = {
     **{
         f"{recipe}/{layout}": (ranks, [*keys, *more])
@@ -154,6 +255,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
         for layout, (ranks, more) in LAYOUTS.items()
     },
     **MORE,
+    **{f"kinds/{name}": case for name, case in KINDS.items()},
 }  # fmt: skip
 
 
@@ -193,6 +295,51 @@ def checkpoint_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
+def texts_of(run: Path) -> list[list[int]] | str:
+    """Tokens that a finished run's model continues two prompts with; or why it is no model that does."""
+    from megafp8 import Generator
+    from megafp8.inference import SamplingOptions
+    from megafp8.parallel_state import destroy_model_parallel
+
+    options = [SamplingOptions(max_tokens=12, temperature=t, seed=3, ignore_end=True) for t in (0.0, 1.0)]
+    try:
+        generator = Generator.from_checkpoint(run, device="cpu")
+        return [found.tokens for each in options for found in generator.generate([[5, 9, 12, 17], [3] * 20], each)]
+    except ValueError as error:
+        return f"refused: {str(error).replace(str(run), 'RUN')}"
+    finally:
+        destroy_model_parallel()
+
+
+def module_results(name: str, recipe: str | None) -> dict[str, Any]:
+    """Hashes of output and gradients of a module in a second step, whose scales follow from the first."""
+    from megafp8 import fp8, nn
+
+    recipes = {"delayed": fp8.DelayedScaling(amax_history_len=4), "current": fp8.CurrentScaling()}
+    torch.manual_seed(1)
+    module, found = MODULES[name](nn), {}
+    for _ in range(2):
+        module.zero_grad()
+        x = torch.randn(32, 2, 64).requires_grad_()
+        with fp8.autocast(enabled=recipe is not None, recipe=recipes.get(recipe or "")):
+            y = module(x)
+        y.square().sum().backward()
+        if recipe is not None:
+            fp8.end_step(module)
+        found = {"y": y.detach(), "x": x.grad, **{key: p.grad for key, p in module.named_parameters()}}
+    return {key: _hash(value) for key, value in found.items() if value is not None}
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def plan_of(config: str, gpus: int) -> Any:
+    """What the planner says of a config of the repository."""
+    command = [sys.executable, "tools/plan.py", "--config", f"configs/{config}.yaml", "--gpus", str(gpus), "--json"]
+    return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+
+
 def recorded(run: Path) -> dict[str, Any]:
     """Results of one finished run."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -201,6 +348,7 @@ def recorded(run: Path) -> dict[str, Any]:
         "grad_norm": [line["grad_norm"] for line in lines],
         "validation": [line["validation_loss"] for line in lines if line.get("validation_loss") is not None],
         "checkpoints": {path.name: checkpoint_hash(path) for path in sorted((run / "checkpoints").glob("step_*"))},
+        "texts": texts_of(run),
     }
 
 
@@ -208,8 +356,11 @@ def _serve(pipe: Connection, rank: int) -> None:
     """Main function of one rank: runs each (ranks, port, arguments) received from `pipe`, until None."""
     torch.set_num_threads(1)
     sys.path.insert(0, str(ROOT))
+    import pretrain_bert
     import pretrain_gpt
+    import pretrain_t5
 
+    scripts = {"model.architecture=bert": pretrain_bert, "model.architecture=t5": pretrain_t5}
     while (task := pipe.recv()) is not None:
         ranks, port, arguments = task
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
@@ -218,7 +369,7 @@ def _serve(pipe: Connection, rank: int) -> None:
         output = io.StringIO()
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                code = pretrain_gpt.main()
+                code = next((x for key, x in scripts.items() if key in arguments), pretrain_gpt).main()
         except BaseException:
             code = output.getvalue() + traceback.format_exc()
         pipe.send(None if code == 0 else f"rank {rank} ended with {code}\n{output.getvalue()[-4000:]}")
@@ -281,6 +432,20 @@ def record(path: Path, only: str) -> int:
                 pool.close()
                 pool = Ranks()
         pool.close()
+    others: dict[str, Callable[[], Any]] = {
+        **{
+            f"nn/{name}/{recipe}": partial(module_results, name, recipe)
+            for name in MODULES
+            for recipe in ((None,) if name in ("LayerNorm", "RMSNorm") else (None, "delayed", "current"))
+        },
+        **{f"plan/{config}": partial(plan_of, config, gpus) for config, gpus in PLANS.items()},
+    }
+    for name, result in tqdm({name: x for name, x in others.items() if only in name}.items(), unit="case"):
+        try:
+            found[name] = {"results": result()}
+        except (ValueError, subprocess.CalledProcessError) as error:
+            failed.append(name)
+            tqdm.write(f"{name}: {error}")
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     about = {
         "commit": commit.stdout.strip(),

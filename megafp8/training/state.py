@@ -110,7 +110,9 @@ def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
     of_adam = {**dtypes, **{f"optimizer.{key}.": moment for key in ("exp_avg", "exp_avg_sq")}}
     of_muon = {**dtypes, f"optimizer.{MOMENTUM}.": torch.float32}
     has_muon = config.optimizer.name == "muon"
-    stages = [planned_stage(config, stage) for stage in range(len(stages_of(config)[1]))]
+    # A stage as its first rank holds it has that rank's experts only; with one expert-parallel rank, all of them.
+    whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"expert": 1})})
+    stages = [planned_stage(whole, stage) for stage in range(len(stages_of(config)[1]))]
     kinds = {
         f"{prefix}{piece.name}": (piece.global_shape, dtype)
         for stage in stages

@@ -53,7 +53,7 @@ def _logged_on_load(config: Config, folder: str) -> list[str]:
     return [record.getMessage() for record in handler.buffer]
 
 
-@pytest.mark.parametrize("words", ["delayed smooth pp2", "bf16 dp2 zero", "tied tp2"])
+@pytest.mark.parametrize("words", ["delayed smooth pp2", "bf16 dp2 zero", "tied tp2", "moe ep2 dp2"])
 def test_metadata_says_what_is_in_the_checkpoint(world2: World, tmp_path: Path, words: str) -> None:
     config, ranks = config_of(f"{words} 4-samples", seed=1), ranks_of(words)
     source = CheckpointReader(world2.run(_save, config, str(tmp_path), ranks=ranks)[0])
@@ -63,6 +63,7 @@ def test_metadata_says_what_is_in_the_checkpoint(world2: World, tmp_path: Path, 
     assert about["tensors"] == len(source.tensors)
     not_fp8 = {name: kind for name, kind in source.tensors.items() if not name.startswith("fp8.")}
     assert not_fp8 == tensor_kinds(config)
+    assert check_resume(config, tmp_path, "abc") is not None
     assert about["bytes"] == sum(math.prod(shape) * dtype.itemsize for shape, dtype in source.tensors.values())
     assert (about["step"], about["consumed_samples"], about["tokens"]) == (3, 12, 12 * 32)
     assert about["tokenizer_fingerprint"] == "abc"
