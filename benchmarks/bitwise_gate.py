@@ -244,7 +244,7 @@ MODULES: dict[str, Callable[[Any], Any]] = {
         hidden_dropout=0.0, attention_dropout=0.0, device="cpu",
     ),
 }  # fmt: skip
-"""Of `megafp8.nn`, each a function of that module."""
+"""Functions that build the modules of the cases nn/..., given the package `megafp8.nn`."""
 PLANS = {"deepseek-v3": 512, "gemma2-9b": 16, "gpt-oss-20b": 8, "llama3-70b": 64, "llama3-8b": 8,
          "mixtral-8x7b": 32, "olmo2-7b": 8, "qwen3-30b-a3b": 16, "t5-base": 8}  # fmt: skip
 """Numbers of GPUs by config; the others need a tokenizer's file."""
@@ -304,7 +304,7 @@ def texts_of(run: Path) -> list[list[int]] | str:
     options = [SamplingOptions(max_tokens=12, temperature=t, seed=3, ignore_end=True) for t in (0.0, 1.0)]
     try:
         generator = Generator.from_checkpoint(run, device="cpu")
-        return [found.tokens for each in options for found in generator.generate([[5, 9, 12, 17], [3] * 20], each)]
+        return [text.tokens for each in options for text in generator.generate([[5, 9, 12, 17], [3] * 20], each)]
     except ValueError as error:
         return f"refused: {str(error).replace(str(run), 'RUN')}"
     finally:
@@ -317,7 +317,7 @@ def module_results(name: str, recipe: str | None) -> dict[str, Any]:
 
     recipes = {"delayed": fp8.DelayedScaling(amax_history_len=4), "current": fp8.CurrentScaling()}
     torch.manual_seed(1)
-    module, found = MODULES[name](nn), {}
+    module, results = MODULES[name](nn), {}
     for _ in range(2):
         module.zero_grad()
         x = torch.randn(32, 2, 64).requires_grad_()
@@ -326,8 +326,8 @@ def module_results(name: str, recipe: str | None) -> dict[str, Any]:
         y.square().sum().backward()
         if recipe is not None:
             fp8.end_step(module)
-        found = {"y": y.detach(), "x": x.grad, **{key: p.grad for key, p in module.named_parameters()}}
-    return {key: _hash(value) for key, value in found.items() if value is not None}
+        results = {"y": y.detach(), "x": x.grad, **{key: p.grad for key, p in module.named_parameters()}}
+    return {key: _hash(value) for key, value in results.items() if value is not None}
 
 
 def _hash(tensor: torch.Tensor) -> str:
@@ -335,7 +335,7 @@ def _hash(tensor: torch.Tensor) -> str:
 
 
 def plan_of(config: str, gpus: int) -> Any:
-    """What the planner says of a config of the repository."""
+    """Run tools/plan.py for the config of that name in configs/, and return the JSON that it prints."""
     command = [sys.executable, "tools/plan.py", "--config", f"configs/{config}.yaml", "--gpus", str(gpus), "--json"]
     return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 

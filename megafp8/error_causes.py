@@ -1,4 +1,4 @@
-"""What an exception was caused by: another rank that ended, a full disk, any OSError.
+"""Search of an exception and its chain of causes: for a lost connection to another rank, a full disk, any OSError.
 
 This module must not import torch: `megafp8.training.errors` does without it.
 """

@@ -19,9 +19,7 @@ def make_own_folder(path: Path) -> None:
     For predictable names of folders whose contents are replaced or deleted: a symlink would lead to other folders.
     ValueError otherwise.
     """
-    with contextlib.suppress(FileExistsError):  # exist_ok=True would accept a symlink and refuse a dangling one
-        path.mkdir()
-    _check(path, private=False)
+    _make(path, private=False)
 
 
 def make_private_folder(path: Path) -> None:
@@ -31,13 +29,16 @@ def make_private_folder(path: Path) -> None:
     folder, or a symlink by which files elsewhere would be read, replaced or deleted. ValueError unless it is a real
     directory of this user that no group and no other user may write to.
     """
+    _make(path, private=True)
+
+
+def _make(path: Path, *, private: bool) -> None:
+    """Make the folder `path`. ValueError if it exists and is not a real directory owned by this user.
+
+    `private`: it is made with mode 0700, and refused if group or others may write to it.
+    """
     with contextlib.suppress(FileExistsError):  # exist_ok=True would accept a symlink and refuse a dangling one
-        path.mkdir(mode=0o700)
-    _check(path, private=True)
-
-
-def _check(path: Path, *, private: bool) -> None:
-    """ValueError unless `path` is a real directory of this user; `private`: that nobody else may write to."""
+        path.mkdir(mode=0o700 if private else 0o777)
     found = path.lstat()  # after mkdir: in a sticky folder nobody else can replace what is this user's
     if not stat.S_ISDIR(found.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no directory"

@@ -229,7 +229,8 @@ class BackgroundSaver:
             try:
                 self.finish()
             except Exception as another:
-                # It is the same on all ranks; one that ended by it, which ended this one, reports it itself.
+                # All ranks have the same error, so one logs it. If this rank has lost its connection to another, that
+                # one has most likely ended with this very error, and reports it.
                 if collectives.rank(self._destination.group) == 0 and not lost_connection(error):
                     logger.error("%s", another)
 

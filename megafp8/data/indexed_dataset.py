@@ -201,12 +201,12 @@ class IndexedDataset:
         if self._in_order:
             yield position, count
             return
-        positions = self._positions
+        positions, index = self._positions, self._whole_index
         sequence = int(np.searchsorted(positions, position, side="right")) - 1
         while count:
             skip = position - int(positions[sequence])
-            first = int(self._whole_index.pointers[sequence]) // self.dtype.itemsize + skip
-            taken = min(count, int(self.sizes[sequence]) - skip)
+            first = int(index.pointers[sequence]) // self.dtype.itemsize + skip
+            taken = min(count, int(index.sizes[sequence]) - skip)
             yield first, taken
             position, count, sequence = position + taken, count - taken, sequence + 1
 

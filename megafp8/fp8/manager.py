@@ -23,7 +23,7 @@ from megafp8.fp8.gemm.dispatch import Fp8Gemm, GemmBackend
 from megafp8.fp8.group_state import GroupState
 from megafp8.fp8.health import Recorder
 from megafp8.fp8.linear_state import LinearState, Quantizers
-from megafp8.fp8.quantizers import AmaxRecording, Quantizer
+from megafp8.fp8.quantizers import AmaxRecording, Quantizer, recording_amaxes
 from megafp8.fp8.recipes.base import OPERANDS, Fp8Recipe, Fp8Tensor, OperandName, by_recipe, no_match
 from megafp8.fp8.smoothing import SmoothingState
 from megafp8.fp8.step import State
@@ -315,14 +315,8 @@ class Fp8Manager:
         Those of weights too: a rank's amax is that of its shard until `end_step` reduces it, and after an evaluation
         the state may be saved, compared between replicas or reported before a step ends.
         """
-        before = [quantizer.recording for quantizer in self._recording]
-        for quantizer in self._recording:
-            quantizer.recording = flag
-        try:
+        with recording_amaxes(self._recording, flag):
             yield
-        finally:
-            for quantizer, value in zip(self._recording, before, strict=True):
-                quantizer.recording = value
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ A tensor whose tokens are sharded over ranks is quantized where its shards are, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
@@ -54,6 +55,19 @@ class AmaxRecording(Protocol):
     """A quantizer whose casts change its state while `recording`; switched off during evaluation."""
 
     recording: bool
+
+
+@contextmanager
+def recording_amaxes(quantizers: Sequence[AmaxRecording], flag: bool) -> Iterator[None]:
+    """Within, casts of these quantizers record amaxes (True) or do not (False); before and after, as they did."""
+    before = [quantizer.recording for quantizer in quantizers]
+    for quantizer in quantizers:
+        quantizer.recording = flag
+    try:
+        yield
+    finally:
+        for quantizer, value in zip(quantizers, before, strict=True):
+            quantizer.recording = value
 
 
 @runtime_checkable

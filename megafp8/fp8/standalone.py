@@ -40,7 +40,7 @@ from megafp8.fp8.gemm.dispatch import GemmBackend
 from megafp8.fp8.group_state import GroupState
 from megafp8.fp8.linear_state import LinearState
 from megafp8.fp8.manager import Fp8Manager, end_step
-from megafp8.fp8.quantizers import AmaxRecording
+from megafp8.fp8.quantizers import AmaxRecording, recording_amaxes
 from megafp8.fp8.recipes import DelayedScaling, Fp8Recipe
 from megafp8.fp8.recipes.base import Fp8Tensor, RecipeQuantizer
 from megafp8.fp8.sources import Plain
@@ -128,18 +128,14 @@ class StandaloneLinear:
             return
         self.last_state = state
         calibrating = not context.enabled
-        off = [] if training or calibrating else _recording(state)
-        for quantizer in off:
-            quantizer.recording = False
-        if calibrating:
-            state.replan(calibrating=True)
-        try:
-            yield state
-        finally:
-            for quantizer in off:
-                quantizer.recording = True
+        with recording_amaxes([] if training or calibrating else _recording(state), False):
             if calibrating:
-                state.replan()
+                state.replan(calibrating=True)
+            try:
+                yield state
+            finally:
+                if calibrating:
+                    state.replan()
 
     def shard(self, site: LinearSite, tp_group: ProcessGroup) -> None:
         """The layer is sharded over `tp_group`, as `site` says. ValueError if it has run in FP8 before."""
@@ -176,18 +172,15 @@ class StandaloneExperts:
             calibrating = not self.first.last.enabled
             group = self.layers.group_of(self.names, self.first.last, device)
             off = [] if training or calibrating else [q for own in group.states[1:] for q in _recording(own)]
-            for quantizer in off:
-                quantizer.recording = False
-            for own in group.states[1:] if calibrating else ():
-                own.replan(calibrating=True)
-            group.look_at_plans_again()
-            try:
-                yield group
-            finally:
-                for quantizer in off:
-                    quantizer.recording = True
+            with recording_amaxes(off, False):
                 for own in group.states[1:] if calibrating else ():
-                    own.replan()
+                    own.replan(calibrating=True)
+                group.look_at_plans_again()
+                try:
+                    yield group
+                finally:
+                    for own in group.states[1:] if calibrating else ():
+                        own.replan()
 
 
 VALUES = "values"
@@ -225,9 +218,9 @@ def _saved_format_under(recipe: Fp8Recipe, name: str) -> str:
 
 
 def _recording(state: LinearState) -> list[AmaxRecording]:
-    """The quantizers of the layer that remember amaxes, and are doing so."""
+    """The quantizers of the layer that can record amaxes."""
     quantizers = (*state.own_quantizers, state.smoothing)
-    return [q for q in quantizers if isinstance(q, AmaxRecording) and q.recording]
+    return [quantizer for quantizer in quantizers if isinstance(quantizer, AmaxRecording)]
 
 
 class _Part(NamedTuple):
@@ -648,15 +641,8 @@ class FixedWeightCopies:
         parts = _parts(self._weight)
         is_view = self._weight.data_ptr() == parts[0].data_ptr()
         values = self._weight.detach() if is_view else torch.cat([part.detach() for part in parts])
-        quantizer = self._state.own_quantizers.weight
-        off = self._state.records_weight and not self._records
-        if off:
-            cast(AmaxRecording, quantizer).recording = False
-        try:
+        with recording_amaxes([] if self._records else _recording(self._state), False):
             self._made = self._state.quantizers.weight(Plain(values), rowwise=True, columnwise=self._columnwise)
-        finally:
-            if off:
-                cast(AmaxRecording, quantizer).recording = True
         self.written()
 
     def written(self) -> None:

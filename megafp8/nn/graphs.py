@@ -364,7 +364,7 @@ class GraphedModule:
         return [state for _, linear in self.linears for state in linear.fp8_states]
 
     def copies(self) -> list[FixedWeightCopies]:
-        """Of the weights that have been quantized since they changed."""
+        """New copies at fixed addresses for each weight that has been quantized since it changed."""
         return [
             FixedWeightCopies(state, records=module.training)
             for module, linear in self.linears
