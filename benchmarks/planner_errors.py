@@ -21,8 +21,8 @@ import yaml
 from benchmarks.bench_step import resolve
 from benchmarks.common import new_parser
 from megafp8.config import Config
-from megafp8.planner.activations import Kinds, planned_fp8
 from megafp8.planner.hardware import GPUS, Cluster, Gpu
+from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import Prediction, predict
 from megafp8.training.fp8_config import build_fp8
 
@@ -83,8 +83,7 @@ def predictions(runs: list[Run], gpu: Gpu = GPUS["h200-141gb"]) -> list[Predicti
         key = (run.config, run.overrides, run.gpus, run.micro_batches, run.layout, run.variant)
         if key not in known:
             config = run.resolved()
-            fp8 = planned_fp8(config, Kinds(config, build_fp8(config, None)))
-            known[key] = predict(config, fp8, Cluster(gpu, run.gpus))
+            known[key] = predict(model_outline(config, build_fp8(config, None)), Cluster(gpu, run.gpus))
         found.append(known[key])
     return found
 

@@ -77,10 +77,14 @@ class LinearSite:
     adds its bias itself. `gathers_output`: a column-parallel layer's output is gathered. `recompute_input`: what wgrad
     needs of the input is recomputed in backward. `smoothable`: channels over all ranks of a SwiGLU that makes the
     input. `weight_storage`: where the weight is between steps; `param_gather`: it may be gathered in FP8. `expert`: one
-    of the experts of a layer, whose tokens are whole on this rank however those of the layer are cut.
+    of the experts of a layer, whose tokens are whole on this rank however those of the layer are cut. `inputs`,
+    `outputs`: of this rank's part; 0 where nobody asks. `high_precision`: why the layer must not be FP8; empty where it
+    may be.
     """
 
     name: str = ""
+    inputs: int = 0
+    outputs: int = 0
     parallel: Literal["column", "row"] | None = None
     tensor_parallel: int = 1
     sequence_parallel: bool = False
@@ -95,6 +99,7 @@ class LinearSite:
     weight_storage: WeightStorage = "resident"
     param_gather: bool = False
     expert: bool = False
+    high_precision: str = ""
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ import yaml
 
 from megafp8.commands.common import new_parser, run_tool
 from megafp8.config import Config, ConfigError, check_layout, load_config
-from megafp8.planner.activations import Kinds, planned_fp8
 from megafp8.planner.hardware import GPUS, Cluster
 from megafp8.planner.memory import memory_table
+from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import Prediction, predict
 from megafp8.planner.search import Candidate, Found, changed_keys, search
 from megafp8.training.fp8_config import build_fp8
@@ -126,7 +126,7 @@ def plan(arguments: argparse.Namespace) -> None:
     own: Prediction | str
     try:
         check_layout(config, cluster.gpus, arguments.config)
-        own = predict(config, planned_fp8(config, Kinds(config, fp8)), cluster)
+        own = predict(model_outline(config, fp8), cluster)
     except ConfigError as error:
         own = str(error)
     found = search(config, fp8, cluster, arguments.top)

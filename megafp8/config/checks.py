@@ -31,6 +31,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
     """Raise ConfigError with every rule that `config` breaks on `world_size` ranks."""
     rules = (
         _model,
+        _matrices,
         _windows,
         moe_checks.layout,
         _tensor,
@@ -206,6 +207,19 @@ def _evaluation(config: Config) -> Iterator[Problem]:
     for key, value in (("include_path", e.include_path), ("limit", e.limit)):
         if value is not None and not e.tasks:
             yield Problem(f"training.evaluate.{key}", value, "there are no tasks", "leave it out, or give tasks")
+
+
+def _matrices(config: Config) -> Iterator[Problem]:
+    m, most = config.model, 2**60
+    widths = {"hidden_size": m.hidden_size, "ffn_hidden_size": 2 * m.ffn_size, "head_dim": m.channels}
+    if m.vocab_size is not None:
+        widths["vocab_multiple" if m.vocab_multiple > m.vocab_size else "vocab_size"] = m.padded_vocab_size
+    heads = m.num_attention_heads + 2 * m.query_groups
+    for key, width in widths.items():
+        others = m.hidden_size * (heads if key == "head_dim" else 1)
+        if others * width > most:
+            rule = f"with model.hidden_size {m.hidden_size} a matrix has {others * width:.3g} elements"
+            yield Problem(f"model.{key}", getattr(m, key), f"{rule}; a tensor has {most:.3g} at most", "try fewer")
 
 
 def attention_heads(m: ModelConfig) -> Iterator[Problem]:

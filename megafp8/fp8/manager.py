@@ -105,17 +105,15 @@ class Fp8Manager:
         tp_group: ProcessGroup | None = None,
         amax_group: ProcessGroup | None = None,
         expert_rows: ProcessGroup | None = None,
-        high_precision: str = "",
     ) -> LinearState:
         """The state of the layer at `site`, with its plan; call before `materialize`, once a layer.
 
         `tp_group`: the ranks over which the layer is sharded. `amax_group`: the ranks that run the layer, where other
         than those of the model. `expert_rows`: of an expert's layer, the ranks that hold other rows of the same
-        activations, or other columns of them; None where each rank has all rows. `high_precision`: why the layer is not
-        to be FP8, if so.
+        activations, or other columns of them; None where each rank has all rows.
         """
         assert site.name not in self._all_layers, f"layer {site.name} has its state already"
-        reason = high_precision or self.why_not(site.name)
+        reason = site.high_precision or self.why_not(site.name)
         precision = None if reason else self._precision(site.name)
         tokens = expert_rows if site.expert else self.token_group
         sharded = tp_group
@@ -143,10 +141,33 @@ class Fp8Manager:
         self._groups_of_layers.append(group)
         return group
 
+    def unbuilt(self) -> Fp8Manager:
+        """A manager on one rank that plans layers as this one does, and has built none yet."""
+        manager = Fp8Manager(
+            self.recipe,
+            amax_group=None,
+            include=self.include,
+            exclude=self.exclude,
+            gemm_backend=self.gemm_backend,
+            smooth_swiglu=self.smooth_swiglu,
+        )
+        manager.leave_out(self._left_out)
+        return manager
+
+    @property
+    def layers(self) -> Sequence[LinearState]:
+        """The states of all layers, in the order in which they were built."""
+        return list(self._all_layers.values())
+
+    @property
+    def groups(self) -> Sequence[GroupState]:
+        """The states of equal layers whose weights are one parameter."""
+        return self._groups_of_layers
+
     @property
     def plans(self) -> list[LinearPlan]:
         """The plans of all layers, in the order in which they were built."""
-        return [state.plan for state in self._all_layers.values()]
+        return [state.plan for state in self.layers]
 
     def _precision(self, name: str) -> LinearPrecision:
         """How the recipe has an FP8 layer."""

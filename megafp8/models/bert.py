@@ -41,9 +41,8 @@ class HeadTransform(nn.Module):
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
         self.weight, self.bias = _weight_and_bias("transform", config.hidden_size, config, context)
-        self.state = context.fp8.linear(
-            LinearSite("transform"), high_precision="whole on each rank, it stays in training.precision"
-        )
+        h, reason = config.hidden_size, "whole on each rank, it stays in training.precision"
+        self.state = context.fp8.linear(LinearSite("transform", h, h, high_precision=reason))
         self.approximate = "tanh" if config.head_activation == "gelu_tanh" else "none"
         self.norm = block_norm("transform_norm", config, context)
 

@@ -20,7 +20,7 @@ Shapes: s sequence, b micro-batch, h hidden, v vocabulary, t tensor-parallel siz
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.config import ModelConfig
-from megafp8.config.activations import ACTIVATIONS
 from megafp8.context_parallel.attention import ContextAttention, plan
 from megafp8.context_parallel.split import shard_positions
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, unsharded
@@ -202,9 +201,8 @@ class PredictionLayer(nn.Module):
         self.projection = replicated_parameter(
             context, unsharded(f"{name}.projection.weight", (h, 2 * h)), Init("normal", config.init_std)
         )
-        self.projection_state = context.fp8.linear(
-            LinearSite(f"{name}.projection"), high_precision="whole on each rank, it stays in training.precision"
-        )
+        reason = "whole on each rank, it stays in training.precision"
+        self.projection_state = context.fp8.linear(LinearSite(f"{name}.projection", 2 * h, h, high_precision=reason))
         self.embedding_norm = block_norm(f"{name}.embedding_norm", config, context)
         self.hidden_norm = block_norm(f"{name}.hidden_norm", config, context)
         self.block = Block(index, config, context, memory)
@@ -365,6 +363,7 @@ class GPTStage(nn.Module):
 
     `positions` is the number of rows of a learned position table; `memory` is that of each block, by default all keep
     everything. Parameters are allocated, not initialised: `tensor_parallel.random.initialize_parameters` fills them.
+    `blocks`: without them only what belongs to the first and last stage is constructed.
     """
 
     def __init__(
@@ -376,6 +375,7 @@ class GPTStage(nn.Module):
         positions: int,
         memory: Sequence[BlockMemory] | None = None,
         z_loss: float = 0.0,
+        blocks: bool = True,
     ) -> None:
         super().__init__()
         self.config, self.context, self.layers = config, context, layers
@@ -386,7 +386,7 @@ class GPTStage(nn.Module):
         if context.blocks_on_meta:
             of_blocks = replace(context, device=torch.device("meta"), real_device=context.device)
         self.blocks, self.mtp = nn.ModuleList(), nn.ModuleList()
-        for i, own in zip(layers, self.memory, strict=True):
+        for i, own in zip(layers, self.memory, strict=True) if blocks else ():
             if i < config.num_blocks:
                 self.blocks.append(self._make_block(i, of_blocks, own))
             else:
@@ -628,61 +628,3 @@ class GPTStage(nn.Module):
                 look_ahead = partial(self.look_ahead, labels_bs, inputs, offload) if len(self.mtp) else None
                 return self.head(x_sbh, branch_sbh, labels_bs, look_ahead, dropout)
         return x_sbh if branch_sbh is None else dropouts.add(x_sbh, branch_sbh, dropout)
-
-
-def fp8_layer_names(config: ModelConfig, blocks: range | None = None) -> Iterator[str]:
-    """Names of all linear layers of `blocks`, by default the whole model's, that an FP8 pattern can select."""
-    for index in config.layers if blocks is None else blocks:
-        yield from fp8_layer_sizes(config, 1, range(index, index + 1))
-        yield from cross_layer_sizes(config, 1, range(index, index + 1))
-        yield from expert_layer_sizes(config, 1, index)
-
-
-def fp8_layer_sizes(config: ModelConfig, t: int, blocks: range | None = None) -> dict[str, tuple[int, int]]:
-    """Inputs k and outputs n of a rank's slice of each layer in `fp8_layer_names`, without those of experts and of
-    cross attention.
-
-    t: tensor-parallel size.
-    """
-    h, heads, groups, d = config.hidden_size, config.num_attention_heads, config.query_groups, config.channels
-    kind, sizes = ACTIVATIONS[config.activation], dict[str, tuple[int, int]]()
-    for index in config.layers if blocks is None else blocks:
-        name, moe = f"layers.{index}", config.moe_of(index)
-        if (latent := config.latent_attention) is None:
-            sizes[f"{name}.attention.qkv"] = (h, (heads + 2 * groups) * d // t)
-        else:
-            q = "q" if latent.q_rank is None else "q_up"
-            sizes[f"{name}.attention.{q}"] = (latent.q_rank or h, heads * d // t)
-            kv_width = latent.nope_head_dim + latent.value_head_dim
-            sizes[f"{name}.attention.kv_up"] = (latent.kv_rank, heads * kv_width // t)
-        sizes[f"{name}.attention.proj"] = (heads * config.value_channels // t, h)
-        f = config.ffn_size if moe is None else moe.shared_ffn_hidden_size
-        if f is not None:
-            mlp = f"{name}.mlp" if moe is None else f"{name}.mlp.shared"
-            sizes[f"{mlp}.{kind.up_layer}"] = (h, kind.up_width(f) // t)
-            sizes[f"{mlp}.down"] = (f // t, h)
-    return sizes
-
-
-def cross_layer_sizes(config: ModelConfig, t: int, layers: range) -> dict[str, tuple[int, int]]:
-    """Inputs k and outputs n of a rank's slice of the linear layers of cross attention in `layers`, by name."""
-    h, d, sizes = config.hidden_size, config.channels, dict[str, tuple[int, int]]()
-    for index in layers:
-        if config.is_decoder(index):
-            name = f"layers.{index}.cross_attention"
-            sizes[f"{name}.q"] = (h, config.num_attention_heads * d // t)
-            sizes[f"{name}.kv"] = (h, 2 * config.query_groups * d // t)
-            sizes[f"{name}.proj"] = (config.num_attention_heads * d // t, h)
-    return sizes
-
-
-def expert_layer_sizes(config: ModelConfig, parts: int, layer: int) -> dict[str, tuple[int, int]]:
-    """Inputs k and outputs n of a rank's slice of the linear layers of all experts of `layer`, by name.
-
-    Each is split over `parts` ranks.
-    """
-    h, f, moe = config.hidden_size, config.expert_size // parts, config.moe_of(layer)
-    kind = ACTIVATIONS[config.activation]
-    experts = [f"layers.{layer}.mlp.experts.{e}" for e in range(0 if moe is None else moe.num_experts)]
-    up = {f"{name}.{kind.up_layer}": (h, kind.up_width(f)) for name in experts}
-    return up | {f"{name}.down": (f, h) for name in experts}

@@ -65,9 +65,9 @@ class LatentAttention(nn.Module):
             down = {"q_down": latent.q_rank} | down
         shards = [x for part, n in down.items() for x in unsharded(f"{name}.{part}.weight", (n, config.hidden_size))]
         self.down = replicated_parameter(context, shards, init)
-        self.down_state = context.fp8.linear(
-            LinearSite(f"{name}.down"), high_precision="latents are few and stay in training.precision"
-        )
+        reason = "latents are few and stay in training.precision"
+        site = LinearSite(f"{name}.down", config.hidden_size, sum(down.values()), high_precision=reason)
+        self.down_state = context.fp8.linear(site)
         norm: dict[str, Any] = {
             "kind": "rmsnorm",
             "eps": config.norm_eps,

@@ -75,8 +75,11 @@ class Experts(nn.Module):
         )
         up_names, down_names = ([f"{name}.{e}.{layer}" for e in own] for layer in (self.activation.up_layer, "down"))
         biased = config.linear_bias
-        self.up_state = self._state(up_names, context, parallel="column", after=between, adds_bias=biased)
-        self.down_state = self._state(down_names, context, parallel="row", before=between)
+        up_width = self.activation.up_width(f) // parts
+        self.up_state = self._state(
+            up_names, (h, up_width), context, parallel="column", after=between, adds_bias=biased
+        )
+        self.down_state = self._state(down_names, (f // parts, h), context, parallel="row", before=between)
         out_std = config.init_std / math.sqrt(2 * config.num_layers)
         of_experts = {"replicated_over_tp": False, "expert": True}
         self.up = new_parameter(context, into, Init("normal", config.init_std), **of_experts)
@@ -92,13 +95,16 @@ class Experts(nn.Module):
             self.down_bias = new_parameter(context, out_of, zeros, **of_experts)
 
     @staticmethod
-    def _state(names: Sequence[str], context: BuildContext, **site: Any) -> GroupState:
-        """How a linear layer of each expert runs; amaxes are those of all ranks that hold the expert."""
+    def _state(names: Sequence[str], size: tuple[int, int], context: BuildContext, **site: Any) -> GroupState:
+        """How a linear layer of each expert runs; amaxes are those of all ranks that hold the expert.
+
+        `size`: its inputs and outputs on this rank.
+        """
         parts, fp8 = collectives.size(context.expert_tensor), context.fp8
         group = context.expert_tensor if parts > 1 else None
         rows = context.expert_rows if collectives.size(context.expert_rows) > parts else None
         site |= {"tokens": None, "expert": True, "tensor_parallel": parts}
-        sites = [replace(context.site(), name=name, **site) for name in names]
+        sites = [replace(context.site(), name=name, inputs=size[0], outputs=size[1], **site) for name in names]
         return fp8.group(
             [fp8.linear(x, tp_group=group, amax_group=context.expert_amax, expert_rows=rows) for x in sites]
         )

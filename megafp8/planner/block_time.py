@@ -16,16 +16,15 @@ from dataclasses import dataclass
 
 from megafp8.config import Config
 from megafp8.config.activations import ACTIVATIONS
-from megafp8.fp8 import Fp8Manager
 from megafp8.fp8.recipes.base import GEMMS
 from megafp8.fp8.speed_model import BF16, FP8, LinearSize, cast_seconds, gemm_seconds, granularities
 from megafp8.fp8.tensor import TENSOR
-from megafp8.models.gpt import cross_layer_sizes, fp8_layer_sizes
 from megafp8.models.recompute import BlockMemory
 from megafp8.plan import LinearPlan
-from megafp8.planner.activations import ELEMENT, at_layer, expert_layers, granularity, layer_plans, sizes
+from megafp8.planner.activations import ELEMENT, at_layer, expert_layers, granularity, sizes, tokens_of
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import BlockElements, block_elements
+from megafp8.planner.outline import LinearLayer, ModelOutline
 
 
 @dataclass(frozen=True)
@@ -60,24 +59,20 @@ def summed(costs: Iterator[Costs] | list[Costs]) -> Costs:
     return total
 
 
-def block_costs(config: Config, fp8: Fp8Manager, cluster: Cluster, index: int, memory: BlockMemory) -> Costs:
+def block_costs(outline: ModelOutline, cluster: Cluster, index: int, memory: BlockMemory) -> Costs:
     """Of block `index` and what it communicates, as `memory` recomputes it."""
-    return _Block(config, fp8, cluster, index).costs(memory)
+    return _Block(outline, cluster, index).costs(memory)
 
 
 class _Block:
     """The terms of one block."""
 
-    def __init__(self, config: Config, fp8: Fp8Manager, cluster: Cluster, index: int) -> None:
-        self.whole, self.config, self.fp8, self.cluster = config, at_layer(config, index), fp8, cluster
+    def __init__(self, outline: ModelOutline, cluster: Cluster, index: int) -> None:
+        config, self.outline, self.layer = outline.config, outline, outline.layers[index]
+        self.whole, self.config, self.fp8, self.cluster = config, at_layer(config, index), outline.fp8, cluster
         self.index, self.gpu, self.x = index, cluster.gpu, sizes(self.config)
-        at, t = range(index, index + 1), config.parallel.tensor
-        plans = layer_plans(config, fp8)
-        self.layers = [
-            (LinearSize(self.x.m, k, n), plans[name])
-            for name, (k, n) in (fp8_layer_sizes(config.model, t, at) | cross_layer_sizes(config.model, t, at)).items()
-        ]
-        self.experts = expert_layers(config, fp8, index)
+        self.layers = [(self._size(x), x.plan) for x in self.layer.in_block]
+        self.experts = expert_layers(outline, index)
         if self.experts is not None and config.model.moe is not None:  # buffers have room for more rows than there are
             rows = self.x.m_own * config.model.moe.top_k * config.parallel.expert_tensor
             self.experts = self.experts._replace(rows=rows)
@@ -86,6 +81,9 @@ class _Block:
         self.up = sum(size.n for size, plan in self.layers if plan.name.endswith(f".{up_layer}"))
         self.f = sum(size.k for size, plan in self.layers if plan.name.endswith(".down"))
         self.copy = self.gpu.ceilings.bandwidth * self.gpu.elementwise
+
+    def _size(self, layer: LinearLayer) -> LinearSize:
+        return LinearSize(tokens_of(layer.site, self.x), layer.site.inputs, layer.site.outputs)
 
     def costs(self, memory: BlockMemory) -> Costs:
         found: Costs = {
@@ -124,10 +122,7 @@ class _Block:
     def _high_precision(self) -> Iterator[LinearSize]:
         """Linear layers that are never FP8."""
         model, x = self.config.model, self.x
-        if (latent := model.latent_attention) is not None:
-            yield LinearSize(x.m_own, x.h, (latent.q_rank or 0) + latent.kv_rank + latent.rope_head_dim)
-        if self.index >= model.num_blocks:
-            yield LinearSize(x.m_own, 2 * x.h, x.h)
+        yield from (self._size(layer) for layer in self.layer.linears if layer.site.high_precision)
         if self.experts is not None and model.moe is not None:
             yield LinearSize(x.m_own, x.h, 3 * model.moe.num_experts)  # three bf16 products make one of fp32
 
@@ -193,7 +188,7 @@ class _Block:
             backward += share * sum(size.m * size.n for size, _ in self.layers) * x.e
         kernels = 6 + 2 * norms
         if (own := self.experts) is not None:
-            up, f = own.up[1], own.down[0]
+            up, f = own.up.site.outputs, own.down.site.inputs
             forward += own.rows * (up + f) * x.e + 4 * own.rows * x.h * x.e
             backward += own.rows * (2 * up + f) * x.e + 4 * own.rows * x.h * x.e
             kernels += 10
@@ -207,7 +202,8 @@ class _Block:
         total = Phases()
         every = [(size.m * size.k, size.m * size.n, plan) for size, plan in self.layers]
         if self.experts is not None:
-            every += [(self.experts.rows * k, self.experts.rows * n, plan) for (k, n), plan in self.experts.layers]
+            rows = self.experts.rows
+            every += [(rows * x.site.inputs, rows * x.site.outputs, x.plan) for x in self.layer.of_experts]
         for inputs, outputs, plan in every:
             if plan.input == "layer":
                 total += Phases(forward=self._cast(plan, inputs))
@@ -235,13 +231,13 @@ class _Block:
         own, ceilings = self.experts, self.gpu.ceilings
         assert own is not None
         total = Phases()
-        for (k, n), plan in own.layers:
+        for layer in self.layer.of_experts:
             rows = own.rows + 64 * own.experts
             seconds = []
-            for gemm, how in zip(GEMMS, plan.gemms, strict=True):
-                element, rate = self._rate(plan, gemm, how)
-                weights = own.experts * k * n * (8 if gemm == "wgrad" else element) / ceilings.bandwidth
-                product = 2 * rows * k * n / rate
+            for gemm, how in zip(GEMMS, layer.plan.gemms, strict=True):
+                element, rate = self._rate(layer.plan, gemm, how)
+                weights = layer.weights * (8 if gemm == "wgrad" else element) / ceilings.bandwidth
+                product = 2 * rows * layer.site.inputs * layer.site.outputs / rate
                 seconds.append((product + weights if gemm == "wgrad" else max(product, weights)) + ceilings.launch)
             total += Phases(*seconds)
         return total
@@ -309,10 +305,8 @@ class _Block:
         return Phases(2 * each, 2 * each)
 
     def fsdp(self, compute: Phases) -> Phases:
-        elements = block_elements(self.whole, self.fp8, self.index)
-        quantized = sum(size.k * size.n for size, plan in self.layers if plan.fp8) - elements.fp8
-        if (own := self.experts) is not None:
-            quantized += sum(own.experts * k * n for (k, n), plan in own.layers if plan.fp8)
+        elements = block_elements(self.layer)
+        quantized = sum(x.weights for x in self.layer.linears if x.plan.fp8) - elements.fp8
         return fsdp_seconds(self.whole, self.cluster, elements, quantized, compute)
 
 

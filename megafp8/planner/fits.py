@@ -67,9 +67,11 @@ def check_memory(
     if fitting is not None:
         works.append(f"parallel.fsdp_replicas={fitting}")
     value = smaller = _get(config, key)
-    least = 1 if key in _USUAL else value
+    # Widths stay multiples of the ranks that divide them.
+    step = config.parallel.tensor if key in ("model.ffn_hidden_size", "model.vocab_multiple") else 1
+    least = step if key in _USUAL else value
     while smaller > least and total(key, smaller) > limit:
-        smaller = max(smaller // 2, least)
+        smaller = max(smaller // 2 // step * step, least)
     if total(key, smaller) <= limit:
         works.append(f"{key}={smaller}")
     works.append("more ranks by parallel.tensor or parallel.pipeline")

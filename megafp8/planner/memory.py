@@ -22,15 +22,13 @@ Shapes as in `activations`; n parameters of a rank, v vocabulary of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import NamedTuple
 
 from megafp8.config import Config
-from megafp8.config.activations import ACTIVATIONS
 from megafp8.data_parallel.buckets import bucket_layout
 from megafp8.fp8 import Fp8Manager
-from megafp8.models.gpt import cross_layer_sizes, fp8_layer_sizes
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.optimizer.fp8_moments import BLOCK
 from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, split_backwards
@@ -39,15 +37,13 @@ from megafp8.planner.activations import (
     at_layer,
     block_backward,
     deferred_wgrad,
-    expert_layers,
     fp8_bytes,
     granularity,
-    kind_of,
-    layer_plans,
     own_decoder_tokens,
     saved_by_block,
     sizes,
 )
+from megafp8.planner.outline import LayerOutline, LinearLayer, ModelOutline, Parameter
 from megafp8.planner.stages import layers_of_stages
 
 _WORKSPACES = 2 * 32 * 2**20
@@ -86,62 +82,32 @@ class RankMemory(StateMemory):
         return sum(getattr(self, field.name) for field in fields(self)) - self.host
 
 
-def state_memory(
-    config: Config,
-    numels: Sequence[int],
-    data: int,
-    own_bucket: Sequence[int] = (),
-    fp8: Collection[int] = (),
-    experts: Collection[int] = (),
-    trained: Collection[int] | None = None,
-    matrices: Collection[int] = (),
-) -> StateMemory:
-    """State of parameters of `numels` elements on one of `data` ranks that sum their gradients; under ZeRO the maximum.
+def state_memory(config: Config, parameters: Sequence[Parameter], data: int) -> StateMemory:
+    """State of `parameters` on one of `data` ranks that sum their gradients; under ZeRO the maximum.
 
-    `own_bucket`, `fp8`, `experts`: indices of the parameters that have buckets of their own, of those that are FP8
-    data, and of the weights of experts. The gradients of these are summed over as many ranks as hold the same experts.
-    `trained`: of those that are not frozen; None: all. `matrices`: of those that Muon updates.
+    The gradients of experts' parameters are summed over as many ranks as hold the same experts.
     """
     p = config.parallel
-    if trained is not None:
-        state = _state_memory(config, [numels[i] for i in trained], data)
+    trained = [x for x in parameters if x.trained]
+    if len(trained) < len(parameters):
+        state = _state_memory(config, trained, data)
         ranks = data // p.fsdp_replicas if p.fsdp else 1
-        frozen = sum(-(-count // ranks) for i, count in enumerate(numels) if i not in trained)
+        frozen = sum(-(-x.elements // ranks) for x in parameters if not x.trained)
         return replace(state, weights=state.weights + frozen * ELEMENT[config.training.precision])
-    expert_data = data * p.tensor // p.expert_ranks
+    experts, expert_data = [x for x in parameters if x.expert], data * p.tensor // p.expert_ranks
     if not experts or expert_data == data:
-        return _state_memory(config, numels, data, own_bucket, fp8, matrices)
-    others = [i for i in range(len(numels)) if i not in experts]
-    place = {index: at for at, index in enumerate(others)}
-    parts = [
-        _state_memory(
-            config,
-            [numels[i] for i in others],
-            data,
-            [place[i] for i in own_bucket],
-            [place[i] for i in fp8],
-            [place[i] for i in matrices if i in place],
-        ),
-        _state_memory(
-            config,
-            [numels[i] for i in experts],
-            expert_data,
-            matrices=[at for at, i in enumerate(experts) if i in matrices],
-        ),
-    ]
+        return _state_memory(config, parameters, data)
+    others = [x for x in parameters if not x.expert]
+    parts = [_state_memory(config, others, data), _state_memory(config, experts, expert_data)]
     return StateMemory(*(sum(values) for values in zip(*map(astuple, parts))))
 
 
-def _state_memory(
-    config: Config,
-    numels: Sequence[int],
-    data: int,
-    own_bucket: Sequence[int] = (),
-    fp8: Collection[int] = (),
-    matrices: Collection[int] = (),
-) -> StateMemory:
+def _state_memory(config: Config, parameters: Sequence[Parameter], data: int) -> StateMemory:
     """`state_memory` of parameters whose gradients are summed over the same ranks."""
     p, dtype = config.parallel, config.training.precision
+    fp8 = [i for i, x in enumerate(parameters) if x.only_fp8]
+    matrices = [i for i, x in enumerate(parameters) if x.matrices and config.optimizer.name == "muon"]
+    numels = [x.elements for x in parameters]
     if p.fsdp:
         shards = [-(-count // (data // p.fsdp_replicas)) for count in numels]
         return StateMemory(
@@ -152,7 +118,11 @@ def _state_memory(
         )
     ranks, count = data if p.zero else 1, sum(numels)
     layout = bucket_layout(
-        numels, max(1, int(p.bucket_mib * 2**20 / 4)), ranks=ranks, own_bucket=own_bucket, fp8_bucket=fp8
+        numels,
+        max(1, int(p.bucket_mib * 2**20 / 4)),
+        ranks=ranks,
+        own_bucket=[i for i, x in enumerate(parameters) if x.shared],
+        fp8_bucket=fp8,
     )
     in_fp8 = sum(bucket.end - bucket.start for bucket in layout.buckets if bucket.params[0] in fp8)
     owned = min(count, layout.numel // ranks)
@@ -186,65 +156,6 @@ def _average_bytes(config: Config) -> int:
     return 4 if config.optimizer.average_decay is not None else 0
 
 
-class _Parameter(NamedTuple):
-    """Elements on a rank; the name of its linear layer if that may be FP8; whether it is the weights of experts, or of
-    LoRA; whether it is matrices of a block (`param_groups.is_hidden_matrix`)."""
-
-    elements: int
-    layer: str = ""
-    expert: bool = False
-    lora: bool = False
-    matrix: bool = False
-
-
-def _column_lora(config: Config, parts: Mapping[str, int], inputs: int) -> list[_Parameter]:
-    """A and B's of a column-parallel layer of `parts`, with their sizes on a rank."""
-    found: list[int] = []
-    lora = config.lora
-    if lora is not None and (adapted := [size for name, size in parts.items() if name in config.lora_targets]):
-        found = [len(adapted) * lora.rank * inputs, *(size * lora.rank for size in adapted)]
-    return [_Parameter(count, lora=True) for count in found]
-
-
-def _row_lora(config: Config, name: str, inputs: int, outputs: int) -> list[_Parameter]:
-    """A and B of a row-parallel layer with so many inputs on a rank."""
-    lora = config.lora
-    if lora is None or name not in config.lora_targets:
-        return []
-    return [_Parameter(lora.rank * inputs, lora=True), _Parameter(outputs * lora.rank, lora=True)]
-
-
-def _lora_of_latent(config: Config, name: str, inputs: int, outputs: int) -> list[_Parameter]:
-    """A and B of a layer of latent attention."""
-    if name == "proj":
-        return _row_lora(config, name, inputs, outputs)
-    return _column_lora(config, {name: outputs}, inputs)
-
-
-def _norm(config: Config) -> list[_Parameter]:
-    return [_Parameter(config.model.hidden_size)] * (2 if config.model.normalization == "layernorm" else 1)
-
-
-def _block(config: Config, index: int) -> list[_Parameter]:
-    """The parameters of block `index`."""
-    model, x, norm = config.model, sizes(config), _norm(config)
-    attention, mlp = _attention(config, index)
-    before, after = norm * (model.norm_position != "output"), norm * (model.norm_position in ("output", "both"))
-    if model.moe_of(index) is not None:
-        mlp = [*_experts(config), *mlp]
-    else:
-        (up, down), bias = mlp, [_Parameter(x.h)] * model.linear_bias
-        parts = {"gate": x.f, "up": x.f} if ACTIVATIONS[model.activation].gated else {"up": x.f}
-        of_up, of_down = _column_lora(config, parts, x.h), _row_lora(config, "down", x.f, x.h)
-        mlp = [up, *[_Parameter(x.up)] * model.linear_bias, *of_up, down, *bias, *of_down]
-    block = [*before, *attention, *after, *before, *mlp, *after]
-    for name, (k, n) in cross_layer_sizes(model, config.parallel.tensor, range(index, index + 1)).items():
-        more = [*norm * name.endswith(".q"), _Parameter(k * n, name, matrix=True)]
-        block += [*more, *[_Parameter(n)] * model.linear_bias]
-    ahead = index >= model.num_blocks  # multi-token prediction
-    return [_Parameter(2 * x.h * x.h, matrix=True), *norm, *norm, *block, *norm] if ahead else block
-
-
 class BlockElements(NamedTuple):
     """Elements of a block's parameters on a rank: of the weights of experts, of FP8 data and nothing else, others."""
 
@@ -253,83 +164,11 @@ class BlockElements(NamedTuple):
     others: int
 
 
-def block_elements(config: Config, fp8: Fp8Manager, index: int) -> BlockElements:
-    parameters = _block(config, index)
+def block_elements(layer: LayerOutline) -> BlockElements:
+    parameters = layer.parameters
     experts = sum(p.elements for p in parameters if p.expert)
-    in_fp8 = sum(p.elements for p in parameters if _is_fp8(config, fp8, p.layer))
+    in_fp8 = sum(p.elements for p in parameters if p.only_fp8)
     return BlockElements(experts, in_fp8, sum(p.elements for p in parameters) - experts - in_fp8)
-
-
-def _attention(config: Config, index: int) -> tuple[list[_Parameter], list[_Parameter]]:
-    """The parameters of the attention of block `index`, and the weights of its MLP or shared expert."""
-    model, x, latent = config.model, sizes(config), config.model.latent_attention
-    weights = _layer_weights(config, index)
-    if latent is not None:
-        ranks = [rank for rank in (latent.q_rank, latent.kv_rank) if rank is not None]
-        down = _Parameter((sum(ranks) + latent.rope_head_dim) * x.h, matrix=True)
-        sizes_of = fp8_layer_sizes(model, config.parallel.tensor, range(index, index + 1))
-        layers = zip(weights[:3], ((name.rpartition(".")[2], k, n) for name, (k, n) in sizes_of.items()))
-        up = [p for own, (name, k, n) in layers for p in (own, *(_lora_of_latent(config, name, k, n)))]
-        return [down, *map(_Parameter, ranks), *up], weights[3:]
-    qkv, proj, *mlp = weights
-    bias, qk_norms = [_Parameter(x.h)] * model.linear_bias, [_Parameter(x.d)] * 2 if model.qk_norm else []
-    if model.qk_norm == "projection":
-        qk_norms = [_Parameter(x.a * x.d), _Parameter(x.g * x.d)]
-    qkv_bias = [_Parameter((x.a + 2 * x.g) * x.d)] * (model.linear_bias or model.qkv_bias)
-    parts = {"q": x.a * x.d, "k": x.g * x.d, "v": x.g * x.d}
-    of_qkv, of_proj = _column_lora(config, parts, x.h), _row_lora(config, "proj", x.a * x.d, x.h)
-    sinks = [_Parameter(x.a)] * model.attention_sinks
-    return [*sinks, qkv, *qkv_bias, *of_qkv, proj, *bias, *of_proj, *qk_norms], mlp
-
-
-def _layer_weights(config: Config, index: int) -> list[_Parameter]:
-    """The weights of the linear layers of block `index` that may be FP8."""
-    layers = fp8_layer_sizes(config.model, config.parallel.tensor, range(index, index + 1))
-    return [_Parameter(k * n, name, matrix=True) for name, (k, n) in layers.items()]
-
-
-def _experts(config: Config) -> list[_Parameter]:
-    """The parameters of a layer's router and experts, and the gate of its shared expert."""
-    model, moe, f = config.model, config.model.moe, config.model.expert_size // config.parallel.expert_tensor
-    assert moe is not None
-    count, h, up = moe.num_experts // config.parallel.expert, model.hidden_size, ACTIVATIONS[model.activation].up_width
-    experts = [_Parameter(count * h * n, expert=True, matrix=True) for n in (up(f), f)]
-    biases = [_Parameter(count * n, expert=True) for n in (up(f), h)] * model.linear_bias
-    router = [_Parameter(moe.num_experts * h), *[_Parameter(moe.num_experts)] * model.linear_bias]
-    return [*router, *experts, *biases, *[_Parameter(h)] * moe.shared_gate]
-
-
-def _stage(config: Config, layers: range) -> list[_Parameter]:
-    """The parameters of a stage of `layers` on a rank, in the order of its constructor."""
-    model, h = config.model, config.model.hidden_size
-    table = [_Parameter(_table(config))]
-    first, last = layers.start == 0, layers.stop == model.layers.stop
-    positions = _Parameter((model.max_position_embeddings or config.training.seq_length) * h)
-    embedding = [*table * (first or (last and model.embeds_on_last_stage))]
-    biases = [_Parameter(model.relative_attention_num_buckets * sizes(config).a)] * 2
-    embedding += [positions] * (first and model.position_embedding == "learned")
-    embedding += [_Parameter(model.token_types * h)] * (first and model.token_types > 0)
-    embedding += _norm(config) * (first and model.embedding_norm)
-    blocks = [parameter for index in layers for parameter in _block(config, index)]
-    head = [*_norm(config) * (model.norm_position != "post"), *_bert_head(config), *table * (not model.tie_embeddings)]
-    bias = [_Parameter(model.padded_vocab_size // config.parallel.tensor)] * (model.architecture == "bert")
-    encoder_norm = _norm(config) * (model.architecture == "t5" and model.num_layers - 1 in layers)
-    return [
-        *embedding,
-        *blocks,
-        *(*head, *bias) * last,
-        *encoder_norm,
-        *biases * (first and model.architecture == "t5"),
-    ]
-
-
-def _bert_head(config: Config) -> list[_Parameter]:
-    """The parameters of the head but for the output layer's."""
-    model, h = config.model, config.model.hidden_size
-    if model.architecture != "bert":
-        return []
-    dense = [_Parameter(h * h), _Parameter(h)]
-    return [*dense, *_norm(config), *[*dense, _Parameter(2 * h), _Parameter(2)] * model.binary_head]
 
 
 def _table(config: Config) -> int:
@@ -337,106 +176,49 @@ def _table(config: Config) -> int:
     return config.model.padded_vocab_size // config.parallel.tensor * config.model.hidden_size
 
 
-def parameter_sizes(config: Config, layers: range) -> list[int]:
-    """Elements of each parameter of a stage of `layers` on a rank, in the order of its constructor."""
-    return [parameter.elements for parameter in _stage(config, layers)]
-
-
-def expert_parameters(config: Config, layers: range) -> list[int]:
-    """Indices of the parameters of a stage that are weights of experts."""
-    return [i for i, parameter in enumerate(_stage(config, layers)) if parameter.expert]
-
-
-def muon_parameters(config: Config, layers: range) -> list[int]:
-    """Indices of the parameters of a stage that Muon updates."""
-    if config.optimizer.name != "muon":
-        return []
-    return [i for i, parameter in enumerate(_stage(config, layers)) if parameter.matrix]
-
-
-def trained_parameters(config: Config, layers: range) -> list[int] | None:
-    """Indices of the parameters of a stage that are trained; None: all."""
-    return None if config.lora is None else [i for i, parameter in enumerate(_stage(config, layers)) if parameter.lora]
-
-
-def fp8_parameters(config: Config, fp8: Fp8Manager, layers: range) -> list[int]:
-    """Indices of those parameters of a stage that are FP8 data and nothing else."""
-    return [i for i, parameter in enumerate(_stage(config, layers)) if _is_fp8(config, fp8, parameter.layer)]
-
-
-def _is_fp8(config: Config, fp8: Fp8Manager, layer: str) -> bool:
-    """Whether the layer's weight is FP8 data and nothing else."""
-    return bool(layer) and layer_plans(config, fp8)[layer].weight in ("zero fp8", "fsdp fp8")
-
-
-def fp8_weight_bytes(config: Config, fp8: Fp8Manager, layers: range) -> int:
+def fp8_weight_bytes(outline: ModelOutline, layers: range) -> int:
     """FP8 copies of the weights of `layers`: rowwise unless they are the weights, and columnwise for dgrad."""
-    total = 0
-    t = config.parallel.tensor
-    for name, (k, n) in (fp8_layer_sizes(config.model, t, layers) | cross_layer_sizes(config.model, t, layers)).items():
-        fprop, dgrad, _ = layer_plans(config, fp8)[name].gemms
-        if fprop == dgrad == "high":
-            continue
-        weight = granularity(fp8, name, "weight")
-        total += fp8_bytes(weight, n, k) - (n * k if _is_fp8(config, fp8, name) else 0)
-        total += 0 if dgrad == "high" else fp8_bytes(weight, k, n)
-    for own in filter(None, (expert_layers(config, fp8, index) for index in layers)):
-        for (k, n), plan in own.layers:
-            fprop, dgrad, _ = plan.gemms
-            if not fprop == dgrad == "high":
-                weight = granularity(fp8, plan.name, "weight")
-                copies = fp8_bytes(weight, n, k) + (0 if dgrad == "high" else fp8_bytes(weight, k, n))
-                total += own.experts * copies
-    return total
+    return sum(_fp8_copies(outline.fp8, layer) for index in layers for layer in outline.layers[index].linears)
 
 
-def amax_history_bytes(config: Config, fp8: Fp8Manager, layers: range) -> int:
+def _fp8_copies(fp8: Fp8Manager, layer: LinearLayer) -> int:
+    """Bytes of the FP8 copies of a layer's weight, and of its alike layers'."""
+    (fprop, dgrad, _), k, n = layer.plan.gemms, layer.site.inputs, layer.site.outputs
+    if fprop == dgrad == "high":
+        return 0
+    weight = granularity(fp8, layer.plan.name, "weight")
+    rowwise = fp8_bytes(weight, n, k) - (n * k if layer.only_fp8 else 0)
+    return layer.copies * (rowwise + (0 if dgrad == "high" else fp8_bytes(weight, k, n)))
+
+
+def amax_history_bytes(outline: ModelOutline, layers: range) -> int:
     """Amax histories of the operands of a stage's layers, fp32."""
-    count = 0
-    t = config.parallel.tensor
-    held = dict.fromkeys([*fp8_layer_sizes(config.model, t, layers), *cross_layer_sizes(config.model, t, layers)], 1)
-    for experts in filter(None, (expert_layers(config, fp8, index) for index in layers)):
-        held |= {experts.up_plan.name: experts.experts, experts.down_plan.name: experts.experts}
-    for name, copies in held.items():
+    count, fp8 = 0, outline.fp8
+    for layer in (x for index in layers for x in outline.layers[index].linears if not x.site.high_precision):
+        name = layer.plan.name
         operands = fp8.recipe.operands(name) if fp8.recipe is not None and fp8.selects(name) else None
-        count += copies * sum(operand.history_len for operand in operands or ())
+        count += layer.copies * sum(operand.history_len for operand in operands or ())
     return count * 4
 
 
-def rank_memory(
-    config: Config, fp8: Fp8Manager, data: int, stages: Sequence[range], actions: Sequence[Action]
-) -> RankMemory:
+def rank_memory(outline: ModelOutline, data: int, stages: Sequence[range], actions: Sequence[Action]) -> RankMemory:
     """Memory of a rank that has the layers `stages`, one range for each chunk, and takes `actions` in a step.
 
-    `fp8`: which layers are FP8, as the config says. `data`: ranks that sum their gradients.
+    `data`: ranks that sum their gradients.
     """
+    config = outline.config
     p, x = config.parallel, sizes(config)
-    numels: list[int] = []
-    own_bucket: list[int] = []
-    in_fp8: list[int] = []
-    experts: list[int] = []
-    matrices: list[int] = []
-    trained: list[int] | None = None if config.lora is None else []
-    for layers in stages:
-        at_an_end = layers.start == 0 or layers.stop == config.model.layers.stop
-        if config.model.embeds_on_last_stage and p.pipeline > 1 and at_an_end:
-            own_bucket.append(len(numels))
-        in_fp8 += [len(numels) + i for i in fp8_parameters(config, fp8, layers)]
-        experts += [len(numels) + i for i in expert_parameters(config, layers)]
-        matrices += [len(numels) + i for i in muon_parameters(config, layers)]
-        if trained is not None:
-            trained += [len(numels) + i for i in trained_parameters(config, layers) or ()]
-        numels += parameter_sizes(config, layers)
+    parameters = [parameter for layers in stages for parameter in outline.parameters(layers)]
     static = RankMemory(
-        **vars(state_memory(config, numels, data, own_bucket, in_fp8, experts, trained, matrices)),
-        fp8_weights=0 if p.fsdp else sum(fp8_weight_bytes(config, fp8, layers) for layers in stages),
-        amax_history=sum(amax_history_bytes(config, fp8, layers) for layers in stages),
+        **vars(state_memory(config, parameters, data)),
+        fp8_weights=0 if p.fsdp else sum(fp8_weight_bytes(outline, layers) for layers in stages),
+        amax_history=sum(amax_history_bytes(outline, layers) for layers in stages),
         # An activation and a gradient in flight each way; the received activation is the first block's input.
         communication=0 if p.pipeline == 1 else 3 * (x.m_own + own_decoder_tokens(config)) * x.h * x.e,
         workspace=_WORKSPACES,
     )
     overlaps = p.overlap_grad_reduce and any(action.microbatch for action in actions)
-    return _peak(static, [_chunk(config, fp8, layers, overlaps) for layers in stages], actions)
+    return _peak(static, [_chunk(outline, layers, overlaps) for layers in stages], actions)
 
 
 class _Chunk(NamedTuple):
@@ -483,23 +265,19 @@ class _Gathered(NamedTuple):
     end: int
 
 
-def _gathered(config: Config, fp8: Fp8Manager, layers: range, overlaps: bool) -> _Gathered:
+def _gathered(outline: ModelOutline, layers: range, overlaps: bool) -> _Gathered:
     """`overlaps`: what is sent last of a micro-batch stays until the next one's backward has begun."""
+    config = outline.config
     if not config.parallel.fsdp:
         return _Gathered([0] * len(layers), 0, 0)
     e, sent = ELEMENT[config.training.precision], ELEMENT[config.optimizer.reduce_dtype]
     tied, table = config.model.tie_embeddings, _table(config)
-    parameters = [_block(config, i) for i in layers]
+    parameters = [outline.layers[index].parameters for index in layers]
     elements = [sum(p.elements for p in block) for block in parameters]
-    in_fp8 = [sum(p.elements for p in block if _is_fp8(config, fp8, p.layer)) for block in parameters]
+    in_fp8 = [sum(p.elements for p in block if p.only_fp8) for block in parameters]
     values = [(count - fp8_count) * e for count, fp8_count in zip(elements, in_fp8)]
     buffers = 2 * max(in_fp8, default=0)  # of FP8 weights, from the first block's forward on
-    plans = layer_plans(config, fp8)
-    quantized = [[p.elements for p in b if p.layer and plans[p.layer].fp8] for b in parameters]
-    for counts, experts in zip(quantized, (expert_layers(config, fp8, index) for index in layers)):
-        if experts is not None:
-            counts += [experts.experts * k * n for (k, n), plan in experts.layers if plan.fp8]
-    copies = [max(counts, default=0) for counts in quantized]
+    copies = [max((x.weights for x in outline.layers[i].linears if x.plan.fp8), default=0) for i in layers]
     first, last = layers.start == 0, layers.stop == config.model.layers.stop
     shared = config.model.embeds_on_last_stage
     stays = table * e * (shared and (first or last))
@@ -517,16 +295,17 @@ def _gathered(config: Config, fp8: Fp8Manager, layers: range, overlaps: bool) ->
     return _Gathered(blocks, loss, ends_with_table * end + stays + buffers)
 
 
-def _chunk(config: Config, fp8: Fp8Manager, layers: range, overlaps: bool) -> _Chunk:
-    x, gathered = sizes(config), _gathered(config, fp8, layers, overlaps)
+def _chunk(outline: ModelOutline, layers: range, overlaps: bool) -> _Chunk:
+    config = outline.config
+    x, gathered = sizes(config), _gathered(outline, layers, overlaps)
     memory = block_memory(config.parallel, len(layers))
-    saved_by_kind: dict[tuple[int, BlockMemory], int] = {}
+    known: dict[tuple[LayerOutline, BlockMemory], int] = {}
 
     def saved_by(index: int, own: BlockMemory) -> int:
-        kind = (kind_of(fp8, index), own)
-        if kind not in saved_by_kind:
-            saved_by_kind[kind] = sum(saved_by_block(config, fp8, index, own).values())
-        return saved_by_kind[kind]
+        kind = (outline.layers[index], own)
+        if kind not in known:
+            known[kind] = sum(saved_by_block(outline, index, own).values())
+        return known[kind]
 
     saved = [saved_by(i, own) for i, own in zip(layers, memory)]
     on_device = [0 if own.offload else size for size, own in zip(saved, memory)]
@@ -543,25 +322,25 @@ def _chunk(config: Config, fp8: Fp8Manager, layers: range, overlaps: bool) -> _C
         if memory[at].full:  # the block's input is one of the saved tensors
             recomputed = saved_by(index, replace(memory[at], full=False)) - saved[at]
         activations = sum(on_device[: at + 1]) + sum(offloaded[max(0, at - 1) : at + 1])
-        candidates.append((activations, 0, recomputed + block_backward(config, fp8, index) + gathered.blocks[at]))
+        candidates.append((activations, 0, recomputed + block_backward(outline, index) + gathered.blocks[at]))
     if last:
         ends = (x.m_own + 2 * predicted) * x.h * x.e  # the final norm's input; the output layer's, and its gradient
         candidates.append((sum(on_device) + sum(offloaded[-1:]), logits + ends, gathered.loss))
     candidates.append((0, 0, gathered.end))
-    deferred = sum(deferred_wgrad(config, fp8, index) for index in layers)
+    deferred = sum(deferred_wgrad(outline, index) for index in layers)
     deferred += (predicted * x.h * x.e + logits) * last  # the output layer's input, and the logits' gradient
     return _Chunk(sum(on_device), sum(offloaded), deferred, max(candidates, key=sum))
 
 
 def pipeline_memory(
-    config: Config, fp8: Fp8Manager, world_size: int, placement: Placement, schedule: Schedule
+    outline: ModelOutline, world_size: int, placement: Placement, schedule: Schedule
 ) -> list[RankMemory]:
     """Memory of one rank of each pipeline rank; `schedule` is that of a step on `world_size` ranks in all."""
-    p = config.parallel
+    config, p = outline.config, outline.config.parallel
     layers = layers_of_stages(config, placement)
     data = world_size // (p.tensor * p.pipeline)  # context-parallel ranks among them
     return [
-        rank_memory(config, fp8, data, [layers[stage] for stage in stages], actions)
+        rank_memory(outline, data, [layers[stage] for stage in stages], actions)
         for stages, actions in zip(placement.stages, schedule, strict=True)
     ]
 

@@ -13,20 +13,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from megafp8.config import Config, ModelConfig
-from megafp8.config.activations import ACTIVATIONS
+from megafp8.config import Config
 from megafp8.config.checks import cuda_graph_problems
-from megafp8.fp8 import Fp8Manager
-from megafp8.models.gpt import cross_layer_sizes, expert_layer_sizes, fp8_layer_sizes
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.optimizer.muon import multiplications
 from megafp8.pipeline_parallel.actions import Kind, Placement, Schedule
 from megafp8.pipeline_parallel.registry import SCHEDULES, training_schedule
 from megafp8.pipeline_parallel.simulate import Times, simulate
-from megafp8.planner.activations import ELEMENT, expert_layers, kind_of, layer_plans, own_decoder_tokens, sizes
+from megafp8.planner.activations import ELEMENT, own_decoder_tokens, sizes
 from megafp8.planner.block_time import Costs, Phases, block_costs, ends_costs, summed
 from megafp8.planner.hardware import Cluster
-from megafp8.planner.memory import RankMemory, expert_parameters, parameter_sizes, pipeline_memory
+from megafp8.planner.memory import RankMemory, pipeline_memory
+from megafp8.planner.outline import LayerOutline, ModelOutline
 from megafp8.planner.stages import stages_of
 
 _SIMULATED = 3
@@ -64,20 +62,22 @@ def micro_batches(config: Config, gpus: int) -> int:
     return t.global_batch_size * p.tensor * p.pipeline * p.context // (t.micro_batch_size * gpus)
 
 
-def predict(config: Config, fp8: Fp8Manager, cluster: Cluster) -> Prediction:
-    """Step time and memory of a config that passed `check_layout` on `cluster.gpus` ranks.
+def predict(outline: ModelOutline, cluster: Cluster) -> Prediction:
+    """Step time and memory of a model whose config passed `check_layout` on `cluster.gpus` ranks.
 
-    `fp8`: which layers are FP8, as the config says. ValueError for LoRA, and for recipes that are emulated on Hopper.
+    ValueError for LoRA, and for recipes that are emulated on Hopper.
     """
-    memory = predicted_memory(config, fp8, cluster)
-    tokens = config.training.global_batch_size * config.training.seq_length
-    return Prediction(*step_terms(config, fp8, cluster), memory, tokens, cluster.gpus)
+    memory = predicted_memory(outline, cluster)
+    training = outline.config.training
+    tokens = training.global_batch_size * training.seq_length
+    return Prediction(*step_terms(outline, cluster), memory, tokens, cluster.gpus)
 
 
-def predicted_memory(config: Config, fp8: Fp8Manager, cluster: Cluster) -> Sequence[RankMemory]:
+def predicted_memory(outline: ModelOutline, cluster: Cluster) -> Sequence[RankMemory]:
     """Of each pipeline rank."""
-    placement, _ = stages_of(config)
-    return pipeline_memory(config, fp8, cluster.gpus, placement, short_schedule(config, placement, cluster.gpus))
+    placement, _ = stages_of(outline.config)
+    schedule = short_schedule(outline.config, placement, cluster.gpus)
+    return pipeline_memory(outline, cluster.gpus, placement, schedule)
 
 
 def short_schedule(config: Config, placement: Placement, gpus: int) -> Schedule:
@@ -108,19 +108,21 @@ def most_in_flight(source: str, placement: Placement, count: int) -> int:
     return most
 
 
-def stage_costs(config: Config, fp8: Fp8Manager, cluster: Cluster) -> list[Costs]:
+def stage_costs(outline: ModelOutline, cluster: Cluster) -> list[Costs]:
     """Of each stage, for one micro-batch."""
+    config = outline.config
     if config.lora is not None:
         raise ValueError("lora: the time of steps that train adapters is not predicted; leave the section lora out")
-    found: dict[tuple[int, BlockMemory], Costs] = {}
+    found: dict[tuple[LayerOutline, BlockMemory], Costs] = {}
     stages = []
     for layers in stages_of(config)[1]:
         memories = block_memory(config.parallel, len(layers))
-        kinds = Counter((kind_of(fp8, index), memory) for index, memory in zip(layers, memories))
+        kinds = Counter((outline.layers[index], memory) for index, memory in zip(layers, memories))
+        first = {(outline.layers[index], memory): index for index, memory in [*zip(layers, memories)][::-1]}
         blocks = []
         for kind, count in kinds.items():
             if kind not in found:
-                found[kind] = block_costs(config, fp8, cluster, *kind)
+                found[kind] = block_costs(outline, cluster, first[kind], kind[1])
             blocks.append({term: phases * count for term, phases in found[kind].items()})
         ends = ends_costs(config, cluster, first=layers.start == 0, last=layers.stop == config.model.layers.stop)
         stages.append(summed([*blocks, ends]))
@@ -144,12 +146,13 @@ def _pipeline_seconds(
     return whole + (count - simulated) * max(further, busiest)
 
 
-def step_terms(config: Config, fp8: Fp8Manager, cluster: Cluster) -> tuple[float, dict[str, float]]:
+def step_terms(outline: ModelOutline, cluster: Cluster) -> tuple[float, dict[str, float]]:
     """Seconds of a step, and their terms."""
+    config = outline.config
     placement, layers = stages_of(config)
     p, x, gpu = config.parallel, sizes(config), cluster.gpu
     count = micro_batches(config, cluster.gpus)
-    costs = stage_costs(config, fp8, cluster)
+    costs = stage_costs(outline, cluster)
     times = [sum(stage.values(), Phases()) for stage in costs]
     works = [sum(times[stage].total for stage in stages) for stages in placement.stages]
     if p.pipeline > 1:
@@ -164,9 +167,7 @@ def step_terms(config: Config, fp8: Fp8Manager, cluster: Cluster) -> tuple[float
     terms["bubble"] = pipeline - sum(works) * count / ranks
 
     ends: list[dict[str, float]] = [
-        step_end(
-            config, cluster, held(config, fp8, [layers[s] for s in stages]), sum((times[s] for s in stages), Phases())
-        )
+        step_end(config, cluster, held(outline, [layers[s] for s in stages]), sum((times[s] for s in stages), Phases()))
         for stages in placement.stages
     ]
     longest: dict[str, float] = max(ends, key=_total)
@@ -174,7 +175,7 @@ def step_terms(config: Config, fp8: Fp8Manager, cluster: Cluster) -> tuple[float
     on_host = 0.0
     if config.training.cuda_graphs is False or [*cuda_graph_problems(config)]:
         blocks = max(sum(len(layers[s]) for s in stages) for stages in placement.stages)
-        on_host = count * blocks * (gpu.host_block if fp8.recipe is None else gpu.host_block_fp8)
+        on_host = count * blocks * (gpu.host_block if outline.fp8.recipe is None else gpu.host_block_fp8)
     seconds = sum(terms.values())
     terms["host"] = max(0.0, on_host - seconds)
     return seconds + terms["host"], {term: value for term, value in terms.items() if value}
@@ -190,40 +191,30 @@ class Held(NamedTuple):
     muon: float
 
 
-def held(config: Config, fp8: Fp8Manager, stages: Sequence[range]) -> Held:
+def held(outline: ModelOutline, stages: Sequence[range]) -> Held:
     """Of a rank with the layers `stages`."""
-    numels = [parameter_sizes(config, layers) for layers in stages]
-    experts = sum(own[i] for own, layers in zip(numels, stages) for i in expert_parameters(config, layers))
-    layers_of_muon = [index for layers in stages for index in layers if config.optimizer.name == "muon"]
-    muon = sum(muon_flops(config.model, index) for index in layers_of_muon)
-    casts = sum(_weight_casts(config, fp8, layers) for layers in stages)
-    return Held(sum(map(sum, numels)) - experts, experts, casts, muon)
+    config = outline.config
+    parameters = [parameter for layers in stages for parameter in outline.parameters(layers)]
+    experts = sum(x.elements for x in parameters if x.expert)
+    layers = [outline.layers[index] for of_stage in stages for index in of_stage]
+    has_muon = config.optimizer.name == "muon"
+    muon = sum(muon_flops(layer, config.parallel.expert) for layer in layers) if has_muon else 0
+    # Read in training.precision, written rowwise and columnwise.
+    element = ELEMENT[config.training.precision] + 2
+    casts = element * sum(x.weights for layer in layers for x in layer.linears if x.plan.fp8)
+    return Held(sum(x.elements for x in parameters) - experts, experts, casts, muon)
 
 
-def muon_flops(model: ModelConfig, layer: int) -> int:
-    """Of Newton-Schulz iterations for the matrices of a layer, whole; fused ones are several matrices (decision 55)."""
-    kind, moe, h, layers = (
-        ACTIVATIONS[model.activation],
-        model.moe_of(layer),
-        model.hidden_size,
-        range(layer, layer + 1),
+def muon_flops(layer: LayerOutline, expert_parallel: int) -> int:
+    """Of Newton-Schulz iterations for the matrices of a layer, whole; fused ones are several matrices (decision 55).
+
+    `expert_parallel`: ranks between which the experts are divided.
+    """
+    return sum(
+        2 * multiplications(shape) * (expert_parallel if parameter.expert else 1)
+        for parameter in layer.parameters
+        for shape in parameter.matrices
     )
-    heads = [model.num_attention_heads, model.query_groups, model.query_groups]
-    shapes = [(h, 2 * h)] * (layer >= model.num_blocks)
-    if (latent := model.latent_attention) is not None:
-        shapes += [(rank, h) for rank in (latent.q_rank, latent.kv_rank + latent.rope_head_dim) if rank is not None]
-    sizes_of = fp8_layer_sizes(model, 1, layers) | cross_layer_sizes(model, 1, layers)
-    for name, (inputs, outputs) in (sizes_of | expert_layer_sizes(model, 1, layer)).items():
-        suffix, widths = name.rpartition(".")[2], [outputs]
-        if suffix in ("qkv", "kv"):
-            widths = [count * model.channels for count in heads[-len(suffix) :]]
-        elif suffix == kind.up_layer and kind.gated:
-            widths = [outputs // 2] * 2
-        copies = 1
-        if moe is not None and ".experts." in name:  # all are alike
-            copies = moe.num_experts if ".experts.0." in name else 0
-        shapes += copies * [(width, inputs) for width in widths]
-    return 2 * sum(map(multiplications, shapes))
 
 
 def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) -> dict[str, float]:
@@ -268,18 +259,6 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
     if not p.fsdp:
         found["weight casts"] = rank.casts / (gpu.ceilings.bandwidth * gpu.fine_casts)
     return found
-
-
-def _weight_casts(config: Config, fp8: Fp8Manager, layers: range) -> float:
-    """Bytes that casts of a stage's weights read and write, once a step."""
-    if fp8.recipe is None:
-        return 0.0
-    plans, total, element = layer_plans(config, fp8), 0.0, ELEMENT[config.training.precision]
-    for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor, layers).items():
-        total += k * n * (element + 2) * plans[name].fp8
-    for own in filter(None, (expert_layers(config, fp8, index) for index in layers)):
-        total += sum(own.experts * k * n * (element + 2) * plan.fp8 for (k, n), plan in own.layers)
-    return total
 
 
 def _beside(communication: float, computation: float, cost: float, tail: float) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,10 +21,11 @@ from megafp8.config import Config, ConfigError, check_layout
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.recompute import block_memory
 from megafp8.pipeline_parallel.registry import SCHEDULES, place_stages
-from megafp8.planner.activations import ELEMENT, Kinds, PlannedFp8, kind_of, planned_fp8, saved_by_block
+from megafp8.planner.activations import ELEMENT, saved_by_block
 from megafp8.planner.block_time import Phases, ends_costs, summed
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import least_moment_bytes
+from megafp8.planner.outline import ModelOutline, ModelOutlines
 from megafp8.planner.predict import (
     Held,
     Prediction,
@@ -212,7 +214,7 @@ class _Search:
 
     def __init__(self, config: Config, fp8: Fp8Manager, cluster: Cluster) -> None:
         self.config, self.cluster = config, cluster
-        self.kinds = Kinds(config, fp8)
+        self.outlines = ModelOutlines(config, fp8)
         self._works: dict[tuple[Any, ...], _Work] = {}
         self._held: dict[tuple[Any, ...], Held] = {}
 
@@ -220,19 +222,18 @@ class _Search:
     def element(self) -> int:
         return ELEMENT[self.config.training.precision]
 
-    def fp8(self, config: Config) -> PlannedFp8:
-        return planned_fp8(config, self.kinds)
-
     def bound(self, layout: Layout) -> _Bound:
+        """ConfigError for most layouts that cannot run."""
         p, config = layout, applied(self.config, layout, self.cluster.gpus)
         key: tuple[Any, ...] = (p.tensor, p.context, p.expert, p.expert_tensor, p.micro_batch_size, p.recompute, p.fsdp)
         key += (p.fsdp_replicas, p.pipeline) if p.fsdp else ()
         if key not in self._works:
+            check_layout(config, self.cluster.gpus)
             self._works[key] = self._work(config)
         size = (p.tensor, p.expert, p.expert_tensor)
         if size not in self._held:
             one = _on_one_stage(config)
-            self._held[size] = held(one, self.fp8(one), [one.model.layers])
+            self._held[size] = held(self.outlines.outline(one), [one.model.layers])
         work, of_blocks, saved = self._works[key]
         share = 1 / p.pipeline
         mine = Held(*(part * share for part in self._held[size]))
@@ -249,20 +250,20 @@ class _Search:
     def _work(self, config: Config) -> _Work:
         one, ranks = _on_one_stage(config), self.cluster.gpus // config.parallel.pipeline
         # As many ranks as a stage has shard its parameters.
-        fp8, near = self.fp8(one), Cluster(self.cluster.gpu, ranks, self.cluster.gpus_per_node)
-        work = sum(summed(stage_costs(one, fp8, near)).values(), Phases())
+        outline, near = self.outlines.outline(one), Cluster(self.cluster.gpu, ranks, self.cluster.gpus_per_node)
+        work = sum(summed(stage_costs(outline, near)).values(), Phases())
         ends = sum(ends_costs(one, near, first=True, last=True).values(), Phases())
-        return _Work(work, work.total - ends.total, self._saved(one, fp8))
+        return _Work(work, work.total - ends.total, self._saved(outline))
 
-    def _saved(self, config: Config, fp8: PlannedFp8) -> float:
+    def _saved(self, outline: ModelOutline) -> float:
         """Bytes that all blocks save of a micro-batch."""
-        layers = config.model.layers
+        config, layers = outline.config, outline.config.model.layers
         found: dict[Any, int] = {}
         total = 0
         for index, memory in zip(layers, block_memory(config.parallel, len(layers))):
-            kind = (kind_of(fp8, index), memory)
+            kind = (outline.layers[index], memory)
             if kind not in found:
-                found[kind] = sum(saved_by_block(config, fp8, index, memory).values())
+                found[kind] = sum(saved_by_block(outline, index, memory).values())
             total += found[kind]
         return total
 
@@ -289,15 +290,15 @@ class _Search:
         config = applied(self.config, layout, self.cluster.gpus)
         try:
             check_layout(config, self.cluster.gpus)
-            fp8 = self.fp8(config)
-            memory = predicted_memory(config, fp8, self.cluster)
+            outline = self.outlines.outline(config)
+            memory = predicted_memory(outline, self.cluster)
         except ConfigError:
             return None
         excess = max(rank.total for rank in memory) - self.cluster.memory
         if excess > 0:
             return Misfit(excess)
         tokens = config.training.global_batch_size * config.training.seq_length
-        steps = step_terms(config, fp8, self.cluster)
+        steps = step_terms(outline, self.cluster)
         return Candidate(layout, config, Prediction(*steps, memory, tokens, self.cluster.gpus))
 
 
@@ -307,7 +308,10 @@ def search(config: Config, fp8: Fp8Manager, cluster: Cluster, keep: int = 5) -> 
     `fp8`: which layers are FP8, as the config says. ValueError for LoRA, and for recipes that are emulated on Hopper.
     """
     own = _Search(config, fp8, cluster)
-    bounds = {layout: own.bound(layout) for layout in layouts(config, cluster)}
+    bounds: dict[Layout, _Bound] = {}
+    for layout in layouts(config, cluster):
+        with suppress(ConfigError):  # a layout that cannot run
+            bounds[layout] = own.bound(layout)
     found = Found(layouts=len(bounds))
     order = sorted(bounds, key=lambda layout: bounds[layout].seconds)
     known: dict[Layout, Candidate | Misfit | None] = {}

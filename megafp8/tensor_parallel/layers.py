@@ -97,15 +97,18 @@ class ColumnParallelLinear(nn.Module):
         site = replace(
             site or LinearSite(),
             name=name,
+            inputs=input_size,
+            outputs=output_size // t,
             parallel="column",
             tensor_parallel=t,
             sequence_parallel=sequence_parallel,
             adds_bias=bias and not skip_bias_add,
             gathers_output=gather_output,
+            high_precision=high_precision,
         )
         lora = lora if lora is not None and lora.adapted(parts) else None
         site = site if lora is None else _adapted(site)
-        self.state = fp8.linear(site, tp_group=group, high_precision=high_precision)
+        self.state = fp8.linear(site, tp_group=group)
         if weight is None:
             pieces = stack_rows([shard_dim(f"{p}.weight", (n, input_size), 0, rank, t) for p, n in parts.items()])
             weight = _empty((output_size // t, input_size), dtype, device)
@@ -171,14 +174,17 @@ class RowParallelLinear(nn.Module):
         site = replace(
             site or LinearSite(),
             name=name,
+            inputs=input_size // t,
+            outputs=output_size,
             parallel="row",
             tensor_parallel=t,
             sequence_parallel=sequence_parallel,
             scatters_input=not input_is_parallel,
+            high_precision=high_precision,
         )
         lora = lora if lora is not None and lora.adapted([name]) else None
         site = site if lora is None else _adapted(site)
-        self.state = fp8.linear(site, tp_group=group, high_precision=high_precision)
+        self.state = fp8.linear(site, tp_group=group)
         self.weight = _empty((output_size, input_size // t), dtype, device)
         pieces = (shard_dim(f"{name}.weight", (output_size, input_size), 1, rank, t),)
         set_spec(self.weight, ParamSpec(pieces, init, replicated_over_tp=False))

@@ -29,8 +29,8 @@ from megafp8.fp8 import Fp8Manager
 from megafp8.fp8.recipes.base import Fp8Recipe, PerOperand
 from megafp8.fp8.speed_measurement import measure
 from megafp8.fp8.speed_model import LinearSeconds, LinearSize, ceilings_of, device_name, predict
-from megafp8.models.gpt import fp8_layer_sizes
 from megafp8.parallel_state import ParallelState
+from megafp8.planner.outline import linear_sites
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,10 @@ def compare(config: Config, fp8: Fp8Manager, timing: Timing) -> list[Comparison]
     assert fp8.recipe is not None
     m = config.training.micro_batch_size * config.training.seq_length // config.parallel.context
     alike: dict[tuple[LinearSize, PerOperand[Fp8Recipe] | None], list[str]] = {}
-    for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor).items():
-        if fp8.selects(name):
-            alike.setdefault((LinearSize(m, k, n), fp8.recipe.operands(name)), []).append(name)
+    for name, site in linear_sites(config):
+        if fp8.selects(name) and not site.expert:
+            size = LinearSize(m, site.inputs, site.outputs)
+            alike.setdefault((size, fp8.recipe.operands(name)), []).append(name)
     return [Comparison(tuple(names), size, timing(size, names[0]).speedup) for (size, _), names in alike.items()]
 
 

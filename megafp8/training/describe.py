@@ -9,32 +9,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import yaml
-from torch import nn
 
 from megafp8.config import Config
-from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.build import build_stage
 from megafp8.models.context import planning_context
 from megafp8.models.flops import matmul_parameters, training_flops_per_token
 from megafp8.models.gpt import GPTStage
+from megafp8.models.recompute import block_memory
 from megafp8.parallel_state import rank_groups
 from megafp8.pipeline_parallel.actions import v_placement
-from megafp8.plan import plans_table
-from megafp8.planner.activations import layer_plans
+from megafp8.plan import LinearPlan, plans_table
 from megafp8.planner.fits import NO_DEVICE_HAS, check_memory
-from megafp8.planner.memory import (
-    RankMemory,
-    fp8_parameters,
-    memory_table,
-    muon_parameters,
-    pipeline_memory,
-    state_memory,
-)
+from megafp8.planner.memory import RankMemory, memory_table, pipeline_memory, state_memory
+from megafp8.planner.outline import model_outline
 from megafp8.planner.stages import stages_of
 from megafp8.training import cuda_graphs
 from megafp8.training.fp8_config import build_fp8
@@ -55,36 +46,11 @@ def _stage_of(config: Config, layers: range) -> GPTStage:
     return build_stage(config.model, context, layers=layers, positions=config.position_rows)
 
 
-class _StageSize(NamedTuple):
-    """`numels`: elements of each parameter on one rank; `shared`, `experts`: indices of tied ones, and of weights of
-    experts; `of_model`: elements in all; `trained`: indices of those that are not frozen, None: all."""
-
-    numels: list[int]
-    shared: list[int]
-    experts: list[int]
-    of_model: int
-    trained: list[int] | None
-
-
-def _stage_size(config: Config, layers: range) -> _StageSize:
-    stage = _stage_of(config, layers)
-    params = list(stage.parameters())
-    whole = (x.numel() * _slices(config, x) for x in params if not spec_of(x).is_copy)
-    shared = [i for i, x in enumerate(params) if x is stage.shared_weight and config.parallel.pipeline > 1]
-    experts = [i for i, x in enumerate(params) if spec_of(x).expert]
-    trained = None if config.lora is None else [i for i, x in enumerate(params) if x.requires_grad]
-    return _StageSize([x.numel() for x in params], shared, experts, sum(whole), trained)
-
-
-def _slices(config: Config, param: nn.Parameter) -> int:
-    """Over how many ranks a parameter is divided."""
-    spec, p = spec_of(param), config.parallel
-    return p.expert_ranks if spec.expert else 1 if spec.replicated_over_tp else p.tensor
-
-
 def memory_under(plan: PipelinePlan, world_size: int) -> Callable[[Config], Sequence[RankMemory]]:
     """The memory of each pipeline rank, as a function of configs that all have the pipeline `plan`."""
-    return lambda config: pipeline_memory(config, build_fp8(config, None), world_size, plan.placement, plan.train)
+    return lambda config: pipeline_memory(
+        model_outline(config, build_fp8(config, None)), world_size, plan.placement, plan.train
+    )
 
 
 def check_device_memory(config: Config, plan: PipelinePlan, world_size: int, device: str, source: str) -> None:
@@ -126,8 +92,17 @@ def dry_run(config: Config, world_size: int, source: str, steps: int | None = No
     check_optimizer(config)
     fp8 = build_fp8(config, None)
     described = _describe(config, world_size, fp8, plan)
-    plans = f"linear layers:\n{plans_table(layer_plans(config, fp8).values())}"
+    plans = f"linear layers:\n{plans_table(_plans(config, fp8))}"
     return "\n\n".join([described, plans, memory_table(memory), describe_planned_data(config, steps)])
+
+
+def _plans(config: Config, fp8: Fp8Manager) -> list[LinearPlan]:
+    """Of all linear layers, as the first rank of each stage has them."""
+    planned = fp8.unbuilt()
+    for layers in stages_of(config)[1]:
+        context, memory = planning_context(config, planned), block_memory(config.parallel, len(layers))
+        build_stage(config.model, context, layers=layers, positions=config.position_rows, memory=memory)
+    return planned.plans
 
 
 def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePlan) -> str:
@@ -135,16 +110,9 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     p, t = config.parallel, config.training
     data = world_size // (p.tensor * p.pipeline * p.context)
     groups = rank_groups(world_size, p.tensor, p.pipeline, p.context, p.fsdp_replicas, p.expert, p.expert_tensor)
-    alike: dict[tuple[int | bool, ...], _StageSize] = {}  # stages with as many layers have as many parameters
-    sizes = []
-    for span in plan.layers:
-        sparse = sum(config.model.moe_of(layer) is not None for layer in span)
-        decoder = sum(config.model.is_decoder(layer) for layer in span)
-        ends = span.start == 0, config.model.num_layers - 1 in span, span.stop == config.model.layers.stop
-        key = len(span), sparse, decoder, *ends
-        if key not in alike:
-            alike[key] = _stage_size(config, span)
-        sizes.append(alike[key])
+    outline = model_outline(config, fp8)
+    parameters = [outline.parameters(span) for span in plan.layers]
+    in_model = sum(x.in_model for of_stage in parameters for x in of_stage)
     flops = training_flops_per_token(config)
     lines = [
         yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip(),
@@ -157,8 +125,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f"micro-batches per step and rank: {num_microbatches(config, world_size)}"
         f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
         f" {t.global_batch_size * t.seq_length:,} tokens a step",
-        f"parameters: {sum(size.of_model for size in sizes):,} in the model{_describe_active(config)};"
-        f" {flops / 1e9:.3f} GFLOP per token",
+        f"parameters: {in_model:,} in the model{_describe_active(config)}; {flops / 1e9:.3f} GFLOP per token",
         *describe_longrope(config),
         *(["only LoRA's parameters are trained"] if config.lora is not None else []),
         *([describe_schedule(config, plan)] if p.pipeline > 1 else []),
@@ -168,17 +135,14 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         "stage  layers    parameters/rank  weights  gradients  optimizer  ranks",
     ]
     per_rank = data * p.context * p.tensor
-    for stage, (size, span) in enumerate(zip(sizes, plan.layers)):
+    for stage, (of_stage, span) in enumerate(zip(parameters, plan.layers, strict=True)):
         rank, chunk = plan.placement.homes[stage]
         ranks = f"{rank * per_rank}-{(rank + 1) * per_rank - 1}{f', chunk {chunk}' if p.virtual_pipeline > 1 else ''}"
-        coded, matrices = fp8_parameters(config, fp8, span), muon_parameters(config, span)
-        memory = state_memory(
-            config, size.numels, data * p.context, size.shared, coded, size.experts, size.trained, matrices
-        )
+        memory, on_rank = state_memory(config, of_stage, data * p.context), sum(x.elements for x in of_stage)
         of_state = (memory.weights, memory.gradients, memory.masters + memory.moments)
         weights, gradients, optimizer = (x / 2**30 for x in of_state)
         lines.append(
-            f"{stage:>5}  {span.start:>3}-{span.stop - 1:<4} {sum(size.numels):>16,} {weights:>8.2f} {gradients:>10.2f}"
+            f"{stage:>5}  {span.start:>3}-{span.stop - 1:<4} {on_rank:>16,} {weights:>8.2f} {gradients:>10.2f}"
             f" {optimizer:>10.2f}  {ranks}"
         )
     lines += ["", "groups of rank 0:"]

@@ -26,8 +26,8 @@ from megafp8.fp8.group_quantizer import ALIGNMENTS
 from megafp8.fp8.health import Recorder
 from megafp8.fp8.recipes.base import OPERANDS, OperandName, config_key
 from megafp8.fp8.tensor import TENSOR
-from megafp8.models.gpt import expert_layer_sizes, fp8_layer_names
 from megafp8.parallel_state import ParallelState
+from megafp8.planner.outline import linear_sites
 
 
 def fp8_recipe(config: Config) -> Fp8Recipe | None:
@@ -126,7 +126,8 @@ def _experts_one_by_one(config: Config) -> str:
 
     That is `GroupState.joint_quantizers`, as far as it follows from the config.
     """
-    selects, sizes = build_fp8(config, None).selects, dict(_expert_layers(config))
+    selects = build_fp8(config, None).selects
+    sizes = {name: (site.inputs, site.outputs) for name, site in linear_sites(config) if site.expert}
     kinds: dict[str, set[bool]] = {}
     for name in sizes:
         kinds.setdefault(re.sub(r"(?<=\.experts\.)\d+", "", name), set()).add(selects(name))
@@ -144,12 +145,6 @@ def _experts_one_by_one(config: Config) -> str:
     alignment = ALIGNMENTS[RECIPES[recipe].capabilities.granularity.weight]
     narrow = [width for size in sizes.values() for width in size if width % alignment]
     return f"fp8.recipe {recipe} wants widths of {alignment}, and experts have {narrow[0]}" if narrow else ""
-
-
-def _expert_layers(config: Config) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Names and sizes of the linear layers of all experts."""
-    for layer in config.model.layers:
-        yield from expert_layer_sizes(config.model, config.parallel.expert_tensor, layer).items()
 
 
 def _kept_blocks(config: Config) -> list[str]:
@@ -180,5 +175,5 @@ def build_fp8(config: Config, parallel: ParallelState | None) -> Fp8Manager:
         data_parallel=(0, 1) if parallel is None else (parallel.data.rank, parallel.data.size),
         smooth_swiglu=config.fp8.smooth_swiglu,
     )
-    manager.check_patterns(list(fp8_layer_names(config.model)))
+    manager.check_patterns([name for name, _ in linear_sites(config)])
     return manager

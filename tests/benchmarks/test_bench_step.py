@@ -20,7 +20,7 @@ from megafp8.config import Config, ParallelConfig, load_config
 from megafp8.data.samples import next_token_batch
 from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.simulate import Times, simulate
-from megafp8.planner.memory import parameter_sizes
+from megafp8.training.describe import planned_stage
 from megafp8.training.pipeline import plan_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +75,8 @@ def test_the_compiled_baseline_is_the_same_model(monkeypatch: pytest.MonkeyPatch
     overrides = [*TINY, "model.tie_embeddings=true", "optimizer.warmup_steps=0", "optimizer.learning_rate=0.01"]
     config = load_config(ROOT / "configs/llama3-8b.yaml", overrides)
     trainer = CompiledTrainer(config, cast(ParallelState, SimpleNamespace(device=torch.device("cpu"))))
-    assert sum(p.numel() for p in trainer.model.parameters()) == sum(parameter_sizes(one_rank(config), range(2)))
+    expected = sum(p.numel() for p in planned_stage(one_rank(config), 0).parameters())
+    assert sum(p.numel() for p in trainer.model.parameters()) == expected
     batch = next_token_batch(torch.randint(128, (2, 17)), reset_at_documents=False, mask_eod_loss=False)
     losses = [trainer.train_step(step, [batch, batch])[0].mean for step in range(5)]
     assert losses[0] == pytest.approx(math.log(128), rel=0.05)

@@ -286,6 +286,8 @@ EXPERTS: list[tuple[list[str], int, str]] = [
     (["model.attention_dropout=0.1", "training.precision=fp32", "training.cuda_graphs=true"], 1,
      "the host chooses queries of attention with dropout, which a graph cannot, but in bf16 or fp16 with"),
     (["model.hidden_dropout=1"], 1, "model.hidden_dropout"),
+    ([f"model.vocab_size={2**62}"], 1, f"model.vocab_size = {2**62}: with model.hidden_size 64 a matrix has 2.95e+20 "
+     "elements; a tensor has 1.15e+18 at most; try fewer"),
 ]  # fmt: skip
 LATENT = "model.latent_attention={q_rank: 32, kv_rank: 16, nope_head_dim: 8, rope_head_dim: 4, value_head_dim: 8}"
 PREFIX = "data.prefix_lm={}"

@@ -43,7 +43,7 @@ def test_no_recipe_or_no_fp8_is_high_precision() -> None:
     plan = ask(Fp8Manager(None, amax_group=None), "a").state.plan
     assert plan.gemms == ("high", "high", "high")
     assert plan.reasons == ("all GEMMs in high precision: fp8.recipe is none",)
-    state = Fp8Manager(CurrentScaling(), amax_group=None).linear(LinearSite("output"), high_precision="asked for")
+    state = Fp8Manager(CurrentScaling(), amax_group=None).linear(LinearSite("output", high_precision="asked for"))
     assert not state.plan.fp8
     assert state.plan.reasons == ("all GEMMs in high precision: asked for",)
 

@@ -10,9 +10,9 @@ from megafp8.config import Config, load_config
 from megafp8.fp8.speed_model import Ceilings
 from megafp8.models.flops import flops_per_token, matmul_parameters
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
-from megafp8.planner.activations import Kinds, planned_fp8
 from megafp8.planner.block_time import Phases, block_costs, summed
 from megafp8.planner.hardware import GPUS, Cluster, Gpu
+from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import stage_costs
 from megafp8.training.fp8_config import build_fp8
 from tests.quickstart_data import CONFIG
@@ -50,8 +50,8 @@ def config_of(*overrides: str) -> Config:
 
 
 def costs_of(config: Config, gpu: Gpu, gpus: int = 1) -> dict[str, Phases]:
-    fp8 = planned_fp8(config, Kinds(config, build_fp8(config, None)))
-    return summed(stage_costs(config, fp8, Cluster(gpu, gpus)))
+    outline = model_outline(config, build_fp8(config, None))
+    return summed(stage_costs(outline, Cluster(gpu, gpus)))
 
 
 @pytest.mark.parametrize(
@@ -92,10 +92,8 @@ def test_experts_compute_their_tokens() -> None:
 
 def test_full_recompute_runs_forward_again() -> None:
     config, gpu = config_of(), GPUS["h200-141gb"]
-    fp8 = planned_fp8(config, Kinds(config, build_fp8(config, None)))
-    kept, again = (
-        block_costs(config, fp8, Cluster(gpu, 1), 1, memory) for memory in (KEEP_ALL, BlockMemory(full=True))
-    )
+    outline = model_outline(config, build_fp8(config, None))
+    kept, again = (block_costs(outline, Cluster(gpu, 1), 1, memory) for memory in (KEEP_ALL, BlockMemory(full=True)))
     forward = sum(phases.forward for phases in kept.values())
     assert again.pop("recompute").backward == pytest.approx(forward)
     assert again == kept
@@ -110,8 +108,8 @@ def test_tensor_parallel_ranks_exchange_shards(overlap: str) -> None:
     t, gpu = config.training, replace(FLOPS_ONLY, nvlink=1e9, hidden_copies=0.25)
     values = t.micro_batch_size * t.seq_length * config.model.hidden_size * 2
     expected = 4 * values / 2 / 1e9 * (1.0 if overlap == "none" else 0.25)
-    fp8 = planned_fp8(config, Kinds(config, build_fp8(config, None)))
-    costs = block_costs(config, fp8, Cluster(gpu, 2), 1, KEEP_ALL)
+    outline = model_outline(config, build_fp8(config, None))
+    costs = block_costs(outline, Cluster(gpu, 2), 1, KEEP_ALL)
     assert costs["tensor"].forward == pytest.approx(expected)
-    across_hosts = block_costs(config, fp8, Cluster(replace(gpu, network=1e8), 2, 1), 1, KEEP_ALL)["tensor"]
+    across_hosts = block_costs(outline, Cluster(replace(gpu, network=1e8), 2, 1), 1, KEEP_ALL)["tensor"]
     assert across_hosts.forward == pytest.approx(4 * values / 2 / 1e8)  # copy engines reach one host only

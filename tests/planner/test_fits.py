@@ -35,7 +35,6 @@ ONE_GPU = ["parallel.tensor=1", "parallel.pipeline=1", "model.vocab_size=2048"]
     ("key", "value", "term"),
     [
         ("model.vocab_size", 4 * 10**9, "moments"),
-        ("model.vocab_size", 2**62, "moments"),
         ("model.vocab_multiple", 2**40, "moments"),
         ("model.hidden_size", 2**24, "moments"),
         ("model.ffn_hidden_size", 2**40, "moments"),
@@ -57,6 +56,15 @@ def test_an_absurd_size_is_named_with_one_that_fits(key: str, value: int, term: 
         changed = getattr(config, section).model_copy(update={name: size})
         (memory,) = memory_under(plan, 1)(config.model_copy(update={section: changed}))
         assert (memory.total <= GPU) is fits
+
+
+def test_a_suggested_width_is_one_that_ranks_can_divide() -> None:
+    said = refusal(
+        "quickstart", "parallel.tensor=2", "parallel.pipeline=1", f"model.ffn_hidden_size={10**12}", world_size=2
+    )
+    suggested = re.search(r"model\.ffn_hidden_size=(\d+)", said)
+    assert suggested is not None
+    assert int(suggested[1]) % 2 == 0
 
 
 def test_a_key_that_saves_enough_memory_is_suggested() -> None:

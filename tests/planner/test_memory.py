@@ -24,10 +24,10 @@ from megafp8.planner.memory import (
     RankMemory,
     fp8_weight_bytes,
     memory_table,
-    parameter_sizes,
     pipeline_memory,
     rank_memory,
 )
+from megafp8.planner.outline import model_outline
 from megafp8.planner.stages import stages_of
 from megafp8.training.describe import planned_stage
 from megafp8.training.fp8_config import build_fp8
@@ -167,7 +167,8 @@ def _measured(overrides: list[list[str]]) -> list[tuple[int, int]]:
         shape = training.seq_length // t, training.micro_batch_size, config.model.hidden_size
         x = torch.randn(shape, dtype=trainer.params[0].dtype).requires_grad_()
         memory = block_memory(config.parallel, len(config.model.layers))
-        planned = sum(sum(saved_by_block(config, trainer.fp8, i, own).values()) for i, own in enumerate(memory))
+        outline = model_outline(config, trainer.fp8)
+        planned = sum(sum(saved_by_block(outline, i, own).values()) for i, own in enumerate(memory))
         found.append((_saved(trainer, partial(_blocks, trainer.stages[0], x)), planned))
     return found
 
@@ -264,7 +265,7 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
 
 def _plans(config: Config, world_size: int) -> list[RankMemory]:
     plan = plan_pipeline(config, num_microbatches(config, world_size))
-    return pipeline_memory(config, build_fp8(config, None), world_size, plan.placement, plan.train)
+    return pipeline_memory(model_outline(config, build_fp8(config, None)), world_size, plan.placement, plan.train)
 
 
 @pytest.mark.parametrize("ranks", slow_but([1, 4], 4))
@@ -358,9 +359,11 @@ def test_parameters_are_those_of_the_constructors(model: str) -> None:
         options_of_runs += [["lora.rank=4"], ["lora.rank=4", "lora.targets=[q, kv_up, v, proj]"]]
     for options in options_of_runs:
         config = load_config(CONFIG.parent / f"{model}.yaml", ["model.vocab_size=50257", *options])
+        outline = model_outline(config, build_fp8(config, None))
         for stage in {0, config.parallel.pipeline // 2, config.parallel.pipeline - 1}:
             expected = [param.numel() for param in planned_stage(config, stage).parameters()]
-            assert parameter_sizes(config, stages_of(config)[1][stage]) == expected
+            parameters = outline.parameters(stages_of(config)[1][stage])
+            assert [parameter.elements for parameter in parameters] == expected
 
 
 def _plan(*overrides: str, rank: int = 0, world_size: int = 8) -> RankMemory:
@@ -379,7 +382,7 @@ def test_llama_3_8b() -> None:
     assert first.gradients == pytest.approx(4 * numbers, rel=1e-6)
     assert first.fp8_weights == pytest.approx(2 * block_weights, rel=1e-6)
     config = load_config(CONFIG.parent / "llama3-8b.yaml", ["parallel.tensor=1"])
-    alone = saved_by_block(config, build_fp8(config, None), 0, BlockMemory())
+    alone = saved_by_block(model_outline(config, build_fp8(config, None)), 0, BlockMemory())
     assert sum(alone.values()) / 2**30 == pytest.approx(0.92, abs=0.005)
     assert first.loss == 0
     assert last.total < first.total  # which has two micro-batches in flight
@@ -417,7 +420,7 @@ def test_recompute_offload_and_schedule() -> None:
     assert default.host == 0
     assert _plan("training.global_batch_size=2").activations == pytest.approx(16 * block)  # one micro-batch
     config = _config("fp8.recipe=none")
-    assert fp8_weight_bytes(config, build_fp8(config, None), range(2)) == 0
+    assert fp8_weight_bytes(model_outline(config, build_fp8(config, None)), range(2)) == 0
     # In flight on 1F1B's first rank are two micro-batches of two chunks' blocks; interleaving adds half a micro-batch.
     interleaved = _plan("parallel.schedule=interleaved", "parallel.virtual_pipeline=2")
     assert interleaved.activations == pytest.approx(40 * block, rel=0.01)
@@ -431,7 +434,7 @@ def test_operands_of_deferred_weight_gradients() -> None:
 
     def activations(*actions: str) -> int:
         taken = [Action(kinds[kind], int(microbatch)) for kind, microbatch in actions]
-        return rank_memory(config, build_fp8(config, None), 1, [range(1)], taken).activations
+        return rank_memory(model_outline(config, build_fp8(config, None)), 1, [range(1)], taken).activations
 
     whole = activations("F0", "B0", "F1", "B1")
     assert activations("F0", "B0", "W0", "F1", "B1", "W1") == whole

@@ -13,11 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.planner_errors import MEMORY, TIME, Run, predictions, recorded
 from megafp8.config import load_config
 from megafp8.conversion.model import model_tensors
+from megafp8.models.recompute import block_memory
 from megafp8.optimizer.muon import newton_schulz
 from megafp8.pipeline_parallel.registry import training_schedule
-from megafp8.planner.activations import Kinds, layer_plans, planned_fp8
 from megafp8.planner.hardware import GPUS, Cluster
 from megafp8.planner.memory import pipeline_memory
+from megafp8.planner.outline import ModelOutline, layer_outline, model_outline
 from megafp8.planner.predict import Prediction, muon_flops, predict, short_schedule
 from megafp8.planner.stages import stages_of
 from megafp8.training.fp8_config import build_fp8
@@ -83,14 +84,14 @@ def test_further_micro_batches_take_as_long_as_in_the_whole_schedule(
 ) -> None:
     keys = [f"parallel.schedule={schedule}", f"parallel.virtual_pipeline={chunks}"]
     config = load_config(CONFIG, [*TINY, *PIPELINE, *keys])
-    fp8, cluster = planned_fp8(config, Kinds(config, build_fp8(config, None))), Cluster(H200, 2)
+    outline, cluster = model_outline(config, build_fp8(config, None)), Cluster(H200, 2)
     placement, _ = stages_of(config)
-    short = predict(config, fp8, cluster)
+    short = predict(outline, cluster)
     whole = training_schedule(schedule, placement, 64)
     assert len(short_schedule(config, placement, 2)[0]) < len(whole[0]) / 2
     monkeypatch.setattr("megafp8.planner.predict._SIMULATED", 64)
-    assert short.seconds == pytest.approx(predict(config, fp8, cluster).seconds, rel=2e-3)
-    assert short.memory == pipeline_memory(config, fp8, 2, placement, whole)
+    assert short.seconds == pytest.approx(predict(outline, cluster).seconds, rel=2e-3)
+    assert short.memory == pipeline_memory(outline, 2, placement, whole)
 
 
 @pytest.mark.parametrize(
@@ -103,26 +104,33 @@ def test_further_micro_batches_take_as_long_as_in_the_whole_schedule(
         ["fp8.recipe=delayed", "parallel.fsdp=true", "fp8.param_gather=true", "fp8.exclude=['*.down']"],
     ],
 )  # fmt: skip
-def test_alike_blocks_have_the_plans_and_memory_of_a_whole_model(overrides: list[str]) -> None:
+def test_alike_layers_have_the_plans_and_memory_of_layers_built_one_by_one(overrides: list[str]) -> None:
     config = load_config(CONFIG, [*TINY, *overrides])
-    whole, gpus = build_fp8(config, None), config.parallel.tensor * config.parallel.pipeline * 2
-    expected = {
-        name: plan
-        for name, plan in layer_plans(config, whole).items()
-        if name != "output" and (".experts." not in name or ".experts.0." in name)
+    fp8, gpus = build_fp8(config, None), config.parallel.tensor * config.parallel.pipeline * 2
+    placement, stages = stages_of(config)
+    outline = model_outline(config, fp8)
+    layers = {
+        index: layer_outline(config, fp8, index, memory)
+        for of_stage in stages
+        for index, memory in zip(of_stage, block_memory(config.parallel, len(of_stage)))
     }
-    planned = planned_fp8(config, Kinds(config, build_fp8(config, None)))
-    assert {name: replace(plan, name=name) for name, plan in layer_plans(config, planned).items()} == expected
-    placement, _ = stages_of(config)
+    assert len({*outline.layers.values()}) < len(layers)
+    for index, own in layers.items():
+        expected = [(replace(plan, name=""), site.name.split(".")[2:], copies) for site, plan, copies in own.linears]
+        linears = outline.layers[index].linears
+        assert [
+            (replace(plan, name=""), site.name.split(".")[2:], copies) for site, plan, copies in linears
+        ] == expected
+        assert outline.layers[index].parameters == own.parameters
     schedule = short_schedule(config, placement, gpus)
-    memory = [pipeline_memory(config, fp8, gpus, placement, schedule) for fp8 in (planned, whole)]
+    memory = [pipeline_memory(each, gpus, placement, schedule) for each in (outline, ModelOutline(config, fp8, layers))]
     assert memory[0] == memory[1]
 
 
 def test_terms_add_up_and_slow_links_are_exposed() -> None:
     config = load_config(CONFIG, [*TINY, "parallel.tensor=1", "parallel.zero=1", "training.precision=bf16"])
-    fp8 = planned_fp8(config, Kinds(config, build_fp8(config, None)))
-    near, far = (predict(config, fp8, Cluster(replace(H200, network=1e6), 8, size)) for size in (8, 4))
+    outline = model_outline(config, build_fp8(config, None))
+    near, far = (predict(outline, Cluster(replace(H200, network=1e6), 8, size)) for size in (8, 4))
     assert sum(near.terms.values()) == pytest.approx(near.seconds)
     assert far.terms["gradient reduction"] > 100 * near.terms["gradient reduction"]
     assert near.memory == far.memory
@@ -131,8 +139,8 @@ def test_terms_add_up_and_slow_links_are_exposed() -> None:
 def test_without_graphs_a_step_takes_the_time_of_the_host() -> None:
     """64 micro-batches of 4 layers."""
     config = load_config(CONFIG, [*TINY, "training.cuda_graphs=false", "training.precision=bf16"])
-    fp8 = planned_fp8(config, Kinds(config, build_fp8(config, None)))
-    found = predict(config, fp8, Cluster(H200, 1))
+    outline = model_outline(config, build_fp8(config, None))
+    found = predict(outline, Cluster(H200, 1))
     assert found.seconds == pytest.approx(64 * 4 * H200.host_block)
     assert found.terms["host"] > 0
 
@@ -141,16 +149,26 @@ def test_without_graphs_a_step_takes_the_time_of_the_host() -> None:
     ("config", "overrides"),
     [
         ("llama3-8b", []),
-        ("deepseek-v3", ["model.num_layers=4", "model.moe.num_experts=16"]),
+        (
+            "deepseek-v3",
+            [
+                *ALONE,
+                "model.num_layers=4",
+                "model.moe.num_experts=16",
+                "parallel.expert=2",
+                "parallel.layers_per_stage=null",
+            ],
+        ),
         ("t5-base", ["model.vocab_size=128"]),
     ],
 )
 def test_flops_of_muon(config: str, overrides: list[str]) -> None:
     """Equal to those that torch counts for the matrices of a model that was built whole."""
-    model = load_config(Path("configs") / f"{config}.yaml", overrides).model
+    tree = load_config(Path("configs") / f"{config}.yaml", overrides)
+    layers, experts = model_outline(tree, build_fp8(tree, None)).layers, tree.parallel.expert
     shapes = Counter(
         shape
-        for name, shape in model_tensors(model).items()
+        for name, shape in model_tensors(tree.model).items()
         if name.startswith("model.layers.") and len(shape) == 2 and not name.endswith("router.weight")
     )
     counted = 0
@@ -158,4 +176,4 @@ def test_flops_of_muon(config: str, overrides: list[str]) -> None:
         with FlopCounterMode(display=False) as counter:
             newton_schulz(torch.empty(shape, device="meta"))
         counted += matrices * counter.get_total_flops()
-    assert sum(muon_flops(model, layer) for layer in model.layers) == counted
+    assert sum(muon_flops(layer, experts) for layer in layers.values()) == counted

@@ -24,8 +24,8 @@ from benchmarks.bench_step import random_batches
 from megafp8.config import Config, check_layout, load_config
 from megafp8.fp8 import speed_measurement
 from megafp8.fp8.speed_model import CEILINGS, Ceilings, LinearSize
-from megafp8.models.gpt import fp8_layer_names, fp8_layer_sizes
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.planner.outline import linear_sites
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.training import auto_filter
 from megafp8.training.auto_filter import Comparison, kept_choice, shown, verdict
@@ -64,10 +64,9 @@ def linears(stage: nn.Module) -> dict[str, ColumnParallelLinear | RowParallelLin
 def test_sizes_are_those_of_the_modules(model: dict[str, Any], tensor: int) -> None:
     tree = {**MINIMAL, "model": {**MINIMAL["model"], **model}, "parallel": {"tensor": tensor}}
     config = Config.model_validate(tree)
-    sizes = fp8_layer_sizes(config.model, tensor)
-    assert list(sizes) == list(fp8_layer_names(config.model))
-    modules = linears(planned_stage(config, 0))
-    assert [(module.weight.shape[1], module.weight.shape[0]) for module in modules.values()] == list(sizes.values())
+    modules = linears(planned_stage(config, 0)).values()
+    expected = [(module.state.site.name, *module.weight.shape) for module in modules]
+    assert [(name, site.outputs, site.inputs) for name, site in linear_sites(config)] == expected
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from megafp8.fp8 import (
     Rule,
     StaticScaling,
 )
-from megafp8.models.gpt import fp8_layer_names
 from megafp8.plan import LinearSite
+from megafp8.planner.outline import linear_sites
 from megafp8.training.cuda_graphs import why_not
 from megafp8.training.fp8_config import build_fp8, check_recipe, fp8_recipe
 from tests.config.test_config import MINIMAL
@@ -206,7 +206,7 @@ def test_custom_gives_each_recipe_its_options() -> None:
 
 def fp8_layers(config: Config) -> list[str]:
     manager = build_fp8(config, None)
-    return [name for name in fp8_layer_names(config.model) if manager.linear(LinearSite(name)).plan.fp8]
+    return [name for name, _ in linear_sites(config) if manager.linear(LinearSite(name)).plan.fp8]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,206 @@
+"""What a rank holds of a model: its parameters and linear layers, read from layers built on torch's meta device.
+
+The constructors of the model are the only list of its parameters and linear layers. Whatever needs these before the
+model exists (memory, time of a step, the names that FP8 patterns select) builds layers on the meta device, which takes
+milliseconds and no memory, and reads them here. Of layers that are alike one is built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from megafp8.config import Config, ModelConfig
+from megafp8.distributed.sharding import Shape, spec_of
+from megafp8.fp8.manager import Fp8Manager
+from megafp8.models.build import build_stage
+from megafp8.models.context import planning_context
+from megafp8.models.gpt import GPTStage
+from megafp8.models.recompute import BlockMemory, block_memory
+from megafp8.optimizer.param_groups import is_hidden_matrix
+from megafp8.plan import LinearPlan, LinearSite
+from megafp8.planner.stages import stages_of
+from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+
+class Parameter(NamedTuple):
+    """A parameter of a rank, and of how many elements over all ranks it is a part; 0 of those where it is a copy.
+
+    `expert`: weights or biases of experts. `only_fp8`: between steps a rank that shares it has FP8 data alone.
+    `shared`: the embedding's weight where two pipeline stages use it. `matrices`: the shapes, over all ranks, of the
+    matrices of a block that it has parts of (`param_groups.is_hidden_matrix`).
+    """
+
+    elements: int
+    in_model: int
+    expert: bool
+    trained: bool
+    only_fp8: bool
+    shared: bool
+    matrices: tuple[Shape, ...]
+
+
+class LinearLayer(NamedTuple):
+    """A linear layer of a rank; of the alike layers of its experts the first, and how many these are."""
+
+    site: LinearSite
+    plan: LinearPlan
+    copies: int = 1
+
+    @property
+    def only_fp8(self) -> bool:
+        """Whether a rank that shares the weight has nothing but its FP8 data between steps."""
+        return self.plan.weight in ("zero fp8", "fsdp fp8")
+
+    @property
+    def weights(self) -> int:
+        """Elements of the weights of all copies."""
+        return self.copies * self.site.inputs * self.site.outputs
+
+
+@dataclass(frozen=True, eq=False)
+class LayerOutline:
+    """A layer as a rank has it. `module`: a `Block` or `PredictionLayer` on the meta device."""
+
+    module: nn.Module
+    parameters: tuple[Parameter, ...]
+    linears: tuple[LinearLayer, ...]
+
+    @property
+    def in_block(self) -> list[LinearLayer]:
+        """The linear layers that may be FP8, without those of experts."""
+        return [x for x in self.linears if not x.site.expert and not x.site.high_precision]
+
+    @property
+    def of_experts(self) -> list[LinearLayer]:
+        """Those of experts: the first and the second; none where the layer has an MLP."""
+        return [x for x in self.linears if x.site.expert]
+
+
+class ModelOutline:
+    """A model in the layout of `config`, as the first rank of each stage has it.
+
+    `fp8`: which layers are FP8. `layers`: by index; those that are alike are one object.
+    """
+
+    def __init__(self, config: Config, fp8: Fp8Manager, layers: Mapping[int, LayerOutline]) -> None:
+        self.config, self.fp8, self.layers = config, fp8, layers
+        self._ends: dict[range, tuple[list[Parameter], list[Parameter]]] = {}
+
+    def parameters(self, layers: range) -> list[Parameter]:
+        """Those of a stage of `layers`, in the order of its constructor."""
+        if layers not in self._ends:
+            self._ends[layers] = self._ends_of(layers)
+        before, after = self._ends[layers]
+        return [*before, *(x for index in layers for x in self.layers[index].parameters), *after]
+
+    def _ends_of(self, layers: range) -> tuple[list[Parameter], list[Parameter]]:
+        """The parameters of a stage before and after those of its blocks."""
+        stage, _ = _built(self.config, self.fp8.unbuilt(), layers, memory=None, blocks=False)
+        embedding = [] if stage.embedding is None else list(stage.embedding.parameters())
+        before = {*stage.parameters(recurse=False), *embedding}
+        several = self.config.parallel.pipeline > 1
+        shared = {stage.shared_weight} if several else set()
+        params = [(param, _parameter(self.config, param, shared=param in shared)) for param in stage.parameters()]
+        return [x for p, x in params if p in before], [x for p, x in params if p not in before]
+
+
+class ModelOutlines:
+    """Outlines of one model and selection of FP8 layers in several layouts: what these have in common is built once."""
+
+    def __init__(self, config: Config, fp8: Fp8Manager) -> None:
+        self.fp8 = fp8
+        self._built: dict[tuple[Any, ...], LayerOutline] = {}
+        self._alike: dict[int, tuple[Any, ...]] = {}
+        names: dict[int, list[str]] = {}
+        for name, _ in linear_sites(config):
+            names.setdefault(int(name.split(".")[1]), []).append(name)
+        for index in config.model.layers:
+            # Of experts, the first stands for all.
+            selected = [x for x in names[index] if ".experts." not in x or ".experts.0." in x]
+            how = tuple((fp8.selects(x), fp8.recipe and fp8.recipe.operands(x)) for x in selected)
+            self._alike[index] = (*_structure(config.model, index), how)
+
+    def outline(self, config: Config) -> ModelOutline:
+        """The model in the layout of `config`."""
+        p, t = config.parallel, config.training
+        layout: tuple[Any, ...] = (p.tensor, p.sequence_parallel, p.context, p.expert, p.expert_tensor, p.zero, p.fsdp)
+        layout += (p.expert_dispatch, p.overlap_tensor, config.fp8.param_gather, t.micro_batch_size, t.seq_length)
+        layers: dict[int, LayerOutline] = {}
+        for of_stage in stages_of(config)[1]:
+            for index, memory in zip(of_stage, block_memory(p, len(of_stage)), strict=True):
+                key = (layout, self._alike[index], memory)
+                if key not in self._built:
+                    self._built[key] = layer_outline(config, self.fp8, index, memory)
+                layers[index] = self._built[key]
+        return ModelOutline(config, self.fp8, layers)
+
+
+def model_outline(config: Config, fp8: Fp8Manager) -> ModelOutline:
+    """The model of `config`. `fp8`: which layers are FP8, as the config says."""
+    return ModelOutlines(config, fp8).outline(config)
+
+
+def layer_outline(config: Config, fp8: Fp8Manager, index: int, memory: BlockMemory) -> LayerOutline:
+    """Layer `index` in the layout of `config`, planned as `fp8` plans layers."""
+    stage, planned = _built(config, fp8.unbuilt(), range(index, index + 1), memory=[memory], blocks=True)
+    (module,) = (*stage.blocks, *stage.mtp)
+    copies = {state.site.name: len(group.states) for group in planned.groups for state in group.states[:1]}
+    others = {state.site.name for group in planned.groups for state in group.states[1:]}
+    linears = [
+        LinearLayer(state.site, state.plan, copies.get(state.site.name, 1))
+        for state in planned.layers
+        if state.site.name.startswith("layers.") and state.site.name not in others
+    ]
+    only_fp8 = {
+        x.weight
+        for x in module.modules()
+        if isinstance(x, (ColumnParallelLinear, RowParallelLinear)) and x.state.plan.weight in ("zero fp8", "fsdp fp8")
+    }
+    parameters = [_parameter(config, param, only_fp8=param in only_fp8) for param in module.parameters()]
+    return LayerOutline(module, tuple(parameters), tuple(linears))
+
+
+def linear_sites(config: Config) -> Iterator[tuple[str, LinearSite]]:
+    """Names and places of all linear layers of the model's layers that an FP8 pattern can select.
+
+    Sizes are those of tensor-parallel ranks; the place has the name of an alike layer.
+    """
+    # The first rank of one expert-parallel rank has all experts.
+    whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"expert": 1})})
+    found: dict[tuple[Any, ...], tuple[int, list[LinearSite]]] = {}
+    for index in config.model.layers:
+        kind = _structure(config.model, index)
+        if kind not in found:
+            _, planned = _built(whole, Fp8Manager(None, amax_group=None), range(index, index + 1), None, blocks=True)
+            sites = [x.site for x in planned.layers if x.site.name.startswith("layers.") and not x.site.high_precision]
+            found[kind] = index, sites
+        first, sites = found[kind]
+        prefix, own = f"layers.{first}.", f"layers.{index}."
+        for site in sites:
+            yield own + site.name.removeprefix(prefix), site
+
+
+def _structure(model: ModelConfig, index: int) -> tuple[Any, ...]:
+    """Equal for layers that differ in their number alone."""
+    return model.is_decoder(index), index >= model.num_blocks, model.moe_of(index) is None, model.window_of(index)
+
+
+def _built(
+    config: Config, fp8: Fp8Manager, layers: range, memory: Sequence[BlockMemory] | None, *, blocks: bool
+) -> tuple[GPTStage, Fp8Manager]:
+    """A stage on the meta device, and `fp8`, which has planned it."""
+    context, rows = planning_context(config, fp8), config.position_rows
+    return build_stage(config.model, context, layers=layers, positions=rows, memory=memory, blocks=blocks), fp8
+
+
+def _parameter(config: Config, param: nn.Parameter, *, only_fp8: bool = False, shared: bool = False) -> Parameter:
+    spec, shapes = spec_of(param), tuple(piece.global_shape for piece in spec_of(param).shards)
+    ranks = config.parallel.expert if spec.expert else 1  # each has other experts
+    in_model = 0 if spec.is_copy else ranks * sum(map(math.prod, shapes))
+    matrices = shapes if is_hidden_matrix(spec) else ()
+    return Parameter(param.numel(), in_model, spec.expert, param.requires_grad, only_fp8, shared, matrices)
