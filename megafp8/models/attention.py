@@ -23,6 +23,7 @@ from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim
 from megafp8.fp8.linear_state import InputFormat
 from megafp8.models.context import BuildContext
+from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
 from megafp8.models.norms import Norm, ProjectionNorms
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.ops.attention import CoreAttention
@@ -59,6 +60,11 @@ class ProbabilityDropout:
         return replace(scores, dropout=AttentionDropout(self.p, self.key, samples_b, self.first_head))
 
 
+def modifies_scores(config: ModelConfig) -> bool:
+    """Whether scores are changed by more than a mask."""
+    return config.attention_softcap is not None or config.attention_sinks or config.position_embedding == "alibi"
+
+
 class Attention(nn.Module):
     """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape.
 
@@ -86,7 +92,8 @@ class Attention(nn.Module):
             site=context.site(before=input, after=ROTARY if rotates else ATTENTION, recompute_input=memory.norms),
             **common,
         )
-        self.rotates = rotates
+        self.rotates, self.has_rotary = rotates, config.position_embedding == "rope"
+        self.causal, self.modified = config.causal, modifies_scores(config)
         self.proj = RowParallelLinear(
             f"{name}.proj",
             q_size,
@@ -124,6 +131,42 @@ class Attention(nn.Module):
     def input_format(self) -> InputFormat | None:
         """The form in which the norm before it gives its input."""
         return self.qkv.state.input_format
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes by tensor."""
+        m, e, a, g = batch.tokens, batch.element, self.heads, self.groups
+        saved = {"qkv input": batch.saved_input(self.qkv.state), "q, k, v": m * (a + 2 * g) * self.d * e}
+        shares_output = self.proj.state.plan.saved == "high"  # it is the projection's input, too
+        if not self.recompute or shares_output:
+            saved["attention output"] = m * a * self.d * e
+        if not self.recompute:
+            saved["attention log-sums"] = m * a * batch.statistic
+            if self.qk_norms is not None:
+                saved["q and k after their norms"] = m * ((a + g) * self.d * e + 2 * batch.statistic)
+            elif self.q_norm is not None:
+                saved["q and k before and after their norms"] = m * (a + g) * (2 * self.d * e + batch.statistic)
+        if not shares_output:
+            saved["proj input"] = batch.saved_input(self.proj.state)
+        return saved
+
+    def work(self, batch: MicroBatch) -> Work:
+        """Norms and rotation of queries and keys."""
+        channels = batch.tokens * (self.heads + self.groups) * self.d
+        if self.qk_norms is not None:  # by separate kernels in fp32
+            rotation = 2 * channels * batch.element
+            return Work(rotation + 56 * channels, rotation + 96 * channels)
+        passes = int(self.has_rotary or self.q_norm is not None) * (1 if self.q_norm is None else 2)
+        moved = 2 * passes * channels * batch.element
+        return Work(moved, moved)
+
+    def attention(self, batch: MicroBatch, window: int | None) -> AttentionWork:
+        """`window`: that of the layer."""
+        pairs = pairs_of(batch.length, window, causal=self.causal)
+        return AttentionWork(self.heads, self.d, batch.length, pairs, self.modified)
+
+    def keys_and_values(self, batch: MicroBatch) -> int:
+        """Bytes of keys and values of this rank's tokens, which other context-parallel ranks need."""
+        return 2 * batch.tokens * self.groups * self.d * batch.element
 
     def forward(
         self,

@@ -156,5 +156,6 @@ def planning_context(config: Config, fp8: Fp8Manager) -> BuildContext:
         param_gather=config.fp8.param_gather,
         expert=cast(ProcessGroup, PlannedGroup(config.parallel.expert_ranks)),
         expert_tensor=cast(ProcessGroup, PlannedGroup(config.parallel.expert_tensor)),
+        gathers_tokens=config.gathers_tokens,
         lora=lora_of(config),
     )

@@ -38,6 +38,7 @@ from megafp8.models.alibi import alibi_bias
 from megafp8.models.attention import Attention, CoreAttention
 from megafp8.models.bert import BinaryHead, HeadTransform
 from megafp8.models.context import BuildContext, replicated_parameter
+from megafp8.models.costs import AttentionWork, MicroBatch, Work, column_sums
 from megafp8.models.latent_attention import LatentAttention
 from megafp8.models.mlp import MLP
 from megafp8.models.moe import MoE
@@ -112,7 +113,7 @@ class Block(nn.Module):
         super().__init__()
         name = f"layers.{index}"
         self.index, self.parallel, self.window = index, config.parallel_block, config.window_of(index)
-        self.multiplier = config.residual_multiplier
+        self.multiplier, self.hidden_size = config.residual_multiplier, config.hidden_size
         self.post_norm = config.norm_position == "post"
         of_inputs, of_outputs = config.norm_position in ("pre", "both"), config.norm_position in ("output", "both")
 
@@ -144,6 +145,66 @@ class Block(nn.Module):
         self.attention_branch_dropout, self.mlp_branch_dropout = (
             DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.{part}") for part in ("attention", "mlp")
         )
+
+    def _stream(self, batch: MicroBatch) -> int:
+        """Bytes of the residual stream."""
+        return batch.own_tokens * self.hidden_size * batch.element
+
+    def input_bytes(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes that it keeps for its backward pass where it is recomputed in full."""
+        return {"block input": self._stream(batch)}
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes that it keeps for its backward pass, by tensor."""
+        of_inputs = [x for x in (self.attention_norm, self.mlp_norm) if x is not None]
+        of_outputs = [x for x in (self.attention_output_norm, self.mlp_output_norm) if x is not None]
+        # Where attention and MLP read it without a norm between, it is among their inputs.
+        sums = 0 if not of_inputs else 1 if self.parallel else 2
+        return {
+            "residual stream": self._stream(batch) * sums,
+            "norm statistics": sum(norm.statistics(batch) for norm in (*of_inputs, *of_outputs)),
+            "outputs before their norms": self._stream(batch) * len(of_outputs),
+            **self.attention.saved(batch),
+            **self.mlp.saved(batch),
+        }
+
+    @property
+    def num_norms(self) -> int:
+        """Norms of the residual stream."""
+        norms = (self.attention_norm, self.mlp_norm, self.attention_output_norm, self.mlp_output_norm)
+        return sum(norm is not None for norm in norms)
+
+    def work(self, batch: MicroBatch) -> Work:
+        """What it computes beside linear layers and attention.
+
+        A norm reads the stream and a branch and writes their sum and its output; backward reads two gradients and the
+        input, and writes one.
+        """
+        moved = 4.0 * self.num_norms * self._stream(batch)
+        own = Work(moved, moved, 6 + 2 * self.num_norms, column_sums(self, batch))
+        return own + self.attention.work(batch) + self.mlp.work(batch)
+
+    def attentions(self, batch: MicroBatch) -> list[AttentionWork]:
+        """Its attention layers."""
+        return [self.attention.attention(batch, self.window)]
+
+    def keys_and_values(self, batch: MicroBatch) -> int:
+        """Bytes of keys and values of this rank's tokens, which other context-parallel ranks need."""
+        return self.attention.keys_and_values(batch)
+
+    def recomputed_bytes(self, batch: MicroBatch, memory: BlockMemory) -> int:
+        """What kernels read and write once more in backward, with selective recompute of `memory`."""
+        norms = 4 * self._stream(batch) if memory.norms else 0
+        return norms + (self.mlp.activation_bytes(batch) if memory.activation else 0)
+
+    def backward_bytes(self, batch: MicroBatch) -> int:
+        """Bytes that its backward needs at most beside what is saved.
+
+        Dropout's mask is not stored, but behind it the gradient of the MLP's output is another tensor than that of the
+        residual stream.
+        """
+        streams = 2 if self.mlp_branch_dropout.p else 1
+        return streams * self._stream(batch) + self.mlp.backward_bytes(batch)
 
     def forward(
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
@@ -208,6 +269,42 @@ class PredictionLayer(nn.Module):
         self.block = Block(index, config, context, memory)
         self.final_norm = block_norm(f"{name}.final_norm", config, context)
         self.dropout = DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.embedding")
+
+    def input_bytes(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes that it keeps for its backward pass where it is recomputed in full."""
+        return {"block input": 2 * self.block.input_bytes(batch)["block input"], **self._tokens(batch)}
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes that it keeps for its backward pass, by tensor."""
+        norms = (self.embedding_norm, self.hidden_norm, self.final_norm)
+        own = 5 * self.block.input_bytes(batch)["block input"]  # inputs of the norms and of the projection
+        own += sum(norm.statistics(batch) for norm in norms)
+        return {**self._tokens(batch), "multi-token prediction": own, **self.block.saved(batch)}
+
+    @staticmethod
+    def _tokens(batch: MicroBatch) -> dict[str, int]:
+        """Those that it embeds, int64."""
+        return {"tokens": 8 * batch.tokens}
+
+    def work(self, batch: MicroBatch) -> Work:
+        """As for `Block`, without its own norms."""
+        return self.block.work(batch)
+
+    def attentions(self, batch: MicroBatch) -> list[AttentionWork]:
+        """Its attention layers."""
+        return self.block.attentions(batch)
+
+    def keys_and_values(self, batch: MicroBatch) -> int:
+        """As for `Block`."""
+        return self.block.keys_and_values(batch)
+
+    def recomputed_bytes(self, batch: MicroBatch, memory: BlockMemory) -> int:
+        """As for `Block`."""
+        return self.block.recomputed_bytes(batch, memory)
+
+    def backward_bytes(self, batch: MicroBatch) -> int:
+        """As for `Block`."""
+        return self.block.backward_bytes(batch)
 
     def forward(self, hidden_sbh: Tensor, embedded_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         embedded_sbh = dropouts.add(None, embedded_sbh, self.dropout.at(inputs.places))
@@ -387,10 +484,7 @@ class GPTStage(nn.Module):
             of_blocks = replace(context, device=torch.device("meta"), real_device=context.device)
         self.blocks, self.mtp = nn.ModuleList(), nn.ModuleList()
         for i, own in zip(layers, self.memory, strict=True) if blocks else ():
-            if i < config.num_blocks:
-                self.blocks.append(self._make_block(i, of_blocks, own))
-            else:
-                self.mtp.append(PredictionLayer(i, config, of_blocks, own))
+            (self.blocks if i < config.num_blocks else self.mtp).append(self.make_layer(i, config, of_blocks, own))
         embeds = config.embeds_on_last_stage and (first or last)
         self.shared_weight = self._shared_weight(first=first, last=last) if embeds else None
         self.mtp_embedding: VocabParallelEmbedding | None = None  # of another last stage
@@ -406,8 +500,13 @@ class GPTStage(nn.Module):
         if context.lora is not None:
             freeze(self)
 
-    def _make_block(self, index: int, context: BuildContext, memory: BlockMemory) -> Block:
-        return Block(index, self.config, context, memory)
+    @staticmethod
+    def make_layer(
+        index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory
+    ) -> Block | PredictionLayer:
+        """Layer `index` of the model."""
+        kind = Block if index < config.num_blocks else PredictionLayer
+        return kind(index, config, context, memory)
 
     def stream_rows(self, s: int, b: int, decoder: int) -> int:
         """Rows of the tensor between stages, for s tokens of each of b samples; `decoder`: of T5's decoder."""

@@ -29,8 +29,9 @@ from torch.nn import functional as F
 
 from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init, unsharded
-from megafp8.models.attention import ATTENTION, ProbabilityDropout
+from megafp8.models.attention import ATTENTION, ProbabilityDropout, modifies_scores
 from megafp8.models.context import BuildContext, replicated_parameter
+from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
 from megafp8.models.norms import Norm
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.ops.attention import CoreAttention
@@ -58,6 +59,7 @@ class LatentAttention(nn.Module):
         self.n, self.r, self.v = latent.nope_head_dim, latent.rope_head_dim, latent.value_head_dim
         self.ranks = [latent.q_rank or 0, latent.kv_rank, self.r]
         self.dropout = ProbabilityDropout.build(name, config, context)
+        self.causal, self.modified = config.causal, modifies_scores(config)
         self.score_factor = 1.0 if config.yarn is None else config.yarn.score_factor
         init, common = Init("normal", config.init_std), context.linear_options()
         down = {"kv_down": latent.kv_rank + self.r}
@@ -96,6 +98,51 @@ class LatentAttention(nn.Module):
             site=context.site(before=ATTENTION),
             **common,
         )
+
+    @property
+    def _latents(self) -> list[int]:
+        """Widths of the latents."""
+        return [rank for rank in self.ranks[:2] if rank]
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes by tensor."""
+        m, e, a, d = batch.tokens, batch.element, self.heads, self.n + self.r
+        q_up, kv_up, proj = self.q_up.state, self.kv_up.state, self.proj.state
+        # Without a query latent, q is computed from the latents' input.
+        shares_input = self.q_norm is None and q_up.plan.saved == "high" and m == batch.own_tokens
+        saved = {
+            "latents' input": batch.own_tokens * self.down_state.site.inputs * e,
+            "latents": batch.own_tokens * sum(self._latents) * e,
+            "statistics of their norms": len(self._latents) * batch.own_tokens * batch.statistic,
+            "up inputs": batch.saved_input(kv_up) + (0 if shares_input else batch.saved_input(q_up)),
+        }
+        of_head = 3 * d  # values padded to the width of keys
+        if self.recompute:  # what they are made of, and the rotary key of all heads
+            of_head = d + self.n + self.v
+            saved["rotary key"] = m * self.r * e
+        saved["q, k, v"] = m * a * of_head * e
+        shares_output = proj.plan.saved == "high" and self.v == d  # else it is cut off for the projection
+        if not self.recompute or shares_output:
+            saved["attention output"] = m * a * d * e
+        if not self.recompute:
+            saved["attention log-sums"] = m * a * batch.statistic
+        if not shares_output:
+            saved["proj input"] = batch.saved_input(proj)
+        return saved
+
+    def work(self, batch: MicroBatch) -> Work:
+        """Rotation of queries and keys."""
+        moved = 4 * batch.tokens * self.heads * (self.n + self.r) * batch.element
+        return Work(moved, moved)
+
+    def attention(self, batch: MicroBatch, window: int | None) -> AttentionWork:
+        """`window`: that of the layer."""
+        pairs = pairs_of(batch.length, window, causal=self.causal)
+        return AttentionWork(self.heads, self.n + self.r, batch.length, pairs, self.modified)
+
+    def keys_and_values(self, batch: MicroBatch) -> int:
+        """Bytes of keys and values of this rank's tokens, which other context-parallel ranks need."""
+        return 2 * batch.tokens * self.heads * (self.n + self.r) * batch.element
 
     def forward(
         self,

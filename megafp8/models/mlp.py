@@ -17,6 +17,7 @@ from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed.sharding import Init
 from megafp8.fp8.linear_state import InputFormat, QuantizedGradHandoff
 from megafp8.models.context import BuildContext
+from megafp8.models.costs import MicroBatch, Work
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.mlp import mlp
@@ -65,6 +66,36 @@ class MLP(nn.Module):
     def input_format(self) -> InputFormat | None:
         """The form in which the norm before it gives its input."""
         return self.up.state.input_format
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes by tensor."""
+        up, down = self.up.state, self.down.state
+        saved = {"up input": batch.saved_input(up), "up output": batch.tokens * up.site.outputs * batch.element}
+        if self.activation.gated and not self.activation.fused:
+            saved["activated gate"] = batch.tokens * down.site.inputs * batch.element
+        saved["down input"] = batch.saved_input(down)
+        return saved
+
+    def activation_bytes(self, batch: MicroBatch) -> int:
+        """What the activation reads and writes, if it is one kernel."""
+        return batch.tokens * (self.up.state.site.outputs + self.down.state.site.inputs) * batch.element
+
+    def work(self, batch: MicroBatch) -> Work:
+        """The activation."""
+        passes, of_input = 1 if self.activation.fused else 2, batch.tokens * self.up.state.site.outputs * batch.element
+        forward = self.activation_bytes(batch)
+        return Work(passes * forward, passes * (forward + of_input))
+
+    def backward_bytes(self, batch: MicroBatch) -> int:
+        """What its backward needs at most beside what is saved and the gradient of the residual stream.
+
+        These are the gradients of the activation's output and input, the latter FP8 in both orientations if it is
+        fused with the cast, and that of its own input, of all tokens.
+        """
+        up, down = self.up.state, self.down.state
+        of_input = 2 if up.plan.grad_output == "fused" else batch.element
+        widths = (down.site.inputs + up.site.inputs) * batch.element + up.site.outputs * of_input
+        return batch.tokens * widths
 
     def forward(self, x_sbh: Tensor | LinearInput) -> Tensor:
         return mlp(self.kind, partial(self._up, x_sbh), self.down, self.up.state, self.down.state)

@@ -34,10 +34,12 @@ from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init, shard_dim, unsharded
 from megafp8.expert_parallel.exchange import exchange
-from megafp8.expert_parallel.own_rows import RowBound, own_rows
+from megafp8.expert_parallel.own_rows import MARGIN, RowBound, own_rows
 from megafp8.fp8.group_state import GroupState
 from megafp8.fp8.groups import RowGroups
+from megafp8.fp8.linear_state import LinearState
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
+from megafp8.models.costs import MicroBatch, Work, fp8_bytes
 from megafp8.models.mlp import MLP
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.router import Router
@@ -186,6 +188,7 @@ class MoE(nn.Module):
         self.name, self.num_experts = name, config.moe.num_experts
         self.drops = config.moe.capacity_factor is not None
         self.group, self.gathers_tokens = context.expert, context.gathers_tokens
+        self.parts = collectives.size(context.expert_tensor)
         self.overlap = context.expert_overlap
         self.row_bound = context.row_bound or RowBound(context.buffer_device)
         init = Init("normal", config.init_std)
@@ -197,6 +200,76 @@ class MoE(nn.Module):
 
     #: The form in which the norm before it gives its input: values.
     input_format = None
+
+    def rows(self, batch: MicroBatch) -> int:
+        """Rows of this rank's experts if the load is even."""
+        return batch.own_tokens * self.router.moe.top_k * self.parts
+
+    def reserved_rows(self, batch: MicroBatch) -> int:
+        """Rows that buffers have room for, if the load is even."""
+        varies = collectives.size(self.group) > 1 and self.gathers_tokens and batch.replayed
+        return int(self.rows(batch) * MARGIN) if varies else self.rows(batch)
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes by tensor if the load is even."""
+        moe, own, e, w = self.router.moe, self.experts, batch.element, batch.statistic
+        up, down, rows, count = (
+            own.up_state.states[0],
+            own.down_state.states[0],
+            self.reserved_rows(batch),
+            len(own.own),
+        )
+        saved = {} if self.shared is None else self.shared.mlp.saved(batch)
+        # The router's input is the norm's output, which a shared expert may save, too.
+        of_shared = None if self.shared is None else self.shared.mlp.up.state.plan.saved
+        shares_input = of_shared == "high" and batch.tokens == batch.own_tokens
+
+        def kept_input(state: LinearState) -> int:
+            if state.plan.saved == "high":
+                return rows * state.site.inputs * e
+            granularity = batch.granularity(state.plan.name, "input")
+            return count * fp8_bytes(granularity, state.site.inputs, rows // count)
+
+        n = moe.num_experts
+        of_token = (
+            up.site.inputs * e * (not shares_input) + (n + (n + 1) * (moe.z_loss > 0)) * w
+        )  # input, scores, logits
+        of_token += moe.top_k * (8 + w)  # indices and weights of experts
+        of_token += (1 + moe.top_k) * w * moe.normalize
+        aux = batch.sequences * (1 + n) * w * (moe.aux_loss > 0)
+        return saved | {
+            "router": batch.own_tokens * of_token + aux + 8 * (2 * n + 3),
+            "rows of experts": 8 * rows,  # int64 indices
+            "expert input": kept_input(up),
+            "expert up output": rows * up.site.outputs * e,
+            "expert down input": kept_input(down),
+            "expert output": rows * down.site.outputs * e,
+            "experts of rows": 0 if own.up_bias is None else rows * count * e,
+            "expert sizes": 0 if up.plan.fp8 else 4 * count,
+        }
+
+    def activation_bytes(self, batch: MicroBatch) -> int:
+        """What the shared expert's activation reads and writes; that of experts is not recomputed."""
+        return 0 if self.shared is None else self.shared.mlp.activation_bytes(batch)
+
+    def work(self, batch: MicroBatch) -> Work:
+        """Activations, the router's small kernels, and the permutation of rows there and back."""
+        up, down = self.experts.up_state.states[0].site, self.experts.down_state.states[0].site
+        element_rows = self.rows(batch) * batch.element
+        forward = element_rows * (up.outputs + down.inputs + 4 * up.inputs)
+        experts = Work(forward, forward + element_rows * up.outputs, kernels=10)
+        return experts if self.shared is None else experts + self.shared.mlp.work(batch)
+
+    def backward_bytes(self, batch: MicroBatch) -> int:
+        """What its backward needs at most beside what is saved and the gradient of the residual stream: in experts."""
+        sites = [group.states[0].site for group in (self.experts.up_state, self.experts.down_state)]
+        return self.reserved_rows(batch) * sum(x.inputs + x.outputs for x in sites) * batch.element
+
+    def received(self, batch: MicroBatch) -> float:
+        """Bytes of tokens that this rank receives from others on their way to experts, or back."""
+        ranks = collectives.size(self.group)
+        tokens = batch.own_tokens * self.experts.up_state.states[0].site.inputs * batch.element
+        return tokens * (ranks - 1) * (1 if self.gathers_tokens else self.router.moe.top_k / ranks)
 
     def forward(self, x_sbh: Tensor | LinearInput) -> Tensor:
         assert isinstance(x_sbh, Tensor)

@@ -28,6 +28,7 @@ from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, u
 from megafp8.fp8.linear_state import InputFormat
 from megafp8.fp8.sources import norm_factor
 from megafp8.models.context import BuildContext
+from megafp8.models.costs import MicroBatch
 from megafp8.ops.dropout_reference import Dropout
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.norm import norm
@@ -79,6 +80,10 @@ class Norm(nn.Module):
         return norm(
             x, branch, self.weight, self.bias, self.eps, form, dropout=dropout, zero_centered=self.zero_centered
         )
+
+    def statistics(self, batch: MicroBatch) -> int:
+        """Bytes of the statistics that it saves of the tokens between tensor-parallel regions."""
+        return batch.own_tokens * batch.statistic * (1 if self.bias is None else 2)
 
 
 def block_norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:

@@ -36,6 +36,7 @@ from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim
 from megafp8.fp8.linear_state import InputFormat
 from megafp8.models.attention import ATTENTION, ProbabilityDropout
 from megafp8.models.context import BuildContext
+from megafp8.models.costs import AttentionWork, MicroBatch
 from megafp8.models.gpt import Block, GPTStage, LayerInputs
 from megafp8.models.norms import block_norm, normalized
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
@@ -69,6 +70,7 @@ class CrossAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.recompute, self.channels = memory.attention, config.channels
+        self.heads = config.num_attention_heads // context.tensor.size()
         self.dropout = ProbabilityDropout.build(name, config, context)
         q_size, kv_size = config.num_attention_heads * config.channels, config.query_groups * config.channels
         common = context.linear_options() | {"bias": config.linear_bias}
@@ -105,6 +107,25 @@ class CrossAttention(nn.Module):
         """The form in which the norm before it gives its input."""
         return self.query.state.input_format
 
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes by tensor; what layers share of the encoder's output is counted for each."""
+        states = [self.query.state, self.key_value.state, self.proj.state]
+        of_encoder = batch.tokens_of(states[1].site) * states[1].site.outputs
+        saved = {
+            "cross inputs": sum(map(batch.saved_input, states)),
+            "cross q, k, v": (batch.tokens * self.heads * self.channels + of_encoder) * batch.element,
+        }
+        if not self.recompute:
+            shares_output = states[2].plan.saved == "high"
+            of_head = batch.statistic + (0 if shares_output else self.channels * batch.element)
+            saved["cross output and log-sums"] = batch.tokens * self.heads * of_head
+        return saved
+
+    def attention(self, batch: MicroBatch) -> AttentionWork:
+        """Each token of the decoder attends to all of the encoder."""
+        pairs = float(batch.length * batch.encoder_length)
+        return AttentionWork(self.heads, self.channels, batch.length, pairs, modified=False)
+
     def forward(
         self, x_dbh: Tensor | LinearInput, encoder_sbh: Tensor, scores: Scores, samples_b: Tensor | None
     ) -> Tensor:
@@ -129,6 +150,17 @@ class DecoderBlock(Block):
         name = f"{name}.cross_attention"
         self.cross = CrossAttention(name, config, context, input=norm, memory=memory)
         self.cross_branch_dropout = DropoutStream.of(config.hidden_dropout, context.seed, name)
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        own = {"cross residual stream": self._stream(batch), "cross norm statistics": self.cross_norm.statistics(batch)}
+        return {**super().saved(batch), **own, **self.cross.saved(batch)}
+
+    @property
+    def num_norms(self) -> int:
+        return super().num_norms + 1
+
+    def attentions(self, batch: MicroBatch) -> list[AttentionWork]:
+        return [*super().attentions(batch), self.cross.attention(batch)]
 
     def forward(
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
@@ -218,10 +250,12 @@ class T5Stage(GPTStage):
         modules = (self.embedding, self.biases, *blocks[:k], self.encoder_norm, *blocks[k:], self.head)
         return [module for module in modules if module is not None]
 
-    def _make_block(self, index: int, context: BuildContext, memory: BlockMemory) -> Block:
-        if index < self.config.num_layers:
-            return Block(index, self.config, replace(context, tokens=context.encoder_tokens), memory)
-        return DecoderBlock(index, self.config, context, memory)
+    @staticmethod
+    def make_layer(index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory) -> Block:
+        """Layer `index` of the model."""
+        if index < config.num_layers:
+            return Block(index, config, replace(context, tokens=context.encoder_tokens), memory)
+        return DecoderBlock(index, config, context, memory)
 
     def stream_rows(self, s: int, b: int, decoder: int) -> int:
         """Rows of the tensor between stages, for s and `decoder` tokens of b samples."""

@@ -6,7 +6,7 @@ that kernels read and write), and communication (bytes over a link). The formula
 about layouts or recipes stands here a second time.
 
 What it gives up: kernels slow down gradually towards small sizes; the load of experts is taken as even; attention
-across documents counts as whole causal attention. Tensors as in `activations`, whose Shapes hold here.
+across documents counts as whole causal attention.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megafp8.config import Config
-from megafp8.config.activations import ACTIVATIONS
 from megafp8.fp8.recipes.base import GEMMS
 from megafp8.fp8.speed_model import BF16, FP8, LinearSize, cast_seconds, gemm_seconds, granularities
 from megafp8.fp8.tensor import TENSOR
+from megafp8.models.costs import ELEMENT, AttentionWork
+from megafp8.models.moe import MoE
 from megafp8.models.recompute import BlockMemory
 from megafp8.plan import LinearPlan
-from megafp8.planner.activations import ELEMENT, at_layer, expert_layers, granularity, sizes, tokens_of
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import BlockElements, block_elements
 from megafp8.planner.outline import LinearLayer, ModelOutline
@@ -68,22 +68,20 @@ class _Block:
     """The terms of one block."""
 
     def __init__(self, outline: ModelOutline, cluster: Cluster, index: int) -> None:
-        config, self.outline, self.layer = outline.config, outline, outline.layers[index]
-        self.whole, self.config, self.fp8, self.cluster = config, at_layer(config, index), outline.fp8, cluster
-        self.index, self.gpu, self.x = index, cluster.gpu, sizes(self.config)
-        self.layers = [(self._size(x), x.plan) for x in self.layer.in_block]
-        self.experts = expert_layers(outline, index)
-        if self.experts is not None and config.model.moe is not None:  # buffers have room for more rows than there are
-            rows = self.x.m_own * config.model.moe.top_k * config.parallel.expert_tensor
-            self.experts = self.experts._replace(rows=rows)
-        # Widths of the MLP's activation, of a shared expert where the layer has experts; 0 if it has neither.
-        up_layer = ACTIVATIONS[config.model.activation].up_layer
-        self.up = sum(size.n for size, plan in self.layers if plan.name.endswith(f".{up_layer}"))
-        self.f = sum(size.k for size, plan in self.layers if plan.name.endswith(".down"))
+        self.config, self.outline, self.cluster, self.index = outline.config, outline, cluster, index
+        self.layer, self.batch, self.gpu = outline.layers[index], outline.batch_of(index), cluster.gpu
+        self.in_block = [(self._size(x), x) for x in self.layer.in_block]
+        self.work = self.layer.module.work(self.batch)
         self.copy = self.gpu.ceilings.bandwidth * self.gpu.elementwise
+        self.moes = [x for x in self.layer.module.modules() if isinstance(x, MoE)]
 
     def _size(self, layer: LinearLayer) -> LinearSize:
-        return LinearSize(tokens_of(layer.site, self.x), layer.site.inputs, layer.site.outputs)
+        return LinearSize(self.batch.tokens_of(layer.site), layer.site.inputs, layer.site.outputs)
+
+    @property
+    def _values(self) -> int:
+        """Bytes of hidden states of all tokens inside of tensor-parallel regions."""
+        return self.batch.tokens * self.config.model.hidden_size * self.batch.element
 
     def costs(self, memory: BlockMemory) -> Costs:
         found: Costs = {
@@ -93,7 +91,7 @@ class _Block:
             "tensor": self.tensor(),
             "context": self.context(),
         }
-        if self.experts is not None:
+        if self.moes:
             found |= {"experts": self.expert_gemms(), "expert": self.exchange()}
         if self.config.parallel.fsdp:
             compute = summed([found])
@@ -104,27 +102,24 @@ class _Block:
     def recompute(self, found: Costs, memory: BlockMemory) -> float:
         if memory.full:
             return sum(phases.forward for term, phases in found.items() if term != "fsdp")
-        x, again = self.x, 0.0
-        again += 2 * x.m_own * x.h * 2 * x.e / self.copy if memory.norms else 0.0
-        again += x.m * (self.up + self.f) * x.e / self.copy if memory.activation else 0.0
+        again = self.layer.module.recomputed_bytes(self.batch, memory) / self.copy
         return again + (self.attention().forward if memory.attention else 0.0)
 
     # --- computation ------------------------------------------------------------------------------------------------
 
     def gemms(self) -> Phases:
         total = Phases()
-        for size, plan in self.layers:
-            total += self._linear(size, plan)
+        for size, layer in self.in_block:
+            total += self._linear(size, layer.plan)
         for size in self._high_precision():
             total += self._in_bf16(size)
         return total
 
     def _high_precision(self) -> Iterator[LinearSize]:
         """Linear layers that are never FP8."""
-        model, x = self.config.model, self.x
         yield from (self._size(layer) for layer in self.layer.linears if layer.site.high_precision)
-        if self.experts is not None and model.moe is not None:
-            yield LinearSize(x.m_own, x.h, 3 * model.moe.num_experts)  # three bf16 products make one of fp32
+        for moe in self.moes:  # three bf16 products make one of fp32
+            yield LinearSize(self.batch.own_tokens, self.config.model.hidden_size, 3 * moe.num_experts)
 
     def _in_bf16(self, size: LinearSize) -> Phases:
         return in_high_precision(self.config, self.cluster, size)
@@ -142,68 +137,47 @@ class _Block:
         if how == "high":
             element = ELEMENT[self.config.training.precision]
             return element, self.gpu.load_bf16 * ceilings.bf16 * BF16 / element
-        recipes = self.fp8.recipe.operands(plan.name) if self.fp8.recipe is not None else None
+        recipe = self.outline.fp8.recipe
+        recipes = None if recipe is None else recipe.operands(plan.name)
         assert recipes is not None
         kind = granularities(recipes, GEMMS[gemm])
         fast = self.gpu.fast_accumulation if how == "fp8 fast" and kind == "tensor·tensor" else 1.0
         return FP8, self.gpu.load_fp8 * ceilings.fp8[kind] * fast
 
     def attention(self) -> Phases:
-        config, model, gpu, x = self.config, self.config.model, self.gpu, self.x
-        s, window = config.training.seq_length, model.window_of(self.index)
-        pairs = s * s / 2 if model.causal else s * s
-        if window is not None and window < s:
-            pairs = s * window - window * window / 2
-        pairs += s * gpu.attention_tile
-        flops = 4 * pairs * config.training.micro_batch_size / config.parallel.context * x.a * x.d
+        works = self.layer.module.attentions(self.batch)
+        return sum((self._attention(work) for work in works), Phases())
+
+    def _attention(self, work: AttentionWork) -> Phases:
+        config, gpu, batch = self.config, self.gpu, self.batch
+        pairs = work.pairs + work.queries * gpu.attention_tile
+        flops = 4 * pairs * batch.sequences / config.parallel.context * work.heads * work.width
         forward, backward = gpu.attention_forward, gpu.attention_backward
-        scored = model.attention_softcap is not None or model.attention_sinks or model.position_embedding == "alibi"
-        if scored or x.d > 128:
-            wide = min(1.0, 128 / x.d)
+        if work.modified or work.width > 128:
+            wide = min(1.0, 128 / work.width)
             forward, backward = gpu.scored_forward, gpu.scored_backward * wide
-        slower = (1 / gpu.narrow_heads if x.d <= 64 else 1.0) * (gpu.deterministic if config.deterministic else 1.0)
-        slower *= x.e / BF16
+        slower = (1 / gpu.narrow_heads if work.width <= 64 else 1.0) * (
+            gpu.deterministic if config.deterministic else 1.0
+        )
+        slower *= batch.element / BF16
         launch = gpu.ceilings.launch
         return Phases(flops / forward * slower + launch, 2 * flops / backward * slower + 4 * launch)
 
     def elementwise(self) -> Phases:
         """Norms, rotation, activations, casts, permutations of experts' rows, and sums of tensor-parallel shards."""
-        model, x, gpu = self.config.model, self.x, self.gpu
-        norms = 4 if model.norm_position == "both" else 2
-        stream = norms * x.m_own * x.h * x.e
-        # A norm reads the stream and a branch and writes their sum and its output; backward reads two gradients and the
-        # input, and writes one.
-        forward, backward = 4.0 * stream, 4.0 * stream
-        heads = x.m * (x.a + x.g) * x.d * x.e * (2 if model.qk_norm and model.qk_norm != "projection" else 1)
-        if model.position_embedding == "rope" or model.qk_norm:
-            forward, backward = forward + 2 * heads, backward + 2 * heads
-        if model.qk_norm == "projection":  # of separate kernels in fp32: bytes of an element of q and k, both ways
-            count = x.m * (x.a + x.g) * x.d
-            forward, backward = forward + 56 * count, backward + 96 * count
-        passes = 1 if ACTIVATIONS[model.activation].fused else 2
-        forward += passes * x.m * (self.up + self.f) * x.e
-        backward += passes * x.m * (2 * self.up + self.f) * x.e
-        if model.linear_bias:  # each output gradient is read again for the sum of its rows
-            share = gpu.elementwise / gpu.column_sums
-            backward += share * sum(size.m * size.n for size, _ in self.layers) * x.e
-        kernels = 6 + 2 * norms
-        if (own := self.experts) is not None:
-            up, f = own.up.site.outputs, own.down.site.inputs
-            forward += own.rows * (up + f) * x.e + 4 * own.rows * x.h * x.e
-            backward += own.rows * (2 * up + f) * x.e + 4 * own.rows * x.h * x.e
-            kernels += 10
+        forward, backward, kernels, column_sums = self.work
+        backward += column_sums * self.gpu.elementwise / self.gpu.column_sums
         seconds = Phases(forward / self.copy, backward / self.copy)
         seconds += self._casts()
         seconds += self._sharding()
-        return seconds + Phases(kernels * gpu.small_kernel, kernels * gpu.small_kernel)
+        return seconds + Phases(kernels * self.gpu.small_kernel, kernels * self.gpu.small_kernel)
 
     def _casts(self) -> Phases:
         """Casts of inputs and output gradients. A fused one writes FP8 instead of bf16, which is as many bytes."""
         total = Phases()
-        every = [(size.m * size.k, size.m * size.n, plan) for size, plan in self.layers]
-        if self.experts is not None:
-            rows = self.experts.rows
-            every += [(rows * x.site.inputs, rows * x.site.outputs, x.plan) for x in self.layer.of_experts]
+        rows = self.outline.rows_of_experts(self.index, reserved=False)
+        every = [(size.m * size.k, size.m * size.n, layer.plan) for size, layer in self.in_block]
+        every += [(rows * x.site.inputs, rows * x.site.outputs, x.plan) for x in self.layer.of_experts]
         for inputs, outputs, plan in every:
             if plan.input == "layer":
                 total += Phases(forward=self._cast(plan, inputs))
@@ -212,27 +186,26 @@ class _Block:
         return total
 
     def _cast(self, plan: LinearPlan, elements: int) -> float:
-        recipes = self.fp8.recipe.operands(plan.name) if self.fp8.recipe is not None else None
+        recipe = self.outline.fp8.recipe
+        recipes = None if recipe is None else recipe.operands(plan.name)
         assert recipes is not None
-        share = self.gpu.elementwise if granularity(self.fp8, plan.name, "input") is TENSOR else self.gpu.fine_casts
+        share = self.gpu.elementwise if self.batch.granularity(plan.name, "input") is TENSOR else self.gpu.fine_casts
         return cast_seconds(elements, recipes.input.capabilities.cast_passes, 2, self.gpu.ceilings) / share
 
     def _sharding(self) -> Phases:
         """What sequence parallelism moves in memory: shards that are summed, and copies of gathered ones."""
-        x, p = self.x, self.config.parallel
+        p = self.config.parallel
         if p.tensor == 1 or not p.sequence_parallel:
             return Phases()
-        tokens = 2 * x.m * x.h * (x.e + x.e)
+        tokens = 4 * self._values
         return Phases(tokens / self.copy, tokens / self.copy)
 
     def expert_gemms(self) -> Phases:
         """Grouped GEMMs: a tile of 128 rows belongs to one expert, and sums of weight gradients are added after the
         product, not beside it."""
-        own, ceilings = self.experts, self.gpu.ceilings
-        assert own is not None
-        total = Phases()
+        ceilings, total = self.gpu.ceilings, Phases()
         for layer in self.layer.of_experts:
-            rows = own.rows + 64 * own.experts
+            rows = self.outline.rows_of_experts(self.index, reserved=False) + 64 * layer.copies
             seconds = []
             for gemm, how in zip(GEMMS, layer.plan.gemms, strict=True):
                 element, rate = self._rate(layer.plan, gemm, how)
@@ -246,13 +219,13 @@ class _Block:
 
     def tensor(self) -> Phases:
         """Exchanges of tensor-parallel ranks that nothing hides, and what hidden ones cost."""
-        p, x, gpu = self.config.parallel, self.x, self.gpu
+        p, gpu = self.config.parallel, self.gpu
         t = p.tensor
         if t == 1:
             return Phases()
-        values = x.m * x.h * x.e * (t - 1) / t
+        values = self._values * (t - 1) / t
         if not p.sequence_parallel:
-            sums = sum(plan.name.endswith(("proj", "down")) for _, plan in self.layers)
+            sums = sum(layer.site.parallel == "row" for _, layer in self.in_block)
             each = sums * self.cluster.collective(t, 1, 2 * values)
             return Phases(each, each * gpu.hidden)
         symmetric = p.overlap_tensor in ("auto", "symmetric") and self.cluster.ranks_of_node(t, 1) == t
@@ -263,18 +236,16 @@ class _Block:
         else:
             exposed = 1.0
         forward = backward = 0.0
-        for _, plan in self.layers:
-            column = plan.gather is not None
-            row = plan.name.endswith(("proj", "down"))
-            fp8_share = FP8 / x.e
-            if column:
+        for _, (site, plan, _) in self.in_block:
+            fp8_share = FP8 / self.batch.element
+            if plan.gather is not None:
                 forward += self.cluster.collective(t, 1, values * (fp8_share if plan.gather == "fp8" else 1)) * exposed
                 again = plan.saved in ("columnwise shard", "recompute")
                 hidden = self.cluster.collective(t, 1, values) + (
                     self.cluster.collective(t, 1, values * fp8_share) if again else 0.0
                 )
                 backward += hidden * (gpu.hidden_copies if symmetric else gpu.hidden)
-            elif row:
+            elif site.parallel == "row":
                 forward += self.cluster.collective(t, 1, values) * exposed
                 gathered = values * (fp8_share if plan.grad_output == "layer, then gather" else 1)
                 backward += self.cluster.collective(t, 1, gathered) * exposed
@@ -282,23 +253,20 @@ class _Block:
 
     def context(self) -> Phases:
         """Keys and values gathered forward and again backward, and their gradients summed."""
-        p, x = self.config.parallel, self.x
-        c = p.context
-        received = 2 * x.m * (c - 1) * x.g * x.d * x.e
+        p, c = self.config.parallel, self.config.parallel.context
+        received = (c - 1) * self.layer.module.keys_and_values(self.batch)
         each = self.cluster.collective(c, p.tensor, received)
         return Phases(each, 2 * each)
 
     def exchange(self) -> Phases:
         """Tokens to experts and back, forward and backward."""
-        p, x, model = self.config.parallel, self.x, self.config.model
-        ranks, moe = p.expert_ranks, model.moe
-        if ranks == 1 or moe is None:
+        p, ranks = self.config.parallel, self.config.parallel.expert_ranks
+        if ranks == 1:
             return Phases()
-        tokens = x.m_own * x.h * x.e
-        gathers = self.config.gathers_tokens
-        received = tokens * (ranks - 1) if gathers else tokens * moe.top_k * (ranks - 1) / ranks
+        tokens = self.batch.own_tokens * self.config.model.hidden_size * self.batch.element
+        received = sum(moe.received(self.batch) for moe in self.moes)
         near = self.cluster.ranks_of_node(ranks, 1) == ranks
-        copies = gathers and near and p.overlap_tensor in ("auto", "symmetric")
+        copies = self.config.gathers_tokens and near and p.overlap_tensor in ("auto", "symmetric")
         each = self.cluster.collective(ranks, 1, received)
         each *= (1 + self.gpu.hidden_copies) / 2 if copies else 1.0
         each += 2 * (received + tokens) / self.copy  # written and read once more on either side
@@ -307,7 +275,7 @@ class _Block:
     def fsdp(self, compute: Phases) -> Phases:
         elements = block_elements(self.layer)
         quantized = sum(x.weights for x in self.layer.linears if x.plan.fp8) - elements.fp8
-        return fsdp_seconds(self.whole, self.cluster, elements, quantized, compute)
+        return fsdp_seconds(self.config, self.cluster, elements, quantized, compute)
 
 
 def fsdp_seconds(config: Config, cluster: Cluster, elements: BlockElements, quantized: int, compute: Phases) -> Phases:
@@ -346,29 +314,30 @@ def in_high_precision(config: Config, cluster: Cluster, size: LinearSize) -> Pha
     return Phases(*(gemm_seconds(size, gemm, element, rate, ceilings) for gemm in GEMMS))
 
 
-def ends_costs(config: Config, cluster: Cluster, *, first: bool, last: bool) -> Costs:
+def ends_costs(outline: ModelOutline, cluster: Cluster, *, first: bool, last: bool) -> Costs:
     """Of the embedding on the first stage; of the output layer, its loss and multi-token prediction on the last."""
-    x, model, gpu = sizes(config), config.model, cluster.gpu
+    config, model, gpu, batch = outline.config, outline.config.model, cluster.gpu, outline.batch
+    h, e = model.hidden_size, batch.element
     copy = gpu.ceilings.bandwidth * gpu.elementwise
     found: Costs = {}
     if first:
-        moved = x.m_own * x.h
-        found["elementwise"] = Phases(2 * moved * x.e / copy, moved * (x.e + 8) / copy)
+        moved = batch.own_tokens * h
+        found["elementwise"] = Phases(2 * moved * e / copy, moved * (e + 8) / copy)
     if last:
-        tokens = (1 + model.mtp_num_layers) * sizes(at_layer(config, model.num_blocks - 1)).m
+        tokens = (1 + model.mtp_num_layers) * outline.batch_of(model.num_blocks - 1).tokens
         v = model.padded_vocab_size // config.parallel.tensor
-        output = in_high_precision(config, cluster, LinearSize(tokens, x.h, v))
-        logits = tokens * v * x.e
+        output = in_high_precision(config, cluster, LinearSize(tokens, h, v))
+        logits = tokens * v * e
         # The loss reads logits twice; their gradient overwrites them.
         output += Phases(2 * logits / copy, 2 * logits / copy)
         p = config.parallel
         if p.tensor > 1 and p.sequence_parallel:
-            values = x.m * x.h * x.e * (p.tensor - 1) / p.tensor
+            values = batch.tokens * h * e * (p.tensor - 1) / p.tensor
             each = cluster.collective(p.tensor, 1, values)
             output += Phases(each, each)
         found["output layer"] = output
     if config.parallel.fsdp:
-        table = model.padded_vocab_size // config.parallel.tensor * x.h
+        table = model.padded_vocab_size // config.parallel.tensor * h
         compute = summed([found]).get("output layer", Phases())
         for present in (first, last and not model.tie_embeddings):
             if present:

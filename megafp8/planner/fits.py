@@ -12,7 +12,6 @@ from dataclasses import fields
 from typing import Any
 
 from megafp8.config import Config, ConfigError, Problem
-from megafp8.planner.activations import sizes
 from megafp8.planner.memory import RankMemory
 
 NO_DEVICE_HAS = 2**50
@@ -44,8 +43,8 @@ def check_memory(
 
     def total(key: str, value: Any) -> float:
         changed = _with(config, key, value)
-        x = sizes(changed)
-        possible = min(x.h, x.a, x.g, x.d, x.f) > 0
+        m, t = changed.model, changed.parallel.tensor
+        possible = min(m.hidden_size, m.channels, m.ffn_size // t, m.query_groups // t) > 0
         return max(memory.total for memory in plan(changed)) if possible else math.inf
 
     most = max(plan(config), key=lambda memory: memory.total)

@@ -17,7 +17,7 @@ Under parallel.fsdp a rank holds its shard; gathered parameters are transient: t
 prefetched; a block's whole gradients, and those of the blocks before that are being sent; FP8 copies of one layer. FP8
 weights have buffers for two blocks throughout. Torch keeps what it sent last until it sends again.
 
-Shapes as in `activations`; n parameters of a rank, v vocabulary of this rank.
+What each layer keeps is its own answer (`models.costs`).
 """
 
 from __future__ import annotations
@@ -28,21 +28,10 @@ from typing import NamedTuple
 
 from megafp8.config import Config
 from megafp8.data_parallel.buckets import bucket_layout
-from megafp8.fp8 import Fp8Manager
+from megafp8.models.costs import ELEMENT, MicroBatch, fp8_bytes
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.optimizer.fp8_moments import BLOCK
 from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, split_backwards
-from megafp8.planner.activations import (
-    ELEMENT,
-    at_layer,
-    block_backward,
-    deferred_wgrad,
-    fp8_bytes,
-    granularity,
-    own_decoder_tokens,
-    saved_by_block,
-    sizes,
-)
 from megafp8.planner.outline import LayerOutline, LinearLayer, ModelOutline, Parameter
 from megafp8.planner.stages import layers_of_stages
 
@@ -178,15 +167,15 @@ def _table(config: Config) -> int:
 
 def fp8_weight_bytes(outline: ModelOutline, layers: range) -> int:
     """FP8 copies of the weights of `layers`: rowwise unless they are the weights, and columnwise for dgrad."""
-    return sum(_fp8_copies(outline.fp8, layer) for index in layers for layer in outline.layers[index].linears)
+    return sum(_fp8_copies(outline.batch, layer) for index in layers for layer in outline.layers[index].linears)
 
 
-def _fp8_copies(fp8: Fp8Manager, layer: LinearLayer) -> int:
+def _fp8_copies(batch: MicroBatch, layer: LinearLayer) -> int:
     """Bytes of the FP8 copies of a layer's weight, and of its alike layers'."""
     (fprop, dgrad, _), k, n = layer.plan.gemms, layer.site.inputs, layer.site.outputs
     if fprop == dgrad == "high":
         return 0
-    weight = granularity(fp8, layer.plan.name, "weight")
+    weight = batch.granularity(layer.plan.name, "weight")
     rowwise = fp8_bytes(weight, n, k) - (n * k if layer.only_fp8 else 0)
     return layer.copies * (rowwise + (0 if dgrad == "high" else fp8_bytes(weight, k, n)))
 
@@ -206,15 +195,15 @@ def rank_memory(outline: ModelOutline, data: int, stages: Sequence[range], actio
 
     `data`: ranks that sum their gradients.
     """
-    config = outline.config
-    p, x = config.parallel, sizes(config)
+    config, p = outline.config, outline.config.parallel
     parameters = [parameter for layers in stages for parameter in outline.parameters(layers)]
+    width = config.model.hidden_size * outline.batch.element
     static = RankMemory(
         **vars(state_memory(config, parameters, data)),
         fp8_weights=0 if p.fsdp else sum(fp8_weight_bytes(outline, layers) for layers in stages),
         amax_history=sum(amax_history_bytes(outline, layers) for layers in stages),
         # An activation and a gradient in flight each way; the received activation is the first block's input.
-        communication=0 if p.pipeline == 1 else 3 * (x.m_own + own_decoder_tokens(config)) * x.h * x.e,
+        communication=0 if p.pipeline == 1 else 3 * outline.stream_tokens * width,
         workspace=_WORKSPACES,
     )
     overlaps = p.overlap_grad_reduce and any(action.microbatch for action in actions)
@@ -297,38 +286,41 @@ def _gathered(outline: ModelOutline, layers: range, overlaps: bool) -> _Gathered
 
 def _chunk(outline: ModelOutline, layers: range, overlaps: bool) -> _Chunk:
     config = outline.config
-    x, gathered = sizes(config), _gathered(outline, layers, overlaps)
+    gathered, h, e = _gathered(outline, layers, overlaps), config.model.hidden_size, outline.batch.element
     memory = block_memory(config.parallel, len(layers))
     known: dict[tuple[LayerOutline, BlockMemory], int] = {}
 
     def saved_by(index: int, own: BlockMemory) -> int:
         kind = (outline.layers[index], own)
         if kind not in known:
-            known[kind] = sum(saved_by_block(outline, index, own).values())
+            known[kind] = sum(outline.saved(index, own).values())
         return known[kind]
 
     saved = [saved_by(i, own) for i, own in zip(layers, memory)]
     on_device = [0 if own.offload else size for size, own in zip(saved, memory)]
     offloaded = [size if own.offload else 0 for size, own in zip(saved, memory)]
     if layers.start == 0 and config.model.embedding_norm:  # its input and statistics
-        tokens, statistics = x.m_own + own_decoder_tokens(config), 2 if config.model.normalization == "layernorm" else 1
-        on_device[0] += tokens * (x.h * x.e + x.w * statistics)
-    predicted = (1 + config.model.mtp_num_layers) * sizes(at_layer(config, config.model.num_blocks - 1)).m
-    logits = predicted * (config.model.padded_vocab_size // config.parallel.tensor) * x.e
+        statistics = 2 if config.model.normalization == "layernorm" else 1
+        on_device[0] += outline.stream_tokens * (h * e + outline.batch.statistic * statistics)
+    predicted = (1 + config.model.mtp_num_layers) * outline.batch_of(config.model.num_blocks - 1).tokens
+    logits = predicted * (config.model.padded_vocab_size // config.parallel.tensor) * e
     last = layers.stop == config.model.layers.stop
     candidates = []
     for at, index in enumerate(layers):
         recomputed = 0
         if memory[at].full:  # the block's input is one of the saved tensors
             recomputed = saved_by(index, replace(memory[at], full=False)) - saved[at]
+        backward = outline.layers[index].module.backward_bytes(outline.batch_of(index))
         activations = sum(on_device[: at + 1]) + sum(offloaded[max(0, at - 1) : at + 1])
-        candidates.append((activations, 0, recomputed + block_backward(outline, index) + gathered.blocks[at]))
+        candidates.append((activations, 0, recomputed + backward + gathered.blocks[at]))
     if last:
-        ends = (x.m_own + 2 * predicted) * x.h * x.e  # the final norm's input; the output layer's, and its gradient
+        ends = (
+            (outline.batch.own_tokens + 2 * predicted) * h * e
+        )  # the final norm's input; the output layer's, and its gradient
         candidates.append((sum(on_device) + sum(offloaded[-1:]), logits + ends, gathered.loss))
     candidates.append((0, 0, gathered.end))
-    deferred = sum(deferred_wgrad(outline, index) for index in layers)
-    deferred += (predicted * x.h * x.e + logits) * last  # the output layer's input, and the logits' gradient
+    deferred = sum(outline.deferred_wgrad(index) for index in layers)
+    deferred += (predicted * h * e + logits) * last  # the output layer's input, and the logits' gradient
     return _Chunk(sum(on_device), sum(offloaded), deferred, max(candidates, key=sum))
 
 

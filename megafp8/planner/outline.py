@@ -8,7 +8,7 @@ milliseconds and no memory, and reads them here. Of layers that are alike one is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,14 +17,17 @@ from torch import nn
 from megafp8.config import Config, ModelConfig
 from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.fp8.manager import Fp8Manager
-from megafp8.models.build import build_stage
+from megafp8.models.build import build_layer, build_stage
 from megafp8.models.context import planning_context
-from megafp8.models.gpt import GPTStage
-from megafp8.models.recompute import BlockMemory, block_memory
+from megafp8.models.costs import MicroBatch
+from megafp8.models.gpt import Block, PredictionLayer
+from megafp8.models.moe import MoE
+from megafp8.models.recompute import KEEP_ALL, BlockMemory, block_memory
 from megafp8.optimizer.param_groups import is_hidden_matrix
 from megafp8.plan import LinearPlan, LinearSite
 from megafp8.planner.stages import stages_of
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.tensor_parallel.lora import freeze
 
 
 class Parameter(NamedTuple):
@@ -66,7 +69,7 @@ class LinearLayer(NamedTuple):
 class LayerOutline:
     """A layer as a rank has it. `module`: a `Block` or `PredictionLayer` on the meta device."""
 
-    module: nn.Module
+    module: Block | PredictionLayer
     parameters: tuple[Parameter, ...]
     linears: tuple[LinearLayer, ...]
 
@@ -89,7 +92,43 @@ class ModelOutline:
 
     def __init__(self, config: Config, fp8: Fp8Manager, layers: Mapping[int, LayerOutline]) -> None:
         self.config, self.fp8, self.layers = config, fp8, layers
+        self.batch = MicroBatch.of(config, fp8.recipe)
+        self._decoder_batch = None
+        if config.decoder_length is not None:
+            self._decoder_batch = MicroBatch.of(config, fp8.recipe, decoder=True)
         self._ends: dict[range, tuple[list[Parameter], list[Parameter]]] = {}
+
+    def batch_of(self, index: int) -> MicroBatch:
+        """A micro-batch in layer `index`, which in the decoder of T5 is another."""
+        if self._decoder_batch is None or not self.config.model.is_decoder(index):
+            return self.batch
+        return self._decoder_batch
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens of a micro-batch that travel between stages: in T5 those of encoder and decoder."""
+        others = 0 if self._decoder_batch is None else self._decoder_batch.own_tokens
+        return self.batch.own_tokens + others
+
+    def saved(self, index: int, memory: BlockMemory) -> dict[str, int]:
+        """Bytes that layer `index` saves for its backward pass, offloaded or not."""
+        module, batch = self.layers[index].module, self.batch_of(index)
+        return module.input_bytes(batch) if memory.full else module.saved(batch)
+
+    def rows_of_experts(self, index: int, *, reserved: bool) -> int:
+        """Rows of a micro-batch of layer `index` in this rank's experts, or that buffers have room for; 0 without."""
+        moes = [x for x in self.layers[index].module.modules() if isinstance(x, MoE)]
+        return sum((x.reserved_rows if reserved else x.rows)(self.batch_of(index)) for x in moes)
+
+    def deferred_wgrad(self, index: int) -> int:
+        """Bytes of the operands of the weight gradients of layer `index`, for schedules that compute these separately:
+        of each linear layer the input and the output's gradient, columnwise in FP8."""
+        batch, total = self.batch_of(index), 0
+        for site, plan, _ in self.layers[index].linears:
+            if not site.high_precision:
+                tokens = self.rows_of_experts(index, reserved=True) if site.expert else batch.tokens_of(site)
+                total += tokens * (site.inputs + site.outputs) * (batch.element if plan.gemms[2] == "high" else 1)
+        return total
 
     def parameters(self, layers: range) -> list[Parameter]:
         """Those of a stage of `layers`, in the order of its constructor."""
@@ -100,7 +139,8 @@ class ModelOutline:
 
     def _ends_of(self, layers: range) -> tuple[list[Parameter], list[Parameter]]:
         """The parameters of a stage before and after those of its blocks."""
-        stage, _ = _built(self.config, self.fp8.unbuilt(), layers, memory=None, blocks=False)
+        config, context = self.config, planning_context(self.config, self.fp8.unbuilt())
+        stage = build_stage(config.model, context, layers=layers, positions=config.position_rows, blocks=False)
         embedding = [] if stage.embedding is None else list(stage.embedding.parameters())
         before = {*stage.parameters(recurse=False), *embedding}
         several = self.config.parallel.pipeline > 1
@@ -147,14 +187,16 @@ def model_outline(config: Config, fp8: Fp8Manager) -> ModelOutline:
 
 def layer_outline(config: Config, fp8: Fp8Manager, index: int, memory: BlockMemory) -> LayerOutline:
     """Layer `index` in the layout of `config`, planned as `fp8` plans layers."""
-    stage, planned = _built(config, fp8.unbuilt(), range(index, index + 1), memory=[memory], blocks=True)
-    (module,) = (*stage.blocks, *stage.mtp)
+    planned = fp8.unbuilt()
+    module = build_layer(config.model, planning_context(config, planned), index, memory)
+    if config.lora is not None:
+        freeze(module)
     copies = {state.site.name: len(group.states) for group in planned.groups for state in group.states[:1]}
     others = {state.site.name for group in planned.groups for state in group.states[1:]}
     linears = [
         LinearLayer(state.site, state.plan, copies.get(state.site.name, 1))
         for state in planned.layers
-        if state.site.name.startswith("layers.") and state.site.name not in others
+        if state.site.name not in others
     ]
     only_fp8 = {
         x.weight
@@ -176,9 +218,9 @@ def linear_sites(config: Config) -> Iterator[tuple[str, LinearSite]]:
     for index in config.model.layers:
         kind = _structure(config.model, index)
         if kind not in found:
-            _, planned = _built(whole, Fp8Manager(None, amax_group=None), range(index, index + 1), None, blocks=True)
-            sites = [x.site for x in planned.layers if x.site.name.startswith("layers.") and not x.site.high_precision]
-            found[kind] = index, sites
+            planned = Fp8Manager(None, amax_group=None)
+            build_layer(config.model, planning_context(whole, planned), index, KEEP_ALL)
+            found[kind] = index, [x.site for x in planned.layers if not x.site.high_precision]
         first, sites = found[kind]
         prefix, own = f"layers.{first}.", f"layers.{index}."
         for site in sites:
@@ -188,14 +230,6 @@ def linear_sites(config: Config) -> Iterator[tuple[str, LinearSite]]:
 def _structure(model: ModelConfig, index: int) -> tuple[Any, ...]:
     """Equal for layers that differ in their number alone."""
     return model.is_decoder(index), index >= model.num_blocks, model.moe_of(index) is None, model.window_of(index)
-
-
-def _built(
-    config: Config, fp8: Fp8Manager, layers: range, memory: Sequence[BlockMemory] | None, *, blocks: bool
-) -> tuple[GPTStage, Fp8Manager]:
-    """A stage on the meta device, and `fp8`, which has planned it."""
-    context, rows = planning_context(config, fp8), config.position_rows
-    return build_stage(config.model, context, layers=layers, positions=rows, memory=memory, blocks=blocks), fp8
 
 
 def _parameter(config: Config, param: nn.Parameter, *, only_fp8: bool = False, shared: bool = False) -> Parameter:

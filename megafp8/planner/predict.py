@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from megafp8.config import Config
 from megafp8.config.checks import cuda_graph_problems
+from megafp8.models.costs import ELEMENT
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.optimizer.muon import multiplications
 from megafp8.pipeline_parallel.actions import Kind, Placement, Schedule
 from megafp8.pipeline_parallel.registry import SCHEDULES, training_schedule
 from megafp8.pipeline_parallel.simulate import Times, simulate
-from megafp8.planner.activations import ELEMENT, own_decoder_tokens, sizes
 from megafp8.planner.block_time import Costs, Phases, block_costs, ends_costs, summed
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import RankMemory, pipeline_memory
@@ -124,7 +124,7 @@ def stage_costs(outline: ModelOutline, cluster: Cluster) -> list[Costs]:
             if kind not in found:
                 found[kind] = block_costs(outline, cluster, first[kind], kind[1])
             blocks.append({term: phases * count for term, phases in found[kind].items()})
-        ends = ends_costs(config, cluster, first=layers.start == 0, last=layers.stop == config.model.layers.stop)
+        ends = ends_costs(outline, cluster, first=layers.start == 0, last=layers.stop == config.model.layers.stop)
         stages.append(summed([*blocks, ends]))
     return stages
 
@@ -150,13 +150,13 @@ def step_terms(outline: ModelOutline, cluster: Cluster) -> tuple[float, dict[str
     """Seconds of a step, and their terms."""
     config = outline.config
     placement, layers = stages_of(config)
-    p, x, gpu = config.parallel, sizes(config), cluster.gpu
+    p, gpu = config.parallel, cluster.gpu
     count = micro_batches(config, cluster.gpus)
     costs = stage_costs(outline, cluster)
     times = [sum(stage.values(), Phases()) for stage in costs]
     works = [sum(times[stage].total for stage in stages) for stages in placement.stages]
     if p.pipeline > 1:
-        sent = (x.m_own + own_decoder_tokens(config)) * x.h * x.e
+        sent = outline.stream_tokens * config.model.hidden_size * outline.batch.element
         p2p = cluster.transfer(cluster.gpus // p.pipeline, sent)
         stage_times = [Times(time.forward, time.backward, time.weight, p2p) for time in times]
         pipeline = _pipeline_seconds(config, placement, stage_times, count, max(works))

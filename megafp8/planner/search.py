@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from megafp8.config import Config, ConfigError, check_layout
 from megafp8.fp8 import Fp8Manager
+from megafp8.models.costs import ELEMENT
 from megafp8.models.recompute import block_memory
 from megafp8.pipeline_parallel.registry import SCHEDULES, place_stages
-from megafp8.planner.activations import ELEMENT, saved_by_block
 from megafp8.planner.block_time import Phases, ends_costs, summed
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import least_moment_bytes
@@ -252,7 +252,7 @@ class _Search:
         # As many ranks as a stage has shard its parameters.
         outline, near = self.outlines.outline(one), Cluster(self.cluster.gpu, ranks, self.cluster.gpus_per_node)
         work = sum(summed(stage_costs(outline, near)).values(), Phases())
-        ends = sum(ends_costs(one, near, first=True, last=True).values(), Phases())
+        ends = sum(ends_costs(outline, near, first=True, last=True).values(), Phases())
         return _Work(work, work.total - ends.total, self._saved(outline))
 
     def _saved(self, outline: ModelOutline) -> float:
@@ -263,7 +263,7 @@ class _Search:
         for index, memory in zip(layers, block_memory(config.parallel, len(layers))):
             kind = (outline.layers[index], memory)
             if kind not in found:
-                found[kind] = sum(saved_by_block(outline, index, memory).values())
+                found[kind] = sum(outline.saved(index, memory).values())
             total += found[kind]
         return total
 

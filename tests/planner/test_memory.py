@@ -19,7 +19,6 @@ from megafp8.models.moe import Experts
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.pipeline_parallel.actions import Action, Kind
-from megafp8.planner.activations import saved_by_block
 from megafp8.planner.memory import (
     RankMemory,
     fp8_weight_bytes,
@@ -168,7 +167,7 @@ def _measured(overrides: list[list[str]]) -> list[tuple[int, int]]:
         x = torch.randn(shape, dtype=trainer.params[0].dtype).requires_grad_()
         memory = block_memory(config.parallel, len(config.model.layers))
         outline = model_outline(config, trainer.fp8)
-        planned = sum(sum(saved_by_block(outline, i, own).values()) for i, own in enumerate(memory))
+        planned = sum(sum(outline.saved(i, own).values()) for i, own in enumerate(memory))
         found.append((_saved(trainer, partial(_blocks, trainer.stages[0], x)), planned))
     return found
 
@@ -382,7 +381,7 @@ def test_llama_3_8b() -> None:
     assert first.gradients == pytest.approx(4 * numbers, rel=1e-6)
     assert first.fp8_weights == pytest.approx(2 * block_weights, rel=1e-6)
     config = load_config(CONFIG.parent / "llama3-8b.yaml", ["parallel.tensor=1"])
-    alone = saved_by_block(model_outline(config, build_fp8(config, None)), 0, BlockMemory())
+    alone = model_outline(config, build_fp8(config, None)).saved(0, BlockMemory())
     assert sum(alone.values()) / 2**30 == pytest.approx(0.92, abs=0.005)
     assert first.loss == 0
     assert last.total < first.total  # which has two micro-batches in flight
