@@ -45,7 +45,6 @@ from benchmarks.profiling import Kernel, StepProfile, by_name, record, step_prof
 from megafp8.config import Config, check_layout, load_config
 from megafp8.data.samples import Batch, next_token_batch
 from megafp8.distributed.collectives import all_gather_objects
-from megafp8.models.flops import PEAK_FLOPS, flops_per_token
 from megafp8.parallel_state import (
     ParallelState,
     destroy_model_parallel,
@@ -53,7 +52,9 @@ from megafp8.parallel_state import (
 )
 from megafp8.pipeline_parallel.simulate import Timeline, mean_times, simulate
 from megafp8.pipeline_parallel.trace import write_timeline
+from megafp8.planner.flops import PEAK_FLOPS, flops_per_token
 from megafp8.planner.memory import pipeline_memory
+from megafp8.planner.outline import model_outline
 from megafp8.training.determinism import make_deterministic
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.metrics import memory_gib
@@ -192,9 +193,8 @@ def measure(
     trainer.close()
     if isinstance(trainer, CompiledTrainer):
         return
-    memories = pipeline_memory(
-        config, build_fp8(config, None), parallel.world_size, trainer.plan.placement, trainer.plan.train
-    )
+    outline = model_outline(config, build_fp8(config, None))
+    memories = pipeline_memory(outline, parallel.world_size, trainer.plan.placement, trainer.plan.train)
     result.predicted_gib = max(memory.total for memory in memories) / 2**30
 
 
@@ -239,7 +239,7 @@ def row_of(result: Result, config: Config, world_size: int) -> dict[str, Any]:
     t = config.training
     seconds = statistics.median(result.seconds)
     rate = t.global_batch_size * t.seq_length / seconds / world_size
-    flops = rate * flops_per_token(config.model, t.seq_length)
+    flops = rate * flops_per_token(config)
     peak = PEAK_FLOPS["bf16" if config.fp8.recipe == "none" else "fp8"] if torch.cuda.is_available() else None
     return {
         "layout": result.layout,

@@ -469,6 +469,11 @@ class ModelConfig(Section):
         """Whether the last pipeline stage needs the embedding's weight, too."""
         return self.tie_embeddings or self.mtp_num_layers > 0
 
+    def layer_kind(self, layer: int) -> tuple[Any, ...]:
+        """Equal for layers that differ in their number alone."""
+        ahead = layer >= self.num_blocks
+        return self.is_decoder(layer), ahead, self.moe_of(layer) is None, self.window_of(layer)
+
     def window_of(self, layer: int) -> int | None:
         """The sliding window of a layer; None where it attends to all earlier tokens."""
         return None if min(layer, self.num_layers - 1) in self.full_attention_layers else self.sliding_window

@@ -162,7 +162,7 @@ class Attention(nn.Module):
     def attention(self, batch: MicroBatch, window: int | None) -> AttentionWork:
         """`window`: that of the layer."""
         pairs = pairs_of(batch.length, window, causal=self.causal)
-        return AttentionWork(self.heads, self.d, batch.length, pairs, self.modified)
+        return AttentionWork(self.heads, self.d, self.d, batch.length, pairs, self.modified)
 
     def keys_and_values(self, batch: MicroBatch) -> int:
         """Bytes of keys and values of this rank's tokens, which other context-parallel ranks need."""

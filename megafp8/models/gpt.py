@@ -184,9 +184,9 @@ class Block(nn.Module):
         own = Work(moved, moved, 6 + 2 * self.num_norms, column_sums(self, batch))
         return own + self.attention.work(batch) + self.mlp.work(batch)
 
-    def attentions(self, batch: MicroBatch) -> list[AttentionWork]:
-        """Its attention layers."""
-        return [self.attention.attention(batch, self.window)]
+    def attentions(self, batch: MicroBatch, *, windows: bool = True) -> list[AttentionWork]:
+        """Its attention layers. `windows`: without, as if each token attended to all that its mask allows."""
+        return [self.attention.attention(batch, self.window if windows else None)]
 
     def keys_and_values(self, batch: MicroBatch) -> int:
         """Bytes of keys and values of this rank's tokens, which other context-parallel ranks need."""
@@ -290,9 +290,9 @@ class PredictionLayer(nn.Module):
         """As for `Block`, without its own norms."""
         return self.block.work(batch)
 
-    def attentions(self, batch: MicroBatch) -> list[AttentionWork]:
-        """Its attention layers."""
-        return self.block.attentions(batch)
+    def attentions(self, batch: MicroBatch, *, windows: bool = True) -> list[AttentionWork]:
+        """As for `Block`."""
+        return self.block.attentions(batch, windows=windows)
 
     def keys_and_values(self, batch: MicroBatch) -> int:
         """As for `Block`."""

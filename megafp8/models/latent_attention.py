@@ -138,7 +138,7 @@ class LatentAttention(nn.Module):
     def attention(self, batch: MicroBatch, window: int | None) -> AttentionWork:
         """`window`: that of the layer."""
         pairs = pairs_of(batch.length, window, causal=self.causal)
-        return AttentionWork(self.heads, self.n + self.r, batch.length, pairs, self.modified)
+        return AttentionWork(self.heads, self.n + self.r, self.v, batch.length, pairs, self.modified)
 
     def keys_and_values(self, batch: MicroBatch) -> int:
         """Bytes of keys and values of this rank's tokens, which other context-parallel ranks need."""

@@ -201,6 +201,16 @@ class MoE(nn.Module):
     #: The form in which the norm before it gives its input: values.
     input_format = None
 
+    @property
+    def weights_of_token(self) -> float:
+        """Weights that a token is multiplied with in the router, in its experts and in the shared expert's gate.
+
+        As this rank has them, which holds all experts.
+        """
+        gate = 0 if self.shared is None or self.shared.gate is None else self.shared.gate.numel()
+        share = self.router.moe.top_k / self.num_experts
+        return self.router.weight.numel() + gate + share * (self.experts.up.numel() + self.experts.down.numel())
+
     def rows(self, batch: MicroBatch) -> int:
         """Rows of this rank's experts if the load is even."""
         return batch.own_tokens * self.router.moe.top_k * self.parts

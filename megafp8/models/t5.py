@@ -124,7 +124,7 @@ class CrossAttention(nn.Module):
     def attention(self, batch: MicroBatch) -> AttentionWork:
         """Each token of the decoder attends to all of the encoder."""
         pairs = float(batch.length * batch.encoder_length)
-        return AttentionWork(self.heads, self.channels, batch.length, pairs, modified=False)
+        return AttentionWork(self.heads, self.channels, self.channels, batch.length, pairs, modified=False)
 
     def forward(
         self, x_dbh: Tensor | LinearInput, encoder_sbh: Tensor, scores: Scores, samples_b: Tensor | None
@@ -144,6 +144,7 @@ class DecoderBlock(Block):
 
     def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
         super().__init__(index, config, context, memory)
+        self.attention.causal = True
         name = f"layers.{index}"
         self.cross_norm = block_norm(f"{name}.cross_norm", config, context)
         norm = Neighbor("cross_norm", "any")
@@ -159,8 +160,8 @@ class DecoderBlock(Block):
     def num_norms(self) -> int:
         return super().num_norms + 1
 
-    def attentions(self, batch: MicroBatch) -> list[AttentionWork]:
-        return [*super().attentions(batch), self.cross.attention(batch)]
+    def attentions(self, batch: MicroBatch, *, windows: bool = True) -> list[AttentionWork]:
+        return [*super().attentions(batch, windows=windows), self.cross.attention(batch)]
 
     def forward(
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None

@@ -25,7 +25,7 @@ class Gpu:
     GEMMs: `load_bf16`, `load_fp8`: share of the rates of `ceilings` that they reach in training, at the chip's power
     limit. `fast_accumulation`: speed of FP8 GEMMs with one scale per tensor that accumulate fast, over others.
 
-    Attention: `attention_forward`, `attention_backward`: of heads 128 wide, in FLOPs of `models.flops`.
+    Attention: `attention_forward`, `attention_backward`: of heads 128 wide, in FLOPs of `planner.flops`.
     `attention_tile`: keys that each query costs beside its own. `narrow_heads`: factor for heads up to 64 wide.
     `scored_forward`, `scored_backward`: of the kernels for caps, sinks and biases. `deterministic`: how much longer
     attention takes under `deterministic`.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megafp8.config import Config, ModelConfig
+from megafp8.config import Config
 from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.models.build import build_layer, build_stage
@@ -163,7 +163,7 @@ class ModelOutlines:
             # Of experts, the first stands for all.
             selected = [x for x in names[index] if ".experts." not in x or ".experts.0." in x]
             how = tuple((fp8.selects(x), fp8.recipe and fp8.recipe.operands(x)) for x in selected)
-            self._alike[index] = (*_structure(config.model, index), how)
+            self._alike[index] = (*config.model.layer_kind(index), how)
 
     def outline(self, config: Config) -> ModelOutline:
         """The model in the layout of `config`."""
@@ -216,7 +216,7 @@ def linear_sites(config: Config) -> Iterator[tuple[str, LinearSite]]:
     whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"expert": 1})})
     found: dict[tuple[Any, ...], tuple[int, list[LinearSite]]] = {}
     for index in config.model.layers:
-        kind = _structure(config.model, index)
+        kind = config.model.layer_kind(index)
         if kind not in found:
             planned = Fp8Manager(None, amax_group=None)
             build_layer(config.model, planning_context(whole, planned), index, KEEP_ALL)
@@ -225,11 +225,6 @@ def linear_sites(config: Config) -> Iterator[tuple[str, LinearSite]]:
         prefix, own = f"layers.{first}.", f"layers.{index}."
         for site in sites:
             yield own + site.name.removeprefix(prefix), site
-
-
-def _structure(model: ModelConfig, index: int) -> tuple[Any, ...]:
-    """Equal for layers that differ in their number alone."""
-    return model.is_decoder(index), index >= model.num_blocks, model.moe_of(index) is None, model.window_of(index)
 
 
 def _parameter(config: Config, param: nn.Parameter, *, only_fp8: bool = False, shared: bool = False) -> Parameter:

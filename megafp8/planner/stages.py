@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megafp8.config import Config
-from megafp8.models.flops import output_layer_in_blocks
 from megafp8.pipeline_parallel.actions import Placement
 from megafp8.pipeline_parallel.registry import place_stages
 from megafp8.pipeline_parallel.split import balanced, even, stage_layers
+from megafp8.planner.flops import output_layer_in_blocks
 
 
 def layers_of_stages(config: Config, placement: Placement) -> list[range]:
@@ -15,8 +15,7 @@ def layers_of_stages(config: Config, placement: Placement) -> list[range]:
     if counts is None:
         counts = even(layers, placement.num_stages)
     elif counts == "balanced":
-        work = output_layer_in_blocks(config.model, config.training.seq_length, fp8=config.fp8.recipe != "none")
-        counts = balanced(layers, [rank for rank, _ in placement.homes], work)
+        counts = balanced(layers, [rank for rank, _ in placement.homes], output_layer_in_blocks(config))
     assert (len(counts), sum(counts)) == (placement.num_stages, layers), "the config was not checked"
     return stage_layers([*counts[:-1], counts[-1] + config.model.mtp_num_layers])
 

@@ -17,13 +17,13 @@ from megafp8.config import Config
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.build import build_stage
 from megafp8.models.context import planning_context
-from megafp8.models.flops import matmul_parameters, training_flops_per_token
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
 from megafp8.parallel_state import rank_groups
 from megafp8.pipeline_parallel.actions import v_placement
 from megafp8.plan import LinearPlan, plans_table
 from megafp8.planner.fits import NO_DEVICE_HAS, check_memory
+from megafp8.planner.flops import flops_per_token, matmul_parameters
 from megafp8.planner.memory import RankMemory, memory_table, pipeline_memory, state_memory
 from megafp8.planner.outline import model_outline
 from megafp8.planner.stages import stages_of
@@ -113,7 +113,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     outline = model_outline(config, fp8)
     parameters = [outline.parameters(span) for span in plan.layers]
     in_model = sum(x.in_model for of_stage in parameters for x in of_stage)
-    flops = training_flops_per_token(config)
+    flops = flops_per_token(config)
     lines = [
         yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip(),
         "",
@@ -206,4 +206,4 @@ def describe_longrope(config: Config) -> list[str]:
 
 def _describe_active(config: Config) -> str:
     """Of a model with experts, the parameters that a token is multiplied with."""
-    return "" if config.model.moe is None else f", {matmul_parameters(config.model):,} of matrices for each token"
+    return "" if config.model.moe is None else f", {matmul_parameters(config):,} of matrices for each token"

@@ -34,7 +34,6 @@ from megafp8.data.samples import Batch
 from megafp8.distributed import activity, flight_recorder
 from megafp8.fp8 import describe_path
 from megafp8.fp8.health import FILE_NAME
-from megafp8.models.flops import PEAK_FLOPS, training_flops_per_token
 from megafp8.ops import attention
 from megafp8.ops.attention_mask import AttentionMask
 from megafp8.ops.attention_scores import AttentionDropout
@@ -46,6 +45,7 @@ from megafp8.parallel_state import (
     rejoin,
 )
 from megafp8.pipeline_parallel.trace import write_timeline
+from megafp8.planner.flops import PEAK_FLOPS, flops_per_token
 from megafp8.text_file import DiskErrorsLogged
 from megafp8.training import cuda_graphs, expert_load
 from megafp8.training import fp8_param_gather as fp8_parameters
@@ -190,6 +190,7 @@ class Job:
         self.folder, self.lock, self.stop, self.log = run_folder(self.config), shared.lock, shared.stop, shared.log
         self.is_main = parallel.rank == 0
         keep = self.config.checkpoint
+        self.flops_per_token = flops_per_token(self.config)
         self.trainer = Trainer(self.config, parallel, saved_choice(self.config, found))
         self.step = 0 if found is None else load_state(self.trainer, found)
         self.history = History() if found is None else History.resumed(found.metadata, self.config)
@@ -478,7 +479,7 @@ class Job:
         t, load = self.config.training, self.trainer.expert_load
         tokens = t.global_batch_size * t.seq_length
         per_gpu = tokens / seconds / self.parallel.world_size
-        flops = per_gpu * training_flops_per_token(self.config)
+        flops = per_gpu * self.flops_per_token
         peak = PEAK_FLOPS["fp8" if self.config.fp8.recipe != "none" else t.precision] if self._peak_is_known() else None
         start = time.perf_counter()
         validation_loss, evaluations, evaluated = self._evaluate()

@@ -8,9 +8,9 @@ import pytest
 
 from megafp8.config import Config, load_config
 from megafp8.fp8.speed_model import Ceilings
-from megafp8.models.flops import flops_per_token, matmul_parameters
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.planner.block_time import Phases, block_costs, summed
+from megafp8.planner.flops import flops_per_token, matmul_parameters
 from megafp8.planner.hardware import GPUS, Cluster, Gpu
 from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import stage_costs
@@ -62,13 +62,13 @@ def test_gemms_are_those_of_the_published_formula(overrides: tuple[str, ...]) ->
     config = config_of(*overrides)
     costs, t = costs_of(config, FLOPS_ONLY), config.training
     seconds = costs["GEMMs"].total + costs["output layer"].total
-    assert seconds * RATE == pytest.approx(6 * matmul_parameters(config.model) * t.micro_batch_size * t.seq_length)
+    assert seconds * RATE == pytest.approx(6 * matmul_parameters(config) * t.micro_batch_size * t.seq_length)
 
 
 def test_attention_is_that_of_the_published_formula_and_half_tiles() -> None:
     config = config_of("training.seq_length=8192", "model.max_position_embeddings=8192")
-    model, t = config.model, config.training
-    whole = flops_per_token(model, t.seq_length) - 6 * matmul_parameters(model)
+    t = config.training
+    whole = flops_per_token(config) - 6 * matmul_parameters(config)
     tiles = 1 + 2 * 64 / t.seq_length
     expected = whole * tiles * t.micro_batch_size * t.seq_length
     assert costs_of(config, FLOPS_ONLY)["attention"].total * RATE == pytest.approx(expected)

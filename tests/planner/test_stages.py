@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megafp8.config import load_config
-from megafp8.models.flops import output_layer_in_blocks
 from megafp8.pipeline_parallel.actions import loop_placement, v_placement
+from megafp8.planner.flops import output_layer_in_blocks
 from megafp8.planner.stages import layers_of_stages
 from tests.quickstart_data import ROOT
 
@@ -38,9 +38,9 @@ def test_in_a_v_the_first_rank_has_the_output_layer() -> None:
 
 def test_output_layer_in_blocks() -> None:
     """Llama-3-8B's as measured; twice the vocabulary is twice the work."""
-    model = load_config(LLAMA).model
-    found = output_layer_in_blocks(model, 8192, fp8=True)
+    config = load_config(LLAMA, ["fp8.recipe=delayed"])
+    found = output_layer_in_blocks(config)
     assert found == pytest.approx(2.7, rel=0.05)
-    assert output_layer_in_blocks(model, 8192, fp8=False) == pytest.approx(1.74, rel=0.05)
-    wide = model.model_copy(update={"vocab_size": 2 * model.padded_vocab_size})
-    assert output_layer_in_blocks(wide, 8192, fp8=True) == pytest.approx(2 * found)
+    assert output_layer_in_blocks(load_config(LLAMA, ["fp8.recipe=none"])) == pytest.approx(1.74, rel=0.05)
+    wide = {"model": config.model.model_copy(update={"vocab_size": 2 * config.model.padded_vocab_size})}
+    assert output_layer_in_blocks(config.model_copy(update=wide)) == pytest.approx(2 * found)

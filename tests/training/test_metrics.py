@@ -16,10 +16,10 @@ import pytest
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megafp8.config import ModelConfig
+from megafp8.config import load_config
 from megafp8.fp8.health import Record
-from megafp8.models.flops import flops_per_token, matmul_parameters
 from megafp8.optimizer.layer_norms import KINDS
+from megafp8.planner.flops import flops_per_token, matmul_parameters
 from megafp8.training.errors import TrainingError
 from megafp8.training.metrics import (
     JsonlWriter,
@@ -32,6 +32,7 @@ from megafp8.training.metrics import (
 )
 from megafp8.training.plots import plot_loss, print_loss
 from megafp8.training.run_log import RunLog
+from tests.quickstart_data import ROOT
 
 STEP = StepMetrics(
     1, 5.0, 1.0, 1e-3, 128, 10.0, 0.5, None, 1.0, 0.1, False, "2026-01-31T12:00:00.000+00:00", 4, data_seconds=0.01
@@ -186,18 +187,16 @@ def test_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_flops_of_llama3_8b_by_hand() -> None:
-    llama = ModelConfig(
-        num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8,
-        vocab_size=128256,
-    )  # fmt: skip
+    llama = load_config(ROOT / "configs/llama3-8b.yaml", ["model.vocab_size=128256", "training.seq_length=8192"])
     block = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
     assert matmul_parameters(llama) == 32 * block + 4096 * 128256
-    flops = flops_per_token(llama, 8192)
-    assert flops_per_token(llama, 8192, frozen=True) == flops - 2 * matmul_parameters(llama)
+    flops = flops_per_token(llama)
+    frozen = load_config(ROOT / "configs/llama3-8b.yaml", ["model.vocab_size=128256", "lora.rank=4"])
+    assert flops_per_token(frozen) == flops - 2 * matmul_parameters(llama)
     assert flops == 6 * (32 * block + 4096 * 128256) + 6 * 32 * 8192 * 4096
     ahead = block + 2 * 4096**2 + 4096 * 128256
-    mtp = llama.model_copy(update={"mtp_num_layers": 1})
-    assert flops_per_token(mtp, 8192) == flops + 6 * ahead + 6 * 8192 * 4096
+    mtp = llama.model_copy(update={"model": llama.model.model_copy(update={"mtp_num_layers": 1})})
+    assert flops_per_token(mtp) == flops + 6 * ahead + 6 * 8192 * 4096
 
 
 def test_numbers_are_short() -> None:

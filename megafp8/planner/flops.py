@@ -1,0 +1,103 @@
+"""Floating-point operations of a model, by the formula of every published figure of this project.
+
+6·N·tokens of the matrices that tokens are multiplied with, forward and backward (the output layer is included, the
+embedding look-up is not; of experts, those that a token goes to; the output layer once more for each depth of
+multi-token prediction), and those of attention, causal attention counted as half. A sliding window or document
+boundaries are not subtracted, and recompute is not added. Sizes are those of the model's own layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from megafp8.config import Config
+from megafp8.fp8.manager import Fp8Manager
+from megafp8.models.build import build_layer, build_stage
+from megafp8.models.context import planning_context
+from megafp8.models.costs import MicroBatch
+from megafp8.models.moe import MoE
+from megafp8.models.recompute import KEEP_ALL
+
+#: Dense peak of H100 and H200 SXM by precision, in FLOP/s (NVIDIA's datasheets).
+PEAK_FLOPS = {"bf16": 989e12, "fp16": 989e12, "fp8": 1979e12}
+
+
+class Flops(NamedTuple):
+    """Of a sample, forward: those of products with weights, and of attention."""
+
+    products: float = 0.0
+    attention: float = 0.0
+
+    def __add__(self, other: Flops) -> Flops:  # type: ignore[override]
+        return Flops(self.products + other.products, self.attention + other.attention)
+
+    def trained(self, *, frozen: bool = False) -> float:
+        """Forward and backward. `frozen`: the weights have no gradients (LoRA, whose own products are not counted)."""
+        return (2 if frozen else 3) * self.products + 3 * self.attention
+
+
+def layer_flops(config: Config, index: int) -> Flops:
+    """Of layer `index`."""
+    one, planned = _of_one_sample(config), Fp8Manager(None, amax_group=None)
+    layer = build_layer(config.model, planning_context(one, planned), index, KEEP_ALL)
+    batch = MicroBatch.of(one, None, decoder=config.model.is_decoder(index))
+    sites = [state.site for state in planned.layers if not state.site.expert]
+    products = float(sum(batch.tokens_of(site) * site.inputs * site.outputs for site in sites))
+    products += sum(batch.tokens * x.weights_of_token for x in layer.modules() if isinstance(x, MoE))
+    works = layer.attentions(batch, windows=False)
+    attention = sum(2 * work.pairs * work.heads * (work.width + work.value_width) for work in works)
+    return Flops(2.0 * products, attention)
+
+
+def output_flops(config: Config) -> Flops:
+    """Of the output layer at all depths of multi-token prediction, and of what else the head multiplies with."""
+    one, planned = _of_one_sample(config), Fp8Manager(None, amax_group=None)
+    layers = config.model.layers
+    build_stage(config.model, planning_context(one, planned), layers=layers, positions=1, blocks=False)
+    weights = sum(state.site.inputs * state.site.outputs for state in planned.layers)
+    tokens = config.decoder_length or config.training.seq_length
+    return Flops(2.0 * tokens * weights * (1 + config.model.mtp_num_layers))
+
+
+def model_flops(config: Config) -> Flops:
+    """Of the whole model."""
+    known: dict[Any, Flops] = {}
+    total = output_flops(config)
+    for index in config.model.layers:
+        kind = config.model.layer_kind(index)
+        if kind not in known:
+            known[kind] = layer_flops(config, index)
+        total += known[kind]
+    return total
+
+
+def flops_per_token(config: Config) -> float:
+    """Of forward and backward of a run; in T5 of a sample, divided by the encoder's tokens."""
+    return model_flops(config).trained(frozen=config.lora is not None) / config.training.seq_length
+
+
+def matmul_parameters(config: Config) -> int:
+    """Weights that a token is multiplied with."""
+    return round(model_flops(config).products / 2 / config.training.seq_length)
+
+
+_RELATIVE_RATE = {False: 0.85, True: 1.3}
+"""FLOP/s of a block, in bf16 or FP8, relative to the output layer, which is bf16 and has no attention, norms or casts.
+On H200 the output layer of Llama-3-8B takes as long as 1.74 blocks in bf16 or 2.7 in FP8."""
+
+
+def output_layer_in_blocks(config: Config) -> float:
+    """Time of the output layer, and of multi-token prediction, in units of the first block's, approximately."""
+    block, rate = layer_flops(config, 0).trained(), _RELATIVE_RATE[config.fp8.recipe != "none"]
+    depths = [layer_flops(config, index).trained() for index in config.model.layers[config.model.num_blocks :]]
+    # A depth is a block, at its own rate, and a projection at that of the output layer.
+    projections = sum(depth - block for depth in depths)
+    return len(depths) + (output_flops(config).trained() + projections) * rate / block
+
+
+def _of_one_sample(config: Config) -> Config:
+    """A step of one sample on one rank."""
+    alone = {"tensor": 1, "context": 1, "expert": 1, "expert_tensor": 1}
+    parallel = config.parallel.model_copy(update=alone)
+    training = config.training.model_copy(update={"micro_batch_size": 1})
+    return config.model_copy(update={"parallel": parallel, "training": training})
