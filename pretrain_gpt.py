@@ -1,4 +1,4 @@
-"""Pretrain a GPT model from one YAML file.
+"""Pretrain a GPT, BERT or T5 model from one YAML file.
 
     torchrun --nproc-per-node 8 pretrain_gpt.py --config configs/llama3-8b.yaml parallel.tensor=2 fp8.recipe=current
     python pretrain_gpt.py --config configs/quickstart.yaml            # one process
@@ -17,7 +17,7 @@ from megafp8.training import command_line
 
 
 def main() -> int:
-    return command_line.main(__doc__, "gpt", live_evaluation)
+    return command_line.main(__doc__, live_evaluation)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,9 @@ RECIPES: dict[str, list[str]] = {
     "delayed-smooth": [*DELAYED, "fp8.smooth_swiglu=true"],
     "current": ["fp8.recipe=current"],
     "rowwise": ["fp8.recipe=rowwise"],
-    "rowwise-wgrad-bf16": ["fp8.recipe=rowwise", "fp8.wgrad_in_bf16=true", "fp8.power_of_two_scale=true"],
+    "rowwise-wgrad-bf16": [
+        "fp8.recipe=rowwise", "fp8.override_linear_precision=[false, false, true]", "fp8.power_of_two_scale=true",
+    ],
     "blockwise": ["fp8.recipe=blockwise"],
     "static": ["fp8.recipe=static", "fp8.calibration_steps=2"],
     "mxfp8": ["fp8.recipe=mxfp8"],
@@ -132,7 +134,6 @@ MORE: dict[str, tuple[int, list[str]]] = {
     "recompute-selective-smooth": (1, [*DELAYED, "fp8.smooth_swiglu=true", "parallel.recompute=selective"]),
     "offload": (1, [*DELAYED, "parallel.offload=2"]),
     "reduce-bf16": (2, [*DELAYED, "optimizer.reduce_dtype=bf16"]),
-    "reduce-fp8": (2, ["parallel.zero=1", "optimizer.reduce_dtype=fp8"]),
     "moments-bf16": (2, [*DELAYED, "parallel.zero=1", "optimizer.moments_dtype=bf16"]),
     "moments-fp8": (2, [*DELAYED, "parallel.zero=1", "optimizer.moments_dtype=fp8"]),
     "remainders": (2, [*DELAYED, "parallel.zero=1", "optimizer.store_param_remainders=true"]),
@@ -356,11 +357,8 @@ def _serve(pipe: Connection, rank: int) -> None:
     """Main function of one rank: runs each (ranks, port, arguments) received from `pipe`, until None."""
     torch.set_num_threads(1)
     sys.path.insert(0, str(ROOT))
-    import pretrain_bert
     import pretrain_gpt
-    import pretrain_t5
 
-    scripts = {"model.architecture=bert": pretrain_bert, "model.architecture=t5": pretrain_t5}
     while (task := pipe.recv()) is not None:
         ranks, port, arguments = task
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
@@ -369,7 +367,7 @@ def _serve(pipe: Connection, rank: int) -> None:
         output = io.StringIO()
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                code = next((x for key, x in scripts.items() if key in arguments), pretrain_gpt).main()
+                code = pretrain_gpt.main()
         except BaseException:
             code = output.getvalue() + traceback.format_exc()
         pipe.send(None if code == 0 else f"rank {rank} ended with {code}\n{output.getvalue()[-4000:]}")

@@ -4,7 +4,7 @@
     megafp8 launch --standalone --nproc-per-node 8 -m megafp8 pretrain --config my.yaml parallel.tensor=2
     megafp8 pretrain --config my.yaml --dry-run --world-size 64
 
-Does what pretrain_gpt.py, pretrain_bert.py and pretrain_t5.py do, for the architecture that the config has. Exit codes:
+Does what pretrain_gpt.py does. Exit codes:
 0 done or stopped cleanly; 2 wrong config, data or checkpoint, or a run that has diverged; 3 no progress; 1 another
 failure (docs/resilience.md).
 """
@@ -29,6 +29,6 @@ def live_evaluation(inputs: Inputs) -> MakeEvaluation:
 
 
 def main() -> int:
-    code = command_line.main(__doc__, None, live_evaluation)
+    code = command_line.main(__doc__, live_evaluation)
     command_line.exit_with(code)
     return code

@@ -40,7 +40,6 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _recompute,
         _sequence,
         optimizer_checks.schedule,
-        optimizer_checks.reduce_dtype,
         optimizer_checks.state_storage,
         optimizer_checks.loss_scale,
         optimizer_checks.muon,
@@ -493,11 +492,10 @@ def _smooth_swiglu(config: Config) -> Iterator[Problem]:
         rule = f"model.activation is {activation}, which {why}"
     elif f.recipe == "none":
         rule = "fp8.recipe is none, and only a cast needs it"
-    elif f.wgrad_in_bf16 or any(f.override_linear_precision):
+    elif any(f.override_linear_precision):
         yield Problem(
             "fp8.smooth_swiglu", True, "it changes what all three GEMMs of a layer multiply, so all must be FP8",
-            "try fp8.override_linear_precision=[false, false, false] and fp8.wgrad_in_bf16=false, or "
-            "fp8.smooth_swiglu=false",
+            "try fp8.override_linear_precision=[false, false, false], or fp8.smooth_swiglu=false",
         )  # fmt: skip
         return
     else:

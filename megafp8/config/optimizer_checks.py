@@ -40,17 +40,6 @@ def schedule(config: Config) -> Iterator[Problem]:
         yield Problem("optimizer.decay_steps", o.decay_steps, rule, f"try {steps - o.warmup_steps} or less")
 
 
-def reduce_dtype(config: Config) -> Iterator[Problem]:
-    """FP8 gradients need a rank that sums them."""
-    o = config.optimizer
-    if o.reduce_dtype == "fp8" and not config.parallel.zero:
-        rule = "FP8 gradients are summed by the owner of a shard, and with parallel.zero=0 every rank needs all sums"
-        if config.parallel.fsdp:
-            rule = "parallel.fsdp sums through torch, in the dtype that travels, and 4 bits are too few to sum in"
-        works = "try parallel.zero=1 and parallel.fsdp=false, or optimizer.reduce_dtype=bf16"
-        yield Problem("optimizer.reduce_dtype", o.reduce_dtype, rule, works)
-
-
 def average(config: Config) -> Iterator[Problem]:
     """An average needs whole masters."""
     o = config.optimizer

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from megafp8.config.activations import ACTIVATIONS, ActivationName
@@ -240,8 +240,7 @@ class ModelConfig(Section):
 
     architecture: Literal["gpt", "bert", "t5"] = "gpt"
     """gpt: causal language model. bert: bidirectional encoder, trained to predict masked tokens (data.masked_lm).
-    t5: encoder and decoder, trained to restore spans of a text (data.span_corruption). Each is trained by a script of
-    its own: pretrain_gpt.py, pretrain_bert.py, pretrain_t5.py."""
+    t5: encoder and decoder, trained to restore spans of a text (data.span_corruption)."""
     num_layers: Annotated[int, Field(gt=0, le=10_000), _INTEGER]
     """Number of transformer blocks, in t5 of the encoder."""
     num_decoder_layers: Annotated[int, Field(gt=0, le=10_000), _INTEGER] | None = None
@@ -664,9 +663,7 @@ class Fp8Config(Section):
     arXiv:2409.12517). For runs in which single channels grow until one scale no longer fits all. With custom it applies
     to layers whose input has one of these recipes."""
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
-    """Run (fprop, dgrad, wgrad) in high precision."""
-    wgrad_in_bf16: bool = False
-    """Run wgrad in high precision, as override_linear_precision [false, false, true] does; usual with rowwise."""
+    """Run (fprop, dgrad, wgrad) in high precision; [false, false, true] is usual with rowwise."""
     fast_accumulation: tuple[bool, bool, bool] = (True, False, False)
     """delayed, current, rowwise, static: use Hopper's fast accumulation in (fprop, dgrad, wgrad): faster, with fewer
     bits in the accumulator."""
@@ -696,6 +693,18 @@ class Fp8Config(Section):
     gemm_autotune: bool | None = None
     """cublaslt: time the algorithms for each shape once and store the fastest in the user's cache folder. Runs are
     bit-identical only if they use the same choices. Default: true unless deterministic."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _wgrad_in_bf16(cls, tree: Any) -> Any:
+        """`wgrad_in_bf16`, which earlier versions wrote, is read as the third of override_linear_precision."""
+        if not isinstance(tree, dict) or not isinstance(tree.get("wgrad_in_bf16"), bool):
+            return tree
+        tree = dict(tree)
+        if tree.pop("wgrad_in_bf16"):
+            fprop, dgrad, _ = tree.get("override_linear_precision", (False, False, False))
+            tree["override_linear_precision"] = (fprop, dgrad, True)
+        return tree
 
 
 class LossScaleConfig(Section):
@@ -858,11 +867,9 @@ class OptimizerConfig(Section):
     """Adam's epsilon."""
     clip_grad_norm: NonNegative = 1.0
     """Maximum global gradient norm. 0: no clipping."""
-    reduce_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients travel between data-parallel ranks. bf16: half the traffic; sums over ranks are rounded
-    to 8 bits, sums over the micro-batches of a rank stay fp32. fp8 (experimental): a quarter of the traffic; gradients
-    are rounded to 4 bits before they travel and summed in fp32; needs parallel.zero=1
-    (docs/decisions/0018-fp8-gradient-reduce.md)."""
+    to 8 bits, sums over the micro-batches of a rank stay fp32."""
     moments_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
     """Dtype in which Adam's two moments are stored. bf16 saves 4 bytes per parameter; fp8 saves 6, with a scale per
     block of 128 and stochastic rounding. A resumed run may change it between bf16 and fp8 only."""
@@ -1210,7 +1217,7 @@ class StageConfig(Section):
 
 
 class Config(Section):
-    """The config of a run of pretrain_gpt.py, pretrain_bert.py or pretrain_t5.py."""
+    """The config of a run of pretrain_gpt.py."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
     """Name of the run and of its folder."""

@@ -81,7 +81,7 @@ _SAME: dict[str, tuple[str, Any]] = {
 
 
 def read_args(args: Args, vocab_size: int, vocab_multiple: int, *, bert: bool = False) -> ModelConfig:
-    """The model, of pretrain_gpt.py or of pretrain_bert.py, which no argument says.
+    """The model. `bert`: of Megatron-LM's pretrain_bert.py, which no argument says.
 
     Raises ValueError naming the argument where it is not supported, or is missing.
     """

@@ -23,10 +23,6 @@ undefined. Unsharded is the same with one slice, the bucket.
 *Reduced in bf16* (`reduce_dtype`): half the traffic again. Micro-batches are still summed in fp32; a bucket is rounded
 once when it is sent, and with each addition of the collective. The bf16 copies live until `finish`, 2 bytes a parameter
 at the end of the backward pass, where activations have been freed.
-
-*Reduced in FP8*, sharded only (`megafp8.data_parallel.fp8_reduce`): an all-to-all of quantized slices, which `finish`
-adds in fp32. Gradients are rounded once and coarsely, sums not at all. Sent and received data live until `finish`, some
-2 bytes a parameter together.
 """
 
 from __future__ import annotations
@@ -41,10 +37,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8.data_parallel.buckets import bucket_layout
-from megafp8.data_parallel.fp8_reduce import quantize_and_pack, unpack_and_sum
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import FlatShard, spec_of
-from megafp8.fp8.formats import E4M3
 from megafp8.ops.deferred_wgrad import WgradStore
 
 
@@ -87,8 +81,8 @@ class GradBuffer:
     `bucket_layout`). `wgrads`: the sinks' store for deferred weight gradients.
 
     `sharded`: each rank of the group gets its shard of the sums only. `own_bucket`: parameters with buckets of their
-    own; `fp8_bucket`: those that share buckets with each other only. `reduce_dtype`: in which gradients are sent: fp32,
-    bf16 or, if `sharded`, E4M3. `owned`: the views of `flat` that hold sums after `finish`; `shards`: the parts of
+    own; `fp8_bucket`: those that share buckets with each other only. `reduce_dtype`: in which gradients are sent: fp32
+    or bf16. `owned`: the views of `flat` that hold sums after `finish`; `shards`: the parts of
     parameters in them.
 
     One step: `zero`, the backward passes with `start_overlap` at any point among them (or never), `finish`.
@@ -120,7 +114,6 @@ class GradBuffer:
         self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
         self._group = data_parallel_group
         self._reduce_dtype = reduce_dtype if ranks > 1 else torch.float32
-        assert sharded or self._reduce_dtype != E4M3.dtype, "gradients are reduced in FP8 to the owner of a shard only"
         rank = data_parallel_group.rank() if data_parallel_group is not None and self.layout.ranks > 1 else 0
         self.owned = [self.flat[own.start : own.end] for own in self.layout.owned(rank)]
         self.shards = [FlatShard(self.params[s.param], s.start, s.end) for s in self.layout.shards(rank)]
@@ -204,9 +197,6 @@ class GradBuffer:
 
     def _reduce(self, bucket: Tensor, own: Tensor) -> collectives.Work:
         """Start summing `bucket` into `own`, a slice of it or all."""
-        if self._reduce_dtype == E4M3.dtype:
-            assert self._group is not None
-            return _fp8_reduce_async(bucket, own, self._group)
         sent, sharded = bucket.to(self._reduce_dtype), self.layout.ranks > 1
         reduce = collectives.reduce_scatter_in_place_async if sharded else collectives.all_reduce_async
         work = reduce(sent, self._group)
@@ -243,15 +233,3 @@ class JointGradBuffer:
     def finish(self) -> None:
         for buffer in self.buffers:
             buffer.finish()
-
-
-def _fp8_reduce_async(bucket: Tensor, own: Tensor, group: ProcessGroup) -> collectives.Work:
-    """Start sending slices of `bucket` to their owners in FP8; `own`'s sum is computed when waited for."""
-    sent = quantize_and_pack(bucket.view(group.size(), -1), group.rank())
-    received, work = collectives.all_to_all_async(sent, group)
-
-    def wait(_: Tensor = sent) -> None:  # keeps it alive until then
-        work.wait()
-        unpack_and_sum(own, received, group.rank())
-
-    return collectives.WaitFunction(wait)

@@ -166,18 +166,6 @@ def reduce_scatter_in_place_async(x: Tensor, group: ProcessGroup | None) -> Work
     return started("reduce_scatter", group, _REDUCE_SCATTER(own_slice(x, group), x, group=group, async_op=True))
 
 
-def all_to_all_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Work]:
-    """Start sending row i of `x` `[ranks - 1, ...]` to the i-th other rank; returns what they send here, likewise."""
-    ranks = size(group)
-    assert x.shape[0] == ranks - 1, f"dim 0 of {tuple(x.shape)} is not one row for each other of {ranks} ranks"
-    if group is None or ranks == 1:
-        return x, DONE
-    out = torch.empty_like(x)
-    rows = [int(rank != group.rank()) for rank in range(ranks)]
-    work = dist.all_to_all_single(as_bytes(out), as_bytes(x), rows, rows, group=group, async_op=True)
-    return out, started("all_to_all", group, work)
-
-
 def all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
     """Row i of the result is what rank i of `group` has as the row of this rank: `[ranks, ...]` -> the same shape."""
     return all_to_all_rows(x, [1] * group.size(), [1] * group.size(), group)

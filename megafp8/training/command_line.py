@@ -85,14 +85,6 @@ def _complete_model(tree: dict[str, Any], source: str) -> None:
     complete_model(tree, source)
 
 
-def _check_architecture(config: Config, architecture: str | None, source: str) -> None:
-    given = config.model.architecture
-    if architecture is not None and given != architecture:
-        rule = f"pretrain_{architecture}.py trains models of architecture {architecture}"
-        works = f"start pretrain_{given}.py, or try {architecture}"
-        raise ConfigError(source, [Problem("model.architecture", given, rule, works)])
-
-
 def check_config(config: Config, world_size: int, source: str) -> list[PlannedStage]:
     """The stages of the run, whose layouts and recipes are checked for `world_size` ranks. Raises ConfigError."""
     stages = planned_stages(config, source)
@@ -105,7 +97,7 @@ def check_config(config: Config, world_size: int, source: str) -> list[PlannedSt
     return stages
 
 
-def prepare(arguments: argparse.Namespace, architecture: str | None) -> Inputs | None:
+def prepare(arguments: argparse.Namespace) -> Inputs | None:
     """Do all checks that need no process group; None if there is nothing to train.
 
     Importing torch takes longer than all checks, so those that do not need it come before the import.
@@ -114,7 +106,6 @@ def prepare(arguments: argparse.Namespace, architecture: str | None) -> Inputs |
         print(json.dumps(Config.model_json_schema(), indent=2))
         return None
     config = load_config(arguments.config, arguments.overrides, _complete_model)
-    _check_architecture(config, architecture, arguments.config)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if arguments.dry_run:
         p = config.parallel
@@ -137,29 +128,23 @@ def prepare(arguments: argparse.Namespace, architecture: str | None) -> Inputs |
     return validate(config, world_size, arguments.config)
 
 
-def run(
-    description: str | None, architecture: str | None, live_evaluation: Callable[[Inputs], MakeEvaluation] | None
-) -> None:
-    inputs = prepare(parse_arguments(description), architecture)
+def run(description: str | None, live_evaluation: Callable[[Inputs], MakeEvaluation]) -> None:
+    inputs = prepare(parse_arguments(description))
     if inputs is not None:
         from megafp8.training.job import train
 
-        if inputs.config.training.evaluate is None or live_evaluation is None:
+        if inputs.config.training.evaluate is None:
             train(inputs)
         else:
             train(inputs, live_evaluation(inputs))
 
 
-def main(
-    description: str | None,
-    architecture: str | None,
-    live_evaluation: Callable[[Inputs], MakeEvaluation] | None = None,
-) -> int:
-    """Train models of `architecture`, None: any, as the command line says; returns the exit code.
+def main(description: str | None, live_evaluation: Callable[[Inputs], MakeEvaluation]) -> int:
+    """Train a model as the command line says; returns the exit code.
 
     `live_evaluation`: checks what `training.evaluate` asks for, which raises ValueError, and gives what does it.
     """
-    return run_and_report(partial(run, description, architecture, live_evaluation))
+    return run_and_report(partial(run, description, live_evaluation))
 
 
 def exit_with(code: int) -> None:

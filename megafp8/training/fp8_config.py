@@ -42,8 +42,6 @@ def _recipe(f: Fp8Config, name: str) -> Fp8Recipe:
     for option in fields(recipe):
         if (read := option.metadata.get("read")) is not None:
             options[option.name] = read(options[option.name], lambda other: _recipe(f, other))
-    fprop, dgrad, wgrad = f.override_linear_precision
-    options["override_linear_precision"] = (fprop, dgrad, wgrad or f.wgrad_in_bf16)
     return recipe(**{name: value for name, value in options.items() if value is not None})
 
 

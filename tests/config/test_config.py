@@ -439,7 +439,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (["fp8.smooth_swiglu=true"], 1, "fp8.smooth_swiglu = True: fp8.recipe is none, and only a cast needs it; try"),
     (["fp8.smooth_swiglu=true", "fp8.recipe=delayed", "model.activation=gelu_tanh"], 1,
      "fp8.smooth_swiglu = True: model.activation is gelu_tanh, which has no such outliers"),
-    (["fp8.smooth_swiglu=true", "fp8.recipe=current", "fp8.wgrad_in_bf16=true"], 1,
+    (["fp8.smooth_swiglu=true", "fp8.recipe=current", "fp8.override_linear_precision=[false, false, true]"], 1,
      "fp8.smooth_swiglu = True: it changes what all three GEMMs of a layer multiply, so all must be FP8; try"),
     (["fp8.recipe=current", "fp8.first_blocks_bf16=3", "fp8.last_blocks_bf16=1"], 1,
      "fp8.first_blocks_bf16 = 3: with fp8.last_blocks_bf16 (1) all of model.num_layers (4): nothing is left for "
@@ -477,11 +477,6 @@ CASES: list[tuple[list[str], int, str]] = [
      "model.mup = {'base_hidden_size': 16}: the model has multi-token prediction (model.mtp_num_layers), for which"),
     (["model.mup.base_hidden_size=16", "model.mup.base_head_dim=8", "model.attention_scale=0.5"], 1,
      "model.mup.base_head_dim = 8: model.attention_scale is given"),
-    (["optimizer.reduce_dtype=fp8"], 2,
-     "optimizer.reduce_dtype = 'fp8': FP8 gradients are summed by the owner of a shard, and with parallel.zero=0 "
-     "every rank needs all sums; try parallel.zero=1 and parallel.fsdp=false"),
-    (["optimizer.reduce_dtype=fp8", "parallel.fsdp=true"], 2,
-     "optimizer.reduce_dtype = 'fp8': parallel.fsdp sums through torch, in the dtype that travels"),
     (["parallel.recompute_blocks=2"], 1,
      "parallel.recompute_blocks = 2: parallel.recompute is none, so no block is computed again; try"),
     (["parallel.recompute=full", "parallel.recompute_ops=[norms]"], 1,

@@ -69,7 +69,7 @@ FORMATS = {
     "delayed": ["fp8.recipe=delayed"],
     "current": ["fp8.recipe=current"],
     "rowwise": ["fp8.recipe=rowwise"],
-    "rowwise-wgrad": ["fp8.recipe=rowwise", "fp8.wgrad_in_bf16=true"],
+    "rowwise-wgrad": ["fp8.recipe=rowwise", "fp8.override_linear_precision=[false, false, true]"],
     "blockwise": ["fp8.recipe=blockwise"],
     "mxfp8": ["fp8.recipe=mxfp8"],
     "nvfp4": ["fp8.recipe=nvfp4"],
@@ -273,7 +273,12 @@ def test_state_of_a_rank(world4: World, ranks: int) -> None:
     for options in (
         ["fp8.recipe=blockwise", "training.precision=bf16", "optimizer.moments_dtype=bf16"],
         ["training.precision=bf16", "optimizer.moments_dtype=fp8", "optimizer.store_param_remainders=true", *GPT2],
-        ["fp8.recipe=delayed", "fp8.wgrad_in_bf16=true", "model.tie_embeddings=true", *GPT2],
+        [
+            "fp8.recipe=delayed",
+            "fp8.override_linear_precision=[false, false, true]",
+            "model.tie_embeddings=true",
+            *GPT2,
+        ],
         ["fp8.recipe=rowwise", "fp8.override_linear_precision=[false, true, false]", "fp8.last_blocks_bf16=1"],
         [
             "fp8.recipe=current",

@@ -51,7 +51,7 @@ def rule(layers: str, x: str, w: str, dy: str) -> dict[str, str]:
         ),
         ({"recipe": "current", "amax_epsilon": 1e-6}, CurrentScaling(amax_epsilon=1e-6)),
         (
-            {"recipe": "rowwise", "wgrad_in_bf16": True, "override_linear_precision": [False, True, False]},
+            {"recipe": "rowwise", "override_linear_precision": [False, True, True]},
             RowwiseScaling(override_linear_precision=(False, True, True)),
         ),
         ({"recipe": "blockwise", "power_of_two_scale": False}, BlockwiseScaling(power_of_two=False)),
@@ -79,7 +79,6 @@ OPTION_VALUES: dict[str, Any] = {
     "power_of_two_scale": True,
     "amax_epsilon": 1e-6,
     "fast_accumulation": [False, False, False],
-    "wgrad_in_bf16": True,
     "override_linear_precision": [False, False, True],
 }
 SCALED = {"power_of_two_scale", "amax_epsilon"}
@@ -96,7 +95,7 @@ OPTIONS_OF = {
     "none": set(OPTION_VALUES),
 }  # fmt: skip
 """What each recipe has besides COMMON, by the descriptions of the keys."""
-COMMON = {"format", "wgrad_in_bf16", "override_linear_precision"}
+COMMON = {"format", "override_linear_precision"}
 
 
 @pytest.mark.parametrize("recipe", OPTIONS_OF)
@@ -202,6 +201,13 @@ def test_custom_gives_each_recipe_its_options() -> None:
         Rule(layers="*", input=delayed, weight=static, grad_output=delayed),
     )
     assert fp8_recipe(config) == CustomScaling(rules=rules)
+
+
+def test_a_key_of_earlier_versions_is_read() -> None:
+    """The config of a finished run has it, false or true."""
+    assert configured(recipe="rowwise", wgrad_in_bf16=False) == configured(recipe="rowwise")
+    found = configured(recipe="rowwise", wgrad_in_bf16=True, override_linear_precision=[False, True, False])
+    assert found.fp8.override_linear_precision == (False, True, True)
 
 
 def fp8_layers(config: Config) -> list[str]:

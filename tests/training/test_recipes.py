@@ -55,7 +55,7 @@ RECIPES = {
     "delayed": ["fp8.recipe=delayed"],
     "current": ["fp8.recipe=current"],
     "rowwise": ["fp8.recipe=rowwise"],
-    "rowwise-wgrad": ["fp8.recipe=rowwise", "fp8.wgrad_in_bf16=true"],
+    "rowwise-wgrad": ["fp8.recipe=rowwise", "fp8.override_linear_precision=[false, false, true]"],
     "rowwise-pow2": ["fp8.recipe=rowwise", "fp8.power_of_two_scale=true"],
     "blockwise": ["fp8.recipe=blockwise"],
     "blockwise-gathered": ["fp8.recipe=blockwise", "training.seq_length=128"],  # a rank's tokens are whole blocks

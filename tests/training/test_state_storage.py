@@ -136,7 +136,6 @@ def fp32(world2: World, quickstart_data: QuickstartData) -> Curve:
             (["optimizer.moments_dtype=bf16"], 0.001),
             (["optimizer.moments_dtype=fp8"], 0.005),
             (["optimizer.reduce_dtype=bf16"], 0.001),
-            (["optimizer.reduce_dtype=fp8", "parallel.zero=1"], 0.001),
         ],
     ),
 )
