@@ -18,14 +18,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megafp8.conversion.adapters import adapters_alone
 from megafp8.conversion.base import Source
 from megafp8.conversion.convert import Selected, convert, verify
 from megafp8.conversion.formats import FORMATS, Format, fetched, recognize
+from megafp8.dtypes import DTYPES
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 OF_MEGATRON = ("megatron", "torch_dist")
 SOURCE_OPTIONS = ("vocab_size",)
 """Keywords of the sources of `OF_MEGATRON`."""
@@ -44,7 +42,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     formats = "megatron and torch_dist are Megatron-LM's --ckpt-format torch and torch_dist (docs/converting.md)"
     parser.add_argument("--to", required=True, choices=list(FORMATS), help=formats)
     parser.add_argument("--from", dest="source", choices=list(FORMATS), help="default: what the files look like")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="of weights; implies --weights-only")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="of weights; implies --weights-only")
     parser.add_argument("--weights-only", action="store_true", help="leave optimizer state and FP8 scales out")
     parser.add_argument("--verify", action="store_true", help="read the target back and compare every value")
     to = parser.add_argument_group("to Megatron-LM")

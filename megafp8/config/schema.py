@@ -404,6 +404,11 @@ class ModelConfig(Section):
         return self.init_std / math.sqrt(self.width_multiplier)
 
     @property
+    def output_init_std(self) -> float:
+        """Standard deviation of the initial weights of blocks whose output is added to the residual stream."""
+        return self.hidden_init_std / math.sqrt(2 * self.num_layers)
+
+    @property
     def logits_divisor(self) -> float:
         """What logits are divided by."""
         return self.logits_scaling * self.width_multiplier

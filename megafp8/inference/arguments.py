@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
+from megafp8.dtypes import DTYPES
 from megafp8.inference.cpu_threads import bind_threads
 from megafp8.inference.generator import CacheOptions, Generator
 from megafp8.ops.quantized_weight import WEIGHT_FORMATS
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +21,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--expert", type=int, default=1, help="expert-parallel size, a divisor of --tensor")
     model.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     model.add_argument("--threads", type=int, help="on a CPU; default: one on each core, divided over the ranks")
-    model.add_argument("--dtype", choices=list(DTYPES), help="default: that of the checkpoint")
+    model.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="default: that of the checkpoint")
     model.add_argument("--no-fp8", action="store_true", help="compute in high precision what was trained in FP8")
     model.add_argument("--weights", choices=list(WEIGHT_FORMATS), help="quantize the weights of linear layers")
     model.add_argument("--max-length", type=int, help="tokens of a text; default: those of the training")

@@ -24,6 +24,7 @@ from megafp8.conversion.load import load_weights
 from megafp8.data.chats import read_special_tokens
 from megafp8.data.tokenizers import Tokenizer, build_tokenizer
 from megafp8.distributed.tp_overlap import default_overlap
+from megafp8.dtypes import DTYPES
 from megafp8.inference.model import Model, check_decoder
 from megafp8.inference.packed_weights import pack_weights
 from megafp8.inference.quantized_weights import check_stages, quantize_stages, weight_format
@@ -34,7 +35,7 @@ from megafp8.parallel_state import initialize_distributed, initialize_model_para
 from megafp8.planner.stages import stages_of
 from megafp8.training.cuda_graphs import why_not
 from megafp8.training.fp8_config import build_fp8
-from megafp8.training.trainer import DTYPES, Trainer
+from megafp8.training.trainer import Trainer
 
 Device = Literal["auto", "cuda", "cpu"]
 

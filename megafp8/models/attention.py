@@ -11,7 +11,6 @@ Shapes: s sequence, b micro-batch, h hidden, a query heads, g key-value heads of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,7 +98,7 @@ class Attention(nn.Module):
             q_size,
             config.hidden_size,
             bias=config.linear_bias,
-            init=Init("normal", config.hidden_init_std / math.sqrt(2 * config.num_layers)),
+            init=Init("normal", config.output_init_std),
             site=context.site(before=ATTENTION),
             **common,
         )

@@ -15,13 +15,14 @@ from typing import NamedTuple
 from torch import nn
 
 from megafp8.config import Config
+from megafp8.dtypes import DTYPES
 from megafp8.fp8.linear_state import LinearState
 from megafp8.fp8.recipes.base import OPERANDS, Fp8Recipe, OperandName
 from megafp8.fp8.tensor import Granularity
 from megafp8.plan import LinearSite
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-ELEMENT = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+ELEMENT = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 """Bytes of an element, by the name of its dtype in a config."""
 
 

@@ -19,7 +19,6 @@ rotary, v of its values.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -61,7 +60,7 @@ class LatentAttention(nn.Module):
         self.dropout = ProbabilityDropout.build(name, config, context)
         self.causal, self.modified = config.causal, modifies_scores(config)
         self.score_factor = 1.0 if config.yarn is None else config.yarn.score_factor
-        init, common = Init("normal", config.init_std), context.linear_options()
+        init, common = Init("normal", config.hidden_init_std), context.linear_options()
         down = {"kv_down": latent.kv_rank + self.r}
         if latent.q_rank is not None:
             down = {"q_down": latent.q_rank} | down
@@ -94,7 +93,7 @@ class LatentAttention(nn.Module):
             f"{name}.proj",
             heads * self.v,
             config.hidden_size,
-            init=Init("normal", config.init_std / math.sqrt(2 * config.num_layers)),
+            init=Init("normal", config.output_init_std),
             site=context.site(before=ATTENTION),
             **common,
         )

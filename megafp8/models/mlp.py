@@ -7,7 +7,6 @@ Shapes: s sequence, b micro-batch, h hidden, f MLP width of this rank.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 from torch import Tensor, nn
@@ -53,7 +52,7 @@ class MLP(nn.Module):
             f"{name}.down",
             f,
             config.hidden_size,
-            init=Init("normal", config.hidden_init_std / math.sqrt(2 * config.num_layers)),
+            init=Init("normal", config.output_init_std),
             site=context.site(
                 before=neighbor,
                 recompute_input=memory.activation,

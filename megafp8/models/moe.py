@@ -19,7 +19,6 @@ experts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -82,10 +81,9 @@ class Experts(nn.Module):
             up_names, (h, up_width), context, parallel="column", after=between, adds_bias=biased
         )
         self.down_state = self._state(down_names, (f // parts, h), context, parallel="row", before=between)
-        out_std = config.init_std / math.sqrt(2 * config.num_layers)
         of_experts = {"replicated_over_tp": False, "expert": True}
-        self.up = new_parameter(context, into, Init("normal", config.init_std), **of_experts)
-        self.down = new_parameter(context, out_of, Init("normal", out_std), **of_experts)
+        self.up = new_parameter(context, into, Init("normal", config.hidden_init_std), **of_experts)
+        self.down = new_parameter(context, out_of, Init("normal", config.output_init_std), **of_experts)
         self.up_bias: nn.Parameter | None = None
         self.down_bias: nn.Parameter | None = None
         if biased:

@@ -74,7 +74,7 @@ class CrossAttention(nn.Module):
         self.dropout = ProbabilityDropout.build(name, config, context)
         q_size, kv_size = config.num_attention_heads * config.channels, config.query_groups * config.channels
         common = context.linear_options() | {"bias": config.linear_bias}
-        init = Init("normal", config.init_std)
+        init = Init("normal", config.hidden_init_std)
         of_encoder = replace(context, tokens=context.encoder_tokens)
         self.query = ColumnParallelLinear(
             f"{name}.q",
@@ -97,7 +97,7 @@ class CrossAttention(nn.Module):
             f"{name}.proj",
             q_size,
             config.hidden_size,
-            init=Init("normal", config.init_std / math.sqrt(2 * config.num_layers)),
+            init=Init("normal", config.output_init_std),
             site=context.site(before=ATTENTION),
             **common,
         )

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from megafp8.config import Config, OptimizerConfig, ParallelConfig
 from megafp8.distributed.sharding import spec_of
+from megafp8.dtypes import DTYPES
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.build import build_stage
 from megafp8.models.context import planning_context
 from megafp8.optimizer.muon import MuonSettings
 from megafp8.optimizer.param_groups import ParamGroup, check_groups
-
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def param_groups(o: OptimizerConfig) -> list[ParamGroup]:
@@ -30,7 +27,7 @@ def muon_settings(o: OptimizerConfig) -> MuonSettings | None:
         momentum=o.muon.momentum,
         nesterov=o.muon.nesterov,
         scaling=o.muon.scaling,
-        dtype=_DTYPES[o.muon.newton_schulz_dtype],
+        dtype=DTYPES[o.muon.newton_schulz_dtype],
     )
 
 

@@ -57,6 +57,7 @@ from megafp8.config import Config, ConfigError, ModelConfig, Problem, config_at,
 from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.target import TOKENIZER_FOLDER, with_companions
 from megafp8.distributed.sharding import Shape, spec_of
+from megafp8.dtypes import DTYPES
 from megafp8.object_store import AnyPath, as_path
 from megafp8.optimizer.adam import AVERAGE, State
 from megafp8.optimizer.loss_scale import LossScaler
@@ -68,7 +69,7 @@ from megafp8.training.auto_filter import Choice, kept_choice
 from megafp8.training.describe import planned_stage
 from megafp8.training.history import History, changed_keys, leaves
 from megafp8.training.learning_rate import schedule_change, schedule_jump
-from megafp8.training.trainer import DTYPES, Trainer
+from megafp8.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 

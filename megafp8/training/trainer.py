@@ -34,8 +34,8 @@ from megafp8.data_parallel.param_buffer import JointParamBuffer, ParamBuffer
 from megafp8.distributed import activity
 from megafp8.distributed.collectives import all_gather_objects, all_reduce
 from megafp8.distributed.sharding import spec_of
+from megafp8.dtypes import DTYPES
 from megafp8.expert_parallel.own_rows import RowBound
-from megafp8.fp8.formats import E4M3
 from megafp8.fp8.health import Record, Statistics
 from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext, lora_of, tokens_per_rank, weight_storage
@@ -64,14 +64,6 @@ from megafp8.training.overlap import build_expert_overlap, build_tp_overlap
 from megafp8.training.pipeline import plan_pipeline
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-    "fp8": E4M3.dtype,
-}
 
 
 class _Passes(NamedTuple):
