@@ -120,7 +120,7 @@ def _job(tree: dict[str, Any]) -> dict[int, list[int]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(tree))
     arguments = {"config": str(path), "overrides": [], "dry_run": False, "print_schema": False, "world_size": None}
-    inputs = prepare(Namespace(**arguments), "gpt")
+    inputs = prepare(Namespace(**arguments))
     assert inputs is not None
     train(inputs)
     job.Trainer = Trainer  # type: ignore[misc]
