@@ -41,13 +41,16 @@ def slug(text: str, separator: str) -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Set GitHub's anchors, and fill the sections of the navigation that list a folder, newest first."""
+    """Set GitHub's anchors, and fill the sections of the navigation that list a folder."""
     config.mdx_configs["toc"]["slugify"] = slug
     docs = ROOT / "docs"
-    lists = {"Measurements": docs.glob("measurements/*/README.md"), "Decisions": docs.glob("decisions/*.md")}
+    lists = {
+        "Measurements": sorted(docs.glob("measurements/*/README.md"), reverse=True),
+        "Decisions": [docs / "decisions" / "README.md", *sorted(docs.glob("decisions/0*.md"))],
+    }
     for entry in config.nav or []:
         for name in lists.keys() & entry.keys():
-            entry[name] = [path.relative_to(docs).as_posix() for path in sorted(lists[name], reverse=True)]
+            entry[name] = [path.relative_to(docs).as_posix() for path in lists[name]]
     return config
 
 

@@ -778,7 +778,7 @@ class TrainingConfig(Section):
     """Record the forward and backward passes of a step, with their communication, as a CUDA graph and replay it, so
     that the GPU never waits for the host. The loss is the same. auto: wherever a graph can hold them; not on a CPU, nor
     with parallel.offload, nvfp4 gradients or experts whose sizes the host reads. true: an error there
-    (docs/decisions/0008-cuda-graphs.md)."""
+    (docs/decisions/0011-cuda-graphs.md)."""
     gc_interval: Count = 100
     """Steps between runs of Python's garbage collector, which all ranks run after the same step so that none waits for
     another. 0: automatic collection."""
@@ -1232,7 +1232,7 @@ class Config(Section):
     """Determines initial weights, the order of the data and what dropout drops."""
     deterministic: bool = False
     """Make two runs of one layout on the same kind of machine bit-identical, on GPUs too: sums have a fixed order, and
-    no algorithm is chosen by its speed. Slower, mostly in attention: docs/decisions/0016-determinism.md."""
+    no algorithm is chosen by its speed. Slower, mostly in attention: docs/decisions/0014-determinism.md."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: cuda if there is a GPU, else cpu."""
     timeout_seconds: Annotated[float, Field(gt=0, le=1e9), _FLOAT] = 600.0

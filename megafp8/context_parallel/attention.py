@@ -5,7 +5,7 @@ again in backward, and reduce-scatters their gradients. It saves its own shard o
 
 A ring, which passes blocks of k and v on while others are computed with, moves the same bytes, saves memory that is
 small with grouped queries, and would hide a transfer that takes 1/18 of the time of the attention in Llama-3-8B. It
-needs n small kernels in place of each large one (docs/decisions/0011-context-parallelism.md). Here the triangles of a
+needs n small kernels in place of each large one (docs/decisions/0010-context-parallelism.md). Here the triangles of a
 rank's own chunks overlap the gather. Llama 3 was trained with the all-gather too (Dubey et al. 2024, arXiv:2407.21783,
 section 3.3.2).
 

@@ -13,7 +13,7 @@ expert's rows begin at a multiple of TILE_K and zeros follow them (`megafp8.fp8.
 
 Two programs of four warps share a multiprocessor: while one reads and writes results, the other multiplies. With blocks
 registers hold sums and a block's product, so a program has eight warps, and a multiprocessor one program. Products of
-rows have no more programs than fit, each of which takes tile after tile (docs/decisions/0033-grouped-gemms.md).
+rows have no more programs than fit, each of which takes tile after tile (docs/decisions/0015-experts.md).
 
 Reference: `megafp8.ops.experts_one_by_one`; sums are taken in another order.
 

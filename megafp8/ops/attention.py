@@ -9,7 +9,7 @@ and backward needs only the output and that (Dao et al. 2022, arXiv:2205.14135; 
 nothing (Xiao et al. 2023, arXiv:2309.17453; gpt-oss, arXiv:2508.10925). It is one more key, with the value zero, so
 its share follows from the log-sum-exp, and backward needs nothing but the output and the log-sum-exp with it.
 
-Kernels, of which `choose` takes one (docs/decisions/0029-attention-of-documents.md and 0036-attention-scores.md):
+Kernels, of which `choose` takes one (docs/decisions/0013-attention.md):
 
     without documents and window   torch's cuDNN kernel, twice as fast on Hopper as the flash kernel that torch ships
     with                           cuDNN's variable-length kernel through its front end (`ops.cudnn_attention`)

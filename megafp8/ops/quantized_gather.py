@@ -16,7 +16,7 @@ whole quantized tensor. Where that cannot be had, the plan gathers values (`mega
 
 Cost beyond the bytes that travel: gathered columnwise data is t matrices `[c, r]` beside each other and the GEMM wants
 one `[c, t·r]`, a copy. Summing t GEMMs instead would pass over the fp32 weight gradient t - 1 times more, up to seven
-times those bytes in Llama-3-8B. The count is in docs/decisions/0005-gathering-codes.md.
+times those bytes in Llama-3-8B. The count is in docs/decisions/0006-tensor-parallel-communication.md.
 
 Scales travel as they lie in memory, block after block of the dim summed over, all rows of a block together (see
 `cublaslt_problem`). So those of gathered columnwise data arrive in place, and those of rowwise data, a 32nd of the

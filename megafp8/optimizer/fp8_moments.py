@@ -21,7 +21,7 @@ average over some 40 gradients, has a noise of 22%.
 stored unchanged, whatever the noise: resuming in the same layout is exact. In another layout blocks may be others, and
 a value may be rounded once more.
 
-Comparison with FP8-LM and COAT, and measurements: docs/decisions/0019-optimizer-state.md.
+Comparison with FP8-LM and COAT, and measurements: docs/decisions/0008-optimizers.md.
 
 Shapes: n elements of a shard, b blocks of 128 of them, the last of which may be shorter.
 """

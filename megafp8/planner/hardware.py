@@ -1,7 +1,7 @@
 """GPUs and clusters: every constant of the time model, each with its source.
 
 Rates of GEMMs are those of `megafp8.fp8.speed_model`, which `fp8.auto_filter` uses too. The other constants hold for
-all models, layouts and recipes. A comment names the file of docs/measurements that a number was read from, or NVIDIA's
+all models, layouts and recipes. A comment names the folder of docs/measurements that a number is from, or NVIDIA's
 data sheet; "fitted" numbers are chosen for the smallest error over the runs of docs/measurements/2026-11-23-planner.
 """
 
@@ -74,8 +74,8 @@ class Gpu:
 # memory: nvidia-smi, 143,771 and 81,559 MiB.
 # load: 2026-11-21-h200-fp8-layers, "The floor", without attention: 35 and 65 ms where the ceilings give 33.5 and 63.6.
 # fast_accumulation: 2026-11-21-h200-gemms-and-graphs, the twelve GEMMs of a layer, 7.64 over 7.00 ms.
-# attention_forward, attention_backward: 2026-11-22-layout/kernels.txt. narrow_heads: 2026-11-22-attention,
-# attention-d64.txt. scored_*: 2026-11-23-any-model. deterministic: 2026-11-21-h200-scale, 684 over 274 ms.
+# attention_forward, attention_backward: 2026-11-22-layout. narrow_heads: 2026-11-22-attention, "Heads of 64".
+# scored_*: 2026-11-23-any-model. deterministic: 2026-11-21-h200-scale, 684 over 274 ms.
 # elementwise, fine_casts: 2026-11-21-h200-fp8-layers, "Casts". column_sums: 2026-11-23-nn, 110 µs for 100 MB.
 # nvlink: NCCL on these chips, 297 GB/s from GPU to GPU and 315 in all-gathers.
 # host_*: 2026-11-22-graphs.

@@ -206,7 +206,7 @@ def held(outline: ModelOutline, stages: Sequence[range]) -> Held:
 
 
 def muon_flops(layer: LayerOutline, expert_parallel: int) -> int:
-    """Of Newton-Schulz iterations for the matrices of a layer, whole; fused ones are several matrices (decision 55).
+    """Of Newton-Schulz iterations for the matrices of a layer, whole; fused ones are several matrices (decision 8).
 
     `expert_parallel`: ranks between which the experts are divided.
     """

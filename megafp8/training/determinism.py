@@ -16,7 +16,7 @@ Libraries read the environment when they start, so call `make_deterministic` bef
 every new tensor, so that reading it before writing it is deterministic; no code here does that, so the fill is off.
 
 Not guaranteed: the same bits on other GPUs or library releases, or if NCCL builds other rings, as on nodes with another
-topology. Cost: docs/decisions/0016-determinism.md.
+topology. Cost: docs/decisions/0014-determinism.md.
 """
 
 from __future__ import annotations
