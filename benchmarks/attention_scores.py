@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megafp8.ops import attention_reference
-from megafp8.ops.attention_mask import CAUSAL, AttentionMask, key_ranges
-from megafp8.ops.attention_scores import AttentionDropout, Scores
+from megafp8.numerics import attention_reference
+from megafp8.numerics.attention_mask import CAUSAL, AttentionMask, key_ranges
+from megafp8.numerics.attention_scores import AttentionDropout, Scores
 
 OTHERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "torch's flash": SDPBackend.FLASH_ATTENTION}
 

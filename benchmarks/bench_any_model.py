@@ -44,7 +44,7 @@ from benchmarks.common import (
 )
 from benchmarks.transformers_llama import SHAPES, fastest_kernels, llama
 from megafp8 import fp8
-from megafp8.fp8.recipes import RECIPES
+from megafp8.numerics.recipes import RECIPES
 
 MEASURED = ("delayed", "current", "rowwise", "blockwise")
 WARM_UP = 4

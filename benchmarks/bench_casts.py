@@ -40,10 +40,10 @@ class Case:
 
 
 def cases() -> list[Case]:
-    from megafp8.fp8.formats import E4M3, E5M2
-    from megafp8.fp8.sources import GELU, GELUGrad, Normalized, Plain, QKVGrad, Source, SwiGLU, SwiGLUGrad
     from megafp8.kernels import norm as normalization
     from megafp8.kernels import quantize
+    from megafp8.numerics.formats import E4M3, E5M2
+    from megafp8.numerics.sources import GELU, GELUGrad, Normalized, Plain, QKVGrad, Source, SwiGLU, SwiGLUGrad
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)

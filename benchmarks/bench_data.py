@@ -35,13 +35,13 @@ import numpy as np
 from benchmarks.common import Table, new_parser, require_positive, write_json
 from megafp8.data.blend import Blend, Segment
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megafp8.data.objectives import NextToken
 from megafp8.data.packing import PackingName
 from megafp8.data.sampler import batches
 from megafp8.data.samples import PackedDataset
 from megafp8.object_store import ObjectPath
 from megafp8.object_store.cache import ObjectCache
 from megafp8.object_store.path import filesystem
+from megafp8.objectives.next_token import NextToken
 
 BLEND = (0.6, 0.3, 0.1)
 

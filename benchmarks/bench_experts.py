@@ -26,9 +26,9 @@ from benchmarks.common import Table, add_device_flag, chosen_device, machine, ne
 from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
 from megafp8.fp8 import RECIPES, Fp8Manager
-from megafp8.fp8.groups import RowGroups
 from megafp8.fp8.speed_measurement import time_round_robin
-from megafp8.ops.grouped_linear import grouped_linear
+from megafp8.linear.grouped_linear import grouped_linear
+from megafp8.numerics.groups import RowGroups
 from megafp8.ops.permute import Permutation, by_expert, combine, permute
 from megafp8.plan import LinearSite
 

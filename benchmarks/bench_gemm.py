@@ -36,14 +36,14 @@ from tqdm import tqdm
 
 from benchmarks.blocks import SHAPES
 from benchmarks.common import Table, add_device_flag, chosen_device, machine, new_parser, require_positive, write_json
-from megafp8.fp8.gemm.cublaslt import CublasLt, available
-from megafp8.fp8.gemm.dispatch import Fp8Gemm, GemmBackend, algorithm_file, gemm
-from megafp8.fp8.recipes import BlockwiseScaling, CurrentScaling, RowwiseScaling
-from megafp8.fp8.recipes.base import Fp8Tensor, OperandName
-from megafp8.fp8.sources import Plain
 from megafp8.fp8.speed_measurement import time_round_robin
 from megafp8.fp8.speed_model import LinearSize
-from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
+from megafp8.gemm.cublaslt import CublasLt, available
+from megafp8.gemm.dispatch import Fp8Gemm, GemmBackend, algorithm_file, gemm
+from megafp8.numerics.recipes import BlockwiseScaling, CurrentScaling, RowwiseScaling
+from megafp8.numerics.recipes.base import Fp8Tensor, OperandName
+from megafp8.numerics.sources import Plain
+from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
 
 LARGEST_DIFFERENCE = 0.15  # E5M2 times E4M3 is off by 8%
 GEMMS = ("fprop", "dgrad", "wgrad")

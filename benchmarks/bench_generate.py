@@ -31,12 +31,13 @@ from benchmarks.common import Table, machine, new_parser, release, require_posit
 from benchmarks.profiling import Kernel, by_name, record
 from megafp8.config import ModelConfig, load_config
 from megafp8.config.schema import Fp8Config
+from megafp8.gpus import H200
 from megafp8.inference.generator import CacheOptions, Generator
 from megafp8.inference.load import Layout, build_model, config_of
 from megafp8.inference.packed_weights import pack_weights
 from megafp8.inference.quantized_weights import quantize_stages
 from megafp8.inference.sampling import SamplingOptions
-from megafp8.ops.quantized_weight import WEIGHT_FORMATS
+from megafp8.linear.quantized_weight import WEIGHT_FORMATS
 from megafp8.parallel_state import destroy_model_parallel
 from megafp8.tensor_parallel.random import initialize_parameters
 
@@ -141,7 +142,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, the most probable token")
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--bandwidth", type=float, default=4.8, help="of the GPU's memory, TB/s; default: H200's")
+    parser.add_argument(
+        "--bandwidth",
+        type=float,
+        default=H200.memory_bandwidth / 1e12,
+        help="of the GPU's memory, TB/s; default: H200's",
+    )
     parser.add_argument("--profile", action="store_true", help="kernels of a decode step of the first batch size")
     arguments = parser.parse_args(argv)
     require_positive(arguments, "prompt", "tokens", "rounds")

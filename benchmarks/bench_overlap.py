@@ -38,12 +38,13 @@ from benchmarks.blocks import SHAPES, Shape, build_stage
 from benchmarks.common import Table, machine, milliseconds, names, new_parser, now, release, write_json
 from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.distributed.collectives import DONE, all_reduce
-from megafp8.distributed.tp_overlap import AllGatherHandle, Collective, P2PRing, Product, ReduceHandle, TPOverlap
+from megafp8.distributed.tp_overlap import AllGatherHandle, Collective, Product, ReduceHandle, TPOverlap
 from megafp8.fp8 import describe_path
-from megafp8.models.gpt import LayerInputs
+from megafp8.linear.quantized_gather import TPComm
+from megafp8.models.attention import AttentionInputs
+from megafp8.models.mixer import LayerInputs
 from megafp8.models.rotary import inverse_frequencies, rotary_table
-from megafp8.ops.attention_scores import PLAIN
-from megafp8.ops.quantized_gather import TPComm
+from megafp8.numerics.attention_scores import PLAIN
 from megafp8.parallel_state import (
     ParallelState,
     destroy_model_parallel,
@@ -111,7 +112,6 @@ def _symmetric(group: ProcessGroup, device: torch.device) -> TPOverlap:
 MODES: dict[str, Callable[[ProcessGroup, torch.device], TPOverlap]] = {
     "silent": lambda group, _: Silent(group),
     "none": lambda group, _: Collective(group),
-    "chunked": lambda group, device: P2PRing(group, sum_partials=sum_partials_on(device)),
     "symmetric": _symmetric,
 }
 
@@ -159,7 +159,8 @@ class Blocks:
         )
         frequencies = inverse_frequencies(config.model.channels, config.model.rope_theta, None, device)
         rotary = rotary_table(torch.arange(s, device=device), frequencies, dtype)
-        self.inputs = LayerInputs({None: rotary}, {None: NoAttention()}, PLAIN)
+        inputs = AttentionInputs(rotary, NoAttention(), PLAIN)
+        self.inputs = LayerInputs({block.index: inputs for block in self.stage.all_blocks})
         generator = torch.Generator(device).manual_seed(2 + parallel.tensor.rank)
         size = (s // parallel.tensor.size, 1, shape.hidden_size)
         self.x_sbh, self.dy_sbh = (torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(2))

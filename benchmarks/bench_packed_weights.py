@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Table, add_device_flag, chosen_device, machine, names, new_parser, write_json
-from megafp8.ops.quantized_weight import WEIGHT_FORMATS, QuantizedWeight
+from megafp8.gpus import H200
+from megafp8.linear.quantized_weight import WEIGHT_FORMATS, QuantizedWeight
 
 SHAPES = {
     "qkv": (6144, 4096),
@@ -152,7 +153,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", default=",".join(SHAPES))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--sweep", action="store_true", help="try tiles")
-    parser.add_argument("--peak", type=float, default=4.8, help="TB/s of the GPU's memory; default: an H200's")
+    parser.add_argument(
+        "--peak",
+        type=float,
+        default=H200.memory_bandwidth / 1e12,
+        help="TB/s of the GPU's memory; default: an H200's",
+    )
     arguments = parser.parse_args(argv)
     try:
         kinds = names("--kinds", arguments.kinds, KINDS)

@@ -42,9 +42,11 @@ import torch.distributed as dist
 from benchmarks.common import Table, machine, new_parser, release, write_json
 from benchmarks.compiled_step import CompiledTrainer
 from benchmarks.profiling import Kernel, StepProfile, by_name, record, step_profile
+from megafp8.batch import Batch
 from megafp8.config import Config, check_layout, load_config
-from megafp8.data.samples import Batch, next_token_batch
+from megafp8.data.samples import next_token_batch
 from megafp8.distributed.collectives import all_gather_objects
+from megafp8.gpus import peak_flops
 from megafp8.parallel_state import (
     ParallelState,
     destroy_model_parallel,
@@ -52,7 +54,7 @@ from megafp8.parallel_state import (
 )
 from megafp8.pipeline_parallel.simulate import Timeline, mean_times, simulate
 from megafp8.pipeline_parallel.trace import write_timeline
-from megafp8.planner.flops import PEAK_FLOPS, flops_per_token
+from megafp8.planner.flops import flops_per_token
 from megafp8.planner.memory import pipeline_memory
 from megafp8.planner.outline import model_outline
 from megafp8.training.determinism import make_deterministic
@@ -240,7 +242,8 @@ def row_of(result: Result, config: Config, world_size: int) -> dict[str, Any]:
     seconds = statistics.median(result.seconds)
     rate = t.global_batch_size * t.seq_length / seconds / world_size
     flops = rate * flops_per_token(config)
-    peak = PEAK_FLOPS["bf16" if config.fp8.recipe == "none" else "fp8"] if torch.cuda.is_available() else None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    peak = peak_flops(device, t.precision, fp8=config.fp8.recipe != "none")
     return {
         "layout": result.layout,
         "variant": result.variant,

@@ -39,9 +39,10 @@ from megafp8.parallel_state import initialize_distributed
 from megafp8.training.parallel import build_parallel
 from megafp8.training.process import garbage_collected_after_steps
 from megafp8.training.replicas import check_replicas
-from megafp8.training.resilience.guard import Guard
+from megafp8.training.resilience.hangs import ProgressWatch
 from megafp8.training.resilience.recompute import check_recompute
-from megafp8.training.resilience.stragglers import SECTIONS, report_stragglers
+from megafp8.training.resilience.spikes import LossSpikes
+from megafp8.training.resilience.stragglers import SECTIONS, Stragglers
 from megafp8.training.trainer import Trainer
 from megafp8.training.validate import choose_device
 
@@ -117,14 +118,17 @@ def main() -> int:
     kinds = [True, False] * arguments.steps
     random.Random(0).shuffle(kinds)
     with tempfile.TemporaryDirectory() as run, garbage_collected_after_steps(config.training.gc_interval) as collect:
-        guard, steps = Guard(config, Path(run), parallel, None), 0
+        steps, spikes = 0, LossSpikes(config, Path(run), parallel.rank, None)
+        observers = [ProgressWatch(config, Path(run), parallel, 0, lambda message: None), spikes]
+        compared = Stragglers(1, parallel)
 
         def watched() -> None:
-            guard.begin_step(steps + 1)
-            own = guard.check_batches(trainer, steps + 1, batches)
-            limit = [guard.loss_limit for _ in range(Repeated.times)][-1]
-            loss, result = trainer.train_step(steps, own, loss_limit=limit)
-            guard.end_step(steps + 1, loss.mean, result.skipped)
+            for observer in observers:
+                observer.before_step(steps + 1)
+            limit = [spikes.limit for _ in range(Repeated.times)][-1]
+            loss, result = trainer.train_step(steps, batches, loss_limit=limit)
+            for observer in observers:
+                observer.after_step(steps + 1, loss.mean, result.skipped)
 
         def bare() -> None:
             trainer.train_step(steps, batches)
@@ -132,12 +136,12 @@ def main() -> int:
         def compare_times() -> None:
             assert record is not None
             record.own_seconds = dict.fromkeys(SECTIONS, 1.0)
-            report_stragglers(record, parallel, 1, 1)
+            compared.after_step(1, 0.0, False)
 
         for i in range(LOSSES):
-            guard.end_step(1, 100.0 + i % 7, skipped=False)  # there is a limit from the first step on
+            spikes.after_step(1, 100.0 + i % 7, skipped=False)  # there is a limit from the first step on
         activity.Activity = Repeated  # type: ignore[misc]
-        with guard.watching(0, lambda message: None):
+        with observers[0]:
             record = activity.record
             for watches in [True] * WARM_UP + kinds:
                 activity.record = record if watches else None

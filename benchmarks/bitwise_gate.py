@@ -107,9 +107,8 @@ GPT2 = [
 ]  # fmt: skip
 MORE: dict[str, tuple[int, list[str]]] = {
     "tp2-whole-sequence": (2, [*DELAYED, "parallel.tensor=2", "parallel.sequence_parallel=false"]),
-    "tp2-chunked": (2, [*DELAYED, "parallel.tensor=2", "parallel.overlap_tensor=chunked"]),
     "tp4-blockwise": (4, ["fp8.recipe=blockwise", "parallel.tensor=4", "model.num_query_groups=4"]),
-    "tp2-rowwise-chunked": (2, ["fp8.recipe=rowwise", "parallel.tensor=2", "parallel.overlap_tensor=chunked"]),
+    "tp2-rowwise": (2, ["fp8.recipe=rowwise", "parallel.tensor=2"]),
     "cp2": (2, [*DELAYED, "parallel.context=2"]),
     "cp2-tp2": (4, [*CURRENT, "parallel.context=2", "parallel.tensor=2"]),
     "interleaved": (2, [*DELAYED, *TWO_CHUNKS, "parallel.schedule=interleaved"]),

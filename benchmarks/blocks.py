@@ -116,13 +116,13 @@ class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.hidden_size, EPSILON, dtype=torch.bfloat16)
-        self.attention = Attention(shape)
+        self.mixer = Attention(shape)
         self.mlp_norm = nn.RMSNorm(shape.hidden_size, EPSILON, dtype=torch.bfloat16)
-        self.mlp = MLP(shape)
+        self.ffn = MLP(shape)
 
     def forward(self, x_sbh: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_sbh = x_sbh + self.attention(self.attention_norm(x_sbh), cos, sin)
-        return x_sbh + self.mlp(self.mlp_norm(x_sbh))
+        x_sbh = x_sbh + self.mixer(self.attention_norm(x_sbh), cos, sin)
+        return x_sbh + self.ffn(self.mlp_norm(x_sbh))
 
 
 class ReferenceLayers(nn.Module):

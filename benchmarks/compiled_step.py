@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
 from benchmarks.blocks import ATTENTION_BACKENDS, EPSILON, ReferenceLayers, Shape
+from megafp8.batch import Batch
 from megafp8.config import Config
-from megafp8.data.samples import Batch
 from megafp8.optimizer.step import StepResult
 from megafp8.parallel_state import ParallelState
 from megafp8.training.trainer import Loss

@@ -47,12 +47,7 @@ ONE_GPU = [
     "model.mtp_num_layers=2",
 ]
 TWO_GPUS = [
-    *(
-        "tensor=2",
-        "tensor=2 sequence_parallel=false",
-        "tensor=2 overlap_tensor=none",
-        "tensor=2 overlap_tensor=chunked",
-    ),
+    *("tensor=2", "tensor=2 sequence_parallel=false", "tensor=2 overlap_tensor=none"),
     *("tensor=2 recompute=full", "tensor=2 fp8.report_interval=3"),
     *("zero=0", "zero=1", "zero=1 overlap_param_gather=false overlap_grad_reduce=false"),
     *("zero=1 fp8.param_gather=true", "zero=1 optimizer.reduce_dtype=bf16"),
@@ -78,9 +73,9 @@ def train(config: Config, parallel: ParallelState, documents: bool) -> tuple[lis
         shortest = min(shortest, time.perf_counter() - start)
         found += [loss, result, trainer.fp8_records]
     assert (trainer.graphs is None) == (config.training.cuda_graphs is False), trainer.why_no_graphs
-    trainer.wait_for_weights()
-    for param in trainer.params:
-        if param not in trainer.released:
+    trainer.strategy.wait()
+    for param in trainer.strategy.params:
+        if param not in trainer.strategy.fp8_weights:
             found.append(hashlib.sha256(param.detach().cpu().view(torch.uint8).numpy().tobytes()).hexdigest())
     trainer.close()
     return found, shortest * 1e3

@@ -31,9 +31,10 @@ from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
 from benchmarks.blocks import EPSILON, ROTARY_BASE, ReferenceLayers, Shape, build_stage
+from megafp8.batch import Batch
 from megafp8.config.schema import Fp8Config
 from megafp8.data_parallel.grad_buffer import GradBuffer
-from megafp8.fp8.gemm.dispatch import Fp8Gemm
+from megafp8.gemm.dispatch import Fp8Gemm
 from megafp8.ops.attention import sdpa_backends
 from megafp8.parallel_state import ParallelState
 from megafp8.training.cuda_graphs import EAGER_STEPS, Graphs
@@ -198,7 +199,8 @@ def build_megafp8(problem: Problem, graphed: bool = False, **fp8: Any) -> Layers
         bucket_elements=int(config.parallel.bucket_mib * 2**20 / 4),
         device=problem.device,
     )
-    inputs = stage.layer_inputs(problem.seq_length, None, None)
+    tokens = torch.zeros(1, problem.seq_length, dtype=torch.int64, device=problem.device)
+    inputs = stage.layer_inputs(Batch(tokens, tokens))
 
     def forward(x_sbh: Tensor, first: bool) -> Tensor:
         x_sbh, branch_sbh = stage.run_blocks(x_sbh, inputs)

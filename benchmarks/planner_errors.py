@@ -21,7 +21,8 @@ import yaml
 from benchmarks.bench_step import resolve
 from benchmarks.common import new_parser
 from megafp8.config import Config
-from megafp8.planner.hardware import GPUS, Cluster, Gpu
+from megafp8.gpus import GPUS, Gpu
+from megafp8.planner.hardware import Cluster
 from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import Prediction, predict
 from megafp8.training.fp8_config import build_fp8

@@ -6,6 +6,8 @@ The names in `__all__` are imported at first use, as they need torch: `import me
 from importlib import import_module
 from typing import Any
 
+import megafp8.kernels  # noqa: F401  how quantizers find their kernels; imports none of them
+
 __version__ = "0.1.0.dev0"
 
 _MODULES = {

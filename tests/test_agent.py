@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
+import re
 import shutil
 import signal
 import socket
@@ -425,3 +427,41 @@ def test_a_job_replays_its_steps(launch: Launch, layout: str) -> None:
         assert ("CUDA graphs: step recorded" in node.said()) == (graphs == "true")
     assert len(found[0]) == 12
     assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+def test_a_node_of_one_gpu_is_lost_with_its_memory(launch: Launch) -> None:
+    """The job continues from the copy on the other node, bit for bit; the flight recorder has NCCL's collectives."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    slow = "resilience.inject=[{kind: slow, rank: 0, step: 1, seconds: 0.5, steps: 14}]"  # until the node is killed
+    options = [*ONE_RANK, *ON_GPUS, "parallel.zero=1", "training.steps=14"]
+    whole = launch.single(2, *options, "name=whole")
+    memory = launch.folder / "memory"
+    options += [slow, "checkpoint.interval=7", "checkpoint.memory_interval=2"]
+    options += [f"checkpoint.memory_folder={memory}/$NODE", "profile.steps=[2, 3]"]
+    options += ["profile.ranks=[0, 1]", "profile.record=[trace, memory, collectives]"]
+
+    def node(name: str) -> Node:
+        return launch.multi(name, 1, *options, NODE=name, CUDA_VISIBLE_DEVICES=str(int(name == "other")))
+
+    def has(name: str, step: int) -> bool:
+        return bool(list((memory / name).glob(f"*/*/step_{step:08d}")))
+
+    head = node("head")
+    launch.wait_for("the head's store", lambda: answers(launch.port))
+    other = node("other")
+    launch.wait_for("step 10 in memory", lambda: has("head", 10) and has("other", 10))
+    other.kill()
+    shutil.rmtree(memory / "other")
+    other = node("other")
+    assert [one.wait(150) for one in (head, other, whole)] == [0] * 3, "\n".join(one.said() for one in launch.nodes)
+    said = "".join(one.said() for one in launch.nodes)
+    assert re.findall(r"resumed from step .*", said) in ([f"resumed from step {n}, in memory"] for n in (10, 12)), said
+    curves = [read_metrics(launch.folder / name / "metrics.jsonl") for name in ("whole", "quickstart")]
+    assert len({tuple((r["step"], r["loss"], r["grad_norm"]) for r in curve) for curve in curves}) == 1
+    profile = launch.folder / "quickstart" / "profile" / "steps-2-3"
+    for rank in range(2):
+        entries = pickle.loads((profile / f"collectives_rank_{rank:05d}").read_bytes())["entries"]
+        assert any(entry["profiling_name"].startswith("nccl:") for entry in entries)

@@ -51,7 +51,7 @@ def test_ten_lines_are_those_of_the_page() -> None:
 
 
 def test_the_page_has_every_metric() -> None:
-    from megafp8.training.metrics import StepMetrics
+    from megafp8.training.observer import StepMetrics
 
     page = (ROOT / "docs" / "python.md").read_text().partition("## Metrics")[2]
     keys = {field.name for field in fields(StepMetrics)} - {"evaluations", "layer_norms", "section_seconds"}

@@ -23,7 +23,10 @@ def _table(text: str) -> dict[str, dict[str, float]]:
     return {title: dict(zip(header, map(float, values), strict=True)) for title, *values in rows}
 
 
-@pytest.mark.parametrize("more", slow_but([[], ["--widen-heads"], ["optimizer.name=muon"]], []))
+LATENT = "model.latent_attention={q_rank: 16, kv_rank: 8, nope_head_dim: 8, rope_head_dim: 4, value_head_dim: 8}"
+
+
+@pytest.mark.parametrize("more", slow_but([[], ["--widen-heads"], ["optimizer.name=muon"], [LATENT]], []))
 def test_growth(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
     config, png = tmp_path / "config.yaml", tmp_path / "check.png"
     config.write_text(CONFIG)

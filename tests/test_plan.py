@@ -21,8 +21,24 @@ PER_TENSOR = Quantization("delayed", per_tensor=True, shard_alignment=1, gathera
 BLOCKS = Quantization("blockwise", per_tensor=False, shard_alignment=128, gatherable_weight=False)
 WHOLE_ONLY = Quantization("nvfp4", per_tensor=False, shard_alignment=None, gatherable_weight=False)
 NORM, ROTARY = Neighbor("norm", "any"), Neighbor("rotary embedding", "per_tensor")
-QKV = LinearSite("layers.0.attention.qkv", "column", 2, True, tokens=256, before=NORM, after=ROTARY)
-DOWN = LinearSite("layers.0.mlp.down", "row", 2, True, tokens=256, before=Neighbor("swiglu", "any"), smoothable=64)
+QKV = LinearSite(
+    "layers.0.attention.qkv",
+    parallel="column",
+    tensor_parallel=2,
+    sequence_parallel=True,
+    tokens=256,
+    before=NORM,
+    after=ROTARY,
+)
+DOWN = LinearSite(
+    "layers.0.mlp.down",
+    parallel="row",
+    tensor_parallel=2,
+    sequence_parallel=True,
+    tokens=256,
+    before=Neighbor("swiglu", "any"),
+    smoothable=64,
+)
 NONE, ALL = PerGemm(False, False, False), PerGemm(True, True, True)
 
 

@@ -29,16 +29,26 @@ def schema_keys() -> list[str]:
     """Dotted paths of the leaves and sections of the JSON schema that --print-schema prints."""
     schema = Config.model_json_schema()
 
+    def sections(node: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+        """Names of the sections that a value may be or have as items, and whether as items."""
+        if "$ref" in node:
+            yield node["$ref"].split("/")[-1], False
+        for key in ("items", "additionalProperties"):
+            if isinstance(node.get(key), dict):
+                yield from ((name, True) for name, _ in sections(node[key]))
+        for key in ("anyOf", "allOf", "oneOf"):
+            for member in node.get(key, []):
+                yield from sections(member)
+
     def walk(node: dict[str, Any], path: str) -> Iterator[str]:
-        for member in [node, *node.get("anyOf", []), *node.get("allOf", [])]:
-            is_list = "$ref" in member.get("items", {})
-            inner = member["items"] if is_list else member
-            for name, child in (
-                schema["$defs"].get(inner.get("$ref", "").split("/")[-1], {}).get("properties", {}).items()
-            ):
-                key = f"{path}{'[]' if is_list else ''}.{name}"
-                yield key
-                yield from walk(child, key)
+        seen = set()
+        for section, is_item in sections(node):
+            for name, child in schema["$defs"][section].get("properties", {}).items():
+                if name not in seen:
+                    seen.add(name)
+                    key = f"{path}{'[]' if is_item else ''}.{name}"
+                    yield key
+                    yield from walk(child, key)
 
     found = []
     for name, node in schema["properties"].items():

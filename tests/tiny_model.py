@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.distributed.sharding import FlatShard, Init, ParamSpec, set_spec, unsharded
+from megafp8.linear.grad_sink import deliver
 
 VOCABULARY, HIDDEN = 11, 8
 NO_DECAY = ("norm", "bias")
@@ -75,7 +76,7 @@ class _SinkLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x_nh,) = ctx.saved_tensors
-        ctx.weight.grad_sink(dy.t() @ x_nh)
+        deliver(ctx.weight, dy.t() @ x_nh)
         return dy @ ctx.weight, None
 
 

@@ -4,7 +4,8 @@
 
 Trains the config's model (keys may be overridden: optimizer.learning_rate=0.01) in each width, once as usual and once
 with `model.mup`, on the same random tokens, in one process on this machine's CPU. With the width grow the number of
-heads, or with `--widen-heads` their width, and ffn_hidden_size. The base of muP is the config's own hidden_size.
+heads, or with `--widen-heads` their width, ffn_hidden_size, and the ranks of latent attention. The base of muP is the
+config's own hidden_size.
 
 Prints and draws the mean absolute value of the embedding's output, of what the last block's attention and MLP add, and
 of the logits, before each step. Under muP none of them grows with the width (Yang et al. 2022, arXiv:2203.03466,
@@ -22,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megafp8.batch import Batch
 from megafp8.commands.common import new_parser, pyplot, run_tool
 from megafp8.config import Config, ParallelConfig, load_config
-from megafp8.data.samples import Batch
 from megafp8.parallel_state import (
     ParallelState,
     destroy_model_parallel,
@@ -50,14 +51,22 @@ def widened(config: Config, width: int, *, mup: bool, widen_heads: bool = False)
         return size * width // base
 
     fields: dict[str, Any] = {"hidden_size": width, "ffn_hidden_size": scaled(model.ffn_size, "model.ffn_hidden_size")}
-    if widen_heads:
+    latent = model.latent_attention
+    if latent is not None:
+        if widen_heads:
+            raise ValueError("--widen-heads: latent attention has heads of several widths")
+        fields["num_attention_heads"] = scaled(model.num_attention_heads, "model.num_attention_heads")
+        ranks = {key: rank for key in ("q_rank", "kv_rank") if (rank := getattr(latent, key)) is not None}
+        scaled_ranks = {key: scaled(rank, f"model.latent_attention.{key}") for key, rank in ranks.items()}
+        fields["latent_attention"] = latent.model_dump() | scaled_ranks
+    elif widen_heads:
         fields["head_dim"] = scaled(channels, "model.head_dim")
     else:
         fields["head_dim"] = channels
         fields["num_attention_heads"] = scaled(model.num_attention_heads, "model.num_attention_heads")
         fields["num_query_groups"] = scaled(model.query_groups, "model.num_query_groups")
     if mup:
-        fields["mup"] = {"base_hidden_size": base, "base_head_dim": channels}
+        fields["mup"] = {"base_hidden_size": base, "base_head_dim": channels if latent is None else None}
     sections = config.model_dump()
     sections["model"] |= {"mup": None, **fields}
     sections["parallel"] = ParallelConfig().model_dump()
@@ -73,7 +82,7 @@ def activation_sizes(config: Config, parallel: ParallelState, steps: int) -> Siz
     assert stage.embedding is not None
     assert stage.head is not None
     block = stage.blocks[-1]
-    modules = dict(zip(MEASURED, (stage.embedding, block.attention, block.mlp, stage.head.output), strict=True))
+    modules = dict(zip(MEASURED, (stage.embedding, block.mixer, block.ffn, stage.head.output), strict=True))
     sizes: Sizes = {name: [] for name in MEASURED}
     for name, module in modules.items():
         module.register_forward_hook(lambda _, __, y, name=name: sizes[name].append(_mean_size(y)))

@@ -29,7 +29,8 @@ import yaml
 
 from megafp8.commands.common import new_parser, run_tool
 from megafp8.config import Config, ConfigError, check_layout, load_config
-from megafp8.planner.hardware import GPUS, Cluster
+from megafp8.gpus import GPUS
+from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import memory_table
 from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import Prediction, predict

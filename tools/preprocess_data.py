@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import get_args
 
 from megafp8.commands.common import (
     add_input_flags,
@@ -32,9 +31,10 @@ from megafp8.commands.common import (
     run_tool,
     tokenizer_settings,
 )
-from megafp8.data.chats import read_chat_template
-from megafp8.data.documents import Style, read_documents
-from megafp8.data.preprocess import Chats, Completions, Method, Texts, preprocess
+from megafp8.data.documents import read_documents
+from megafp8.data.preprocess import preprocess
+from megafp8.data.styles import Method
+from megafp8.data.styles.registry import STYLES
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output-prefix", required=True)
     parser.add_argument("--no-append-eod", action="store_true", help="add no end-of-document token after each document")
     help = "what a record holds: a text (default), a list of messages, or a prompt and its completion"
-    parser.add_argument("--style", choices=get_args(Style), default="text", help=help)
+    parser.add_argument("--style", choices=sorted(STYLES), default="text", help=help)
     parser.add_argument("--completion-key", default="completion", help="key or column of the completion")
     parser.add_argument("--chat-template", help="file with a chat template. Default: that beside --tokenizer-path")
     help = "store each sentence of a document as a sequence, for data.packing sentences"
@@ -57,7 +57,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _preprocess(arguments: argparse.Namespace) -> None:
     start = time.monotonic()
-    files, method = input_files(arguments, arguments.style, arguments.completion_key), _method(arguments)
+    more_keys = [getattr(arguments, key.flag[2:].replace("-", "_")) for key in STYLES[arguments.style].keys[1:]]
+    files, method = input_files(arguments, arguments.style, more_keys), _method(arguments)
     summary = preprocess(
         read_documents(files),
         arguments.output_prefix,
@@ -85,18 +86,16 @@ def _preprocess(arguments: argparse.Namespace) -> None:
 
 def _method(arguments: argparse.Namespace) -> Method:
     """What the flags say of documents. Raises ValueError for flags that say nothing of this style."""
-    style, append_eod = arguments.style, not arguments.no_append_eod
-    others = {
-        "--split-sentences": arguments.split_sentences and style != "text",
-        "--chat-template": arguments.chat_template and style != "chat",
-        "--no-append-eod": not append_eod and style == "chat",  # the template says what ends a chat
+    style = STYLES[arguments.style]
+    flags = {
+        "--split-sentences": arguments.split_sentences,
+        "--chat-template": arguments.chat_template,
+        "--no-append-eod": arguments.no_append_eod,
     }
-    for flag, given in others.items():
-        if given:
-            raise ValueError(f"{flag} says nothing of --style {style}: leave it out")
-    if style == "chat":
-        return Chats(read_chat_template(arguments.tokenizer_path, arguments.chat_template))
-    return Completions(append_eod) if style == "completion" else Texts(append_eod, arguments.split_sentences)
+    for flag, given in flags.items():
+        if given and flag not in style.flags:
+            raise ValueError(f"{flag} says nothing of --style {style.name}: leave it out")
+    return style.method(arguments)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -28,27 +28,28 @@ class Key(NamedTuple):
     section: type[BaseModel] | None
 
 
-def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key]:
-    """All keys of `section`, those that are sections last; a section comes before what it holds."""
-    for name, field in sorted(
-        section.model_fields.items(), key=lambda item: _section(item[1].annotation)[0] is not None
-    ):
-        inner, is_list = _section(field.annotation)
+def keys(sections: Sequence[type[BaseModel]] = (Config,), prefix: str = "") -> Iterator[Key]:
+    """All keys of `sections`, each once, those that are sections last; a section comes before what it holds."""
+    fields = {name: field for section in reversed(sections) for name, field in section.model_fields.items()}
+    for name, field in sorted(fields.items(), key=lambda item: bool(_sections(item[1].annotation)[0])):
+        inner, is_item = _sections(field.annotation)
         path = f"{prefix}{name}"
-        yield Key(path, field, inner)
-        if inner is not None:
-            yield from keys(inner, f"{path}[]." if is_list else f"{path}.")
+        yield Key(path, field, inner[0] if inner else None)
+        if inner:
+            yield from keys(inner, f"{path}[]." if is_item else f"{path}.")
 
 
-def _section(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The section that a type is or has as an item, and whether as an item of a list."""
+def _sections(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
+    """The sections that a value of a type may be or have as items, and whether as items of a list or mapping."""
     if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
-        return annotation, False
-    for inner in get_args(annotation):
-        found, is_list = _section(inner)
-        if found is not None:
-            return found, is_list or get_origin(annotation) is list
-    return None, False
+        return [annotation], False
+    sections: list[type[BaseModel]] = []
+    are_items = False
+    for argument in get_args(annotation):
+        inner, is_item = _sections(argument)
+        sections += inner
+        are_items |= bool(inner) and (is_item or get_origin(annotation) in (list, dict))
+    return sections, are_items
 
 
 def type_name(annotation: Any, metadata: Any = ()) -> str:

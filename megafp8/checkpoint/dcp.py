@@ -15,8 +15,10 @@ file is ignored, such as planning data of another library.
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,10 +55,23 @@ _METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distrib
 def parse_index(file: AnyPath, content: bytes) -> Metadata:
     """DCP's index in `content`, the bytes of `file`. Raises DamagedCheckpoint naming the file."""
     try:
-        found = read_pickle(content, constants=DTYPE_NAMES, builders={("torch", "Size"): _size})
-        return _Index(found).metadata()
+        with _without_collections():
+            found = read_pickle(content, constants=DTYPE_NAMES, builders={("torch", "Size"): _size})
+            return _Index(found).metadata()
     except ValueError as error:
         raise DamagedCheckpoint(f"{file} is damaged: {error}") from error
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """No searches for garbage in cycles while many objects are made, of which all live: they take as long again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _size(values: Any) -> torch.Size:
@@ -78,27 +93,28 @@ class _Index:
         entries, stored = self._index.get("state_dict_metadata"), self._index.get("storage_data")
         if type(entries) is not dict or type(stored) is not dict:
             raise ValueError("it holds no index of a checkpoint")
-        places = {}
+        places: _Places = {}
         for key, value in stored.items():
-            index, info = self._place(key, value)
-            if index in places:
-                raise ValueError(f"it says twice where {_shown(index.fqn)} is")
-            places[index] = info
+            where, info = self._place(key, value)
+            if where in places:
+                raise ValueError(f"it says twice where {_shown(where[0])} is")
+            places[where] = info
         described = {name: self._entry(name, entry, len(stored)) for name, entry in entries.items()}
         if sum(len(x.chunks) for x in described.values() if isinstance(x, TensorStorageMetadata)) > len(stored):
             raise ValueError("it has more rectangles of tensors than places of them")
         for name, entry in described.items():
             if isinstance(entry, TensorStorageMetadata):
                 _check_places(name, entry, places)
-        return Metadata(state_dict_metadata=described, storage_data=places)
+        stored = {MetadataIndex(*where): info for where, info in places.items()}
+        return Metadata(state_dict_metadata=described, storage_data=stored)
 
-    def _place(self, key: Any, value: Any) -> tuple[MetadataIndex, _StorageInfo]:
+    def _place(self, key: Any, value: Any) -> tuple[tuple[str, torch.Size | None], _StorageInfo]:
         """Where a rectangle, or an object that is no tensor, lies."""
         index = _state(key, "MetadataIndex", "a key of storage_data")
         name, offset = index.get("fqn"), index.get("offset")
         if type(name) is not str or not (offset is None or isinstance(offset, torch.Size)):
             raise ValueError("a key of storage_data is no name and offset")
-        info = _state(value, "_StorageInfo", f"the place of {_shown(name)}", module=_FILESYSTEM)
+        info = _state(value, "_StorageInfo", "the place of", name, module=_FILESYSTEM)
         file: Any = info.get("relative_path")
         start: Any = info.get("offset")
         length: Any = info.get("length")
@@ -107,7 +123,7 @@ class _Index:
         if not is_size(start) or not is_size(length):
             raise ValueError(f"the place of {_shown(name)} has no offset and length")
         transformed = ("unknown",) if info.get("transform_descriptors") else None
-        return MetadataIndex(name, offset), _StorageInfo(file, start, length, transformed)
+        return (name, offset), _StorageInfo(file, start, length, transformed)
 
     def _entry(self, name: Any, entry: Any, limit: int) -> TensorStorageMetadata | BytesStorageMetadata:
         if type(name) is not str:
@@ -115,7 +131,7 @@ class _Index:
         what = f"the entry of {_shown(name)}"
         if isinstance(entry, Record) and entry.of == (_METADATA, "BytesStorageMetadata"):
             return BytesStorageMetadata()
-        about = _state(entry, "TensorStorageMetadata", what)
+        about = _state(entry, "TensorStorageMetadata", "the entry of", name)
         size, chunks, properties = (about.get(field) for field in ("size", "chunks", "properties"))
         if not isinstance(size, torch.Size) or type(chunks) is not list or len(chunks) > limit:
             raise ValueError(f"{what} has no size and rectangles")
@@ -126,38 +142,42 @@ class _Index:
             if type(state) is not tuple or not state or not isinstance(state[0], torch.dtype):
                 raise ValueError(f"{what} has no dtype")
             self._properties[properties] = TensorProperties(dtype=state[0])
-        return TensorStorageMetadata(self._properties[properties], size, [self._chunk(x, what) for x in chunks])
+        return TensorStorageMetadata(self._properties[properties], size, [self._chunk(x, name) for x in chunks])
 
-    def _chunk(self, chunk: Any, what: str) -> ChunkStorageMetadata:
+    def _chunk(self, chunk: Any, name: str) -> ChunkStorageMetadata:
         if isinstance(chunk, Record) and chunk in self._chunks:
             return self._chunks[chunk]
-        about = _state(chunk, "ChunkStorageMetadata", f"a rectangle in {what}")
+        about = _state(chunk, "ChunkStorageMetadata", "a rectangle in the entry of", name)
         offsets, sizes = about.get("offsets"), about.get("sizes")
         if not isinstance(offsets, torch.Size) or not isinstance(sizes, torch.Size) or len(offsets) != len(sizes):
-            raise ValueError(f"a rectangle in {what} has no offsets and sizes")
+            raise ValueError(f"a rectangle in the entry of {_shown(name)} has no offsets and sizes")
         made = self._chunks[chunk] = ChunkStorageMetadata(offsets, sizes)
         return made
 
 
-def _state(record: Any, name: str, what: str, module: str = _METADATA) -> dict[str, Any]:
-    """The fields of a record of the class `module.name`."""
-    if not isinstance(record, Record) or record.of != (module, name) or type(record.state) is not dict:
-        raise ValueError(f"{what} is no {name}")
+def _state(record: Any, class_name: str, what: str, name: Any = None, module: str = _METADATA) -> dict[str, Any]:
+    """The fields of a record of the class `module.class_name`. `what`, and `name` of a tensor: for the error."""
+    if not isinstance(record, Record) or record.of != (module, class_name) or type(record.state) is not dict:
+        raise ValueError(f"{what}{'' if name is None else f' {_shown(name)}'} is no {class_name}")
     fields: dict[str, Any] = record.state
     return fields
 
 
-def _check_places(name: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, _StorageInfo]) -> None:
+_Places = dict[tuple[str, torch.Size | None], _StorageInfo]
+
+
+def _check_places(name: str, entry: TensorStorageMetadata, places: _Places) -> None:
     """Raise ValueError where a rectangle leaves its tensor, or is larger than the bytes that hold it."""
     itemsize = entry.properties.dtype.itemsize
     for chunk in entry.chunks:
-        if len(chunk.sizes) != len(entry.size) or any(
-            o + n > total for o, n, total in zip(chunk.offsets, chunk.sizes, entry.size)
-        ):
+        inside = len(chunk.sizes) == len(entry.size)
+        for o, n, total in zip(chunk.offsets, chunk.sizes, entry.size):
+            inside &= o + n <= total
+        if not inside:
             raise ValueError(
                 f"{_shown(name)} is {list(entry.size)}, and has {list(chunk.sizes)} at {list(chunk.offsets)}"
             )
-        place = places.get(MetadataIndex(name, chunk.offsets))
+        place = places.get((name, chunk.offsets))
         if place is not None and not place.transform_descriptors and math.prod(chunk.sizes) * itemsize > place.length:
             raise ValueError(f"a rectangle {list(chunk.sizes)} of {_shown(name)} has {place.length} bytes")
 

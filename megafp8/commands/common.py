@@ -12,11 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
-from megafp8.data.documents import InputFile, SkippedFile, Style, find_files
+from megafp8.data.documents import InputFile, SkippedFile, find_files
+from megafp8.data.styles.registry import STYLES
 from megafp8.data.tokenizers import TokenizerKind, TokenizerSettingError, TokenizerSettings
 
 _INTERRUPTED, _FAILED = 130, 2
-_JSON_KEYS: dict[Style, str] = {"text": "text", "chat": "messages", "completion": "prompt"}
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:
@@ -73,10 +73,11 @@ def add_input_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--skip-errors", action="store_true", help="skip and count documents that cannot be read")
 
 
-def input_files(
-    arguments: argparse.Namespace, style: Style = "text", completion_key: str = "completion"
-) -> list[InputFile]:
-    """The files that the input flags name. Warns of files that are skipped. Raises ValueError if there are none."""
+def input_files(arguments: argparse.Namespace, style: str = "text", more_keys: Sequence[str] = ()) -> list[InputFile]:
+    """The files that the input flags name. `more_keys`: of the style, beside that of --json-key.
+
+    Warns of files that are skipped. Raises ValueError if there are none.
+    """
     inputs = list(arguments.input)
     if arguments.input_list:
         inputs += Path(arguments.input_list).read_text(encoding="utf-8").splitlines()
@@ -85,10 +86,10 @@ def input_files(
         raise ValueError("no inputs: give --input or --input-list")
     files, skipped = find_files(
         inputs,
-        json_keys=arguments.json_key or [_JSON_KEYS[style]],
+        json_keys=arguments.json_key or [STYLES[style].keys[0].name],
         any_text=arguments.text_files,
         style=style,
-        completion_key=completion_key,
+        more_keys=more_keys,
     )
     if skipped:
         print(_describe_skipped(skipped), file=sys.stderr)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from megafp8.training import command_line
 
 if TYPE_CHECKING:
+    from megafp8.training.evaluation import MakeEvaluation
     from megafp8.training.inputs import Inputs
-    from megafp8.training.job import MakeEvaluation
 
 
 def live_evaluation(inputs: Inputs) -> MakeEvaluation:

@@ -3,6 +3,11 @@
 from megafp8.config.checks import check_layout
 from megafp8.config.errors import ConfigError, Problem
 from megafp8.config.load import load_config
+from megafp8.config.parts import LayerSpec
+from megafp8.config.parts.attention import AttentionConfig, LongRopeConfig, RopeScaling, RotaryKeys, YarnConfig
+from megafp8.config.parts.latent_attention import LatentAttentionConfig, LatentMixerConfig
+from megafp8.config.parts.mlp import MlpConfig
+from megafp8.config.parts.moe import MoeConfig, MoeFfnConfig
 from megafp8.config.schema import (
     CheckpointConfig,
     Config,
@@ -11,28 +16,24 @@ from megafp8.config.schema import (
     EvaluateConfig,
     FaultConfig,
     Fp8Config,
-    LatentAttentionConfig,
     LoggingConfig,
-    LongRopeConfig,
     LossSpikeConfig,
     MaskedLmConfig,
     ModelConfig,
-    MoeConfig,
     OptimizerConfig,
     ParallelConfig,
     PrefixLmConfig,
     ProfileConfig,
     ResilienceConfig,
-    RopeScaling,
     SpecialTokens,
     StageConfig,
     TokenizerConfig,
     TrainingConfig,
-    YarnConfig,
 )
 from megafp8.config.stages import PlannedStage, config_at, end_of_stage, planned_stages, stage_at
 
 __all__ = [
+    "AttentionConfig",
     "CheckpointConfig",
     "Config",
     "ConfigError",
@@ -42,12 +43,16 @@ __all__ = [
     "FaultConfig",
     "Fp8Config",
     "LatentAttentionConfig",
+    "LatentMixerConfig",
+    "LayerSpec",
     "LoggingConfig",
     "LongRopeConfig",
     "LossSpikeConfig",
     "MaskedLmConfig",
+    "MlpConfig",
     "ModelConfig",
     "MoeConfig",
+    "MoeFfnConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "PlannedStage",
@@ -56,6 +61,7 @@ __all__ = [
     "ProfileConfig",
     "ResilienceConfig",
     "RopeScaling",
+    "RotaryKeys",
     "SpecialTokens",
     "StageConfig",
     "TokenizerConfig",

@@ -12,18 +12,14 @@ import re
 import sys
 from collections.abc import Iterator
 
-from megafp8.config import encoder_checks, moe_checks, optimizer_checks, resilience_checks
+from megafp8.config import encoder_checks, optimizer_checks, resilience_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.errors import ConfigError, Problem, divisors
-from megafp8.config.schema import (
-    Config,
-    LatentAttentionConfig,
-    LongRopeConfig,
-    ModelConfig,
-    MoeConfig,
-    Section,
-    YarnConfig,
-)
+from megafp8.config.parts.attention import attention_heads
+from megafp8.config.parts.latent_attention import LatentAttentionConfig, latent_attention
+from megafp8.config.parts.moe import MoeConfig, expert_layout, expert_ranks, experts
+from megafp8.config.schema import Config, ModelConfig, Section
+from megafp8.kernels.limits import LARGEST_HEAD
 from megafp8.pipeline_parallel.registry import SCHEDULES, unsplit_schedule
 
 
@@ -33,7 +29,8 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _model,
         _matrices,
         _windows,
-        moe_checks.layout,
+        _layer_kinds,
+        expert_layout,
         _tensor,
         _stages,
         _schedule,
@@ -42,7 +39,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         optimizer_checks.schedule,
         optimizer_checks.state_storage,
         optimizer_checks.loss_scale,
-        optimizer_checks.muon,
+        optimizer_checks.chosen,
         optimizer_checks.average,
         optimizer_checks.mup,
         _fp8,
@@ -54,7 +51,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _lora,
         _tokenizer,
         _packing,
-        _prefix_lm,
+        _objective,
         encoder_checks.data,
         _blend,
         _object_cache,
@@ -64,7 +61,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         resilience_checks.layout,
         _profile,
     )
-    rules_on_ranks = (_counts, _batch, _fsdp_replicas, moe_checks.ranks, resilience_checks.faults, _profiled_ranks)
+    rules_on_ranks = (_counts, _batch, _fsdp_replicas, expert_ranks, resilience_checks.faults, _profiled_ranks)
     problems = [problem for rule in rules for problem in rule(config)]
     problems += [problem for rule in rules_on_ranks for problem in rule(config, world_size)]
     if problems:
@@ -102,10 +99,10 @@ def _lora(config: Config) -> Iterator[Problem]:
         yield Problem("lora", "set", f"model.architecture is {m.architecture}", without)
     if m.mtp_num_layers > 0:
         yield Problem("lora", "set", "the model has model.mtp_num_layers", without)
-    if unknown := sorted({*config.lora_targets} - {*m.projections}):
+    if unknown := sorted({*config.lora_targets} - {*m.lora_targets}):
         rule = f"the model has no {', '.join(unknown)} that can be adapted"
         rule += "" if m.moe is None else "; adapters of experts are not offered"
-        known = [target for target in m.projections if target in config.lora_targets] or list(m.projections)
+        known = [target for target in m.lora_targets if target in config.lora_targets] or list(m.lora_targets)
         yield Problem("lora.targets", list(config.lora_targets), rule, f"try [{', '.join(known)}]")
     works = "try false"
     for key, on in (("param_gather", config.fp8.param_gather), ("smooth_swiglu", config.fp8.smooth_swiglu)):
@@ -133,34 +130,13 @@ def _packing(config: Config) -> Iterator[Problem]:
     yield Problem("data.packing", d.packing, rule, works)
 
 
-def _prefix_lm(config: Config) -> Iterator[Problem]:
-    m, d, s, prefix = config.model, config.data, config.training.seq_length, config.data.prefix_lm
-    if prefix is None:
-        return
-    given, off = "data.prefix_lm is set, and", "or leave data.prefix_lm out"
-    if m.architecture != "gpt":
-        rule = f"{given} a prefix is for models that predict the next token"
-        yield Problem("model.architecture", m.architecture, rule, f"try gpt, {off}")
-        return
-    if m.sliding_window is not None:
-        rule = f"{given} all tokens attend to the whole prefix, which a window would not show them"
-        yield Problem("model.sliding_window", m.sliding_window, rule, f"leave it out, {off}")
-    if m.position_embedding == "alibi":
-        rule = f"{given} its tokens attend to later ones, while scores of ALiBi fall with the distance to earlier ones"
-        yield Problem("model.position_embedding", "alibi", rule, f"try rope, {off}")
-    if m.mtp_num_layers:
-        rule = f"{given} a token of the prefix would see the embedding of a token that it is to predict"
-        yield Problem("model.mtp_num_layers", m.mtp_num_layers, rule, f"try 0, {off}")
-    if d.reset_at_documents:
-        rule = f"{given} a sample has one prefix, which only its first documents would see"
-        yield Problem("data.reset_at_documents", True, rule, f"try false, {off}")
-    longest = prefix.max_length or s
-    if longest > s:
-        rule = f"training.seq_length is {s}, and a prefix leaves at least one label to predict"
-        yield Problem("data.prefix_lm.max_length", longest, rule, f"try {s} or less")
-    if prefix.min_length > longest:
-        rule = f"longer than the longest prefix ({longest})"
-        yield Problem("data.prefix_lm.min_length", prefix.min_length, rule, f"try {min(longest, s)} or less")
+def _objective(config: Config) -> Iterator[Problem]:
+    given = config.data.objectives
+    if len(given) > 1:
+        rule = f"a model has one objective, and {' and '.join(f'data.{name}' for name in given)} are set"
+        yield Problem(f"data.{[*given][1]}", "(a section)", rule, "leave out all but one")
+    for section in given.values():
+        yield from section.problems(config)
 
 
 def _blend(config: Config) -> Iterator[Problem]:
@@ -221,104 +197,6 @@ def _matrices(config: Config) -> Iterator[Problem]:
             yield Problem(f"model.{key}", getattr(m, key), f"{rule}; a tensor has {most:.3g} at most", "try fewer")
 
 
-def attention_heads(m: ModelConfig) -> Iterator[Problem]:
-    """Rules about attention heads that hold in any layout."""
-    yield from _equal_heads(m) if m.latent_attention is None else _latent_attention(m, m.latent_attention)
-    scaling = m.rope_scaling
-    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
-        path, low = "model.rope_scaling.high_freq_factor", scaling.low_freq_factor
-        rule = f"not above low_freq_factor ({low}), so there is no band to interpolate in"
-        yield Problem(path, scaling.high_freq_factor, rule, f"try {4 * low}")
-    if m.yarn is not None:
-        yield from _yarn(m, m.yarn)
-    if m.longrope is not None:
-        yield from _longrope(m, m.longrope)
-    sections = {"model.rope_scaling": scaling, "model.yarn": m.yarn, "model.longrope": m.longrope}
-    scaled = {path: section.factor for path, section in sections.items() if section is not None}
-    rule = f"{next(iter(scaled), '')} scales the frequencies already"
-    for path, factor in [*scaled.items()][1:]:
-        yield Problem(f"{path}.factor", factor, rule, f"leave {' or '.join(scaled)} out")
-    if m.rope_interpolation_factor > 1 and scaled:
-        works = f"try 1, or leave {' and '.join(scaled)} out"
-        yield Problem("model.rope_interpolation_factor", m.rope_interpolation_factor, rule, works)
-    if m.rope_local_theta is not None and m.sliding_window is None:
-        works = "set model.sliding_window, or leave it out"
-        yield Problem("model.rope_local_theta", m.rope_local_theta, "no layer has a window", works)
-
-
-def _yarn(m: ModelConfig, yarn: YarnConfig) -> Iterator[Problem]:
-    if yarn.beta_fast <= yarn.beta_slow:
-        rule = f"not above beta_slow ({yarn.beta_slow}), so there is no band to interpolate in"
-        yield Problem("model.yarn.beta_fast", yarn.beta_fast, rule, f"try {32 * yarn.beta_slow}")
-    if yarn.mscale_all_dim and m.latent_attention is None:
-        rule = "without model.latent_attention all channels of a head are rotated, and model.yarn.mscale is theirs"
-        yield Problem("model.yarn.mscale_all_dim", yarn.mscale_all_dim, rule, "try 0")
-    if m.rope_theta <= 1:
-        rule = "model.yarn is set, and it needs frequencies that fall"
-        yield Problem("model.rope_theta", m.rope_theta, rule, "try 10000")
-
-
-def _longrope(m: ModelConfig, longrope: LongRopeConfig) -> Iterator[Problem]:
-    pairs = m.rotary_channels // 2
-    for key in ("short_factor", "long_factor"):
-        if len(given := getattr(longrope, key)) != pairs:
-            rule = f"{len(given)} numbers, where {pairs} pairs of channels of a head are rotated"
-            yield Problem(f"model.longrope.{key}", given, rule, f"give {pairs} numbers")
-    longest = longrope.extended_length
-    if m.max_position_embeddings not in (None, longest):
-        rule = f"not model.longrope's factor × original_max_position_embeddings ({longest})"
-        yield Problem("model.max_position_embeddings", m.max_position_embeddings, rule, f"try {longest}")
-
-
-def _equal_heads(m: ModelConfig) -> Iterator[Problem]:
-    """Rules about heads whose queries, keys and values have the same width."""
-    heads = m.num_attention_heads
-    if m.head_dim is None and m.hidden_size % heads:
-        rule = f"not a multiple of model.num_attention_heads ({heads})"
-        works = f"try {round(m.hidden_size / heads) * heads or heads}, or give model.head_dim"
-        yield Problem("model.hidden_size", m.hidden_size, rule, works)
-    elif m.position_embedding == "rope" and m.channels % 2:
-        rule = "rotary embeddings rotate pairs, so the width of a head must be even"
-        yield Problem("model.head_dim", m.channels, rule, f"try {m.channels + 1}")
-    elif m.position_embedding == "rope" and (m.rotary_channels % 2 or not m.rotary_channels):
-        rule = f"rotary embeddings rotate pairs, and it makes {m.rotary_channels} of {m.channels} channels"
-        works = f"try {max(m.rotary_channels // 2, 1) * 2 / m.channels:g}"
-        yield Problem("model.partial_rotary_factor", m.partial_rotary_factor, rule, works)
-    if heads % m.query_groups:
-        rule = f"model.num_attention_heads ({heads}) is not a multiple of it"
-        yield Problem("model.num_query_groups", m.query_groups, rule, divisors(heads, m.query_groups))
-
-
-def _latent_attention(m: ModelConfig, latent: LatentAttentionConfig) -> Iterator[Problem]:
-    """Rules about heads of multi-head latent attention."""
-    path, off = "model.latent_attention", "or leave model.latent_attention out"
-    unused = {
-        "head_dim": "its heads have the widths nope_head_dim, rope_head_dim and value_head_dim",
-        "num_query_groups": "each of its heads has a key and a value of its own",
-        "linear_bias": "its layers have no biases",
-        "qkv_bias": "its layers have no biases",
-        "qk_norm": "it normalizes the latents instead",
-        "attention_sinks": "its heads have no sinks",
-        "attention_scale": "its scores are divided by the root of the width of a key",
-        "attention_softcap": "its scores have no soft cap",
-        "partial_rotary_factor": "rope_head_dim says which channels are rotated",
-    }
-    for key, why in unused.items():
-        value, unset = getattr(m, key), ModelConfig.model_fields[key].default
-        if value != unset:
-            default = {None: "null", False: "false"}.get(unset, unset)
-            yield Problem(f"model.{key}", value, f"{path} is set, and {why}", f"try {default}, {off}")
-    if m.position_embedding != "rope":
-        rule = f"{path} is set, and its rope_head_dim channels have rotary positions"
-        yield Problem("model.position_embedding", m.position_embedding, rule, f"try rope, {off}")
-    if latent.rope_head_dim % 2:
-        rule = "rotary embeddings rotate pairs, so it must be even"
-        yield Problem(f"{path}.rope_head_dim", latent.rope_head_dim, rule, f"try {latent.rope_head_dim + 1}")
-    if latent.value_head_dim > m.channels:
-        rule = f"wider than keys (nope_head_dim + rope_head_dim = {m.channels}), to whose width values are padded"
-        yield Problem(f"{path}.value_head_dim", latent.value_head_dim, rule, f"try {m.channels} or less")
-
-
 def _windows(config: Config) -> Iterator[Problem]:
     full, layers = config.model.full_attention_layers, config.model.num_layers
     if full and config.model.sliding_window is None:
@@ -329,11 +207,68 @@ def _windows(config: Config) -> Iterator[Problem]:
         yield Problem("model.full_attention_layers", full, f"not some of the {layers} layers in order", works)
 
 
+def _layer_kinds(config: Config) -> Iterator[Problem]:
+    m = config.model
+    if bool(m.layer_kinds) != bool(m.pattern):
+        key, other = ("layer_kinds", "pattern") if m.layer_kinds else ("pattern", "layer_kinds")
+        yield Problem(f"model.{key}", [*getattr(m, key)], f"there is no model.{other}", "give both, or neither")
+        return
+    if not m.pattern:
+        return
+    if m.architecture != "gpt":
+        rule = f"model.architecture is {m.architecture}, whose layers are alike"
+        yield Problem("model.pattern", m.pattern, rule, "leave it out, with model.layer_kinds")
+        return
+    for entry in m.pattern:
+        match = re.fullmatch(r"\s*([^\s*]+)\s*(\*\s*[1-9]\d{0,4}\s*)?", entry)
+        if match is None or match[1] not in m.layer_kinds:
+            near = difflib.get_close_matches(entry, m.layer_kinds, n=1) or [*m.layer_kinds]
+            rule = f"none of model.layer_kinds ({', '.join(m.layer_kinds)}), with a count or without"
+            yield Problem("model.pattern", entry, rule, f"try {near[0]}, or {near[0]} * 3")
+            return
+    named = {entry.partition("*")[0].strip() for entry in m.pattern}
+    if unused := [name for name in m.layer_kinds if name not in named]:
+        rule = "model.pattern does not name it"
+        yield Problem(f"model.layer_kinds.{unused[0]}", "given", rule, "name it there, or leave it out")
+    say = "model.pattern says which layers are of which kind"
+    for path, given in (
+        ("full_attention_layers", m.full_attention_layers),
+        ("rope_local_theta", m.rope_local_theta),
+        ("moe.first_dense_layers", m.moe is not None and m.moe.first_dense_layers),
+        ("moe.layer_interval", m.moe is not None and m.moe.layer_interval > 1 and m.moe.layer_interval),
+    ):
+        if given:
+            yield Problem(f"model.{path}", given, say, "leave it out")
+    for name, kind in m.layer_kinds.items():
+        for part, record in (("mixer", kind.mixer), ("ffn", kind.ffn)):
+            if record is not None:
+                path = f"model.layer_kinds.{name}.{part}"
+                yield from record.problems(m, path)
+                yield from record.run_problems(config, path)
+
+
+def split_widths(m: ModelConfig) -> dict[str, int]:
+    """Numbers that tensor parallelism divides, by path."""
+    widths: dict[str, int] = {}
+    names = m.layer_names or [""] * m.num_layers
+    for index, name in enumerate(names):
+        for part, record in zip(("mixer", "ffn"), m.layer(index), strict=True):
+            given = getattr(m.layer_kinds[name], part) if name else None
+            for key, value in record.widths(m).items():
+                own = given is not None and key in given.given
+                widths[f"model.layer_kinds.{name}.{part}.{key}" if own else f"model.{key}"] = value
+    return widths
+
+
+def network_problems(m: ModelConfig) -> Iterator[Problem]:
+    """Rules about the network that hold in any run."""
+    for rule in (attention_heads, latent_attention, experts, encoder_checks.model):
+        yield from rule(m)
+
+
 def _model(config: Config) -> Iterator[Problem]:
     m, s = config.model, config.training.seq_length
-    yield from attention_heads(m)
-    yield from moe_checks.experts(m)
-    yield from encoder_checks.model(m)
+    yield from network_problems(m)
     rows = m.max_position_embeddings
     if m.position_embedding == "learned" and rows is not None and rows < s:
         rule = f"fewer positions than training.seq_length ({s})"
@@ -342,13 +277,7 @@ def _model(config: Config) -> Iterator[Problem]:
 
 def _tensor(config: Config) -> Iterator[Problem]:
     m, t = config.model, config.parallel.tensor
-    cut = {
-        "model.num_attention_heads": m.num_attention_heads,
-        "model.num_query_groups": m.query_groups,
-        **moe_checks.widths(m),
-        "model.vocab_multiple": m.vocab_multiple,
-    }
-    for path, value in cut.items():
+    for path, value in {**split_widths(m), "model.vocab_multiple": m.vocab_multiple}.items():
         if value % t:
             yield Problem("parallel.tensor", t, f"{path} ({value}) is not a multiple of it", divisors(value, t))
 
@@ -444,21 +373,21 @@ def _sequence(config: Config) -> Iterator[Problem]:
         rule = f"sequence parallelism splits it into parallel.tensor ({t}) equal parts"
         yield Problem("training.seq_length", s, rule, f"try {-(-s // t) * t}, or parallel.sequence_parallel=false")
     by_cudnn = config.device != "cpu" and config.training.precision in ("bf16", "fp16")
-    if p.context > 1 and by_cudnn and (m.channels % 8 or m.channels > 256):
+    if p.context > 1 and by_cudnn and (m.channels % 8 or m.channels > LARGEST_HEAD):
         key = "model.head_dim" if m.latent_attention is None else "model.latent_attention.nope_head_dim + rope_head_dim"
-        rule = f"its attention kernels take heads of a multiple of 8, at most 256, and {key} is {m.channels}"
+        rule = f"its attention kernels take heads of a multiple of 8, at most {LARGEST_HEAD}, and {key} is {m.channels}"
         works = f"try parallel.context=1, or {'model.head_dim=128' if m.latent_attention is None else 'other widths'}"
         yield Problem("parallel.context", p.context, rule, works)
 
 
 def _overlap(config: Config) -> Iterator[Problem]:
     p, path = config.parallel, "parallel.overlap_tensor"
-    if p.overlap_tensor in ("chunked", "symmetric") and p.tensor > 1 and not p.sequence_parallel:
+    if p.overlap_tensor == "symmetric" and p.tensor > 1 and not p.sequence_parallel:
         rule = "parallel.sequence_parallel is false, so every rank has all tokens and none are gathered"
         yield Problem(path, p.overlap_tensor, rule, f"try parallel.sequence_parallel=true, or {path}=none")
     if p.overlap_tensor == "symmetric" and config.device == "cpu":
         rule = "symmetric memory is that of GPUs, and device is cpu"
-        yield Problem(path, p.overlap_tensor, rule, f"try {path}=chunked, or device=cuda")
+        yield Problem(path, p.overlap_tensor, rule, f"try {path}=auto, or device=cuda")
 
 
 def _fp8(config: Config) -> Iterator[Problem]:
@@ -645,16 +574,17 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     exchange = "tokens get to experts by all_to_all, and the host reads how many go to each rank, which a graph cannot"
     reads = "the host reads how many tokens each expert has, which a graph cannot,"
     slow_experts = config.model.moe is not None and config.training.precision != "bf16"
-    kernel = config.training.precision in ("bf16", "fp16") and config.model.channels <= 256
+    kernel = config.training.precision in ("bf16", "fp16") and config.model.channels <= LARGEST_HEAD
     slow_attention = config.model.attention_dropout > 0 and not kernel
     choices = "the host chooses queries of attention with dropout, which a graph cannot,"
+    choices += f" but in bf16 or fp16 with heads up to {LARGEST_HEAD} wide"
     offload = "parallel.offload copies activations to memory of the host, which a graph cannot allocate"
     rules = (
         (config.device == "cpu", "device is cpu, which has no CUDA graphs", "device=cuda"),
         (bool(p.offload), offload, "parallel.offload=false"),
         (not config.gathers_tokens, exchange, "parallel.expert_dispatch=all_gather"),
         (slow_experts, f"{reads} but in bf16", "training.precision=bf16"),
-        (slow_attention, f"{choices} but in bf16 or fp16 with heads up to 256 wide", "training.precision=bf16"),
+        (slow_attention, choices, "training.precision=bf16"),
     )
     for applies, rule, works in rules:
         if applies:

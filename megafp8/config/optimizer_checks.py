@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megafp8.config.errors import Problem
 from megafp8.config.schema import Config
+from megafp8.optimizer.base import MatrixUpdate, Update
 
 
 def schedule(config: Config) -> Iterator[Problem]:
@@ -69,7 +70,7 @@ _LEAST_DECAY = {
 def state_storage(config: Config) -> Iterator[Problem]:
     """Limits of optimizer state in less than fp32."""
     o, dtype = config.optimizer, config.optimizer.moments_dtype
-    for path, beta in (("optimizer.beta1", o.beta1), ("optimizer.beta2", o.beta2)):
+    for path, beta in o.chosen.decay_rates.items():
         least, why = _LEAST_DECAY.get(dtype, (0.0, ""))
         if 1 - beta < least:
             rule = f"optimizer.moments_dtype is {dtype}, which {why.format(1 - beta)}"
@@ -88,27 +89,31 @@ def state_storage(config: Config) -> Iterator[Problem]:
         yield Problem(path, True, rule, f"try fp8.param_gather=false, {off}")
 
 
-def muon(config: Config) -> Iterator[Problem]:
-    """Muon keeps fp32 state, and is for weights that are trained as matrices."""
+def chosen(config: Config) -> Iterator[Problem]:
+    """Only the chosen optimizer has options, and one of whole matrices has them whole, with fp32 state."""
     o, adamw = config.optimizer, "or optimizer.name=adamw"
-    if o.name != "muon":
-        if o.muon != type(o.muon)():
-            given = o.muon.model_dump(exclude_defaults=True)
-            yield Problem("optimizer.muon", given, f"optimizer.name is {o.name}", "leave it out, or try name: muon")
+    for name, field in type(o).model_fields.items():
+        options = getattr(o, name)
+        if isinstance(options, Update) and name != o.name and options != field.default:
+            given = options.model_dump(exclude_defaults=True)
+            yield Problem(
+                f"optimizer.{name}", given, f"optimizer.name is {o.name}", f"leave it out, or try name: {name}"
+            )
+    if not isinstance(o.chosen, MatrixUpdate):
         return
     if o.moments_dtype != "fp32":
-        rule = "optimizer.name is muon, whose momentum is stored in fp32 (half of what AdamW's two moments need)"
+        rule = f"optimizer.name is {o.name}, whose state is stored in fp32"
         yield Problem("optimizer.moments_dtype", o.moments_dtype, rule, f"try fp32, {adamw}")
     if o.store_param_remainders:
-        rule = "optimizer.name is muon, which stores fp32 masters"
+        rule = f"optimizer.name is {o.name}, which stores fp32 masters"
         yield Problem("optimizer.store_param_remainders", True, rule, f"try false, {adamw}")
     if config.lora is not None:
-        rule = "with lora, factors of matrices are trained, and Muon is for whole matrices"
+        rule = f"with lora, factors of matrices are trained, and {o.name} is for whole matrices"
         yield Problem("optimizer.name", o.name, rule, "try adamw")
 
 
 def mup(config: Config) -> Iterator[Problem]:
-    """The rules of muP are there for dense models of the kind gpt."""
+    """The rules of muP are there for dense models of architecture gpt."""
     m = config.model
     if m.mup is None:
         return
@@ -116,7 +121,6 @@ def mup(config: Config) -> Iterator[Problem]:
     lacks = {
         f"model.architecture is {m.architecture}": m.architecture != "gpt",
         "the model has experts (model.moe)": m.moe is not None,
-        "the model has latent attention": m.latent_attention is not None,
         "the model has multi-token prediction (model.mtp_num_layers)": m.mtp_num_layers > 0,
         "only adapters are trained (lora)": config.lora is not None,
     }
@@ -126,3 +130,6 @@ def mup(config: Config) -> Iterator[Problem]:
     if m.attention_scale is not None and m.mup.base_head_dim is not None:
         rule = "model.attention_scale is given, and each sets what scores are multiplied by"
         yield Problem("model.mup.base_head_dim", m.mup.base_head_dim, rule, "leave one of them out")
+    if m.latent_attention is not None and m.mup.base_head_dim is not None:
+        rule = "the model has latent attention, whose heads have several widths; more heads need no such key"
+        yield Problem("model.mup.base_head_dim", m.mup.base_head_dim, rule, "leave it out")

@@ -30,7 +30,7 @@ _LONGEST_INTEGER = 100
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's interface
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
 
 for _tag, _pattern, _first in (

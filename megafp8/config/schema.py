@@ -7,219 +7,36 @@ Names are those of Megatron-LM, torchtitan and Hugging Face, as far as these agr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from decimal import Decimal, InvalidOperation
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
-from megafp8.config.activations import ACTIVATIONS, ActivationName
-
-
-def _number(value: object) -> object:
-    """Rejects booleans, which pydantic would take for 0 or 1."""
-    if isinstance(value, bool):
-        raise PydanticCustomError("number_type", "Input should be a number, not a truth value")
-    return value
-
-
-def _whole_number(value: object) -> object:
-    """A 64-bit integer; accepts text such as 1e3, which YAML does not read as a number."""
-    if isinstance(value, str):
-        try:
-            number = Decimal(value)
-        except InvalidOperation:
-            return value
-        if number.is_finite() and abs(number.adjusted()) < 20 and number == number.to_integral_value():
-            value = int(number)
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise PydanticCustomError("integer_range", "Input should be an integer of 64 bits")
-    return _number(value)
-
-
-def _in_fp32(value: float) -> float:
-    """Rejects floats outside the range of fp32."""
-    if abs(value) > 3.4e38:
-        raise PydanticCustomError("float_range", "Input should be a number in the range of fp32")
-    return value
+from megafp8.config.errors import Problem
+from megafp8.config.parts import LayerKind, LayerSpec
+from megafp8.config.parts.attention import AttentionConfig, AttentionKeys
+from megafp8.config.parts.latent_attention import LatentAttentionConfig, LatentMixerConfig
+from megafp8.config.parts.mlp import MlpConfig, MlpKeys
+from megafp8.config.parts.moe import MoeConfig, MoeFfnConfig
+from megafp8.optimizer.config import OptimizerConfig
+from megafp8.section import (
+    FLOAT,
+    IN_FP32,
+    INTEGER,
+    Count,
+    Dropout,
+    Integer,
+    NonNegative,
+    Pattern,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 
 def _placement(value: object) -> object:
     """`value`, except that "turns", which earlier versions wrote for "loop", is read as that."""
     return "loop" if value == "turns" else value
-
-
-_INTEGER, _FLOAT, _IN_FP32 = BeforeValidator(_whole_number), BeforeValidator(_number), AfterValidator(_in_fp32)
-# Bounds come before the validator: pydantic leaves bounds behind a validator out of the JSON schema.
-Integer = Annotated[int, _INTEGER]
-Count = Annotated[int, Field(ge=0), _INTEGER]
-PositiveInt = Annotated[int, Field(gt=0), _INTEGER]
-NonNegative = Annotated[float, Field(ge=0), _FLOAT, _IN_FP32]
-PositiveFloat = Annotated[float, Field(gt=0), _FLOAT, _IN_FP32]
-Decay = Annotated[float, Field(ge=0, lt=1), _FLOAT]
-Dropout = Annotated[float, Field(ge=0, lt=1), _FLOAT]
-Pattern = Annotated[str, StringConstraints(min_length=1)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class RopeScaling(Section):
-    """Frequency scaling of rotary embeddings as in Llama 3.1, for contexts longer than in earlier training."""
-
-    factor: PositiveFloat = 8.0
-    """Factor by which the context is extended."""
-    low_freq_factor: PositiveFloat = 1.0
-    """Wavelengths above original_max_position_embeddings / low_freq_factor are scaled by the whole factor."""
-    high_freq_factor: PositiveFloat = 4.0
-    """Wavelengths below original_max_position_embeddings / high_freq_factor are unchanged; those between are
-    interpolated."""
-    original_max_position_embeddings: PositiveInt = 8192
-    """Context length before the extension, in tokens."""
-
-
-class YarnConfig(Section):
-    """YaRN (Peng et al. 2023, arXiv:2309.00071): frequency scaling of rotary embeddings for contexts longer than in
-    earlier training, with larger scores (Qwen, DeepSeek)."""
-
-    factor: Annotated[float, Field(ge=1), _FLOAT, _IN_FP32]
-    """Factor by which the context is extended."""
-    original_max_position_embeddings: PositiveInt = 4096
-    """Context length before the extension, in tokens."""
-    beta_fast: PositiveFloat = 32.0
-    """Frequencies with more rotations than this in the original context are unchanged."""
-    beta_slow: PositiveFloat = 1.0
-    """Frequencies with fewer rotations than this in the original context are divided by the factor; those between are
-    interpolated."""
-    truncate: bool = True
-    """Round the bounds of those between to whole pairs of channels, outwards (gpt-oss: false)."""
-    mscale: NonNegative = 1.0
-    """Rotated channels of queries and keys are multiplied by (0.1 · mscale · ln factor + 1) / (0.1 · mscale_all_dim ·
-    ln factor + 1)."""
-    mscale_all_dim: NonNegative = 0.0
-    """Latent attention only: scores are multiplied by (0.1 · mscale_all_dim · ln factor + 1)², whose channels are not
-    all rotated."""
-
-    @property
-    def rotated_factor(self) -> float:
-        """Factor of rotated channels of queries and keys."""
-        return (0.1 * self.mscale * math.log(self.factor) + 1) / math.sqrt(self.score_factor)
-
-    @property
-    def score_factor(self) -> float:
-        """Factor of the scores of latent attention."""
-        return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1) ** 2
-
-
-class LongRopeConfig(Section):
-    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): rotary frequencies divided by numbers found by a search, one set
-    for short sequences and one for long ones (Phi-3, Phi-4-mini). Which of them a run has follows from the length of
-    its sequences, training.seq_length."""
-
-    short_factor: list[PositiveFloat]
-    """Divisors of the frequencies of sequences of up to original_max_position_embeddings tokens, one for each rotated
-    pair of channels of a head."""
-    long_factor: list[PositiveFloat]
-    """Those of longer sequences."""
-    factor: Annotated[float, Field(ge=1), _FLOAT, _IN_FP32]
-    """Factor by which the context is extended. Rotated channels of queries and keys are multiplied by √(1 + ln factor /
-    ln original_max_position_embeddings), in short sequences too."""
-    original_max_position_embeddings: Annotated[int, Field(ge=2), _INTEGER] = 4096
-    """Context length before the extension, in tokens."""
-
-    def divisors(self, length: int) -> list[float]:
-        """Those of the frequencies in sequences of `length` tokens."""
-        return self.long_factor if self.is_long(length) else self.short_factor
-
-    def is_long(self, length: int) -> bool:
-        """Whether sequences of `length` tokens have `long_factor`."""
-        return length > self.original_max_position_embeddings
-
-    @property
-    def extended_length(self) -> int:
-        """Context length after the extension, in tokens."""
-        return round(self.factor * self.original_max_position_embeddings)
-
-    @property
-    def rotated_factor(self) -> float:
-        """Factor of rotated channels of queries and keys."""
-        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
-
-
-class LatentAttentionConfig(Section):
-    """Multi-head latent attention (DeepSeek-V2 and V3). Replaces head_dim and num_query_groups."""
-
-    q_rank: PositiveInt | None
-    """Width of the latent that queries are computed from (q_lora_rank). null: they are computed from the residual
-    stream (DeepSeek-V2-Lite)."""
-    kv_rank: PositiveInt
-    """Width of the latent that keys and values are computed from (kv_lora_rank)."""
-    nope_head_dim: PositiveInt = 128
-    """Channels of a head's query and key without positions (qk_nope_head_dim)."""
-    rope_head_dim: PositiveInt = 64
-    """Channels of a head's query, and of the key that all heads share, with rotary positions (qk_rope_head_dim)."""
-    value_head_dim: PositiveInt = 128
-    """Channels of a head's values (v_head_dim)."""
-
-
-class MoeConfig(Section):
-    """Mixture of experts: for each token a router chooses some of a layer's experts, each an MLP, and adds their
-    outputs, weighted by the router's scores. No token is dropped."""
-
-    num_experts: PositiveInt
-    """Number of experts of a layer."""
-    top_k: PositiveInt = 2
-    """Number of experts that the router chooses for each token."""
-    ffn_hidden_size: PositiveInt | None = None
-    """Inner width of an expert. Default: model.ffn_hidden_size."""
-    shared_ffn_hidden_size: PositiveInt | None = None
-    """Inner width of a shared expert, an MLP that every token passes (DeepSeek, Qwen2-MoE). Default: none."""
-    shared_gate: bool = False
-    """Multiply the shared expert's output by the sigmoid of a learned projection of the token (Qwen2-MoE)."""
-    first_dense_layers: Count = 0
-    """Number of layers at the start of the model that have an MLP instead of experts (DeepSeek)."""
-    layer_interval: PositiveInt = 1
-    """Every so many layers have experts, the others an MLP: layer i, counted from 0, where i + 1 is a multiple of it
-    (Hugging Face's decoder_sparse_step)."""
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    """Function of the router's logits: softmax over all experts, or sigmoid of each (DeepSeek-V3)."""
-    normalize: bool = True
-    """Divide the scores of a token's chosen experts by their sum (Hugging Face's norm_topk_prob)."""
-    scaling_factor: PositiveFloat = 1.0
-    """Multiply the scores of chosen experts by this, after normalization (routed_scaling_factor)."""
-    num_groups: PositiveInt = 1
-    """Number of groups of neighbouring experts (DeepSeek's n_group). A token's experts are chosen from its best groups
-    only: those whose largest score (softmax), or sum of the two largest (sigmoid), is highest."""
-    top_groups: PositiveInt | None = None
-    """Number of groups that a token's experts are chosen from (DeepSeek's topk_group). Default: all."""
-    selection_bias: bool = False
-    """Add a bias to each expert's score where experts are chosen, not where outputs are weighted. It balances the load
-    without an auxiliary loss (Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3)."""
-    bias_update_rate: NonNegative = 0.001
-    """After each step, the selection bias of experts with less than the mean number of tokens grows by this, and that
-    of the others shrinks by it. No effect without selection_bias. 0: the bias is constant."""
-    capacity_factor: PositiveFloat | None = None
-    """An expert takes at most so many times the mean number of tokens of a rank's micro-batch, those with the highest
-    weights, and no output for the others (Megatron-LM's moe_expert_capacity_factor; token dropping). Which are dropped
-    depends on the layout. Default: no token is dropped."""
-    aux_loss: NonNegative = 0.0
-    """Weight of the load-balancing loss: for each sequence and layer, num_experts times the sum over experts of their
-    share of the sequence's choices and their mean score (DeepSeek-V3's sequence-wise loss, eq. 17 to 20; Megatron-LM's
-    seq_aux_loss). 1 if the load is even. Averaged over sequences and added up over layers, whatever loss masks leave
-    out: all tokens are routed, padding too."""
-    aux_loss_scope: Literal["sequence", "global_batch"] = "sequence"
-    """Whose choices aux_loss makes even. sequence: those of each sequence. global_batch: those of all, so that experts
-    may specialize (Qiu et al. 2025, arXiv:2501.11873; Megatron-LM's global_aux_loss): with each expert's share of the
-    choices of the step before, which all ranks know, so it depends on no layout."""
-    z_loss: NonNegative = 0.0
-    """Weight of the square of log Z of the router's logits, averaged over tokens, also those that loss masks leave out,
-    and added up over layers (Zoph et al. 2022, arXiv:2202.08906)."""
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts."""
-        return layer >= self.first_dense_layers and (layer + 1) % self.layer_interval == 0
 
 
 class MupConfig(Section):
@@ -229,32 +46,32 @@ class MupConfig(Section):
     base_hidden_size: PositiveInt
     """hidden_size of the model that the hyperparameters were chosen with, for which this section changes nothing. With
     m = hidden_size / base_hidden_size, matrices of blocks have init_std / √m and AdamW's learning rate / m, and logits
-    are divided by m. ffn_hidden_size must have grown with hidden_size (Megatron-LM's mup_base_hidden_size)."""
+    are divided by m. ffn_hidden_size and the ranks of latent attention must have grown with hidden_size (Megatron-LM's
+    mup_base_hidden_size)."""
     base_head_dim: PositiveInt | None = None
     """head_dim of that model, if heads were widened: scores are multiplied by √base_head_dim / head_dim. Default:
     head_dim, for models that have more heads instead (Megatron-LM's mup_base_head_dim)."""
 
 
-class ModelConfig(Section):
-    """The network. The defaults are those of Llama; GPT-2 and Qwen differ in a few fields."""
+class ModelSize(Section):
+    """The size of the network."""
 
     architecture: Literal["gpt", "bert", "t5"] = "gpt"
     """gpt: causal language model. bert: bidirectional encoder, trained to predict masked tokens (data.masked_lm).
     t5: encoder and decoder, trained to restore spans of a text (data.span_corruption)."""
-    num_layers: Annotated[int, Field(gt=0, le=10_000), _INTEGER]
+    num_layers: Annotated[int, Field(gt=0, le=10_000), INTEGER]
     """Number of transformer blocks, in t5 of the encoder."""
-    num_decoder_layers: Annotated[int, Field(gt=0, le=10_000), _INTEGER] | None = None
+    num_decoder_layers: Annotated[int, Field(gt=0, le=10_000), INTEGER] | None = None
     """t5: number of blocks of the decoder. Default: num_layers."""
     hidden_size: PositiveInt
     """Width of the residual stream."""
-    num_attention_heads: PositiveInt
-    """Number of query heads."""
-    num_query_groups: PositiveInt | None = None
-    """Number of key-value heads (grouped-query attention). Default: num_attention_heads."""
-    head_dim: PositiveInt | None = None
-    """Width of one attention head. Default: hidden_size / num_attention_heads."""
-    ffn_hidden_size: PositiveInt | None = None
-    """Inner width of the MLP. Default: 4 × hidden_size."""
+
+
+class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
+    """The network. The defaults are those of Llama; GPT-2 and Qwen differ in a few fields.
+
+    The keys of attention and MLP are those of all layers, but for what layer_kinds and pattern say."""
+
     vocab_size: PositiveInt | None = None
     """Number of tokens in the vocabulary. Default: that of data.tokenizer."""
     vocab_multiple: PositiveInt = 128
@@ -263,9 +80,6 @@ class ModelConfig(Section):
     max_position_embeddings: PositiveInt | None = None
     """Rows of the learned position table. Default: training.seq_length. With rope it has no effect but as the longest
     context in a conversion to Hugging Face."""
-    position_embedding: Literal["rope", "learned", "alibi", "relative", "none"] = "rope"
-    """rope (rotary, Llama), learned (GPT-2), alibi (scores fall with the distance, at a rate of each head's own: Press
-    et al. 2021, arXiv:2108.12409; BLOOM), relative (T5: learned biases of scores by distance) or none."""
     relative_attention_num_buckets: PositiveInt = 32
     """relative: number of ranges of distances with a bias of their own."""
     relative_attention_max_distance: PositiveInt = 128
@@ -274,23 +88,9 @@ class ModelConfig(Section):
     """Normalize the embeddings before the first block (BLOOM, BERT)."""
     embedding_multiplier: PositiveFloat = 1.0
     """Embeddings are multiplied by this, rounded to training.precision (Granite; Gemma: √hidden_size)."""
-    rope_theta: PositiveFloat = 10000.0
-    """Base of the rotary frequencies."""
     rope_local_theta: PositiveFloat | None = None
     """Base of the rotary frequencies in layers with a sliding window, which are not scaled (Gemma 3). Default: those of
     the other layers."""
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1), _FLOAT] = 1.0
-    """Share of the channels of a head that rotary embeddings rotate (GPT-NeoX, GLM-4, Phi-4-mini). Of its pairs,
-    channels i and i + head_dim / 2, these are the first ones."""
-    rope_interpolation_factor: Annotated[float, Field(ge=1), _FLOAT, _IN_FP32] = 1.0
-    """Positions are divided by this (linear scaling, Chen et al. 2023, arXiv:2306.15595), for contexts longer than in
-    earlier training."""
-    rope_scaling: RopeScaling | None = None
-    """Frequency scaling as in Llama 3.1. Default: none."""
-    yarn: YarnConfig | None = None
-    """Frequency scaling by YaRN. Default: none."""
-    longrope: LongRopeConfig | None = None
-    """Frequency scaling by LongRoPE. Default: none."""
     normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """rmsnorm (Llama) or layernorm (GPT-2)."""
     norm_eps: PositiveFloat = 1e-5
@@ -302,20 +102,8 @@ class ModelConfig(Section):
     zero_centered_gamma: bool = False
     """Norms multiply by 1 + weight instead of weight, so that weights are around zero, where bf16 is finest (Gemma;
     Megatron-LM's apply_layernorm_1p)."""
-    activation: ActivationName = "swiglu"
-    """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), geglu and geglu_tanh (T5 1.1): gelu(gate) * up, relu (OPT, T5
-    1.0), squared_relu (Primer, Nemotron), or clamped_swiglu (gpt-oss): gate * sigmoid(1.702 * gate) * (up + 1) of gate
-    up to 7 and up from -7 to 7."""
     linear_bias: bool = False
     """Add biases to all linear layers of the blocks (GPT-2), also to those of experts and routers (gpt-oss)."""
-    qkv_bias: bool = False
-    """Add biases to the query, key and value projections only (Qwen2)."""
-    qk_norm: bool | Literal["projection"] = False
-    """Apply RMSNorm to each query and key head (Qwen3); projection: to all query heads at once, and all key heads
-    (OLMoE)."""
-    attention_sinks: bool = False
-    """Give each query head a learned score that takes part in its softmax and has no value, so that it can attend to
-    nothing (gpt-oss; Megatron-LM's softmax_type: learnable)."""
     tie_embeddings: bool = False
     """Share one weight between the output layer and the embedding."""
     token_types: Count = 0
@@ -328,15 +116,8 @@ class ModelConfig(Section):
     transform_activation: Literal["gelu", "gelu_tanh"] | None = None
     """bert: the GELU before the output layer. RoBERTa and Megatron-LM have gelu, the exact one, beside any
     model.activation. Default: gelu_tanh with that model.activation, gelu with others."""
-    sliding_window: PositiveInt | None = None
-    """Each token attends to this many latest tokens, including itself. Default: all earlier tokens."""
     full_attention_layers: list[int] = []
     """Layers, counted from 0, to which sliding_window does not apply (Qwen2, Gemma 2 and 3, gpt-oss)."""
-    attention_scale: PositiveFloat | None = None
-    """Scores of attention are multiplied by this (Gemma's query_pre_attn_scalar^-0.5, Granite's attention_multiplier).
-    Default: 1 / √head_dim, in t5 1."""
-    attention_softcap: PositiveFloat | None = None
-    """Scores become softcap · tanh(score / softcap) (Gemma 2's attn_logit_softcapping). Default: they do not."""
     parallel_block: bool = False
     """Attention and MLP both read the block's input, and their outputs are added (GPT-J, PaLM)."""
     residual_multiplier: PositiveFloat = 1.0
@@ -349,7 +130,13 @@ class ModelConfig(Section):
     """Multi-head latent attention. Default: none."""
     moe: MoeConfig | None = None
     """Experts instead of the MLP in some or all layers. Default: none."""
-    mtp_num_layers: Annotated[int, Field(ge=0, le=64), _INTEGER] = 0
+    layer_kinds: dict[str, LayerKind] = {}
+    """Kinds of layers by name, each with the keys that differ from those of this section: {local: {mixer:
+    {sliding_window: 4096}}, full: {}} (docs/layers.md). Needs pattern."""
+    pattern: list[str] = []
+    """Names of layer_kinds, of layer 0 and those after it, repeated up to num_layers. A name may have a count: ["dense
+    * 3", "sparse * 58"]. Default: layers are alike but for sliding_window and moe."""
+    mtp_num_layers: Annotated[int, Field(ge=0, le=64), INTEGER] = 0
     """Depths of multi-token prediction (DeepSeek-V3): depth d is one more block, which predicts the token d + 1 places
     ahead. They are the layers from num_layers on, like the last layer, and only train the model. 0: none."""
     mtp_loss_scaling_factor: NonNegative = 0.1
@@ -473,14 +260,79 @@ class ModelConfig(Section):
         """Whether the last pipeline stage needs the embedding's weight, too."""
         return self.tie_embeddings or self.mtp_num_layers > 0
 
+    @property
+    def layer_names(self) -> list[str]:
+        """The name of each layer's kind; empty without a pattern."""
+        names: list[str] = []
+        for entry in self.pattern:
+            name, _, count = entry.partition("*")
+            names += [name.strip()] * int(count or 1)
+        return [names[i % len(names)] for i in range(self.num_layers)] if names else []
+
+    def layer(self, index: int) -> LayerSpec:
+        """The parts of a layer: resolved records. Layers of multi-token prediction are like the last one."""
+        within = min(index, self.num_layers - 1)
+        kind = self.layer_kinds[self.layer_names[within]] if self.pattern else LayerKind()
+        mixer, ffn = kind.mixer, kind.ffn
+        window = None if within in self.full_attention_layers else self.sliding_window
+        if mixer is None and self.latent_attention is None:
+            mixer = AttentionConfig.of(self, window)
+        elif mixer is None:
+            mixer = LatentMixerConfig(sliding_window=window)
+        if ffn is None:
+            ffn = MoeFfnConfig() if self.moe is not None and self.moe.is_sparse(within) else MlpConfig()
+        return LayerSpec(mixer.resolved(self), ffn.resolved(self))
+
+    @property
+    def without_pattern(self) -> ModelConfig:
+        """An equal model whose other keys say what `pattern` says; the model itself where they cannot."""
+        if not self.pattern:
+            return self
+        specs = [self.layer(index) for index in range(self.num_layers)]
+        windows = [getattr(spec.mixer, "sliding_window", None) for spec in specs]
+        sparse = [spec.ffn.kind == "moe" for spec in specs]
+        update: dict[str, Any] = {
+            "pattern": [],
+            "layer_kinds": {},
+            "sliding_window": max(filter(None, windows), default=None),
+        }
+        if any(windows):
+            update["full_attention_layers"] = [i for i, window in enumerate(windows) if window is None]
+        mixers = sorted(
+            (spec.mixer for spec in specs), key=lambda mixer: getattr(mixer, "sliding_window", None) is not None
+        )
+        if isinstance(mixers[0], AttentionConfig):  # without a window, if there is one
+            update |= {
+                name: getattr(mixers[0], name) for name in AttentionKeys.model_fields if name != "sliding_window"
+            }
+        if isinstance(mixers[-1], AttentionConfig) and mixers[-1].rope_theta != update.get("rope_theta"):
+            update["rope_local_theta"] = mixers[-1].rope_theta
+        if self.moe is not None:
+            first = sparse.index(True) if any(sparse) else 0
+            update["moe"] = self.moe.model_copy(update={"first_dense_layers": first})
+        for spec in specs:
+            if isinstance(spec.ffn, MlpConfig):
+                update |= {name: getattr(spec.ffn, name) for name in MlpKeys.model_fields}
+        alike = self.model_copy(update=update)
+        return alike if [alike.layer(index) for index in range(self.num_layers)] == specs else self
+
+    @property
+    def distinct_layers(self) -> list[LayerSpec]:
+        """The kinds of layers that the model has, each once."""
+        kinds: list[LayerSpec] = []
+        for index in range(self.num_layers):
+            spec = self.layer(index)
+            if spec not in kinds:
+                kinds.append(spec)
+        return kinds
+
     def layer_kind(self, layer: int) -> tuple[Any, ...]:
-        """Equal for layers that differ in their number alone."""
-        ahead = layer >= self.num_blocks
-        return self.is_decoder(layer), ahead, self.moe_of(layer) is None, self.window_of(layer)
+        """Equal for layers that differ in their number alone; hashable."""
+        return self.is_decoder(layer), layer >= self.num_blocks, *map(repr, self.layer(layer))
 
     def window_of(self, layer: int) -> int | None:
         """The sliding window of a layer; None where it attends to all earlier tokens."""
-        return None if min(layer, self.num_layers - 1) in self.full_attention_layers else self.sliding_window
+        return getattr(self.layer(layer).mixer, "sliding_window", None)
 
     @property
     def ffn_size(self) -> int:
@@ -488,17 +340,17 @@ class ModelConfig(Section):
 
     def moe_of(self, layer: int) -> MoeConfig | None:
         """The experts of a layer; None where it has an MLP."""
-        return self.moe if self.moe is not None and self.moe.is_sparse(min(layer, self.num_layers - 1)) else None
+        return self.moe if self.layer(layer).ffn.kind == "moe" else None
 
     @property
-    def projections(self) -> Sequence[LoraTarget]:
-        """Linear layers of a block that LoRA can adapt."""
-        latent = self.latent_attention
-        attention: list[LoraTarget] = ["q", "k", "v", "proj"]
-        if latent is not None:
-            attention = ["q" if latent.q_rank is None else "q_up", "kv_up", "proj"]
-        mlp: list[LoraTarget] = ["gate", "up", "down"] if ACTIVATIONS[self.activation].gated else ["up", "down"]
-        return attention if self.moe is not None else [*attention, *mlp]
+    def lora_targets(self) -> tuple[str, ...]:
+        """Linear layers that LoRA can adapt: those that any layer has, of a model with experts those of mixers only."""
+        targets: dict[str, None] = {}
+        for mixer, ffn in self.distinct_layers:
+            targets |= dict.fromkeys(mixer.lora_targets(self))
+            if self.moe is None:
+                targets |= dict.fromkeys(ffn.lora_targets(self))
+        return tuple(targets)
 
     @property
     def expert_size(self) -> int:
@@ -551,13 +403,12 @@ class ParallelConfig(Section):
     sequence_parallel: bool = True
     """Split activations along the sequence between tensor-parallel regions. Saves memory at no cost. No effect if
     tensor is 1."""
-    overlap_tensor: Literal["auto", "none", "chunked", "symmetric"] = "auto"
+    overlap_tensor: Literal["auto", "none", "symmetric"] = "auto"
     """Overlap of sequence-parallel communication with the layers' GEMMs (Megatron-LM's tp_comm_overlap). none: overlap
     only the reduction of input gradients with weight gradients. symmetric: overlap everything; GEMMs are split into up
     to four parts, which the GPUs' copy engines transfer. It needs GPUs of one host, falls back to none with a log
-    message if it cannot be set up, and uses no NVLink multicast. chunked: the same through NCCL (gloo on CPU); measured
-    slower than none on H200. auto: symmetric on CUDA. No effect if tensor is 1. Tokens that are gathered for
-    experts travel likewise."""
+    message if it cannot be set up, and uses no NVLink multicast. auto: symmetric on CUDA. No effect if tensor is 1.
+    Tokens that are gathered for experts travel likewise."""
     layers_per_stage: list[Integer] | Literal["balanced"] | None = None
     """Number of blocks in each of the pipeline × virtual_pipeline stages, first to last, e.g. [7, 8, 8, 7]. balanced:
     fewer blocks on the rank with the output layer, so that all ranks have equal work. Default: as even as possible."""
@@ -579,7 +430,7 @@ class ParallelConfig(Section):
     """Reduce gradients over data-parallel ranks while backward still runs. With fsdp the reduction also overlaps with
     the next micro-batch, which takes memory for one more gradient of the size of the embedding; that between replicas
     overlaps with the last one's backward."""
-    bucket_mib: Annotated[float, Field(gt=0, le=2**20), _FLOAT] = 160.0
+    bucket_mib: Annotated[float, Field(gt=0, le=2**20), FLOAT] = 160.0
     """Minimum size of a gradient bucket, in MiB of fp32. Smaller buckets overlap earlier, larger ones communicate more
     efficiently."""
     zero: Literal[0, 1] = 0
@@ -649,7 +500,7 @@ class Fp8Config(Section):
     calibration_steps: Count = 0
     """static: number of first steps in which layers with tensors that static_amax does not name run in high precision,
     to measure their amaxes; 20 is usual."""
-    margin: Annotated[int, Field(ge=-64, le=64), _INTEGER] = 0
+    margin: Annotated[int, Field(ge=-64, le=64), INTEGER] = 0
     """delayed, static: divide scales by 2^margin, as headroom."""
     interval: PositiveInt = 1
     """delayed: steps between updates of the scales."""
@@ -805,88 +656,6 @@ class TrainingConfig(Section):
         return min(self.steps, self.stop_after or self.steps)
 
 
-class MuonConfig(Section):
-    """Muon (Jordan et al. 2024), which updates the weights of blocks that are matrices; AdamW updates all others."""
-
-    learning_rate: PositiveFloat | None = None
-    """Peak learning rate of the matrices; it follows the same schedule. Default: optimizer.learning_rate."""
-    momentum: Decay = 0.95
-    """Decay rate of the momentum."""
-    nesterov: bool = True
-    """Orthogonalize Nesterov's momentum."""
-    scaling: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """What updates of matrices are multiplied by (torch.optim.Muon's adjust_lr_fn). match_rms_adamw: 0.2 √max(rows,
-    columns), so that learning rate and weight decay of AdamW serve Muon too (Moonlight, arXiv:2502.16982). original:
-    √max(1, rows / columns), with learning rates around 0.02."""
-    newton_schulz_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Dtype in which matrices are orthogonalized and travel between ranks. bf16: that of all published results. fp32:
-    twice the traffic, and results that hardly depend on the layout."""
-
-
-class ParamGroupConfig(Section):
-    """Weights with a learning rate or weight decay of their own."""
-
-    match: Annotated[list[Pattern], Field(min_length=1)]
-    """Patterns of names of tensors, as in a checkpoint: "embedding.*", "layers.0.*", "*_norm.weight"; * matches any
-    text. A tensor is in the first group that matches it. It is an error if a pattern matches nothing."""
-    learning_rate_scale: NonNegative = 1.0
-    """Multiplies the learning rate of every step. 0: these weights stay as they are."""
-    weight_decay: NonNegative | None = None
-    """Their weight decay, norms and biases included. Default: optimizer.weight_decay for matrices, none for others."""
-
-
-class OptimizerConfig(Section):
-    """AdamW or Muon, and the learning-rate schedule."""
-
-    name: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon for the matrices of blocks and adamw for all other weights (docs/optimizers.md)."""
-    muon: MuonConfig = MuonConfig()
-    groups: list[ParamGroupConfig] = []
-    """Weights with a learning rate or weight decay of their own. Default: none."""
-    learning_rate: PositiveFloat
-    """Peak learning rate."""
-    min_learning_rate: NonNegative = 0.0
-    """Learning rate at the end of the schedule."""
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape of the schedule after warm-up. wsd: warm-up, stable, decay."""
-    warmup_steps: Count = 0
-    """Number of steps of linear warm-up."""
-    warmup_from: NonNegative = 0.0
-    """Learning rate from which the warm-up rises. After a schedule that has ended, for example its
-    min_learning_rate."""
-    schedule_from: Count = 0
-    """Step at which the schedule begins, with its warm-up; earlier steps have the learning rate of that one. For a
-    schedule of a stage, or of a run that was continued after its schedule had ended."""
-    decay_until: PositiveInt | None = None
-    """Step at which the schedule reaches min_learning_rate, where it stays. Default: training.steps. Give it to train
-    longer or shorter than planned without changing the schedule."""
-    decay_steps: PositiveInt | None = None
-    """wsd: number of steps of the final decay. Default: a tenth of decay_until."""
-    weight_decay: NonNegative = 0.1
-    """Decoupled weight decay of matrices; norms and biases have none."""
-    beta1: Decay = 0.9
-    """Decay rate of Adam's first moment."""
-    beta2: Decay = 0.95
-    """Decay rate of Adam's second moment."""
-    eps: PositiveFloat = 1e-8
-    """Adam's epsilon."""
-    clip_grad_norm: NonNegative = 1.0
-    """Maximum global gradient norm. 0: no clipping."""
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which gradients travel between data-parallel ranks. bf16: half the traffic; sums over ranks are rounded
-    to 8 bits, sums over the micro-batches of a rank stay fp32."""
-    moments_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """Dtype in which Adam's two moments are stored. bf16 saves 4 bytes per parameter; fp8 saves 6, with a scale per
-    block of 128 and stochastic rounding. A resumed run may change it between bf16 and fp8 only."""
-    store_param_remainders: bool = False
-    """Store only the 16 bits of each fp32 master weight that its bf16 weight lacks: saves 2 bytes per parameter without
-    loss. Checkpoints hold fp32 masters either way. Not supported with fp8.param_gather or parallel.fsdp."""
-    average_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay rate of an exponential moving average of the weights (EMA), such as 0.9999, which checkpoints hold beside
-    them; 4 bytes per parameter, divided as the optimizer's state is. Training does not use it:
-    tools/average_checkpoints.py --moving writes it as weights (docs/stages.md). Default: none is kept."""
-
-
 class TokenizerConfig(Section):
     """The tokenizer that the data was preprocessed with."""
 
@@ -923,7 +692,7 @@ class SpecialTokens(Section):
 class MaskedLmConfig(Section):
     """Masked tokens of a model whose architecture is bert (Devlin et al. 2018, arXiv:1810.04805)."""
 
-    probability: Annotated[float, Field(gt=0, lt=1), _FLOAT] = 0.15
+    probability: Annotated[float, Field(gt=0, lt=1), FLOAT] = 0.15
     """Share of a sample's tokens that are predicted (Megatron-LM's mask_prob). Of these 80% are replaced by the mask
     token, 10% by a random token, and 10% are left as they are."""
     whole_words: bool = False
@@ -934,9 +703,9 @@ class MaskedLmConfig(Section):
 class SpanCorruptionConfig(Section):
     """Spans of a text that a model whose architecture is t5 restores (Raffel et al. 2019, arXiv:1910.10683)."""
 
-    noise_density: Annotated[float, Field(gt=0, lt=1), _FLOAT] = 0.15
+    noise_density: Annotated[float, Field(gt=0, lt=1), FLOAT] = 0.15
     """Share of a text's tokens that are in spans."""
-    mean_span_length: Annotated[float, Field(ge=1), _FLOAT, _IN_FP32] = 3.0
+    mean_span_length: Annotated[float, Field(ge=1), FLOAT, IN_FP32] = 3.0
     """Mean number of tokens of a span."""
 
     def lengths(self, text: int) -> tuple[int, int]:
@@ -958,7 +727,15 @@ class SpanCorruptionConfig(Section):
             text += 1
 
 
-class PrefixLmConfig(Section):
+class ObjectiveConfig(Section):
+    """What a model is trained to predict (`megafp8.objectives`), where it is not what its architecture says."""
+
+    def problems(self, config: Config) -> Iterator[Problem]:
+        """The rules that `config`, which has this section, breaks."""
+        raise NotImplementedError
+
+
+class PrefixLmConfig(ObjectiveConfig):
     """Prefixes of samples: tokens that see each other in both directions, and that the model does not predict (Raffel
     et al. 2019, arXiv:1910.10683; GLM; UL2's S-denoising). The length of a sample's prefix is drawn at random, all
     lengths from min_length to max_length being equally likely."""
@@ -968,6 +745,35 @@ class PrefixLmConfig(Section):
     max_length: PositiveInt | None = None
     """Tokens of the longest prefix; that of min_length for prefixes of one length. Default: training.seq_length, of
     which only the token after it is predicted."""
+
+    def problems(self, config: Config) -> Iterator[Problem]:
+        m, d, s = config.model, config.data, config.training.seq_length
+        given, off = "data.prefix_lm is set, and", "or leave data.prefix_lm out"
+        if m.architecture != "gpt":
+            rule = f"{given} a prefix is for models that predict the next token"
+            yield Problem("model.architecture", m.architecture, rule, f"try gpt, {off}")
+            return
+        if m.sliding_window is not None:
+            rule = f"{given} all tokens attend to the whole prefix, which a window would not show them"
+            yield Problem("model.sliding_window", m.sliding_window, rule, f"leave it out, {off}")
+        if m.position_embedding == "alibi":
+            rule = (
+                f"{given} its tokens attend to later ones, while scores of ALiBi fall with the distance to earlier ones"
+            )
+            yield Problem("model.position_embedding", "alibi", rule, f"try rope, {off}")
+        if m.mtp_num_layers:
+            rule = f"{given} a token of the prefix would see the embedding of a token that it is to predict"
+            yield Problem("model.mtp_num_layers", m.mtp_num_layers, rule, f"try 0, {off}")
+        if d.reset_at_documents:
+            rule = f"{given} a sample has one prefix, which only its first documents would see"
+            yield Problem("data.reset_at_documents", True, rule, f"try false, {off}")
+        longest = self.max_length or s
+        if longest > s:
+            rule = f"training.seq_length is {s}, and a prefix leaves at least one label to predict"
+            yield Problem("data.prefix_lm.max_length", longest, rule, f"try {s} or less")
+        if self.min_length > longest:
+            rule = f"longer than the longest prefix ({longest})"
+            yield Problem("data.prefix_lm.min_length", self.min_length, rule, f"try {min(longest, s)} or less")
 
 
 class ObjectCacheConfig(Section):
@@ -1029,12 +835,18 @@ class DataConfig(Section):
     """Masked tokens, with model.architecture bert."""
     span_corruption: SpanCorruptionConfig = SpanCorruptionConfig()
     """Spans to restore, with model.architecture t5."""
-    num_workers: Annotated[int, Field(ge=0, le=1024), _INTEGER] = 0
+    num_workers: Annotated[int, Field(ge=0, le=1024), INTEGER] = 0
     """Number of loader processes per rank. 0: load in the training process."""
     index_cache: str | None = None
     """Folder on local disk for sample indices. Default: in the user's cache folder."""
     object_cache: ObjectCacheConfig = ObjectCacheConfig()
     """Where data sets in object storage are kept on local disk."""
+
+    @property
+    def objectives(self) -> dict[str, ObjectiveConfig]:
+        """By key, the sections of objectives that are given."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in values.items() if isinstance(value, ObjectiveConfig)}
 
 
 LoraTarget = Literal["q", "k", "v", "q_up", "kv_up", "proj", "gate", "up", "down"]
@@ -1106,7 +918,7 @@ class LossSpikeConfig(Section):
     newest checkpoint and leave out the samples since then."""
     sigmas: PositiveFloat = 6.0
     """Standard deviations above the mean."""
-    window: Annotated[int, Field(ge=4), _INTEGER] = 128
+    window: Annotated[int, Field(ge=4), INTEGER] = 128
     """Number of latest steps whose losses count. No step is a spike before half of them are done."""
 
 
@@ -1185,7 +997,7 @@ class LoggingConfig(Section):
     tools/plot_expert_load.py draws. 0: none."""
     wandb_project: str | None = None
     """Log to this Weights & Biases project; WANDB_MODE=offline is supported."""
-    metrics_port: Annotated[int, Field(ge=1, le=65535), _INTEGER] | None = None
+    metrics_port: Annotated[int, Field(ge=1, le=65535), INTEGER] | None = None
     """Port on which rank 0 serves metrics for Prometheus, at /metrics, as OpenMetrics text, to anybody who can reach it
     (docs/watching-runs.md). Default: none."""
     pipeline_trace_step: PositiveInt | None = None
@@ -1235,7 +1047,7 @@ class Config(Section):
     no algorithm is chosen by its speed. Slower, mostly in attention: docs/decisions/0014-determinism.md."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: cuda if there is a GPU, else cpu."""
-    timeout_seconds: Annotated[float, Field(gt=0, le=1e9), _FLOAT] = 600.0
+    timeout_seconds: Annotated[float, Field(gt=0, le=1e9), FLOAT] = 600.0
     """Time limit of a collective, in seconds; one that takes longer ends the job."""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
@@ -1255,9 +1067,9 @@ class Config(Section):
     """Profile some steps. Default: none."""
 
     @property
-    def lora_targets(self) -> Sequence[LoraTarget]:
+    def lora_targets(self) -> Sequence[str]:
         """Projections that are adapted."""
-        return () if self.lora is None else self.lora.targets or self.model.projections
+        return () if self.lora is None else self.lora.targets or self.model.lora_targets
 
     @property
     def gathers_tokens(self) -> bool:

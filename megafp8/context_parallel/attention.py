@@ -50,9 +50,9 @@ from megafp8.context_parallel.split import (
     slots_of,
 )
 from megafp8.distributed.collectives import all_gather_async, reduce_scatter
+from megafp8.numerics.attention_mask import CAUSAL, AttentionMask, one_segment
+from megafp8.numerics.attention_scores import PLAIN, Scores
 from megafp8.ops import attention
-from megafp8.ops.attention_mask import CAUSAL, AttentionMask, one_segment
-from megafp8.ops.attention_scores import PLAIN, Scores
 
 
 class Call(NamedTuple):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megafp8.ops.attention_mask import one_segment
+from megafp8.numerics.attention_mask import one_segment
 
 
 def slots_of(rank: int, ranks: int) -> tuple[int, int]:

@@ -47,6 +47,10 @@ class Source(Protocol):
         """Rows `[first, last)` of `read(name)`, of which nothing else is read from the disk if the format allows."""
         return self.read(name)[first:last]
 
+    def why_without(self, name: str) -> str:
+        """Why the tensor `name` cannot be read, for a user."""
+        return f"{self.path} has no {name}"
+
 
 def of_optimizer(key: str, weight: str) -> str:
     """Name of the optimizer's state `key` (`master`, `exp_avg`, ...) of the tensor `weight` in a checkpoint."""

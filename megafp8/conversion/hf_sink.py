@@ -24,8 +24,8 @@ from megafp8.checkpoint.files import BLOCK_BYTES, allocate, read_into, to_json, 
 from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
-from megafp8.conversion.hf_config import choose, differences, read_config, write_config
-from megafp8.conversion.hf_names import Location, locate
+from megafp8.conversion.hf_config import FAMILIES, choose, differences, read_config, write_config
+from megafp8.conversion.hf_names import Location
 from megafp8.conversion.hf_source import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, WEIGHTS_FILE
 from megafp8.conversion.hf_tokenizer import TokenizerExport, export_tokenizer
 from megafp8.conversion.model import check_source
@@ -58,8 +58,8 @@ class HfSink(Sink):
         self._config |= {key: i for key, i in _token_ids(self._tokenizer).items() if key not in self._config}
         assert model.vocab_size is not None
         self._shapes = {n: (model.vocab_size, *s[1:]) if is_vocabulary(n) else s for n, s in shapes.items()}
-        family = self._config["model_type"]
-        self._locations = {name: locate(family, model, name, shape) for name, shape in self._shapes.items()}
+        names = FAMILIES[self._config["model_type"]].names
+        self._locations = {name: names.locate(model, name, shape) for name, shape in self._shapes.items()}
         headers = self._plan(source)
         layout = [self._config, {file: first.hex() for file, (first, _) in headers.items()}]
         if self._open_journal(source, shapes, options, layout):

@@ -32,19 +32,9 @@ from torch import Tensor
 
 from megafp8.checkpoint.files import BLOCK_BYTES, parse_object, read_file
 from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
-from megafp8.conversion.hf_config import MTP_LAYERS, read_config
-from megafp8.conversion.hf_names import (
-    Location,
-    base_prefix,
-    copy_of,
-    is_buffer,
-    is_copy,
-    is_of_head,
-    is_of_other_head,
-    locate,
-    output_name,
-    present_name,
-)
+from megafp8.conversion.hf_config import read_config
+from megafp8.conversion.hf_names import Location, is_buffer, is_copy, present_name
+from megafp8.conversion.hf_traits import MTP_LAYERS
 from megafp8.conversion.model import check_size, is_mtp, model_tensors
 from megafp8.conversion.safetensors_format import DTYPES, Entry, read_header, read_rows
 from megafp8.conversion.target import TOKENIZER_NAMES, own_files
@@ -70,10 +60,12 @@ class HfSource(Source):
             raise ValueError(f"{self.path / CONFIG_FILE}: {error}") from None
         self.about = {"huggingface": config | ({MTP_LAYERS: 0} if MTP_LAYERS in config else {})}
         self.tokenizer_files = own_files(self.path, (*TOKENIZER_NAMES, GENERATION_FILE))
-        self._model_type = family.model_type
+        self._family, self._names = family.model_type, family.names
         self._entries = self._with_prefix(_entries(self.path))
         if not model.binary_head:
-            self._entries = {name: entry for name, entry in self._entries.items() if not is_of_other_head(name)}
+            self._entries = {
+                name: entry for name, entry in self._entries.items() if not self._names.is_of_other_head(name)
+            }
         try:
             check_size(model, [entry.shape for entry in self._entries.values()])
         except ValueError as error:
@@ -84,11 +76,9 @@ class HfSource(Source):
 
     def _with_prefix(self, entries: dict[str, Entry]) -> dict[str, Entry]:
         """Entries under the names of a model with an output layer, without constants."""
-        prefix = base_prefix(self._model_type)
+        prefix, is_of_head = self._names.prefix, self._names.is_of_head
         has_it = any(name.startswith(prefix) for name in entries)
-        full = {
-            present_name(n if has_it or is_of_head(self._model_type, n) else prefix + n): e for n, e in entries.items()
-        }
+        full = {present_name(n if has_it or is_of_head(n) else prefix + n): e for n, e in entries.items()}
         return {name: entry for name, entry in full.items() if not is_buffer(name)}
 
     def _check(self) -> dict[str, TensorInfo]:
@@ -118,7 +108,7 @@ class HfSource(Source):
                 raise ValueError(f"{entry.file}: {there.name} has shape {shapes}")
             tensors[name] = TensorInfo(shape, DTYPES[entry.dtype])
             used.add(there.name)
-        if self.model.tie_embeddings and (output := output_name(self._model_type)) in self._entries:
+        if self.model.tie_embeddings and (output := self._names.output) in self._entries:
             ours = "model.embedding.word.weight"
             word = self.location(ours, model_tensors(self.model)[ours]).name
             if not self._is_equal(output, word):
@@ -129,15 +119,15 @@ class HfSource(Source):
                     f"remove {output} to tie them (as 4 does)"
                 )
             used.add(output)
-        for name, original in ((name, copy_of(name)) for name in self._entries):
-            if original in self._entries and self._is_equal(name, original):
+        for name, original in self._names.copies.items():
+            if {name, original} <= self._entries.keys() and self._is_equal(name, original):
                 used.add(name)
         if self.model.mtp_num_layers:
             used |= {name for name in self._entries if is_mtp(self.model, name) and is_copy(name)}
         if unknown := sorted(self._entries.keys() - used):
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             raise ValueError(
-                f"{self._entries[unknown[0]].file} has a tensor {unknown[0]}{more}, which no {self._model_type} model "
+                f"{self._entries[unknown[0]].file} has a tensor {unknown[0]}{more}, which no {self._family} model "
                 f"of ours has: {', '.join(unknown)}"
             )
         return tensors
@@ -159,7 +149,7 @@ class HfSource(Source):
         """Where our tensor `name` of `shape` lies. It has no rows for the padding of the vocabulary."""
         assert self.model.vocab_size is not None
         unpadded = (self.model.vocab_size, *shape[1:]) if is_vocabulary(name) else shape
-        return locate(self._model_type, self.model, name, unpadded)
+        return self._names.locate(self.model, name, unpadded)
 
     def read(self, name: str) -> Tensor:
         return self.read_rows(name, 0, self.tensors[name].shape[0])

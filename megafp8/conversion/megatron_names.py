@@ -52,45 +52,37 @@ from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed.sharding import Shape
 
-_OUTER = {
+# By the part of the network that has the tensors: names of modules of ours, or of parameters, in theirs.
+EMBEDDING = {
     "embedding.word": "embedding.word_embeddings",
     "embedding.position": "embedding.position_embeddings",
     "embedding.token_type": "embedding.tokentype_embeddings",
-    "final_norm": "decoder.final_layernorm",
+}
+NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "pre_mlp_layernorm"}
+ATTENTION = {
+    **{f"attention.{x}": "self_attention.linear_qkv" for x in "qkv"},
+    **{f"attention.{x}_norm": f"self_attention.{x}_layernorm" for x in "qk"},
+    "attention.sink.weight": "self_attention.core_attention.softmax_offset",
+    "attention.proj": "self_attention.linear_proj",
+}
+_MLP_LAYERS = {"gate": "linear_fc1", "up": "linear_fc1", "down": "linear_fc2"}
+MLP = {f"mlp.{ours}": f"mlp.{theirs}" for ours, theirs in _MLP_LAYERS.items()}
+MOE = {
+    "mlp.router": "mlp.router",
+    "mlp.router.bias": "mlp.router.expert_bias",
+    **{f"mlp.experts.*.{ours}": f"mlp.experts.local_experts.*.{theirs}" for ours, theirs in _MLP_LAYERS.items()},
+    **{f"mlp.shared.{ours}": f"mlp.shared_experts.{theirs}" for ours, theirs in _MLP_LAYERS.items()},
+    "mlp.shared_gate.weight": "mlp.shared_experts.gate_weight",
+}
+HEAD = {"final_norm": "decoder.final_layernorm", "output": "output_layer"}
+PRETRAINING_HEAD = {
     "transform": "lm_head.dense",
     "transform_norm": "lm_head.layer_norm",
     "pooler": "pooler.dense",
     "binary_head": "binary_head",
-    "output": "output_layer",
 }
-_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.q": "self_attention.linear_qkv",
-    "attention.k": "self_attention.linear_qkv",
-    "attention.v": "self_attention.linear_qkv",
-    "attention.q_norm": "self_attention.q_layernorm",
-    "attention.k_norm": "self_attention.k_layernorm",
-    "attention.sink": "self_attention.core_attention",
-    "attention.proj": "self_attention.linear_proj",
-    "mlp_norm": "pre_mlp_layernorm",
-    "mlp.gate": "mlp.linear_fc1",
-    "mlp.up": "mlp.linear_fc1",
-    "mlp.down": "mlp.linear_fc2",
-    "mlp.router": "mlp.router",
-    "mlp.experts.*.gate": "mlp.experts.local_experts.*.linear_fc1",
-    "mlp.experts.*.up": "mlp.experts.local_experts.*.linear_fc1",
-    "mlp.experts.*.down": "mlp.experts.local_experts.*.linear_fc2",
-    "mlp.shared.gate": "mlp.shared_experts.linear_fc1",
-    "mlp.shared.up": "mlp.shared_experts.linear_fc1",
-    "mlp.shared.down": "mlp.shared_experts.linear_fc2",
-    "mlp.shared_gate": "mlp.shared_experts",
-}
-_PARAMETERS = {
-    "self_attention.core_attention.weight": "self_attention.core_attention.softmax_offset",
-    "mlp.router.bias": "mlp.router.expert_bias",
-    "mlp.shared_experts.weight": "mlp.shared_experts.gate_weight",
-}
-"""Their names of parameters that are not called weight or bias."""
+_OUTER = EMBEDDING | HEAD | PRETRAINING_HEAD
+_LAYER = NORMS | ATTENTION | MLP | MOE
 OUTPUT = "output_layer.weight"
 _VOCABULARY = ("embedding.word_embeddings.weight", OUTPUT, "output_layer.bias")
 _SINK = "core_attention.softmax_offset"
@@ -157,10 +149,9 @@ def place(name: str) -> Place:
         return Place(None, f"{_OUTER[module]}.{kind}")
     _, index, module = module.split(".", 2)
     expert = re.search(r"(?<=^mlp\.experts\.)\d+", module)
-    if expert is not None:
-        module = f"mlp.experts.*.{module.rpartition('.')[2]}"
-    key = f"{_LAYER[module]}.{kind}"
-    return Place(int(index), _PARAMETERS.get(key, key), None if expert is None else int(expert[0]))
+    module = module if expert is None else f"mlp.experts.*.{module.rpartition('.')[2]}"
+    key = _LAYER.get(f"{module}.{kind}") or f"{_LAYER[module]}.{kind}"
+    return Place(int(index), key, None if expert is None else int(expert[0]))
 
 
 def canonical(key: str) -> str:

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from megafp8.checkpoint.files import BLOCK_BYTES, sync, write_at
 from megafp8.checkpoint.torch_file import as_bytes, reserve, seal, tensor_starts
-from megafp8.config import ModelConfig, moe_checks
+from megafp8.config import ModelConfig
+from megafp8.config.checks import split_widths
 from megafp8.conversion.base import Source
 from megafp8.conversion.megatron_args import Implementation, layout_args, write_args
 from megafp8.conversion.megatron_names import OUTPUT, place, runs, their_shape, with_transformer_engine
@@ -87,9 +88,7 @@ class MegatronSink(Sink):
         if min(t, p, e, self.virtual) < 1:
             raise ValueError(f"a layout of TP {t}, PP {p}, EP {e}, virtual PP {self.virtual}: sizes are 1 or more")
         sizes = {
-            "num_attention_heads": model.num_attention_heads,
-            "num_query_groups": model.query_groups,
-            **{key.removeprefix("model."): width for key, width in moe_checks.widths(model).items()},
+            **{key.removeprefix("model."): width for key, width in split_widths(model).items()},
         }
         if model.moe is not None:
             sizes["moe.ffn_hidden_size"] = model.expert_size

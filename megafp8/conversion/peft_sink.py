@@ -23,7 +23,7 @@ from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source
 from megafp8.conversion.hf_config import canonical, differences, read_config
-from megafp8.conversion.hf_names import Location, locate
+from megafp8.conversion.hf_names import Location, TensorNames
 from megafp8.conversion.hf_source import CONFIG_FILE, read_config_file
 from megafp8.conversion.model import model_tensors, without_mtp
 from megafp8.conversion.native import NativeSource, find_checkpoint
@@ -64,7 +64,7 @@ class PeftSink(Sink):
             found, expected = canonical(model), canonical(ours)
             changes = ", ".join(f"{field} is {found[field]}, not {expected[field]}" for field in fields)
             raise ValueError(f"{Path(base) / CONFIG_FILE} describes another model than {source.path}: {changes}")
-        modules = _modules(family.model_type, model)
+        modules = _modules(family.names, model)
         stems = [name.removesuffix(f".{A}") for name in source.tensors if name.endswith(f".{A}")]
         theirs: dict[str, TensorInfo] = {}
         self._blocks: dict[str, _Block] = {}
@@ -123,13 +123,13 @@ class _Modules(NamedTuple):
     parts: Mapping[str, list[str]]
 
 
-def _modules(model_type: str, model: ModelConfig) -> _Modules:
+def _modules(names: TensorNames, model: ModelConfig) -> _Modules:
     of: dict[str, tuple[str, Location]] = {}
     parts: dict[str, list[str]] = {}
     for name, shape in model_tensors(model).items():
         if not name.endswith(".weight"):
             continue
-        stem, there = name.removesuffix(".weight"), locate(model_type, model, name, shape)
+        stem, there = name.removesuffix(".weight"), names.locate(model, name, shape)
         module = there.name.removesuffix(".weight")
         of[stem] = module, there
         parts.setdefault(module, []).append(stem)

@@ -21,9 +21,11 @@ of gate, then all of up. Tied output layers are stored once. Adam's state has th
     optimizer.state.exp_avg.<key>, ...exp_avg_sq.<key>       of the weight's shape, else it is not read
     optimizer.state.fp32_param.<key>, or ...param.<key>      fp32 masters; the second of the distributed optimizer
 
-Optimizers that are not distributed are saved so, and distributed ones with `--dist-ckpt-optim-fully-reshardable`;
-otherwise they are flat buffers of each rank. Objects (`_extra_state`, random-number states) are ignored. No code in the
-files runs (`torch_file`, `dcp.parse_index`).
+Optimizers that are not distributed are saved so, and distributed ones with `--dist-ckpt-optim-fully-reshardable`. The
+others' (`dp_reshardable`) is not read: flat buffers `optimizer.distributed.dp_group_idx_0.gbuf_idx_0...bucket_idx_0.
+exp_avg`. Which weight lies where in them follows from the saving job's model-parallel ranks, order of parameters,
+buckets and padding, which no file has. Objects (`_extra_state`, random-number states) are ignored. No code in the files
+runs (`torch_file`, `dcp.parse_index`).
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ from megafp8.distributed.sharding import Shape
 CONFIG_FILE = "metadata.json"
 HALVES = {"gate": "_w", "up": "_v"}
 """Suffixes of the two tensors that `singleton_local_shards` makes of linear_fc1."""
+_FLAT = "optimizer.distributed.dp_group_idx_"
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 _MASTERS = ("fp32_param", "param")
 
@@ -123,6 +126,7 @@ class TorchDistSource(Source):
         self.tensors = self._check()
         steps = set(_optimizer_steps(common, content.get("optimizer")))
         state = self._optimizer_state(index) if len(steps) == 1 else {}
+        self._flat = next((key for key in index.state_dict_metadata if _FLAT in key), None)
         if state:
             self.tensors |= state
             self.about["optimizer_steps"] = steps.pop()
@@ -177,6 +181,14 @@ class TorchDistSource(Source):
                 tensors[ours] = TensorInfo(self.tensors[name].shape, entry.properties.dtype)
         self._parts |= parts
         return tensors
+
+    def why_without(self, name: str) -> str:
+        if self._flat is None or not name.startswith("optimizer."):
+            return super().why_without(name)
+        return (
+            f"{self.path} has Adam's state in flat buffers of each rank ({self._flat}), and nothing says where in them "
+            "each weight's is; load it in Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable"
+        )
 
     def read(self, name: str) -> Tensor:
         shape, dtype = self.tensors[name]

@@ -42,7 +42,7 @@ def is_router(name: str) -> bool:
     return ".mlp.router." in name
 
 
-class UpcycledSource:
+class UpcycledSource(Source):
     """`dense` with its MLPs as the experts of `model`; without routers."""
 
     def __init__(self, dense: Source, model: ModelConfig) -> None:

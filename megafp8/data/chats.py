@@ -1,4 +1,4 @@
-"""Chats and completions as token ids with a loss mask: which tokens are answers, and which are only their context.
+"""Chats as token ids with a loss mask: which tokens are answers, and which are only their context.
 
 A chat is rendered by the tokenizer's chat template, a Jinja program, in the sandbox and with the variables and
 functions that transformers' `apply_chat_template` gives it, in a process of its own with limits of memory and time
@@ -22,12 +22,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megafp8.data.packages import import_package
+from megafp8.data.styles import Tokens
 from megafp8.data.template_process import BEGIN, END, render
 from megafp8.data.tokenizers import Tokenizer
 from megafp8.strict_json import parse_json
@@ -40,13 +40,6 @@ Spans = list[tuple[int, int]]
 """Start and end of each answer, in characters."""
 
 _BLOCK = re.compile(r"\{%[-+]?\s*generation\b")
-
-
-class Encoded(NamedTuple):
-    """Token ids `[n]`, and 1 for those that are answers, uint8 `[n]`."""
-
-    ids: NDArray[np.int32]
-    loss_mask: NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -171,7 +164,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def chat_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[[Sequence[Message]], Encoded]:
+def chat_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[[Sequence[Message]], Tokens]:
     """The function that tokenizes a chat. It raises ValueError for a chat that has no answer or cannot be rendered.
 
     Raises ValueError for tokenizers that `_check_special_tokens` refuses.
@@ -180,14 +173,15 @@ def chat_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[[Sequ
     model = tokenizer.model
     special = [token.content for token in model.get_added_tokens_decoder().values() if token.special]
 
-    def encode(messages: Sequence[Message]) -> Encoded:
+    def encode(messages: Sequence[Message]) -> Tokens:
         text, spans = template.answers(messages, special)
         encoding = model.encode(text, add_special_tokens=False)
         mask = np.zeros(len(encoding.ids), np.uint8)
         begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         for begin, end in spans:
             mask[(begins < end) & (np.maximum(ends, begins + 1) > begin)] = 1
-        return _checked(encoding.ids, mask, f"no message of the {ANSWER_ROLE}, or none with text")
+        characters = sum(len(message["content"]) for message in messages)
+        return Tokens.masked(encoding.ids, mask, characters, f"no message of the {ANSWER_ROLE}, or none with text")
 
     return encode
 
@@ -213,29 +207,3 @@ def _check_special_tokens(tokenizer: Tokenizer, template: ChatTemplate) -> None:
             f"tokenizer.json does not have the special tokens {', '.join(sorted(missing))} of {CONFIG_FILE} beside it; "
             "save the tokenizer again by transformers"
         )
-
-
-def completion_encoder(tokenizer: Tokenizer, append_eod: bool) -> Callable[[str, str], Encoded]:
-    """The function that tokenizes a prompt and its completion. It raises ValueError if the completion is empty.
-
-    They are tokenized together. The completion begins with the first token that the prompt alone does not have there.
-    `append_eod`: it ends with the end-of-document token.
-    """
-
-    def encode(prompt: str, completion: str) -> Encoded:
-        if not completion:
-            raise ValueError("the completion is empty")
-        ids, own = tokenizer.encode(prompt + completion), tokenizer.encode(prompt)
-        differing = [a != b for a, b in zip(ids, own)]
-        first = differing.index(True) if True in differing else min(len(own), len(ids))
-        ids = [*ids, tokenizer.eod_id] if append_eod else ids
-        return _checked(ids, (np.arange(len(ids)) >= first).astype(np.uint8), "no token after the prompt")
-
-    return encode
-
-
-def _checked(ids: Sequence[int], mask: NDArray[np.uint8], fault: str) -> Encoded:
-    """ValueError with `fault` if there is nothing to learn: a first token has nothing that predicts it."""
-    if not mask[1:].any():
-        raise ValueError(f"has nothing to learn: {fault}")
-    return Encoded(np.asarray(ids, np.int32), mask)

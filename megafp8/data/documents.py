@@ -21,32 +21,18 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from megafp8.data.packages import import_package
+from megafp8.data.styles import Document, position
+from megafp8.data.styles.registry import STYLES
 from megafp8.object_store import AnyPath, ObjectPath, as_path
 from megafp8.strict_json import parse_json
 
 Content = Literal["json_lines", "text", "parquet"]
-Style = Literal["text", "chat", "completion"]
-"""What a record holds: a text, a list of messages, or a prompt and its completion."""
 _CONTENTS: dict[str, Content] = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json_lines")
 _CONTENTS |= {".txt": "text", ".parquet": "parquet"}
 _COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 _READ_ERRORS = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)  # pyarrow's errors are ValueErrors
 _BOM = codecs.BOM_UTF8
 _BINARY_TYPES = {"string": "binary", "large_string": "large_binary", "string_view": "binary_view"}
-
-
-class Document(NamedTuple):
-    """A text and its origin (file, and line or row). `text` is None if it could not be read; `error` says why.
-
-    Of a chat `text` is None too, and `messages` has its messages as they were read; of a prompt with a completion
-    `text` has the prompt, and `completion` the rest.
-    """
-
-    origin: str
-    text: str | None
-    error: str | None = None
-    messages: list[Any] | None = None
-    completion: str | None = None
 
 
 class InputFile(NamedTuple):
@@ -56,7 +42,7 @@ class InputFile(NamedTuple):
     content: Content
     compression: str
     keys: tuple[str, ...]
-    style: Style = "text"
+    style: str = "text"
 
 
 class SkippedFile(NamedTuple):
@@ -71,13 +57,13 @@ def find_files(
     *,
     json_keys: Sequence[str] = ("text",),
     any_text: bool = False,
-    style: Style = "text",
-    completion_key: str = "completion",
+    style: str = "text",
+    more_keys: Sequence[str] = (),
 ) -> tuple[list[InputFile], list[SkippedFile]]:
     """Files that `inputs` (files, folders, globs, URLs) name, in a fixed order, each once for each of its keys.
 
-    `json_keys` is one key for all inputs or one for each: of the text, the messages, or the prompt, whose completion is
-    under `completion_key`. Folders are searched for files with known suffixes, or with
+    `json_keys` is one key for all inputs or one for each, of the first key of the `style`; `more_keys` are the others.
+    Folders are searched for files with known suffixes, or with
     `any_text`, which reads every file as one document, for all files; the second list has their other files. A file
     that is itself an input, or matches a glob, is read as JSON lines if its suffix is unknown.
 
@@ -91,7 +77,7 @@ def find_files(
     if any_text and style != "text":
         raise ValueError(f"--text-files reads whole files as texts, and --style is {style}: leave one of them out")
     each = list(json_keys) * (len(inputs) if len(json_keys) == 1 else 1)
-    keys = [_Keys((key, completion_key) if style == "completion" else (key,), style) for key in each]
+    keys = [_Keys((key, *more_keys), style) for key in each]
     found: dict[InputFile, None] = {}
     skipped: dict[SkippedFile, None] = {}
     for item, key in zip(inputs, keys):
@@ -121,7 +107,7 @@ class _Keys(NamedTuple):
     """What is read of each record of an input."""
 
     keys: tuple[str, ...]
-    style: Style
+    style: str
 
 
 def _classify(path: AnyPath, keys: _Keys, any_text: bool, default: Content | None = None) -> InputFile | str:
@@ -278,7 +264,7 @@ def _read_text(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
         else:
             yield Document(str(file.path), content.removeprefix(_BOM).decode("utf-8"))
     except UnicodeDecodeError as failure:
-        yield Document(str(file.path), None, f"not UTF-8 text: {_position(failure)}")
+        yield Document(str(file.path), None, f"not UTF-8 text: {position(failure)}")
     except _READ_ERRORS as failure:
         yield Document(str(file.path), None, f"cannot be read: {failure}")
 
@@ -301,76 +287,27 @@ def _parse_line(line: bytes, origin: str, file: InputFile) -> Document:
     try:
         record = parse_json(line)
     except UnicodeDecodeError as error:
-        return Document(origin, None, f"not UTF-8 text: {_position(error)}{hint}")
+        return Document(origin, None, f"not UTF-8 text: {position(error)}{hint}")
     except ValueError as error:
         return Document(origin, None, f"not JSON: {error}{hint} (each line must be one JSON object)")
     found = list(record) if isinstance(record, dict) else [f"a {type(record).__name__}"]
     if not isinstance(record, dict) or any(key not in record for key in file.keys):
         return Document(origin, None, _missing(file, found, "key"))
-    return _document(origin, [record[key] for key in file.keys], file)
-
-
-_FLAGS: dict[Style, tuple[tuple[str, str], ...]] = {
-    "text": (("--json-key", "text"),),
-    "chat": (("--json-key", "list of messages"),),
-    "completion": (("--json-key", "prompt"), ("--completion-key", "completion")),
-}
-"""The flag that names each key of a record, and what is under it."""
+    return STYLES[file.style].document(origin, file.keys, [record[key] for key in file.keys])
 
 
 def _missing(file: InputFile, found: list[str], what: str) -> str:
     """The error of a record that has `found`, and not all keys that are read."""
-    flags = dict(zip(file.keys, _FLAGS[file.style]))
-    key = next(key for key in file.keys if key not in found)
-    flag, meaning = flags[key]
-    return f"has no {what} {key!r} (it has {', '.join(found[:10])}); {flag} names the {meaning}"
-
-
-def _position(error: UnicodeDecodeError) -> str:
-    return f"byte {error.object[error.start]:#04x} at position {error.start} ({error.reason})"
-
-
-def _document(origin: str, values: Sequence[Any], file: InputFile) -> Document:
-    """A document of the values of the file's keys, or of an error."""
-    check = _fault_of_messages if file.style == "chat" else _fault_of_text
-    for key, value in zip(file.keys, values):
-        if fault := check(value, repr(key)):
-            return Document(origin, None, fault)
-    if file.style == "chat":
-        return Document(origin, None, messages=values[0])
-    return Document(origin, values[0], completion=values[1] if file.style == "completion" else None)
-
-
-def _fault_of_text(text: Any, name: str) -> str | None:
-    """Why `text` is none. JSON can hold lone surrogates, which tokenizers do not take."""
-    if isinstance(text, UnicodeDecodeError):
-        return f"not UTF-8 text: {_position(text)}"
-    if not isinstance(text, str):
-        return f"{name} is not a string"
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return f"{name} is not valid Unicode: {error}"
-    return None
-
-
-def _fault_of_messages(messages: Any, name: str) -> str | None:
-    """Why `messages` are none: a chat is a list of objects with a role and a content, both strings."""
-    if not isinstance(messages, list) or not messages:
-        return f"{name} is not a list of messages"
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            return f"message {number} of {name} is a {type(message).__name__}, not an object with role and content"
-        for part in ("role", "content"):
-            if fault := _fault_of_text(message.get(part), f"{part!r} of message {number} of {name}"):
-                return fault
-    return None
+    keys = dict(zip(file.keys, STYLES[file.style].keys))
+    name = next(name for name in file.keys if name not in found)
+    key = keys[name]
+    return f"has no {what} {name!r} (it has {', '.join(found[:10])}); {key.flag} names the {key.meaning}"
 
 
 def _read_parquet(file: InputFile) -> Iterator[Document]:
     """Row groups are read one by one, so that a damaged one costs only its own rows."""
     parquet = import_package("pyarrow.parquet", "reading .parquet files")
-    path = file.path
+    path, style = file.path, STYLES[file.style]
     try:
         table = parquet.ParquetFile(path.open("rb") if isinstance(path, ObjectPath) else path)
         names = table.schema_arrow.names
@@ -387,7 +324,7 @@ def _read_parquet(file: InputFile) -> Iterator[Document]:
         try:
             for batch in table.iter_batches(row_groups=[group], columns=list(file.keys)):
                 for values in zip(*(_parquet_values(batch.column(key)) for key in file.keys)):
-                    yield _document(f"{path}, row {row}", values, file)
+                    yield style.document(f"{path}, row {row}", file.keys, values)
                     row += 1
         except _READ_ERRORS as error:
             yield Document(f"{path}, rows {row} to {first + rows - 1}", None, f"cannot be read: {error}")

@@ -11,102 +11,20 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megafp8.data.chats import ChatTemplate, Encoded, chat_encoder, completion_encoder
-from megafp8.data.documents import Document
 from megafp8.data.indexed_dataset import IndexedDatasetWriter, all_paths
-from megafp8.data.sentences import split_sentences
-from megafp8.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
+from megafp8.data.styles import Document, Method, Tokens
+from megafp8.data.styles.text import Texts
+from megafp8.data.tokenizers import TokenizerSettings, build_tokenizer
 from megafp8.data.workers import map_in_order
 
 _CHUNK_DOCUMENTS, _CHUNK_CHARACTERS = 64, 2**18  # limits of one task of a worker
 _MAX_MESSAGES = 100
-
-
-class Tokens(NamedTuple):
-    """A document: its token ids int32, the lengths of its sequences, the loss mask, and the characters of its text."""
-
-    ids: NDArray[np.int32]
-    sequences: list[int]
-    loss_mask: NDArray[np.uint8] | None
-    characters: int
-
-
-class Method(Protocol):
-    """How documents of one style become tokens. Picklable."""
-
-    has_loss_mask: bool
-
-    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
-        """The function that tokenizes a document; None for one without text. Raises ValueError if there is none with
-        this tokenizer; the function may raise any exception."""
-        ...
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Texts, which end with the end-of-document token if `append_eod`. `sentences`: each is a sequence of its own."""
-
-    append_eod: bool = True
-    sentences: bool = False
-    has_loss_mask = False
-
-    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
-        def encode(document: Document) -> Tokens | None:
-            text = document.text or ""
-            parts = [tokenizer.encode(part) for part in (split_sentences(text) if self.sentences else [text]) if part]
-            parts = [part for part in parts if part]
-            if not parts:
-                return None
-            if self.append_eod:
-                parts[-1] = [*parts[-1], tokenizer.eod_id]
-            return Tokens(np.concatenate(parts).astype(np.int32), [len(part) for part in parts], None, len(text))
-
-        return encode
-
-
-@dataclass(frozen=True)
-class Chats:
-    """Chats, rendered by a template, which also says what ends them."""
-
-    template: ChatTemplate
-    has_loss_mask = True
-
-    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
-        encode = chat_encoder(tokenizer, self.template)
-
-        def encode_document(document: Document) -> Tokens | None:
-            assert document.messages is not None
-            return _masked(encode(document.messages), _size(document))
-
-        return encode_document
-
-
-@dataclass(frozen=True)
-class Completions:
-    """Prompts with completions, which end with the end-of-document token if `append_eod`."""
-
-    append_eod: bool = True
-    has_loss_mask = True
-
-    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
-        encode = completion_encoder(tokenizer, self.append_eod)
-
-        def encode_document(document: Document) -> Tokens | None:
-            assert document.text is not None
-            assert document.completion is not None
-            return _masked(encode(document.text, document.completion), _size(document))
-
-        return encode_document
-
-
-def _masked(encoded: Encoded, characters: int) -> Tokens:
-    return Tokens(encoded.ids, [len(encoded.ids)], encoded.loss_mask, characters)
+_TEXTS = Texts()
 
 
 @dataclass
@@ -146,7 +64,7 @@ def preprocess(
     prefix: str,
     *,
     tokenizer: TokenizerSettings,
-    method: Method = Texts(),
+    method: Method = _TEXTS,
     workers: int = 0,
     skip_errors: bool = False,
     overwrite: bool = False,
@@ -226,7 +144,7 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
     characters = 0
     for document in documents:
         chunk.append(document)
-        characters += _size(document)
+        characters += _characters(document.record or document.text)
         if len(chunk) == _CHUNK_DOCUMENTS or characters >= _CHUNK_CHARACTERS:
             yield chunk
             chunk, characters = [], 0
@@ -238,10 +156,12 @@ def _describe(chunk: Sequence[Document]) -> str:
     return chunk[0].origin if len(chunk) == 1 else f"{chunk[0].origin} ... {chunk[-1].origin}"
 
 
-def _size(document: Document) -> int:
-    """The characters of a document, for the size of a task."""
-    messages = sum(len(message["content"]) for message in document.messages or [])
-    return messages + len(document.text or "") + len(document.completion or "")
+def _characters(value: Any) -> int:
+    """Of all strings in a value, for the size of a task."""
+    if isinstance(value, str):
+        return len(value)
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(_characters, values))
 
 
 def _make_tokenize(

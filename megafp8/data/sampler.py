@@ -10,20 +10,35 @@ import contextlib
 import itertools
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megafp8.batch import Batch
 from megafp8.data import DataError
 from megafp8.data.blend import Blend
-from megafp8.data.objectives import Objective
-from megafp8.data.samples import Batch
+
+Parts = Sequence[NDArray[Any]]
+"""The pieces of documents, or sentences, that a sample consists of, in order: `[n]`, or with a loss mask `[2, n]`."""
+
+
+class Objective(Protocol):
+    """What a model is trained to predict."""
+
+    def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
+        """Of sample number `index` of the run: all rows have the same shape."""
+        ...
+
+    def batch(self, rows: Tensor) -> Batch:
+        """Of rows, stacked along a new first dim."""
+        ...
 
 
 def sample_indices(

@@ -26,8 +26,8 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megafp8.context_parallel.split import shard_positions
+from megafp8.batch import Batch
 from megafp8.data import DataError
 from megafp8.data.indexed_dataset import IndexedDataset, check_ids, read_loss_mask
 from megafp8.data.mapped_file import MappedFile
@@ -342,104 +342,6 @@ def _digest(path: Path, *content: Any) -> bytes:
 
 
 _FEWEST_DOCUMENTS = 64
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A micro-batch, tensors `[b, s]`; after `with_later_labels`, labels and mask `[(1 + d) b, s]`.
-
-    `loss_mask` float32: 0 for labels that do not count, None if all count. `position_ids` int64, and `cu_seqlens` int32
-    `[b, n + 1]`: None unless attention and positions restart at documents. `cu_seqlens` holds the first token of each
-    of a sample's documents, and then s as often as it takes: n is a power of two of at least 64, so that it hardly ever
-    differs between batches, as it must not for CUDA graphs. `samples` int64 `[b]`: the indices of the samples in the
-    run; None: no dropout. `token_types` int64: None where all are 0. `prefix` int64 `[b]`: how many of a sample's first
-    tokens all of its tokens attend to; None: earlier tokens only. `decoder_tokens` `[b, d]`: of T5, whose labels and
-    mask are then `[b, d]`.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor | None = None
-    position_ids: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    samples: Tensor | None = None
-    token_types: Tensor | None = None
-    prefix: Tensor | None = None
-    decoder_tokens: Tensor | None = None
-
-    @property
-    def inputs(self) -> tuple[Tensor | None, ...]:
-        """What a stage reads of it."""
-        of_samples = self.cu_seqlens, self.samples, self.token_types, self.prefix
-        found = (self.tokens, self.labels, self.position_ids, *of_samples)
-        return found if self.decoder_tokens is None else (*found, self.decoder_tokens)
-
-    def to(self, device: torch.device) -> Batch:
-        """This batch on `device`, copied asynchronously if it is in pinned memory."""
-        return self.map(lambda x: x.to(device, non_blocking=True))
-
-    def pin_memory(self) -> Batch:
-        """This batch in pinned memory."""
-        return self.map(Tensor.pin_memory)
-
-    @property
-    def room(self) -> int:
-        """Documents of a sample that `cu_seqlens` has room for; 0 without."""
-        return 0 if self.cu_seqlens is None else self.cu_seqlens.shape[1] - 1
-
-    def with_room(self, documents: int) -> Batch:
-        """With room for at least so many documents."""
-        if self.cu_seqlens is None or documents <= self.room:
-            return self
-        more = self.cu_seqlens[:, -1:].expand(-1, documents - self.room)
-        return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, more], dim=1))
-
-    def with_later_labels(self, depths: int) -> Batch:
-        """With the labels of depths 1 to `depths` of multi-token prediction, d tokens later, below those of the model.
-
-        None counts for a token whose document, or sample, ends before it.
-        """
-        if not depths:
-            return self
-        labels, mask, positions = self.labels, self.loss_mask, self.position_ids
-        if mask is None:
-            mask = torch.ones_like(labels, dtype=torch.float32)
-        if positions is None:
-            positions = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
-        shifts = range(1, depths + 1)
-        masks = [mask, *(mask.roll(-d, 1) * (positions.roll(-d, 1) == positions + d) for d in shifts)]
-        later = [labels, *(labels.roll(-d, 1) for d in shifts)]
-        return replace(self, labels=torch.cat(later), loss_mask=torch.cat(masks))
-
-    def shard(self, rank: int, ranks: int) -> Batch:
-        """The tokens of context-parallel `rank`, with their positions `[b, s/ranks]`; what is of whole samples stays.
-
-        Positions are `[1, s/ranks]` where they are the same in all samples.
-        """
-        if ranks == 1:
-            return self
-        mine = shard_positions(self.cu_seqlens, self.tokens.shape[1], rank, ranks, self.tokens.device)
-
-        def take(x: Tensor) -> Tensor:
-            return x.gather(1, mine.repeat(x.shape[0] // mine.shape[0], 1))
-
-        positions = mine if self.position_ids is None else take(self.position_ids)
-        mask = None if self.loss_mask is None else take(self.loss_mask)
-        types = None if self.token_types is None else take(self.token_types)
-        return replace(
-            self, tokens=take(self.tokens), labels=take(self.labels), loss_mask=mask, position_ids=positions,
-            token_types=types,
-        )  # fmt: skip
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors there are, in the order of the fields."""
-        return [x for field in fields(self) if (x := getattr(self, field.name)) is not None]
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """With `function` of each tensor there is."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: function(x) for name, x in parts.items() if x is not None})
 
 
 def room_for(documents: int) -> int:

@@ -34,11 +34,11 @@ from megafp8.data_parallel.fp8_weight_shards import WeightShard, WeightShards
 from megafp8.data_parallel.fsdp import Released
 from megafp8.distributed.collectives import as_bytes
 from megafp8.fp8.autocast import Autocast, current
-from megafp8.fp8.linear_state import LinearState
-from megafp8.fp8.recipes.base import RecipeQuantizer
-from megafp8.fp8.sources import Plain
 from megafp8.fp8.standalone import StandaloneLinear, begin_step_if_over
-from megafp8.fp8.tensor import BLOCK_128X128, TENSOR, ScaledTensor
+from megafp8.linear.state import LinearState
+from megafp8.numerics.recipes.base import RecipeQuantizer
+from megafp8.numerics.sources import Plain
+from megafp8.numerics.tensor import BLOCK_128X128, TENSOR, ScaledTensor
 
 
 def gather_in_fp8(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, str]:

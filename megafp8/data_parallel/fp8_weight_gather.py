@@ -26,6 +26,7 @@ Shapes: t ranks; n, k of a weight.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -37,6 +38,8 @@ from torch.distributed import ProcessGroup
 from megafp8.data_parallel.fsdp import Released, RowShard
 from megafp8.distributed.collectives import all_gather_into_async
 from megafp8.distributed.symmetric_memory import SymmetricBuffer, offsets, split
+
+logger = logging.getLogger(__name__)
 
 _STUB_BYTES = 16  # gathered by torch for each weight
 
@@ -90,6 +93,16 @@ class SymmetricMemory:
 
     def synchronize(self) -> None:
         self._barrier()
+
+
+def open_transport(sizes: Sequence[int], group: ProcessGroup, device: torch.device, one_host: bool) -> Transport:
+    """Copies between the GPUs of `one_host` where these can map each other's memory; else collectives. Collective."""
+    if one_host and device.type == "cuda" and group.size() > 1:
+        try:
+            return SymmetricMemory(sizes, group, device)
+        except RuntimeError as error:
+            logger.info(f"fp8.param_gather: {error}; FP8 weights are gathered by collectives")
+    return Collective(sizes, group, device)
 
 
 class Fp8Weight(NamedTuple):

@@ -35,13 +35,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_reduce
-from megafp8.fp8.formats import Format
 from megafp8.fp8.health import ObservedQuantizer
-from megafp8.fp8.linear_state import LinearState
-from megafp8.fp8.quantizers import Quantizer, casts
-from megafp8.fp8.recipes.base import RecipeQuantizer
-from megafp8.fp8.sources import Plain
-from megafp8.fp8.tensor import ScaledTensor
+from megafp8.linear.state import LinearState
+from megafp8.numerics.formats import Format
+from megafp8.numerics.quantizers import Quantizer, casts
+from megafp8.numerics.recipes.base import RecipeQuantizer
+from megafp8.numerics.sources import Plain
+from megafp8.numerics.tensor import ScaledTensor
 
 
 class WeightShard(NamedTuple):

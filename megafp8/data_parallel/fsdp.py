@@ -109,8 +109,8 @@ class Unit(NamedTuple):
         return [*self.inner, self]
 
 
-class FullySharded:
-    """The parameters of `stages` sharded, and their gradients, as `OptimizerStep` expects them.
+class ShardedStages:
+    """The parameters of `stages` sharded, and their gradients, with the methods of a `GradBuffer`.
 
     A stage is a list of units in the order of their calls. The last one has the module that is called, which contains
     the others: its weights that are not theirs stay gathered from the beginning of a forward pass to the end of its
@@ -186,14 +186,14 @@ class FullySharded:
         """Zero all gradients; call before the first backward pass of a step."""
         self.flat.zero_()
 
-    def start_overlap(self, passes: int) -> None:
-        """Each stage will run forward and backward `passes` times: wait for reductions after the last backward only.
+    def start_overlap(self, micro_batches: int = 1) -> None:
+        """Each stage will run forward and backward `micro_batches` times: wait for reductions after the last only.
 
         Without this call they are waited for at the end of each backward pass, and replicas are reduced by `finish`.
         """
-        self._replicas.start_overlap(passes)
+        self._replicas.start_overlap(micro_batches)
         for root in self._roots:
-            self._roots[root] = passes
+            self._roots[root] = micro_batches
             root.set_is_last_backward(False)
 
     def _count(self, module: nn.Module, _: Any) -> None:

@@ -1,10 +1,10 @@
 """All gradients of a rank in one contiguous fp32 buffer, summed over data parallelism while backward still runs.
 
-A gradient arrives in one of two ways. A linear layer passes its weight gradient to `param.grad_sink`, or lets its GEMM
-accumulate into `param.main_grad` and calls `param.grad_sink.added()`; so does the embedding. All others (norms, biases,
-learned positions) come from autograd: a hook moves `param.grad` into the buffer and frees it. Either way the sum over
-micro-batches is in fp32, whatever the dtype of the model. Gradients are summed, not averaged: the loss has been divided
-by the global number of tokens.
+A gradient arrives in one of two ways. A linear layer adds its weight gradient to the sink of the weight, or lets its
+GEMM do so (`megafp8.linear.grad_sink`); so does the embedding. All others (norms, biases, learned positions) come from
+autograd: a hook moves `param.grad` into the buffer and frees it. Either way the sum over micro-batches is in fp32,
+whatever the dtype of the model. Gradients are summed, not averaged: the loss has been divided by the global number of
+tokens.
 
 *Overlap.* `start_overlap` tells how many backward passes are to come, so the buffer knows how often each parameter will
 receive a gradient (a tied weight once for each layer that uses it, `spec.num_uses`). A bucket whose parameters have all
@@ -39,26 +39,17 @@ from torch.distributed import ProcessGroup
 from megafp8.data_parallel.buckets import bucket_layout
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import FlatShard, spec_of
-from megafp8.ops.deferred_wgrad import WgradStore
+from megafp8.linear.deferred_wgrad import WgradStore
+from megafp8.linear.grad_sink import deliver, set_grad_sink
 
 
 @dataclass(eq=False)
-class GradSink:
-    """Receives the weight gradients that a layer computes itself.
-
-    Call it with a gradient; or accumulate into `main_grad` in a GEMM and call `added()`. `wgrads`: where linear layers
-    defer weight gradients while it is open, if they can be deferred.
-    """
+class BufferSink:
+    """The `GradSink` of a parameter: its fp32 sum, which counts gradients."""
 
     main_grad: Tensor
     added: Callable[[], None]
     wgrads: WgradStore | None
-
-    def __call__(self, grad: Tensor) -> None:
-        """Add `grad`, shaped like the parameter and of any floating dtype, to `main_grad` in fp32."""
-        assert grad.shape == self.main_grad.shape, f"a gradient {tuple(grad.shape)} for {tuple(self.main_grad.shape)}"
-        self.main_grad.add_(grad.detach())
-        self.added()
 
 
 def main_grad_of(param: nn.Parameter) -> Tensor:
@@ -76,8 +67,8 @@ def gradient_of(shard: FlatShard) -> Tensor:
 class GradBuffer:
     """The gradients of `params`, given in forward order and all on `device`.
 
-    Sets `main_grad` (fp32 view of the buffer, shaped like the parameter) and `grad_sink` (`GradSink`) on every
-    parameter. `flat` is the whole buffer, padding included. `bucket_elements`: fp32 elements of a bucket (see
+    Gives every parameter `main_grad`, an fp32 view of the buffer that is shaped like the parameter, and a `GradSink`
+    for it. `flat` is the whole buffer, padding included. `bucket_elements`: fp32 elements of a bucket (see
     `bucket_layout`). `wgrads`: the sinks' store for deferred weight gradients.
 
     `sharded`: each rank of the group gets its shard of the sums only. `own_bucket`: parameters with buckets of their
@@ -112,7 +103,7 @@ class GradBuffer:
             fp8_bucket=[i for i, param in enumerate(params) if param in fp8_bucket],
         )
         self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
-        self._group = data_parallel_group
+        self.group = data_parallel_group
         self._reduce_dtype = reduce_dtype if ranks > 1 else torch.float32
         rank = data_parallel_group.rank() if data_parallel_group is not None and self.layout.ranks > 1 else 0
         self.owned = [self.flat[own.start : own.end] for own in self.layout.owned(rank)]
@@ -135,15 +126,15 @@ class GradBuffer:
             if owner is not None:
                 owner._count(index)
 
-        sink = GradSink(self.flat[slot.start : slot.end].view(param.shape), count, wgrads)
+        sink = BufferSink(self.flat[slot.start : slot.end].view(param.shape), count, wgrads)
 
         def take_autograd_gradient(param: nn.Parameter) -> None:
             if param.grad is not None:  # None: every layer that used it passed its gradient to the sink
-                sink(param.grad)
+                deliver(param, param.grad)
                 param.grad = None
 
         param.main_grad = sink.main_grad  # type: ignore[attr-defined]
-        param.grad_sink = sink  # type: ignore[attr-defined]
+        set_grad_sink(param, sink)
         param.register_post_accumulate_grad_hook(take_autograd_gradient)
 
     def zero(self) -> None:
@@ -199,37 +190,12 @@ class GradBuffer:
         """Start summing `bucket` into `own`, a slice of it or all."""
         sent, sharded = bucket.to(self._reduce_dtype), self.layout.ranks > 1
         reduce = collectives.reduce_scatter_in_place_async if sharded else collectives.all_reduce_async
-        work = reduce(sent, self._group)
+        work = reduce(sent, self.group)
         if sent.dtype == bucket.dtype:
             return work
 
         def wait() -> None:
             work.wait()
-            own.copy_(collectives.own_slice(sent, self._group) if sharded else sent)
+            own.copy_(collectives.own_slice(sent, self.group) if sharded else sent)
 
         return collectives.WaitFunction(wait)
-
-
-class JointGradBuffer:
-    """Gradient buffers of one rank that are summed over different groups, used as one. Attributes as of each.
-
-    Each starts its buckets in an order of its own. All ranks of a stage run the same backward passes, so ranks that are
-    in several groups start them in the same order.
-    """
-
-    def __init__(self, buffers: Sequence[GradBuffer]) -> None:
-        self.buffers = list(buffers)
-        self.shards = [shard for buffer in buffers for shard in buffer.shards]
-        self.owned = [owned for buffer in buffers for owned in buffer.owned]
-
-    def zero(self) -> None:
-        for buffer in self.buffers:
-            buffer.zero()
-
-    def start_overlap(self, micro_batches: int = 1) -> None:
-        for buffer in self.buffers:
-            buffer.start_overlap(micro_batches)
-
-    def finish(self) -> None:
-        for buffer in self.buffers:
-            buffer.finish()

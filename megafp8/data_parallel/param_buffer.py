@@ -99,35 +99,3 @@ class ParamBuffer:
             buckets = sorted({self._bucket_of[param] for param in own}, reverse=True)
             module.register_forward_pre_hook(lambda *_, buckets=buckets: self.wait(buckets))
         assert covered == self._bucket_of.keys(), "a parameter that no module would wait for"
-
-
-class JointParamBuffer:
-    """Parameter buffers of one rank that are gathered over different groups, used as one."""
-
-    def __init__(self, buffers: Sequence[ParamBuffer]) -> None:
-        self.buffers = list(buffers)
-        self.fp8_data = {param: data for buffer in buffers for param, data in buffer.fp8_data.items()}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers)
-
-    @property
-    def nbytes_unquantized(self) -> int:
-        return sum(buffer.nbytes_unquantized for buffer in self.buffers)
-
-    def release_fp8_params(self) -> None:
-        for buffer in self.buffers:
-            buffer.release_fp8_params()
-
-    def start_gather(self) -> None:
-        for buffer in self.buffers:
-            buffer.start_gather()
-
-    def wait(self) -> None:
-        for buffer in self.buffers:
-            buffer.wait()
-
-    def wait_before(self, modules: Sequence[nn.Module]) -> None:
-        for buffer in self.buffers:
-            buffer.wait_before(modules)

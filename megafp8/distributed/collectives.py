@@ -119,14 +119,24 @@ def all_gather_async(tensors: Sequence[Tensor], group: ProcessGroup | None) -> t
 
 
 def all_gather_into_async(outs: Sequence[Tensor], tensors: Sequence[Tensor], group: ProcessGroup | None) -> Work:
-    """Start an `all_gather` of each tensor into the corresponding one of `outs`, all in one launch."""
+    """Start an `all_gather` of each tensor into the corresponding one of `outs`; on CUDA all in one launch.
+
+    Gloo's are not coalesced: two of one group that end at once would corrupt memory (torch 2.13). A group's two threads
+    assign the name of what they completed to one std::string, without a lock (`ProcessGroupGloo::runLoop`), and
+    "ALLGATHER_COALESCED" is longer than the 15 characters for which a string allocates nothing.
+    """
     if size(group) == 1:
         for out, x in zip(outs, tensors):
             out.copy_(x)
         return DONE
+    # Bytes are supported by every backend, whatever the dtype.
+    pairs = [(out.view(torch.uint8), x.view(torch.uint8)) for out, x in zip(outs, tensors)]
+    if not any(x.is_cuda for x in tensors):
+        works = [_ALL_GATHER(out, x, group=group, async_op=True) for out, x in pairs]
+        return started("all_gather", group, WorkList(works))
     with dist._coalescing_manager(group=group, async_ops=True) as work:
-        for out, x in zip(outs, tensors):  # all as bytes: gloo coalesces tensors of one dtype
-            _ALL_GATHER(out.view(torch.uint8), x.view(torch.uint8), group=group)
+        for out, x in pairs:
+            _ALL_GATHER(out, x, group=group)
     return started("all_gather", group, work)
 
 

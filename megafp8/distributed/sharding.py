@@ -28,10 +28,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values: `normal` with mean 0 and `std`, `ones` or `zeros`."""
+    """Initial values: `normal` with mean 0 and `std`, `ones`, `zeros`, or `log_uniform`: the logarithms of numbers that
+    are uniform from `low` to `high`."""
 
-    kind: Literal["normal", "ones", "zeros"]
+    kind: Literal["normal", "ones", "zeros", "log_uniform"]
     std: float = 0.0
+    low: float = 0.0
+    high: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 A tensor-parallel layer is a GEMM with a collective on one side. Its input may have to be gathered: x in forward of a
 column-parallel layer, dy in backward of a row-parallel one. Or its output is a partial sum on each rank: y of a
 row-parallel layer, dx of a column-parallel one. A `TPOverlap` implements these two directions; a layer has one at
-either end (`megafp8.ops.quantized_gather.TPComm`) and does not know which.
+either end (`megafp8.linear.quantized_gather.TPComm`) and does not know which.
 
     Replicated       every rank has all tokens: nothing to gather, partial sums are all-reduced
     Collective       tokens are sharded: one all-gather, one reduce-scatter
-    P2PRing          the same rank by rank: each chunk is multiplied while the next one is sent
-    SymmetricMemory  the same with the GPUs' copy engines (`megafp8.distributed.tp_symmetric`)
+    SymmetricMemory  the same rank by rank, each chunk multiplied while the GPUs' copy engines transfer the next one
+                     (`megafp8.distributed.tp_symmetric`)
 
 *What overlaps.* A sum is started when its GEMM has been queued and waited for when its result is needed, so the sum of
 dx runs beside the weight gradient in every mode. Forward has no such independent work: there the GEMM itself is split
@@ -18,9 +18,9 @@ are sent. Rank r exchanges with rank r + 1 first, then r + 2, so each link carri
 four ranks, neighbours form one chunk (`ring_steps`): an eighth of a GEMM has too few tiles to fill a GPU.
 
 *Numerics.* Gathering moves bits. A row of a product is the same sum over k however many rows there are, but a GEMM may
-use another order of additions for another shape; `P2PRing` and `SymmetricMemory` change nothing else. They add partial
-sums in fp32 in the order of ranks and round once; a collective adds in the library's order and rounds at each hop. With
-two ranks both are the same.
+use another order of additions for another shape; `SymmetricMemory` changes nothing else. It adds partial sums in fp32
+in the order of ranks and rounds once; a collective adds in the library's order and rounds at each hop. With two ranks
+both are the same.
 
 *Cost.* GEMMs of fewer rows fill the GPU less evenly, and the partial sums, as large as the product, are in memory until
 they have been added.
@@ -44,12 +44,9 @@ from torch.distributed import ProcessGroup
 from megafp8.distributed.collectives import (
     DONE,
     Work,
-    WorkList,
     all_gather_async,
     all_reduce_async,
-    as_bytes,
     reduce_scatter_async,
-    send_recv_async,
 )
 
 MAX_CHUNKS = 4
@@ -222,47 +219,6 @@ def sum_partials(partials_trn: Tensor) -> Tensor:
     for partial in partials_trn[1:]:
         total = total + partial
     return total.to(dtype)
-
-
-@dataclass(frozen=True)
-class P2PRing:
-    """Tokens are sharded over `group`; ranks send each other their chunks while those that have arrived are multiplied.
-
-    `sum_partials`: on CUDA, the kernel.
-    """
-
-    group: ProcessGroup
-    max_chunks: int = MAX_CHUNKS
-    sum_partials: Callable[[Tensor], Tensor] = sum_partials
-
-    def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
-        t, rank = self.group.size(), self.group.rank()
-        by_rank = [x.new_empty((t, *x.shape)) for x in own]
-        m = t * own[0].shape[0]
-        chunks: list[tuple[slice, Callable[[], Any]]] = []
-        for step in ring_steps(rank, t, self.max_chunks):
-            works = []
-            for sender, receiver in zip(step.recv_from, step.send_to):
-                if sender != rank:
-                    works.append(send_recv_async(own, receiver, [x[sender] for x in by_rank], sender, self.group))
-            chunks.append((step.rows(m, t), WorkList(works).wait))
-        for x, mine in zip(by_rank, own):
-            as_bytes(x[rank]).copy_(as_bytes(mine))
-        return AllGatherHandle([x.flatten(0, 1) for x in by_rank], chunks)
-
-    def sum(self, product: Product) -> ReduceHandle:
-        t, rank = self.group.size(), self.group.rank()
-        m = product.input.wait()[0].shape[0]
-        partials_trn = product.empty(t, m // t)
-        works: list[Work] = []
-        own, *others = ring_steps(rank, t, self.max_chunks)
-        for step in (*others, own):
-            partials = compute_partials(product, step, partials_trn, rank)
-            for receiver, sender in zip(step.recv_from, step.send_to):
-                if receiver != rank:
-                    sent, received = [partials[receiver]], [partials_trn[sender]]
-                    works.append(send_recv_async(sent, receiver, received, sender, self.group))
-        return ReduceHandle(WorkList(works), lambda: self.sum_partials(partials_trn))
 
 
 def compute_partials(product: Product, step: RingStep, partials_trn: Tensor, rank: int) -> dict[int, Tensor]:

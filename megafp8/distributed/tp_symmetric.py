@@ -45,8 +45,8 @@ from megafp8.distributed.tp_overlap import (
 class SymmetricMemory:
     """Tokens are sharded over `group`, GPUs of one host. Collective to build.
 
-    `sum_partials`: as in `tp_overlap.P2PRing`. Buffers start with `size` bytes each and grow, which synchronizes.
-    RuntimeError, on every rank alike, where symmetric memory cannot be set up.
+    `sum_partials`: the kernel, or `tp_overlap.sum_partials`. Buffers start with `size` bytes each and grow, which
+    synchronizes. RuntimeError, on every rank alike, where symmetric memory cannot be set up.
     """
 
     def __init__(

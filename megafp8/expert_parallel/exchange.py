@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_to_all, all_to_all_rows
-from megafp8.ops.autograd import once_differentiable
+from megafp8.linear.autograd import once_differentiable
 from megafp8.ops.permute import Permutation, by_expert, permute
 
 

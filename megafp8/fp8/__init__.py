@@ -2,11 +2,12 @@
 
 from megafp8.fp8.autocast import autocast
 from megafp8.fp8.convert import convert, end_step, load_state_dict, state_dict
-from megafp8.fp8.formats import E4M3, E5M2, Format
-from megafp8.fp8.gemm.describe import describe_path
 from megafp8.fp8.manager import ContextGroups, Fp8Manager
 from megafp8.fp8.model_init import model_init
-from megafp8.fp8.recipes import (
+from megafp8.fp8.weight import Fp8Weight
+from megafp8.gemm.describe import describe_path
+from megafp8.numerics.formats import E4M3, E5M2, Format
+from megafp8.numerics.recipes import (
     RECIPES,
     BlockwiseScaling,
     CurrentScaling,
@@ -19,7 +20,6 @@ from megafp8.fp8.recipes import (
     Rule,
     StaticScaling,
 )
-from megafp8.fp8.weight import Fp8Weight
 
 __all__ = [
     "E4M3",

@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from megafp8.fp8.recipes.base import Fp8Recipe
+from megafp8.numerics.recipes.base import Fp8Recipe
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,11 +64,6 @@ def current() -> Autocast:
     own attributes, and would take the layer to be outside. The compiled layer checks that of its thread when it runs.
     """
     return _newest.context if torch.compiler.is_compiling() else _current.context
-
-
-def in_onnx_export() -> bool:
-    """Whether `torch.onnx.export` traces what runs."""
-    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
 
 
 @contextmanager

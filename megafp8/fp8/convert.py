@@ -20,14 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafp8.fp8.autocast import in_onnx_export
-from megafp8.fp8.gemm.dispatch import GemmBackend
+from megafp8.fp8.compiled_linear import compiled_linear
+from megafp8.fp8.converted_experts import are_experts, convert_experts
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.fp8.onnx import exported
-from megafp8.fp8.recipes import RECIPES, CurrentScaling, Fp8Recipe
-from megafp8.fp8.recipes.base import no_match
-from megafp8.fp8.speed_model import LinearSize, ceilings_of, device_name, predict
+from megafp8.fp8.speed_model import LinearSize, predict
 from megafp8.fp8.standalone import StandaloneExperts, StandaloneLayers, StandaloneLinear, end_steps, layers_of
+from megafp8.gemm.dispatch import GemmBackend
+from megafp8.gpus import ceilings_of, device_name
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.linear import linear
+from megafp8.numerics.onnx_export import in_onnx_export
+from megafp8.numerics.recipes import RECIPES, CurrentScaling, Fp8Recipe
+from megafp8.numerics.recipes.base import no_match
 from megafp8.plan import LinearSite
 
 logger = logging.getLogger(__name__)
@@ -47,7 +52,7 @@ def convert(
 ) -> nn.Module:
     """Make every `nn.Linear` of `model` that matches no pattern in `skip` an FP8 layer, and return `model`.
 
-    Experts of transformers' mixture-of-experts models are converted too (`megafp8.ops.converted_experts`). Layers with
+    Experts of transformers' mixture-of-experts models are converted too (`megafp8.fp8.converted_experts`). Layers with
     dims that are not multiples of 16 are left out with a warning, subclasses of `nn.Linear` without. Converted layers
     run in FP8 within `autocast`. Convert before DDP, `fully_shard` or `torch.compile`; on any device, "meta" too.
 
@@ -62,8 +67,6 @@ def convert(
     `skip` or the recipe matches nothing, there is nothing to convert, or a layer is sharded already; with
     `speed_filter`, if the speeds of this device or recipe are not known.
     """
-    from megafp8.ops.converted_experts import are_experts, convert_experts  # which imports this package
-
     if not isinstance(recipe, Fp8Recipe):
         meant = recipe if isinstance(recipe, type) else RECIPES.get(str(recipe), CurrentScaling)
         raise ValueError(f"recipe is {recipe!r}; it must be an Fp8Recipe, try megafp8.fp8.{meant.__name__}()")
@@ -196,8 +199,6 @@ class Fp8LinearModule(nn.Linear):
             y = product(input)
             return y if self.bias is None else y + self.bias.to(y.dtype)
         if torch.compiler.is_compiling() and not self.fp8.gathered_in_fp8:
-            from megafp8.ops.compiled_linear import compiled_linear  # which imports this package
-
             return compiled_linear(input, self.weight, self.bias, self.fp8, self.training)
         return _forward(self, input)
 
@@ -209,9 +210,6 @@ class Fp8LinearModule(nn.Linear):
 
 @torch._disable_dynamo  # the public torch.compiler.disable would import all of it here, which takes a second
 def _forward(layer: Fp8LinearModule, x: Tensor) -> Tensor:
-    from megafp8.ops.fusion import LinearInput  # which imports this package
-    from megafp8.ops.linear import linear
-
     device = x.device.type
     with layer.fp8.running(x.device, training=layer.training) as state:
         if state is None or x.numel() == 0:  # an expert may have no tokens, and a GEMM no rows

@@ -42,10 +42,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.fp8.quantize import amax, scale_from_amax
-from megafp8.fp8.quantizers import Quantizer
-from megafp8.fp8.sources import Source
-from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor, expand
+from megafp8.numerics.quantize import amax, scale_from_amax
+from megafp8.numerics.quantizers import Quantizer
+from megafp8.numerics.sources import Source
+from megafp8.numerics.tensor import QuantizedTensor, ScaledTensor, expand
 from megafp8.text_file import JsonLines
 
 FILE_NAME = "fp8_report.jsonl"

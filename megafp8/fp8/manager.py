@@ -13,26 +13,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.fp8.gemm.dispatch import Fp8Gemm, GemmBackend
-from megafp8.fp8.group_state import GroupState
-from megafp8.fp8.health import Recorder
-from megafp8.fp8.linear_state import LinearState, Quantizers
-from megafp8.fp8.quantizers import AmaxRecording, Quantizer, recording_amaxes
-from megafp8.fp8.recipes.base import OPERANDS, Fp8Recipe, Fp8Tensor, OperandName, by_recipe, no_match
-from megafp8.fp8.smoothing import SmoothingState
-from megafp8.fp8.step import State
-from megafp8.fp8.step import end_step as end_step_of_states
-from megafp8.fp8.stochastic_rounding import NoiseClock
-from megafp8.fp8.tensor import TENSOR
+from megafp8.fp8.health import ObservedQuantizer, Recorder
+from megafp8.gemm.dispatch import Fp8Gemm, GemmBackend
+from megafp8.linear.group_state import GroupState
+from megafp8.linear.state import LinearState, Quantizers
+from megafp8.numerics.quantizers import AmaxRecording, Quantizer, recording_amaxes
+from megafp8.numerics.recipes.base import OPERANDS, Fp8Recipe, Fp8Tensor, OperandName, by_recipe, no_match
+from megafp8.numerics.smoothing import SmoothingState
+from megafp8.numerics.step import State
+from megafp8.numerics.step import end_step as end_step_of_states
+from megafp8.numerics.stochastic_rounding import NoiseClock
+from megafp8.numerics.tensor import TENSOR
 from megafp8.plan import LinearPlan, LinearPrecision, LinearSite, PerGemm, Quantization
-
-G = TypeVar("G", bound=GroupState)
 
 
 def quantization(recipe: Fp8Recipe, operand: OperandName) -> Quantization:
@@ -60,7 +58,7 @@ class Fp8Manager:
     FP8 layers quantize, in the steps it samples. `seed` and `data_parallel`, this rank and how many there are, decide
     the noise of stochastic rounding. `context`: None where each rank has whole sequences; an amax is that of a whole
     micro-batch, however its tokens are cut. `smooth_swiglu`: smooth the inputs that `smooth_input` names
-    (`megafp8.fp8.smoothing`).
+    (`megafp8.numerics.smoothing`). `watches_weights`: layers see for themselves whether their weights have changed.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class Fp8Manager:
         data_parallel: tuple[int, int] = (0, 1),
         context: ContextGroups | None = None,
         smooth_swiglu: bool = False,
-        state_type: type[LinearState] = LinearState,
+        watches_weights: bool = False,
     ) -> None:
         self.recipe = recipe
         self.amax_group = amax_group
@@ -88,7 +86,7 @@ class Fp8Manager:
         self.context = context
         self._left_out: frozenset[str] = frozenset()
         self.smooth_swiglu = smooth_swiglu
-        self._state_type = state_type
+        self._watches_weights = watches_weights
         self._all_layers: dict[str, LinearState] = {}
         self._layers: dict[str, LinearState] = {}  # those in FP8
         self._groups_of_layers: list[GroupState] = []
@@ -119,7 +117,7 @@ class Fp8Manager:
         sharded = tp_group
         if tp_group is not None:
             sharded = (expert_rows or tp_group) if site.expert else self.sharded_group(tp_group)
-        state = self._state_type(
+        state = LinearState(
             site,
             precision,
             high_reason=reason,
@@ -127,6 +125,7 @@ class Fp8Manager:
             group=tp_group,
             sharded_group=sharded,
             token_group=tokens,
+            watches_weight=self._watches_weights,
         )
         self._all_layers[site.name] = state
         if amax_group is not None:
@@ -135,9 +134,9 @@ class Fp8Manager:
             self._layers[site.name] = state
         return state
 
-    def group(self, states: Sequence[LinearState], state_type: type[G] = GroupState) -> G:  # type: ignore[assignment]
+    def group(self, states: Sequence[LinearState]) -> GroupState:
         """The state of equal layers whose weights are one parameter, from that of each."""
-        group = state_type(states)
+        group = GroupState(states)
         self._groups_of_layers.append(group)
         return group
 
@@ -262,7 +261,8 @@ class Fp8Manager:
         for name, layer in self._layers.items():
             x, w, dy = (quantizers[f"{name}.{operand}"] for operand in Quantizers._fields)
             scales = None if smoothing is None else smoothing.channel_scales.get(name)
-            layer.complete(Quantizers(x, w, dy), gemm, scales, self.recorder)
+            own = Quantizers(x, w, dy)
+            layer.complete(own, gemm, scales, None if self.recorder is None else _observed(own, self.recorder, name))
             self._recording += [q for q in (x, w, dy, scales) if isinstance(q, AmaxRecording)]
 
     @property
@@ -373,6 +373,11 @@ class Fp8Manager:
         for name, tensor in own.items():
             tensor.copy_(state[name])
         self.invalidate_weights()
+
+
+def _observed(quantizers: Quantizers, recorder: Recorder, layer: str) -> Quantizers:
+    x, w, dy = (ObservedQuantizer(q, recorder, layer, k) for q, k in zip(quantizers, OPERANDS, strict=True))
+    return Quantizers(x, w, dy)
 
 
 def end_step(managers: Sequence[Fp8Manager]) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from megafp8.fp8.recipes import DelayedScaling, Fp8Recipe
 from megafp8.fp8.weight import WeightFormat
+from megafp8.numerics.recipes import DelayedScaling, Fp8Recipe
 
 
 class ModelInit(NamedTuple):

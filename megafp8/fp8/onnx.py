@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8.autocast import current
-from megafp8.fp8.formats import E4M3
-from megafp8.fp8.recipes.base import RecipeQuantizer
-from megafp8.fp8.standalone import StandaloneLinear, WatchingLinearState
-from megafp8.fp8.tensor import TENSOR, ScaledTensor
+from megafp8.fp8.standalone import StandaloneLinear
+from megafp8.numerics.formats import E4M3
+from megafp8.numerics.recipes.base import RecipeQuantizer
+from megafp8.numerics.tensor import TENSOR, ScaledTensor
 
 
 class QdqLinear(NamedTuple):
@@ -65,17 +65,17 @@ def exported(layer: StandaloneLinear, device: torch.device) -> QdqLinear | None:
     if layer.tp_group is not None or device.type != "cpu":
         what = f"is on {device}" if layer.tp_group is None else "is sharded over ranks"
         raise ValueError(f"{name} {what}; export a whole model on the CPU, copy.deepcopy(model).cpu() for example")
-    state = cast(WatchingLinearState | None, layer.layers.known_state_of(layer.site.name, context))
+    state = layer.layers.known_state_of(layer.site.name, context)
     if state is not None and state.plan.calibrating:
         raise ValueError(f"{name} calibrates its static scales; export it when that has ended")
     if state is not None and (state.precision is None or state.high_precision.fprop):
         return None
-    weight = None if state is None else state.kept_weight
-    if state is None or weight is None:
+    copies = None if state is None else state.weight_copies
+    if state is None or copies is None or copies.made is None:
         raise ValueError(
             f"{name} has no FP8 weight to export; run the model once before, in evaluation and within the same autocast"
         )
-    quantizer = cast(RecipeQuantizer, state.own_quantizers.input)
+    quantizer, weight = cast(RecipeQuantizer, state.own_quantizers.input), copies.required_rowwise
     if quantizer.granularity is not TENSOR or weight.granularity is not TENSOR:
         raise ValueError(
             f"{name} has FP8 scales of {quantizer.recipe.name} scaling; ONNX export has one scale per tensor, that of "

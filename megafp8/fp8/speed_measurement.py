@@ -20,11 +20,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from megafp8.fp8.gemm.dispatch import GemmBackend
 from megafp8.fp8.manager import Fp8Manager
-from megafp8.fp8.recipes.base import Fp8Recipe
 from megafp8.fp8.speed_model import LinearSeconds, LinearSize
-from megafp8.ops.linear import high_precision_linear, linear
+from megafp8.gemm.dispatch import GemmBackend
+from megafp8.linear.deferred_wgrad import WgradStore
+from megafp8.linear.grad_sink import set_grad_sink
+from megafp8.linear.linear import high_precision_linear, linear
+from megafp8.numerics.recipes.base import Fp8Recipe
 from megafp8.plan import LinearSite
 
 _HEAD_START_CYCLES = 2_000_000  # about a millisecond
@@ -68,11 +70,10 @@ def _cuda_round(runs: Sequence[Callable[[], object]], device: torch.device) -> l
 class _Sum:
     """Gradient sink of the weight: a sum over micro-batches, fp32 or wider, as in training."""
 
+    wgrads: WgradStore | None = None
+
     def __init__(self, weight: Tensor) -> None:
         self.main_grad = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-
-    def __call__(self, grad: Tensor) -> None:
-        self.main_grad.add_(grad)
 
     def added(self) -> None:
         return
@@ -101,7 +102,7 @@ def measure(
 
     x_mk, dy_mn = noise(size.m, size.k), noise(size.m, size.n)
     weight = nn.Parameter(noise(size.n, size.k) * _WEIGHT_STD)
-    weight.grad_sink = _Sum(weight)  # type: ignore[attr-defined]
+    set_grad_sink(weight, _Sum(weight))
 
     def run() -> None:
         linear(x_mk.detach().requires_grad_(), weight, state).backward(dy_mn)

@@ -21,13 +21,11 @@ Shapes: m tokens, k inputs, n outputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
-from megafp8.fp8.recipes.base import GEMMS, OPERANDS, Fp8Recipe, OperandName, PerOperand
-from megafp8.fp8.tensor import on_hopper
+from megafp8.gpus import Ceilings
+from megafp8.numerics.recipes.base import GEMMS, OPERANDS, Fp8Recipe, OperandName, PerOperand
+from megafp8.numerics.tensor import on_hopper
 
 
 class LinearSize(NamedTuple):
@@ -58,46 +56,9 @@ class LinearSeconds(NamedTuple):
         return self.high_precision / self.fp8
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """What one GPU reaches at best.
-
-    Rates in FLOP/s; `fp8` by the granularities of the two operands; `bandwidth` of a copy, bytes read and written per
-    second; `launch`: seconds that a kernel takes whatever its size.
-    """
-
-    bf16: float
-    fp8: dict[str, float]
-    bandwidth: float
-    launch: float
-
-
-#: By the device's name. Medians over large GEMMs of random data, each timed alone, tuned cuBLASLt with split
-#: accumulation; `launch` is what a GEMM of 1024x2048x1024 takes longer than its arithmetic (2026-11-21).
-CEILINGS = {
-    "NVIDIA H200": Ceilings(
-        bf16=674e12,
-        fp8={"tensor·tensor": 1242e12, "row·row": 1344e12, "1x128·128x128": 1135e12, "1x128·1x128": 922e12},
-        bandwidth=4.2e12,
-        launch=6e-6,
-    )
-}
-
 _RESULT: dict[str, OperandName] = {"fprop": "grad_output", "dgrad": "input", "wgrad": "weight"}  # of the same shape
 BF16, FP8, _FP32 = 2, 1, 4
 """Bytes of an element."""
-
-
-def device_name(device: torch.device) -> str:
-    """As `CEILINGS` has it."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def ceilings_of(name: str) -> Ceilings:
-    """The ceilings of the device `name`. ValueError where they are not known."""
-    if name not in CEILINGS:
-        raise ValueError(f"the speeds of {name!r} are not known, only those of {', '.join(CEILINGS)}")
-    return CEILINGS[name]
 
 
 def predict(

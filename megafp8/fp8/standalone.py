@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -34,18 +34,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megafp8.fp8.autocast import OUTSIDE, Autocast, current, in_onnx_export
-from megafp8.fp8.gemm.cublaslt_problem import arranged
-from megafp8.fp8.gemm.dispatch import GemmBackend
-from megafp8.fp8.group_state import GroupState
-from megafp8.fp8.linear_state import LinearState
+from megafp8.fp8.autocast import OUTSIDE, Autocast, current
 from megafp8.fp8.manager import Fp8Manager, end_step
-from megafp8.fp8.quantizers import AmaxRecording, recording_amaxes
-from megafp8.fp8.recipes import DelayedScaling, Fp8Recipe
-from megafp8.fp8.recipes.base import Fp8Tensor, RecipeQuantizer
-from megafp8.fp8.sources import Plain
-from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
-from megafp8.fp8.weight import Fp8Weight
+from megafp8.gemm.dispatch import GemmBackend
+from megafp8.linear.group_state import GroupState
+from megafp8.linear.state import LinearState
+from megafp8.linear.weight_forms import WeightCopies, parts_of
+from megafp8.numerics.onnx_export import in_onnx_export
+from megafp8.numerics.quantizers import AmaxRecording, recording_amaxes
+from megafp8.numerics.recipes import DelayedScaling, Fp8Recipe
+from megafp8.numerics.recipes.base import Fp8Tensor, RecipeQuantizer
+from megafp8.numerics.sources import Plain
+from megafp8.numerics.tensor import QuantizedTensor
 from megafp8.plan import LinearSite
 
 _STEP_IS_OVER = "step_is_over"
@@ -145,7 +145,7 @@ class StandaloneLinear:
         self.input_key.clear()
 
     @property
-    def fp8_states(self) -> list[WatchingLinearState]:
+    def fp8_states(self) -> list[LinearState]:
         """Its states in FP8, under all recipes and groups that it has run with."""
         return [state for state in self.layers.states_of(self.site.name) if state.precision is not None]
 
@@ -228,7 +228,7 @@ class _Part(NamedTuple):
 
     manager: Fp8Manager
     states: dict[str, LinearState]
-    groups: dict[tuple[str, ...], WatchingGroupState]
+    groups: dict[tuple[str, ...], GroupState]
 
     @property
     def fp8_states(self) -> list[LinearState]:
@@ -322,7 +322,7 @@ class StandaloneLayers:
         states = [self.state_of(name, context, device) for name in names]
         part = self._part_of(names[0], context)
         if names not in part.groups:
-            part.groups[names] = part.manager.group(states, WatchingGroupState)
+            part.groups[names] = part.manager.group(states)
         return part.groups[names]
 
     def _part_of(self, name: str, context: Autocast) -> _Part:
@@ -333,9 +333,9 @@ class StandaloneLayers:
         own = self.recipe is None or recipe == self.recipe
         return recipe, context.amax_group, None if own else name
 
-    def states_of(self, name: str) -> list[WatchingLinearState]:
+    def states_of(self, name: str) -> list[LinearState]:
         """The states of the layer `name` under all recipes and groups that it has run with."""
-        return [cast(WatchingLinearState, part.states[name]) for part in self._parts.values() if name in part.states]
+        return [part.states[name] for part in self._parts.values() if name in part.states]
 
     def _build(
         self, recipe: Fp8Recipe, group: ProcessGroup | None, names: Sequence[str], device: torch.device
@@ -345,7 +345,7 @@ class StandaloneLayers:
             amax_group=group,
             gemm_backend=self.gemm_backend,
             data_parallel=(0, 1) if group is None else (group.rank(), group.size()),
-            state_type=WatchingLinearState,
+            watches_weights=True,
         )
         states = {name: manager.linear(self.layers[name].site, tp_group=self.layers[name].tp_group) for name in names}
         manager.materialize(device)
@@ -491,166 +491,38 @@ def _optimizer_stepped(*_: Any) -> None:
 register_optimizer_step_post_hook(_optimizer_stepped)
 
 
-class WatchingLinearState(LinearState):
-    """A `LinearState` that sees for itself whether its weight has changed."""
-
-    _copies: _WeightCopies | None = None
-
-    def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
-        if self.gathered_weight is not None:
-            return cast(QuantizedTensor, _Fp8OnlyWeight(self._read_gathered))
-        if isinstance(weight, Fp8Weight):
-            return cast(QuantizedTensor, self._stored_weight(weight))
-        copies = self._copies
-        if copies is None or not copies.are_of(weight) or (self.records_weight and not copies.recorded):
-            copies = self._copies = _WeightCopies(weight, self)
-        copies.weight = weight  # where it was joined of others, the older tensor may be a copy of older values
-        copies.make(columnwise=columnwise)
-        return cast(QuantizedTensor, copies)  # it has the same interface
-
-    def _read_gathered(self) -> ScaledTensor:
-        assert self.gathered_weight is not None
-        return self.gathered_weight
-
-    def _stored_weight(self, weight: Fp8Weight) -> _Fp8OnlyWeight:
-        wanted, made = cast(RecipeQuantizer, self.own_quantizers.weight), weight.scaled
-        if made.granularity is not wanted.granularity:
-            raise ValueError(
-                f"{self.site.name}: its weight is stored in FP8 with a scale for each {made.granularity.name}, and "
-                f"{wanted.recipe.name} scaling needs one for each {wanted.granularity.name}; give fp8.autocast the "
-                "recipe of fp8.model_init"
-            )
-        return _Fp8OnlyWeight(lambda: made)
-
-    def invalidate_weight(self) -> None:
-        self._copies = None
-
-    @property
-    def kept_weight(self) -> ScaledTensor | None:
-        """The rowwise copy of the weight as it is, if it has been made."""
-        return None if self._copies is None else self._copies.kept
-
-    def release_weight(self) -> None:
-        """Free the FP8 copies, also for graphs that need them: these quantize the weight again."""
-        if self._copies is not None:
-            self._copies.release()
-
-
-class WatchingGroupState(GroupState):
-    """A `GroupState` that sees for itself whether its weight has changed."""
-
-    _made_from: tuple[tuple[int, int], ...] | None = None
-
-    def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
-        if self._made_from != _stamp(weight):
-            self.invalidate_weight()
-            self._made_from = _stamp(weight)
-        return super().fp8_weight(weight, columnwise=columnwise)
-
-
-class _Fp8OnlyWeight(NamedTuple):
-    """A weight of which there is FP8 data only, with the interface of `QuantizedTensor`: columnwise it is transposed.
-
-    `read` returns it, rowwise; of a gathered weight what the last gather has brought. Its scales may come from a buffer
-    or a file, so GEMMs get them as they read them.
-    """
-
-    read: Callable[[], ScaledTensor]
-
-    @property
-    def required_rowwise(self) -> ScaledTensor:
-        return arranged(self.read())
-
-    @property
-    def required_columnwise(self) -> ScaledTensor:
-        return arranged(self.read().t())
-
-
-class _WeightCopies:
-    """A weight in FP8 with the interface of `QuantizedTensor`, which can be released and is then quantized again.
-
-    Layer and graph share it while the weight is unchanged. When the weight changes, the layer gets a new one, and an
-    older graph keeps the values it was computed with. When FSDP2 frees the weight, this is released for both, and the
-    next access quantizes the weight as gathered by then. `recorded`: a cast has recorded the weight's amax, as those of
-    an evaluation do not.
-    """
-
-    def __init__(self, weight: Tensor, state: WatchingLinearState) -> None:
-        self.weight, self._state, self.recorded = weight, state, False
-        self._made: QuantizedTensor | None = None
-        self._made_from: tuple[tuple[int, int], ...] | None = None
-
-    def are_of(self, weight: Tensor) -> bool:
-        return self._is(weight) and (self._made is None or self._made_from == _stamp(weight))
-
-    def _is(self, weight: Tensor) -> bool:
-        """Whether it is the tensor, or another view of its memory, as compiled code may pass."""
-        own, others = _parts(self.weight), _parts(weight)
-        return len(own) == len(others) and all(
-            mine is other or (mine.data_ptr() == other.data_ptr() != 0 and mine.shape == other.shape)
-            for mine, other in zip(own, others, strict=True)
-        )
-
-    def make(self, *, columnwise: bool) -> QuantizedTensor:
-        if self._made is None or (columnwise and self._made.columnwise is None):
-            self._made_from = _stamp(self.weight)
-            self._made = self._state.quantizers.weight(Plain(self.weight.detach()), rowwise=True, columnwise=columnwise)
-            self.recorded |= self._state.records_weight
-        return self._made
-
-    @property
-    def kept(self) -> ScaledTensor | None:
-        """The rowwise copy, if it has been made and the weight is unchanged."""
-        return None if self._made is None or self._made_from != _stamp(self.weight) else self._made.rowwise
-
-    def release(self) -> None:
-        self._made = None
-
-    @property
-    def required_rowwise(self) -> ScaledTensor:
-        return self.make(columnwise=False).required_rowwise
-
-    @property
-    def required_columnwise(self) -> ScaledTensor:
-        return self.make(columnwise=True).required_columnwise
-
-
 class FixedWeightCopies:
     """The FP8 copies of a layer's weight at addresses that stay, where a CUDA graph writes and another reads them.
 
-    They have the orientations that `state` holds when this is made. While they are of the weight as it is, they are the
-    layer's own, so that eager forwards read them too. `records`: a cast records the weight's amax where one of training
-    does now; not of a layer in evaluation.
+    They have the orientations that `copies` of the layer's state have when this is made. While they are of the weight
+    as it is, they are the layer's own, so that eager forwards read them too. `records`: a cast records the weight's
+    amax where one of training does now; not of a layer in evaluation.
     """
 
-    def __init__(self, state: WatchingLinearState, *, records: bool) -> None:
-        self._records = records
-        assert state._copies is not None
-        assert state._copies._made is not None
-        self._state, self._columnwise = state, state._copies._made.columnwise is not None
-        weight: Any = state._copies.weight
-        self._weight, parts = weight, _parts(weight)
+    def __init__(self, state: LinearState, copies: WeightCopies, *, records: bool) -> None:
+        assert copies.made is not None
+        self._state, self._records, self._columnwise = state, records, copies.made.columnwise is not None
+        self._weight: Any = copies.weight
+        parts = parts_of(self._weight)
         if len(parts) > 1:
-            self._weight = weight.detach()  # without the autograd graph of the forward that joined it
+            self._weight = self._weight.detach()  # without the autograd graph of the forward that joined it
             self._weight.parts = parts
         self._made: QuantizedTensor | None = None
-        self._copies: _WeightCopies | None = None
+        self._copies: WeightCopies | None = None
 
     def quantize(self) -> None:
         """Allocate the copies and write them: to be recorded, and replayed to write them again."""
-        parts = _parts(self._weight)
+        parts = parts_of(self._weight)
         is_view = self._weight.data_ptr() == parts[0].data_ptr()
-        values = self._weight.detach() if is_view else torch.cat([part.detach() for part in parts])
+        values = self._weight if is_view else torch.cat([part.detach() for part in parts])
         with recording_amaxes([] if self._records else _recording(self._state), False):
-            self._made = self._state.quantizers.weight(Plain(values), rowwise=True, columnwise=self._columnwise)
+            self._made = self._state.quantize_weight(values, rowwise=True, columnwise=self._columnwise)
         self.written()
 
     def written(self) -> None:
         """Tell the layer that these are the copies of its weight as it is."""
-        self._copies = _WeightCopies(self._weight, self._state)
-        self._copies.recorded = self._records and self._state.records_weight
-        self._copies._made, self._copies._made_from = self._made, _stamp(self._weight)
-        self._state._copies = self._copies
+        assert self._made is not None
+        self._copies = self._state.take_copies(self._weight, self._made, recorded=self._records)
 
     def forget(self) -> None:
         """Tell the layer that it has no copies."""
@@ -660,16 +532,4 @@ class FixedWeightCopies:
     def current(self) -> bool:
         """Whether these are the copies that the layer uses, of its weight as it is."""
         copies = self._copies
-        if copies is None or self._state._copies is not copies or copies._made is not self._made:
-            return False
-        return copies.are_of(self._weight)
-
-
-def _parts(weight: Tensor) -> tuple[Tensor, ...]:
-    """The weight; or the parameters that were joined to it for one forward, as it says itself."""
-    return getattr(weight, "parts", (weight,))
-
-
-def _stamp(weight: Tensor) -> tuple[tuple[int, int], ...]:
-    """A value that changes when the tensor is written to or its memory is replaced."""
-    return tuple((part._version, part.data_ptr()) for part in _parts(weight))
+        return copies is not None and self._state.weight_copies is copies and copies.made is self._made

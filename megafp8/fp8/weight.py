@@ -36,13 +36,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_map
 
-from megafp8.fp8.formats import E4M3
-from megafp8.fp8.quantize import ScaleRule
-from megafp8.fp8.quantizers import casts, implementation
-from megafp8.fp8.recipes.base import Fp8Recipe
-from megafp8.fp8.recipes.blockwise import cast_128x128
-from megafp8.fp8.sources import Plain
-from megafp8.fp8.tensor import BLOCK_128X128, TENSOR, Granularity, ScaledTensor
+from megafp8.numerics.formats import E4M3
+from megafp8.numerics.quantize import ScaleRule
+from megafp8.numerics.quantizers import casts, implementation
+from megafp8.numerics.recipes.base import Fp8Recipe
+from megafp8.numerics.recipes.blockwise import cast_128x128
+from megafp8.numerics.sources import Plain
+from megafp8.numerics.tensor import BLOCK_128X128, TENSOR, Granularity, ScaledTensor
 
 aten = torch.ops.aten
 

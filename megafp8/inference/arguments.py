@@ -10,7 +10,7 @@ import torch
 from megafp8.dtypes import DTYPES
 from megafp8.inference.cpu_threads import bind_threads
 from megafp8.inference.generator import CacheOptions, Generator
-from megafp8.ops.quantized_weight import WEIGHT_FORMATS
+from megafp8.linear.quantized_weight import WEIGHT_FORMATS
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

@@ -21,20 +21,21 @@ from torch import Tensor
 
 from megafp8.inference.paged_cache import PagedCache
 from megafp8.inference.scheduler import Chunk
+from megafp8.numerics.attention_mask import AttentionMask, causal_mask
+from megafp8.numerics.attention_scores import PLAIN, Scores
 from megafp8.ops.attention import attention
-from megafp8.ops.attention_mask import AttentionMask, causal_mask
-from megafp8.ops.attention_scores import PLAIN, Scores
 
 T = TypeVar("T")
 
 
 class _LongChunk(NamedTuple):
     """`rows`: of its tokens in the step. `table_1p`: pages of its keys, which with `positions_1s` is None if it begins
-    its sequence."""
+    its sequence. `state_1`: int64, the slot of its states."""
 
     rows: slice
     table_1p: Tensor | None
     positions_1s: Tensor | None
+    state_1: Tensor
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,9 @@ class PackedStep:
 
     `tokens_1n`, `positions_1n`: the last `padding` of them repeat the last token, so that no amax is that of another.
     `slots_n`: where their keys are stored. `table_bm`: int32, the pages of the first b tokens' sequences, filled up
-    with others. `lengths_n`: the most tokens that each token's sequence may have. `rows_r`: the tokens after which the
-    model is to give the next. `keys`: as many as any sequence has, or more.
+    with others. `states_b`: the slots of these sequences' states. `lengths_n`: the most tokens that each token's
+    sequence may have. `rows_r`: the tokens after which the model is to give the next. `keys`: as many as any sequence
+    has, or more.
     """
 
     tokens_1n: Tensor
@@ -52,6 +54,7 @@ class PackedStep:
     slots_n: Tensor
     lengths_n: Tensor
     table_bm: Tensor
+    states_b: Tensor
     long: tuple[_LongChunk, ...]
     rows_r: Tensor
     keys: int
@@ -77,20 +80,23 @@ class PackedStep:
                 rows.append(own.stop - 1)
             if len(chunk.tokens) == 1:
                 assert not long, "a chunk of one token after longer ones"
-            elif chunk.start == 0:
-                long.append(_LongChunk(own, None, None))
+                continue
+            state = torch.tensor([chunk.state], device=device)
+            if chunk.start == 0:
+                long.append(_LongChunk(own, None, None, state))
             else:
-                long.append(_LongChunk(own, pages.to(device)[None], positions.to(device)[None]))
+                long.append(_LongChunk(own, pages.to(device)[None], positions.to(device)[None], state))
         tokens_4n[:, count:] = tokens_4n[:, count - 1 : count]
         tokens_4n[_SLOTS, count:] = cache.unread_slot
-        singles = [chunk.pages for chunk in batch if len(chunk.tokens) == 1]
-        table = torch.zeros(len(singles), max(map(len, singles), default=0), dtype=torch.int32)
-        for row, own_pages in zip(table, singles, strict=True):
-            row[: len(own_pages)] = torch.tensor(own_pages)
+        singles = [chunk for chunk in batch if len(chunk.tokens) == 1]
+        table = torch.zeros(len(singles), max((len(x.pages) for x in singles), default=0), dtype=torch.int32)
+        for row, chunk in zip(table, singles, strict=True):
+            row[: len(chunk.pages)] = torch.tensor(chunk.pages)
         longest = max(len(chunk.pages) for chunk in batch) * cache.page_size
         return cls(
             *_by_kind(tokens_4n.to(device)),
             table.to(device),
+            torch.tensor([chunk.state for chunk in singles], dtype=torch.int64, device=device),
             tuple(long),
             torch.tensor(rows, device=device),
             1 << (longest - 1).bit_length(),
@@ -126,25 +132,26 @@ class DecodeInputs:
     def __init__(self, n: int, most_pages: int, longest: int, cache: PagedCache, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self._page_size, self._unread_slot = cache.page_size, cache.unread_slot
-        self._host_4n = torch.zeros(4, n, dtype=torch.int64, pin_memory=pinned)
+        self._host_5n = torch.zeros(5, n, dtype=torch.int64, pin_memory=pinned)
         self._host_nm = torch.zeros(n, most_pages, dtype=torch.int32, pin_memory=pinned)
-        self._tokens_4n, self._table_nm = (torch.zeros_like(x, device=device) for x in (self._host_4n, self._host_nm))
+        self._tokens_5n, self._table_nm = (torch.zeros_like(x, device=device) for x in (self._host_5n, self._host_nm))
         keys = 1 << (longest - 1).bit_length()
         self.step = PackedStep(
-            *_by_kind(self._tokens_4n), self._table_nm, (), torch.arange(n, device=device), keys
+            *_by_kind(self._tokens_5n[:4]), self._table_nm, self._tokens_5n[4], (), torch.arange(n, device=device), keys
         )  # fmt: skip
 
     def fill(self, batch: Sequence[Chunk]) -> None:
         """Chunks of one token, up to n of them; the last one is repeated."""
-        tokens, table, size = self._host_4n.numpy(), self._host_nm.numpy(), self._page_size
+        tokens, table, size = self._host_5n.numpy(), self._host_nm.numpy(), self._page_size
         for i, chunk in enumerate(batch):
             page, place = divmod(chunk.start, size)
-            tokens[:, i] = chunk.tokens[0], chunk.start, chunk.pages[page] * size + place, chunk.sequence.max_length
+            slot = chunk.pages[page] * size + place
+            tokens[:, i] = chunk.tokens[0], chunk.start, slot, chunk.sequence.max_length, chunk.state
             table[i, : len(chunk.pages)] = chunk.pages
         tokens[:, len(batch) :] = tokens[:, len(batch) - 1 : len(batch)]
         tokens[_SLOTS, len(batch) :] = self._unread_slot
         table[len(batch) :] = table[len(batch) - 1]
-        self._tokens_4n.copy_(self._host_4n, non_blocking=True)
+        self._tokens_5n.copy_(self._host_5n, non_blocking=True)
         self._table_nm.copy_(self._host_nm, non_blocking=True)
 
 
@@ -181,7 +188,7 @@ class PagedAttention:
             if b == len(q_sbad):
                 return y
             y_sbad[:b] = y
-        for rows, table_1p, positions_1s in step.long:
+        for rows, table_1p, positions_1s, _ in step.long:
             q, k, v = q_sbad[rows], k_sbgd[rows], v_sbgd[rows]
             if table_1p is None:
                 mask = causal_mask(None, self.window, len(q), q.device)

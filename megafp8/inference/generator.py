@@ -20,7 +20,7 @@ from megafp8.inference.pages import PageAllocator
 from megafp8.inference.sampling import GREEDY, Row, SamplingOptions, VocabShard, choose, stream_of
 from megafp8.inference.scheduler import GrowingSequence, Scheduler
 from megafp8.inference.text import TextStream
-from megafp8.ops.quantized_weight import WeightFormatName
+from megafp8.linear.quantized_weight import WeightFormatName
 from megafp8.training.trainer import Trainer
 
 Prompt = str | Sequence[int]
@@ -154,6 +154,7 @@ class Generator:
             model,
             self._allocator.num_pages,
             cache.page_size,
+            sequences=cache.max_sequences,
             longest=max_length,
             stored=None if cache.dtype is None else _STORED[cache.dtype],
         )

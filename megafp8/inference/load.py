@@ -28,9 +28,9 @@ from megafp8.dtypes import DTYPES
 from megafp8.inference.model import Model, check_decoder
 from megafp8.inference.packed_weights import pack_weights
 from megafp8.inference.quantized_weights import check_stages, quantize_stages, weight_format
+from megafp8.linear.quantized_weight import WeightFormat
 from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext
-from megafp8.ops.quantized_weight import WeightFormat
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.planner.stages import stages_of
 from megafp8.training.cuda_graphs import why_not
@@ -190,10 +190,8 @@ def live_model(trainer: Trainer) -> tuple[Model, Callable[[], None]]:
     """The model of a running job, and what must be called before its use after a step. Both collective."""
 
     def before() -> None:
-        trainer.wait_for_weights()
+        trainer.strategy.wait()
         trainer.fp8.forget_weights()  # copies may lie in the memory of a CUDA graph
-        if trainer.fp8_gather is not None:
-            trainer.fp8_gather.record_reads()
 
     config = trainer.config
     length, placement = config.training.seq_length, trainer.plan.placement

@@ -16,14 +16,17 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megafp8.config import ModelConfig
+from megafp8.config import LongRopeConfig, ModelConfig
 from megafp8.distributed.collectives import all_gather, own_slice, recv_async, send_async
 from megafp8.fp8 import Fp8Manager
 from megafp8.inference.attention import PackedStep, PagedAttention
 from megafp8.inference.decode_graphs import DecodeGraphs
 from megafp8.inference.paged_cache import PagedCache
 from megafp8.inference.scheduler import Chunk
-from megafp8.models.gpt import GPTStage, LayerInputs
+from megafp8.inference.states import StateStore, StepRecurrence
+from megafp8.models.gpt import GPTStage
+from megafp8.models.mixer import Recurrence, StateCache, TokenCache, Tokens
+from megafp8.models.rotary import RotaryEmbedding
 from megafp8.ops.attention import CoreAttention
 from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.actions import Placement
@@ -85,6 +88,41 @@ class PackedTokens(Protocol):
     def keys(self) -> int: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunTokens(Tokens):
+    """Packed tokens. `lengths_n`, `trained_length`: as in `PackedTokens` and `Model`."""
+
+    lengths_n: Tensor
+    trained_length: int
+
+    def rotary(self, rope: RotaryEmbedding) -> tuple[Tensor, Tensor]:
+        """With LongRoPE those of long sequences for each that may become long, and for all if a run trained the model
+        with long ones."""
+        scaling = rope.keys.longrope
+        return super().rotary(rope) if scaling is None else self.once(rope.key, lambda: self._longrope(rope, scaling))
+
+    def _longrope(self, rope: RotaryEmbedding, scaling: LongRopeConfig) -> tuple[Tensor, Tensor]:
+        longest_short = scaling.original_max_position_embeddings
+        short, long = (rope.table(self.positions, longest_short + more) for more in (0, 1))
+        is_long = (self.lengths_n.clamp(min=self.trained_length) > longest_short).view(-1, 1, 1, 1)
+        return torch.where(is_long, long[0], short[0]), torch.where(is_long, long[1], short[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedTokens(RunTokens):
+    """The tokens of a step of generation, whose sequences have pages and states."""
+
+    step: PackedStep
+    pages: PagedCache
+    states: StateStore
+
+    def attention(self, layer: int, window: int | None, *, causal: bool, positions: bool) -> CoreAttention:
+        return PagedAttention(self.step, self.pages, layer, window)
+
+    def recurrence(self, layer: int) -> Recurrence:
+        return StepRecurrence(self.step, self.states, layer)
+
+
 P = TypeVar("P", bound=PackedTokens)
 
 
@@ -134,14 +172,13 @@ class PackedModel:
         return torch.empty(rows, 1, self.model.config.hidden_size, dtype=context.dtype, device=context.device)
 
     def run_blocks(
-        self, stage: GPTStage, x_sbh: Tensor | None, packed: PackedTokens, core: Callable[[int], CoreAttention]
+        self, stage: GPTStage, x_sbh: Tensor | None, packed: PackedTokens, tokens: Tokens
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream after a stage's blocks, and what is still to be added to it. `core`: of each layer."""
+        """The residual stream after a stage's blocks, and what is still to be added to it."""
         if stage.embedding is not None:
             x_sbh = stage.embedding(packed.tokens_1n, packed.positions_1n)
         assert x_sbh is not None
-        cores = {layer: core(layer) for layer in stage.layers if layer < self.model.config.num_blocks}
-        inputs = LayerInputs(self._rotary(stage, packed), {}, stage.scores(packed.keys), layer_cores=cores)
+        inputs = stage.inputs_of(tokens)
         return stage.run_blocks(x_sbh, inputs)
 
     def logits(self, stage: GPTStage, x_sbh: Tensor, branch_sbh: Tensor | None, rows_r: Tensor) -> Tensor:
@@ -150,20 +187,6 @@ class PackedModel:
         streams = [None if x is None else self._rows(x, rows_r, stage) for x in (x_sbh, branch_sbh)]
         logits_rbv: Tensor = stage.head(*streams, None)
         return logits_rbv[: len(rows_r), 0].float()
-
-    def _rotary(self, stage: GPTStage, packed: PackedTokens) -> dict[int | None, tuple[Tensor, Tensor]]:
-        """Rotary tables by window. With LongRoPE those of long sequences for each that may become long, and for all if
-        a run trained the model with long ones."""
-        scaling = self.model.config.longrope
-        if scaling is None:
-            return stage.rotary(packed.positions_1n, packed.keys)
-        longest_short = scaling.original_max_position_embeddings
-        short, long = (stage.rotary(packed.positions_1n, longest_short + more) for more in (0, 1))
-        is_long = (packed.lengths_n.clamp(min=self.model.trained_length) > longest_short).view(-1, 1, 1, 1)
-        return {
-            window: (torch.where(is_long, cos, short[window][0]), torch.where(is_long, sin, short[window][1]))
-            for window, (cos, sin) in long.items()
-        }
 
     def _rows(self, x_sbh: Tensor, rows_r: Tensor, stage: GPTStage) -> Tensor:
         """These tokens of the residual stream, sharded as it is, with some of padding then."""
@@ -177,7 +200,8 @@ class PackedModel:
 class CachedModel(PackedModel):
     """`model` with a cache of `num_pages` pages, which the sequences of all steps share. Collective: on every rank.
 
-    `longest`: the most tokens of a sequence. `stored`: float8_e4m3fn or int8 to store keys and values so.
+    `sequences`: the most that run at once. `longest`: the most tokens of a sequence. `stored`: float8_e4m3fn or int8 to
+    store keys and values so.
     """
 
     def __init__(
@@ -186,23 +210,25 @@ class CachedModel(PackedModel):
         num_pages: int,
         page_size: int,
         *,
+        sequences: int,
         longest: int,
         stored: torch.dtype | None = None,
     ) -> None:
         super().__init__(model)
-        config, context = model.config, model.stages[0].context
-        groups = config.num_attention_heads if config.latent_attention is not None else config.query_groups
+        context = model.stages[0].context
+        last = model.config.num_blocks
+        blocks = [block for stage in model.stages for block in stage.all_blocks if block.index < last]
+        kept = {block.index: block.mixer.cache for block in blocks}
         self.cache = PagedCache(
-            [layer for stage in model.stages for layer in stage.layers if layer < config.num_blocks],
+            {layer: cache for layer, cache in kept.items() if isinstance(cache, TokenCache)},
             num_pages=num_pages,
             page_size=page_size,
-            groups=groups // context.tensor.size(),
-            width=config.channels,
-            value_width=config.value_channels,
             dtype=context.dtype,
             device=context.device,
             stored=stored,
         )
+        states = {layer: cache for layer, cache in kept.items() if isinstance(cache, StateCache)}
+        self.states = StateStore(states, sequences, context.device)
         self._graphs: DecodeGraphs | None = None
         if self.cache.in_place and not model.why_eager:
             self._graphs = DecodeGraphs(
@@ -224,12 +250,17 @@ class CachedModel(PackedModel):
 
     def _run_stage(self, index: int, x_sbh: Tensor | None, step: PackedStep) -> Tensor | None:
         """The residual stream after a stage; of the last one logits, None if there is nothing to choose."""
-        config, stage = self.model.config, self.model.stages[index]
-
-        def core(layer: int) -> PagedAttention:
-            return PagedAttention(step, self.cache, layer, config.window_of(layer))
-
-        x_sbh, branch_sbh = self.run_blocks(stage, x_sbh, step, core)
+        stage = self.model.stages[index]
+        tokens = CachedTokens(
+            step.positions_1n,
+            step.keys,
+            lengths_n=step.lengths_n,
+            trained_length=self.model.trained_length,
+            step=step,
+            pages=self.cache,
+            states=self.states,
+        )
+        x_sbh, branch_sbh = self.run_blocks(stage, x_sbh, step, tokens)
         if stage.head is None:
             return x_sbh if branch_sbh is None else x_sbh + branch_sbh
         return self.logits(stage, x_sbh, branch_sbh, step.rows_r) if len(step.rows_r) else None

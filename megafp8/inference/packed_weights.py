@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megafp8.linear.onednn_weight import OneDnnInt8Weight, OneDnnWeight, packs, packs_int8
+from megafp8.linear.packed_weight import PackedWeight, VectorWeight
+from megafp8.linear.quantized_weight import QuantizedWeight
 from megafp8.models.gpt import GPTStage
-from megafp8.ops.onednn_weight import OneDnnInt8Weight, OneDnnWeight, packs
-from megafp8.ops.packed_weight import PackedWeight, VectorWeight
-from megafp8.ops.quantized_weight import QuantizedWeight
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
@@ -56,7 +56,7 @@ def _packed(given: PackedWeight | None, parameter: Tensor, keeps_rows: bool) -> 
     if not isinstance(given, QuantizedWeight) or parameter.dtype != torch.bfloat16:
         return None
     if given.format.kind == "int8":
-        return OneDnnInt8Weight(given.data, given.scale_inv_gn[0])
+        return OneDnnInt8Weight(given.data, given.scale_inv_gn[0]) if packs_int8() else None
     return OneDnnWeight(given.dequantize(parameter.dtype), keeps_rows=keeps_rows)
 
 

@@ -6,15 +6,17 @@ heads of this rank, d head width, w width of values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megafp8.fp8.formats import E4M3
-from megafp8.ops.attention_scores import Scores
+from megafp8.kernels.limits import LARGEST_HEAD
+from megafp8.models.mixer import TokenCache
+from megafp8.numerics.attention_scores import Scores
+from megafp8.numerics.formats import E4M3
 
 _LARGEST = {torch.float8_e4m3fn: E4M3.max, torch.int8: 127.0}
 """What the amax of a head of a token becomes in a quantized cache."""
@@ -32,42 +34,39 @@ class _Layer(NamedTuple):
 
 
 class PagedCache:
-    """The pages of some layers of a model, on this rank.
+    """The pages of the attention layers of a model, by layer, on this rank.
 
-    `groups`: key-value heads of this rank. `width`, `value_width`: of keys and of values. Kernels want values as wide
-    as keys: narrower ones come and go padded with zeros, and are stored without. `dtype`: of keys and values. `stored`:
+    Kernels want values as wide as keys: narrower ones come and go padded with zeros, and are stored without. `dtype`:
+    of keys and values. `stored`:
     float8_e4m3fn or int8 to store them so, with a scale for each head of each token; None: as they are.
     """
 
     def __init__(
         self,
-        layers: Iterable[int],
+        layers: Mapping[int, TokenCache],
         *,
         num_pages: int,
         page_size: int,
-        groups: int,
-        width: int,
-        value_width: int,
         dtype: torch.dtype,
         device: torch.device,
         stored: torch.dtype | None = None,
     ) -> None:
-        self.num_pages, self.page_size, self.value_width = num_pages, page_size, value_width
+        self.num_pages, self.page_size = num_pages, page_size
         self.dtype, self._largest = dtype, _LARGEST[stored] if stored is not None else None
-        self.in_place = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and width <= 256
+        self.in_place = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+        self.in_place = self.in_place and all(cache.width <= LARGEST_HEAD for cache in layers.values())
         """Whether kernels append to pages and attend to them where they are."""
-        shape = (num_pages + 1, page_size, groups)
 
-        def zeros(*of_head: int, dtype: torch.dtype) -> Tensor:
-            # Zeros: slots behind the end of a sequence have the probability 0, and 0 · NaN would be NaN.
-            return torch.zeros(*shape, *of_head, dtype=dtype, device=device)
+        def layer(cache: TokenCache) -> _Layer:
+            def zeros(*of_head: int, dtype: torch.dtype) -> Tensor:
+                # Zeros: slots behind the end of a sequence have the probability 0, and 0 · NaN would be NaN.
+                return torch.zeros(num_pages + 1, page_size, cache.groups, *of_head, dtype=dtype, device=device)
 
-        def layer() -> _Layer:
-            keys, values = (zeros(d, dtype=stored or dtype) for d in (width, value_width))
+            keys, values = (zeros(d, dtype=stored or dtype) for d in (cache.width, cache.value_width))
             scales = None if stored is None else (zeros(dtype=torch.float32), zeros(dtype=torch.float32))
             return _Layer(keys, values, scales)
 
-        self._layers = {index: layer() for index in layers}
+        self._layers = {index: layer(cache) for index, cache in layers.items()}
 
     @property
     def unread_slot(self) -> int:
@@ -82,7 +81,7 @@ class PagedCache:
 
             paged_attention.append(k_ngd, v_ngd, slots_n, own.keys, own.values, own.scales)
             return
-        for i, (stored, x_ngd) in enumerate(((own.keys, k_ngd), (own.values, v_ngd[..., : self.value_width]))):
+        for i, (stored, x_ngd) in enumerate(((own.keys, k_ngd), (own.values, v_ngd[..., : own.values.shape[-1]]))):
             data = x_ngd
             if own.scales is not None:
                 assert self._largest is not None

@@ -13,13 +13,13 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_gather_objects, size
-from megafp8.models.gpt import GPTStage
-from megafp8.ops.quantized_weight import (
+from megafp8.linear.quantized_weight import (
     WEIGHT_FORMATS,
     WeightFormat,
     check_columns,
     quantize_weight,
 )
+from megafp8.models.gpt import GPTStage
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 Linear = ColumnParallelLinear | RowParallelLinear

@@ -67,12 +67,14 @@ class GrowingSequence:
     """A sequence of tokens that grows.
 
     `tokens`: the prompt, and what was chosen after it. `cached`: how many of them, from the first, are in the cache, in
-    `pages`. `max_length`: the most tokens that it may have. `client`, `request`: whose it is.
+    `pages`. `state`: while it runs, the slot of its recurrent layers' states. `max_length`: the most tokens that it may
+    have. `client`, `request`: whose it is.
     """
 
     tokens: list[int]
     max_length: int
     pages: MutableSequence[int] = field(default_factory=lambda: array("i"))
+    state: int = 0
     cached: int = 0
     client: str = ""
     request: int = 0
@@ -82,7 +84,7 @@ class Chunk(NamedTuple):
     """Tokens of a sequence that a step runs: `tokens`, which stand at positions from `start` on.
 
     `pages`: of the sequence, enough for them. `last`: they end with the sequence's last token, so that the model gives
-    the next one.
+    the next one. `state`: the slot of its states.
     """
 
     sequence: GrowingSequence
@@ -90,6 +92,7 @@ class Chunk(NamedTuple):
     start: int
     pages: Sequence[int]
     last: bool
+    state: int = 0
 
 
 class Scheduler:
@@ -98,6 +101,7 @@ class Scheduler:
     def __init__(self, allocator: PageAllocator, *, max_batch_tokens: int, max_sequences: int) -> None:
         self.allocator = allocator
         self.max_batch_tokens, self.max_sequences = max_batch_tokens, max_sequences
+        self._free_states = [*range(max_sequences)]
         self.waiting: deque[GrowingSequence] = deque()
         self.running: list[GrowingSequence] = []
 
@@ -110,9 +114,9 @@ class Scheduler:
         """A sequence that has ended, or is not wanted any more."""
         if sequence in self.running:
             self.running.remove(sequence)
+            self._forget(sequence)
         else:
             self.waiting.remove(sequence)
-        self._forget(sequence)
 
     def next_batch(self) -> list[Chunk]:
         """The chunks of the next step, those of one token first; empty if there is no sequence. `done` must follow."""
@@ -121,6 +125,7 @@ class Scheduler:
             if not self._has_room(following):
                 break
             self.waiting.remove(following)
+            following.state = self._free_states.pop()
             self.running.append(following)
         return self._prompts() or self._next_tokens()
 
@@ -158,7 +163,7 @@ class Scheduler:
         for x in self.running:
             if x.cached < len(x.tokens) - 1 and room:
                 tokens = x.tokens[x.cached : x.cached + room]
-                batch.append(Chunk(x, tokens, x.cached, x.pages, x.cached + len(tokens) == len(x.tokens)))
+                batch.append(Chunk(x, tokens, x.cached, x.pages, x.cached + len(tokens) == len(x.tokens), x.state))
                 room -= len(tokens)
         return sorted(batch, key=lambda chunk: len(chunk.tokens) > 1)
 
@@ -167,7 +172,7 @@ class Scheduler:
         while len(batch) < len(self.running):
             x = self.running[len(batch)]
             if self.allocator.extend(x.pages, len(x.tokens)):
-                batch.append(Chunk(x, x.tokens[-1:], x.cached, x.pages, last=True))
+                batch.append(Chunk(x, x.tokens[-1:], x.cached, x.pages, True, x.state))
             else:
                 last = self.running.pop()
                 self._forget(last)
@@ -175,5 +180,7 @@ class Scheduler:
         return batch
 
     def _forget(self, sequence: GrowingSequence) -> None:
+        """Take back what a sequence has that does not run any more."""
+        self._free_states.append(sequence.state)
         self.allocator.release(sequence.pages)
         sequence.pages, sequence.cached = array("i"), 0

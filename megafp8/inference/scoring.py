@@ -23,12 +23,13 @@ from torch import Tensor
 from megafp8.data.samples import room_for
 from megafp8.distributed.collectives import broadcast, broadcast_object
 from megafp8.inference.attention import scores_of_length
-from megafp8.inference.model import Model, PackedModel
+from megafp8.inference.model import Model, PackedModel, RunTokens
 from megafp8.inference.sampling import VocabShard
 from megafp8.models.gpt import GPTStage
-from megafp8.ops.attention import attention
-from megafp8.ops.attention_mask import AttentionMask, causal_mask
-from megafp8.ops.attention_scores import PLAIN, Scores
+from megafp8.models.mixer import Advance, Recurrence, State
+from megafp8.numerics.attention_mask import AttentionMask, causal_mask
+from megafp8.numerics.attention_scores import PLAIN, Scores
+from megafp8.ops.attention import CoreAttention, attention
 
 _LOGIT_ROWS = 1024
 """Rows of logits that are computed at once, in float32."""
@@ -212,6 +213,25 @@ class _PackedAttention:
         return []
 
 
+@dataclass(frozen=True, kw_only=True)
+class _StepTokens(RunTokens):
+    """The tokens of a step; each segment is a sequence."""
+
+    step: _Step
+
+    def attention(self, layer: int, window: int | None, *, causal: bool, positions: bool) -> CoreAttention:
+        return _PackedAttention(self.step, self.once(("mask", window), lambda: self.step.mask(window)))
+
+    def recurrence(self, layer: int) -> Recurrence:
+        return self._recurrence
+
+    def _recurrence(self, advance: Advance, xs: tuple[Tensor, ...], zeros: Callable[[int], State]) -> Tensor:
+        count = self.step.tokens
+        starts_n1 = self.once("starts", lambda: self.positions.t() == 0)
+        y_n1, _ = advance(tuple(x[:count] for x in xs), zeros(1), starts_n1[:count])
+        return torch.cat([y_n1, y_n1[-1:].expand(len(xs[0]) - count, *y_n1.shape[1:])])
+
+
 class Scorer:
     """Scores of tokens by a model in any layout. Collective: every rank makes it, and every call.
 
@@ -236,8 +256,8 @@ class Scorer:
         self._multiple = self._packed.multiple
         if model.parallel.device.type == "cuda":
             self._multiple = math.lcm(self._multiple, _CUDA_ROWS)
-        # The frequencies of LongRoPE and the bias of ALiBi depend on where a sequence, or a query, is among all.
-        self._shares = model.config.longrope is None and model.config.position_embedding != "alibi"
+        mixers = [layer.mixer for layer in model.config.distinct_layers]
+        self._shares = model.config.longrope is None and all(mixer.shares_context for mixer in mixers)
 
     def score(self, requests: Iterable[Request]) -> Iterator[Score]:
         """The scores of all requests, in order. All ranks use the requests of the first one, and must read all scores.
@@ -303,13 +323,17 @@ class Scorer:
     def _scores(self, groups: Sequence[_Group]) -> Iterator[Score]:
         parallel = self.model.parallel
         step = _Step.pack(groups, parallel.device, self._multiple)
-        masks = {window: step.mask(window) for window in {*map(self.model.config.window_of, self.model.config.layers)}}
+        tokens = _StepTokens(
+            step.positions_1n,
+            step.keys,
+            lengths_n=step.lengths_n,
+            trained_length=self.model.trained_length,
+            step=step,
+        )
 
         def run_stage(index: int, x_sbh: Tensor | None, step: _Step) -> Tensor:
             stage = self.model.stages[index]
-            x_sbh, branch_sbh = self._packed.run_blocks(
-                stage, x_sbh, step, lambda layer: _PackedAttention(step, masks[self.model.config.window_of(layer)])
-            )
+            x_sbh, branch_sbh = self._packed.run_blocks(stage, x_sbh, step, tokens)
             if stage.head is None:
                 return x_sbh if branch_sbh is None else x_sbh + branch_sbh
             return self._output(stage, x_sbh, branch_sbh, step)

@@ -1,9 +1,9 @@
 """Attention with any scores and masks of `ops.attention`: forward, gradients of q, of k and v, and of the bias.
 
-Reference: `megafp8.ops.attention_reference`. The algorithm is that of FlashAttention-2 (Dao 2023, arXiv:2307.08691): a
-program takes a block of queries and goes over blocks of keys with a running maximum and sum; backward recomputes
-probabilities from the log-sum-exps. Sums are fp32, in an order that depends on shapes only: all results are
-deterministic.
+Reference: `megafp8.numerics.attention_reference`. The algorithm is that of FlashAttention-2 (Dao 2023,
+arXiv:2307.08691): a program takes a block of queries and goes over blocks of keys with a running maximum and sum;
+backward recomputes probabilities from the log-sum-exps. Sums are fp32, in an order that depends on shapes only: all
+results are deterministic.
 
 *Masks* reach a program as a range of keys for each query (`attention_mask.key_ranges`), whatever they are made of. A
 program goes over the blocks between the smallest first key and the greatest last one of its queries. Where all its
@@ -34,8 +34,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
-from megafp8.ops.attention_mask import AttentionMask, key_ranges
-from megafp8.ops.attention_scores import Scores
+from megafp8.numerics.attention_mask import AttentionMask, key_ranges
+from megafp8.numerics.attention_scores import Scores
 
 _FAR: tl.constexpr = tl.constexpr(2**31 - 1)
 _LOG2E = 1 / math.log(2)

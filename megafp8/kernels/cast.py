@@ -6,7 +6,7 @@ tile in fp32, casts it, and stores it twice, columnwise by words of four bytes (
 the same scales it nevertheless casts twice: the instruction casts pairs, which are neighbours in a row for one and in a
 column for the other, and taking words apart would cost more.
 
-SCALES is the granularity. Reference: the function of `megafp8.fp8.reference` in the last column.
+SCALES is the granularity. Reference: the function of `megafp8.numerics.reference` in the last column.
 
     none      the values themselves, in the dtype of their storage              materialize
     tensor    a given scale; the tile's amax may be recorded by one atomic      cast_tensor

@@ -1,4 +1,4 @@
-"""Dropout, with the mask computed in registers. Reference: `megafp8.ops.dropout_reference`.
+"""Dropout, with the mask computed in registers. Reference: `megafp8.numerics.dropout_reference`.
 
 Shapes: n tokens, c channels.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megafp8.kernels.arithmetic import kernel_input, next_power_of_2
 from megafp8.kernels.launch import BoundKernel, Kernel
-from megafp8.ops.dropout_reference import Dropout
+from megafp8.numerics.dropout_reference import Dropout
 
 NUMBERS = ("key0", "key1", "threshold")
 """Parameters of kernels that Triton need not specialize for: they differ from layer to layer."""

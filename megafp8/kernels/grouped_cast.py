@@ -6,7 +6,7 @@ another expert, and addresses are aligned whatever the sizes. A program casts a 
 as `cast` does it for one matrix; how many rows the experts have is read on the device. Blocks of 128 rows begin where
 the expert's rows begin, as those of a matrix do.
 
-Reference: the functions of these names in `megafp8.fp8.groups`.
+Reference: the functions of these names in `megafp8.numerics.groups`.
 
 Shapes: r rows of e experts, c columns.
 """
@@ -22,15 +22,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_reduce
-from megafp8.fp8.formats import Format
-from megafp8.fp8.groups import ALIGNMENT, RowGroups
-from megafp8.fp8.sources import Source
-from megafp8.fp8.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTensor
 from megafp8.kernels.arithmetic import INTERPRETED, atomic_amax, ceil_div, magnitude_bits, next_power_of_2
 from megafp8.kernels.cast import cast
 from megafp8.kernels.launch import Kernel
 from megafp8.kernels.quantize import TILES, Inputs, Tile, inputs_of, tile_group
 from megafp8.kernels.tiles import column_amax, compute, compute_quads, part_columns
+from megafp8.numerics.formats import Format
+from megafp8.numerics.groups import ALIGNMENT, RowGroups
+from megafp8.numerics.sources import Source
+from megafp8.numerics.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTensor
 
 
 @triton.jit

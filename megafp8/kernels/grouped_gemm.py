@@ -9,7 +9,7 @@ scales, by which each block's product is multiplied before it is added.
 Operands are read through tensor descriptors, by the GPU's copy engine for tiles (TMA); a descriptor covers the rows of
 all experts. A tile that reaches beyond the rows of its expert therefore reads those of the next. In products of rows
 these are computed and not stored. In sums over rows of bf16 they are set to zero, in those of FP8 there are none: each
-expert's rows begin at a multiple of TILE_K and zeros follow them (`megafp8.fp8.groups`).
+expert's rows begin at a multiple of TILE_K and zeros follow them (`megafp8.numerics.groups`).
 
 Two programs of four warps share a multiprocessor: while one reads and writes results, the other multiplies. With blocks
 registers hold sums and a block's product, so a program has eight warps, and a multiprocessor one program. Products of
@@ -33,8 +33,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, ScaledTensor
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, next_power_of_2
+from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, ScaledTensor
 
 
 class Tile(NamedTuple):
@@ -213,9 +213,9 @@ def rows_times_matrices(
     """`[m, n]` in `out_dtype`: FP8 rows `[m, k]` times the transpose of their expert's matrix `[n, k]`.
 
     `b`: the matrices one below the other, `[e·n, k]`; or `columnwise` beside each other, `[n, padded]`, as
-    `megafp8.fp8.groups` casts weights whose gradients are to flow on. Widths are multiples of 16; of 128 where a has
-    scales of 1×128 blocks and b of 128×128. `ends_e`: int32, where the rows of each expert end. `fast`: sums stay in
-    the tensor core; never those of blocks.
+    `megafp8.numerics.groups` casts weights whose gradients are to flow on. Widths are multiples of 16; of 128 where a
+    has scales of 1×128 blocks and b of 128×128. `ends_e`: int32, where the rows of each expert end. `fast`: sums stay
+    in the tensor core; never those of blocks.
     """
     (m, k), experts = a_mk.data.shape, len(ends_e)
     out_mn = torch.empty(m, n, dtype=out_dtype, device=a_mk.data.device)
@@ -241,7 +241,7 @@ def sums_over_rows(
     """Each expert's sum over its rows of outer products, into `out_epq` or added to it (fp32).
 
     bf16 operands are `[m, p]` and `[m, q]`, and `ends_e` where the rows of each expert end; FP8 ones are `[p, padded]`
-    and `[q, padded]` as `megafp8.fp8.groups` casts them, with its padded ends; p and q are multiples of 128 where
+    and `[q, padded]` as `megafp8.numerics.groups` casts them, with its padded ends; p and q are multiples of 128 where
     they have scales of 1×128 blocks.
     """
     experts, p, q = out_epq.shape

@@ -1,7 +1,7 @@
 """A norm with the residual addition before it, or its statistics alone, and its backward.
 
-References: `megafp8.ops.norm_reference`, of the norm's values `megafp8.fp8.sources.Normalized`, and of the dropout of
-what is added `megafp8.ops.dropout_reference`.
+References: `megafp8.numerics.norm_reference`, of the norm's values `megafp8.numerics.sources.Normalized`, and of the
+dropout of what is added `megafp8.numerics.dropout_reference`.
 
 One program reads a row once, holds it in registers, and reduces it in float64, which Hopper computes at half the rate
 of fp32, so memory remains the limit. In backward a program takes every P-th row and sums the weight's gradient over its
@@ -21,8 +21,8 @@ from torch import Tensor
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input, next_power_of_2
 from megafp8.kernels.dropout import NUMBERS, dropped, numbers
 from megafp8.kernels.launch import BoundKernel, Kernel
-from megafp8.ops.dropout_reference import Dropout
-from megafp8.ops.norm_reference import EXACT
+from megafp8.numerics.dropout_reference import Dropout
+from megafp8.numerics.norm_reference import EXACT
 
 # Programs of backward: two for each of an H200's 132 multiprocessors, four where rows are narrow. Measured.
 _PROGRAMS, _NARROW = 4 if INTERPRETED else 264, 1024

@@ -8,7 +8,7 @@ part of the token, and adds these products; a program's threads cover a stretch 
 `tile_kernel`, for up to 64: tiles are unpacked to bf16 and multiplied by tensor cores. Programs divide n. Both are
 deterministic.
 
-Kinds are those of `megafp8.ops.quantized_weight`, and "bf16" for a weight as it is.
+Kinds are those of `megafp8.linear.quantized_weight`, and "bf16" for a weight as it is.
 
 Shapes: m tokens, n outputs, k inputs; t threads' stretches, v values of one.
 """
@@ -277,7 +277,7 @@ MOST_TOKENS = 64
 
 
 class PackedData(NamedTuple):
-    """What kernels read of a quantized weight, as `megafp8.ops.quantized_weight` describes it, or of one in bf16.
+    """What kernels read of a quantized weight, as `megafp8.linear.quantized_weight` describes it, or of one in bf16.
 
     `group`: columns that share a scale; 0 where they are all of a row.
     """

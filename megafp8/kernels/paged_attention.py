@@ -23,11 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.fp8.formats import E4M3
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input, next_power_of_2, to_fp8
 from megafp8.kernels.attention import score
 from megafp8.kernels.launch import Kernel
-from megafp8.ops.attention_scores import Scores
+from megafp8.numerics.attention_scores import Scores
+from megafp8.numerics.formats import E4M3
 
 _LOG2E = 1 / math.log(2)
 _KEYS = 64

@@ -1,4 +1,4 @@
-"""Launches of the cast and reduction kernels. References: the functions of these names in `megafp8.fp8.reference`.
+"""Launches of the cast and reduction kernels. References: the functions of these names in `megafp8.numerics.reference`.
 
 Shapes: r rows, c columns of the source.
 """
@@ -11,9 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megafp8.fp8.formats import Format
-from megafp8.fp8.quantize import scale_from_amax
-from megafp8.fp8.sources import (
+from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input
+from megafp8.kernels.cast import tile_kernel
+from megafp8.kernels.launch import BoundKernel, Kernel
+from megafp8.kernels.reductions import amax_kernel, sums_kernel
+from megafp8.numerics.formats import Format
+from megafp8.numerics.quantize import scale_from_amax
+from megafp8.numerics.sources import (
     Activation,
     Gated,
     GatedGrad,
@@ -25,11 +29,7 @@ from megafp8.fp8.sources import (
     Ungated,
     UngatedGrad,
 )
-from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, QuantizedTensor, ScaledTensor
-from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input
-from megafp8.kernels.cast import tile_kernel
-from megafp8.kernels.launch import BoundKernel, Kernel
-from megafp8.kernels.reductions import amax_kernel, sums_kernel
+from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, QuantizedTensor, ScaledTensor
 
 
 class Tile(NamedTuple):

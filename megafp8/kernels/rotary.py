@@ -1,4 +1,4 @@
-"""Rotary embedding of the packed qkv in place, or of some heads. Reference: `rotate` in `megafp8.fp8.sources`.
+"""Rotary embedding of the packed qkv in place, or of some heads. Reference: `rotate` in `megafp8.numerics.sources`.
 
 PyTorch rotates q and k through nine fp32 temporaries, some sixty bytes an element. Four would suffice: each element of
 a q or k head is read and written once. So one kernel rotates both in the output of the qkv linear layer, whose backward

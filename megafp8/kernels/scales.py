@@ -1,6 +1,6 @@
 """End of a delayed-scaling step for all tensors in one launch: new scales, and histories rolled by one.
 
-References: `megafp8.fp8.quantize.scale_from_amax` and `DelayedState.end_step`, bit for bit; the division rounds to
+References: `megafp8.numerics.quantize.scale_from_amax` and `DelayedState.end_step`, bit for bit; the division rounds to
 nearest. An `amax_compute_algo` given as a Python function runs there.
 
 PyTorch takes some fifteen kernels, whose launches cost more than their work. Here a program takes one tensor: its

@@ -1,6 +1,6 @@
 """Tiles of sources: computed in fp32, arranged so that they can be transposed, and stored.
 
-Reference: `values` of each source in `megafp8.fp8.sources`. No multiply-add is contracted, and divisions round to
+Reference: `values` of each source in `megafp8.numerics.sources`. No multiply-add is contracted, and divisions round to
 nearest. All kernels that read a source take the same six pointers, as a tuple `inputs`; SOURCE says what they are. What
 is None is left out of the computation, and what is not listed is not read:
 

@@ -18,16 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megafp8.config import ModelConfig
+from megafp8.config import AttentionConfig, ModelConfig
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim
-from megafp8.fp8.linear_state import InputFormat
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.state import InputFormat
+from megafp8.models.alibi import alibi_bias
 from megafp8.models.context import BuildContext
 from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
+from megafp8.models.mixer import Mixer, TokenCache, Tokens
 from megafp8.models.norms import Norm, ProjectionNorms
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
+from megafp8.models.rotary import RotaryEmbedding
+from megafp8.numerics.attention_mask import AttentionMask
+from megafp8.numerics.attention_scores import AttentionDropout, Scores
+from megafp8.ops import attention
 from megafp8.ops.attention import CoreAttention
-from megafp8.ops.attention_scores import AttentionDropout, Scores
-from megafp8.ops.fusion import LinearInput
 from megafp8.ops.rotary import rotate_and_split, rotate_heads
 from megafp8.philox import Key, key_of
 from megafp8.plan import Neighbor
@@ -46,11 +51,10 @@ class ProbabilityDropout:
     first_head: int
 
     @classmethod
-    def build(cls, name: str, config: ModelConfig, context: BuildContext) -> ProbabilityDropout:
-        """Of the attention layer `name`."""
-        heads = config.num_attention_heads // context.tensor.size()
+    def build(cls, name: str, p: float, heads: int, context: BuildContext) -> ProbabilityDropout:
+        """That of the attention layer `name`, which has `heads` heads on all tensor-parallel ranks."""
         key = key_of(context.seed, name, "attention_dropout")
-        return cls(config.attention_dropout, key, context.tensor.rank() * heads)
+        return cls(p, key, context.tensor.rank() * (heads // context.tensor.size()))
 
     def added_to(self, scores: Scores, samples_b: Tensor | None) -> Scores:
         """`scores` with it, for samples with these indices in the run; None: no dropout."""
@@ -59,40 +63,59 @@ class ProbabilityDropout:
         return replace(scores, dropout=AttentionDropout(self.p, self.key, samples_b, self.first_head))
 
 
-def modifies_scores(config: ModelConfig) -> bool:
-    """Whether scores are changed by more than a mask."""
-    return config.attention_softcap is not None or config.attention_sinks or config.position_embedding == "alibi"
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What attention reads: rotary tables (None without), how tokens reach each other, how scores are computed."""
+
+    rotary: tuple[Tensor, Tensor] | None
+    core: CoreAttention
+    scores: Scores
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        of_scores = [x for x in (self.scores.distance_bias_ar, self.dropped_samples) if x is not None]
+        return [*(self.rotary or ()), *self.core.tensors, *of_scores]
+
+    @property
+    def dropped_samples(self) -> Tensor | None:
+        """Indices of the samples whose probabilities have dropout."""
+        return None if self.scores.dropout is None else self.scores.dropout.sample_b
 
 
-class Attention(nn.Module):
-    """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape.
-
-    `input`: the norm before it. `memory`: what is recomputed in backward.
-    """
+class Attention(Mixer):
+    """Softmax attention with grouped queries."""
 
     def __init__(
-        self, name: str, config: ModelConfig, context: BuildContext, *, input: Neighbor, memory: BlockMemory = KEEP_ALL
+        self,
+        name: str,
+        record: AttentionConfig,
+        config: ModelConfig,
+        context: BuildContext,
+        *,
+        input: Neighbor,
+        memory: BlockMemory = KEEP_ALL,
     ) -> None:
         super().__init__()
-        self.recompute = memory.attention
-        t, d = context.tensor.size(), config.channels
-        q_size, kv_size = config.num_attention_heads * d, config.query_groups * d
+        self.record, self.context, self.recompute = record, context, memory.attention
+        t, d = context.tensor.size(), record.channels
+        q_size, kv_size = record.num_attention_heads * d, record.groups * d
         self.split = [q_size // t, kv_size // t, kv_size // t]
         self.heads, self.groups, self.d = q_size // t // d, kv_size // t // d, d
         common = context.linear_options()
-        rotates = config.position_embedding == "rope" and not config.qk_norm
+        has_rotary = record.position_embedding == "rope"
+        rotates = has_rotary and not record.qk_norm
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv",
             config.hidden_size,
             q_size + 2 * kv_size,
             parts={f"{name}.q": q_size, f"{name}.k": kv_size, f"{name}.v": kv_size},
-            bias=config.linear_bias or config.qkv_bias,
+            bias=config.linear_bias or record.qkv_bias,
             init=Init("normal", config.hidden_init_std),
             site=context.site(before=input, after=ROTARY if rotates else ATTENTION, recompute_input=memory.norms),
             **common,
         )
-        self.rotates, self.has_rotary = rotates, config.position_embedding == "rope"
-        self.causal, self.modified = config.causal, modifies_scores(config)
+        self.rotates, self.causal = rotates, config.causal
+        self.rope = RotaryEmbedding(record, record.rotary_channels, d, context) if has_rotary else None
         self.proj = RowParallelLinear(
             f"{name}.proj",
             q_size,
@@ -102,21 +125,21 @@ class Attention(nn.Module):
             site=context.site(before=ATTENTION),
             **common,
         )
-        self.dropout = ProbabilityDropout.build(name, config, context)
+        self.dropout = ProbabilityDropout.build(name, config.attention_dropout, record.num_attention_heads, context)
         self.sink: nn.Parameter | None = None
-        if config.attention_sinks:
+        if record.attention_sinks:
             self.sink = nn.Parameter(torch.empty(self.heads, dtype=context.dtype, device=context.device))
-            piece = shard_dim(f"{name}.sink.weight", (config.num_attention_heads,), 0, context.tensor.rank(), t)
+            piece = shard_dim(f"{name}.sink.weight", (record.num_attention_heads,), 0, context.tensor.rank(), t)
             spec = ParamSpec((piece,), Init("zeros"), replicated_over_tp=False, weight_decay=False)
             set_spec(self.sink, spec)
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
         self.qk_norms: ProjectionNorms | None = None
-        if config.qk_norm == "projection":
+        if record.qk_norm == "projection":
             self.qk_norms = ProjectionNorms(
                 name, q_size, kv_size, context, config.norm_eps, zero_centered=config.zero_centered_gamma
             )
-        elif config.qk_norm:
+        elif record.qk_norm:
             norm: dict[str, Any] = {
                 "kind": "rmsnorm",
                 "eps": config.norm_eps,
@@ -128,11 +151,42 @@ class Attention(nn.Module):
 
     @property
     def input_format(self) -> InputFormat | None:
-        """The form in which the norm before it gives its input."""
         return self.qkv.state.input_format
 
+    def scores(self, tokens: int, learned_bias_ar: Tensor | None = None) -> Scores:
+        """How scores of whole sequences of so many tokens are computed, without dropout."""
+        bias_ar, record, context = learned_bias_ar, self.record, self.context
+        if record.position_embedding == "alibi":
+            key = ("alibi", record.num_attention_heads, tokens)
+            if key not in context.constants:
+                context.constants[key] = alibi_bias(
+                    tokens, record.num_attention_heads, context.tensor, context.dtype, context.buffer_device
+                )
+            bias_ar = context.constants[key]
+        return Scores(record.attention_scale, record.attention_softcap, bias_ar)
+
+    def inputs(self, layer: int, tokens: Tokens) -> AttentionInputs:
+        scores = self.dropout.added_to(self.scores(tokens.length, tokens.distance_bias_ar), tokens.samples_b)
+        core = tokens.attention(
+            layer, self.record.sliding_window, causal=self.causal, positions=scores.depend_on_positions
+        )
+        return AttentionInputs(None if self.rope is None else tokens.rotary(self.rope), core, scores)
+
+    @property
+    def cache(self) -> TokenCache:
+        return TokenCache(self.groups, self.d, self.d)
+
+    def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
+        scores = self.scores(length)
+        if self.dropout.p:
+            scores = replace(scores, dropout=AttentionDropout(self.dropout.p, (0, 0), torch.zeros(1)))
+        if prefix:
+            return attention.describe(device, AttentionMask(prefix_b=torch.zeros(1)), scores)
+        if documents or self.record.sliding_window is not None or not scores.only_scales:
+            return attention.describe(device, scores=scores)
+        return None
+
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        """Bytes by tensor."""
         m, e, a, g = batch.tokens, batch.element, self.heads, self.groups
         saved = {"qkv input": batch.saved_input(self.qkv.state), "q, k, v": m * (a + 2 * g) * self.d * e}
         shares_output = self.proj.state.plan.saved == "high"  # it is the projection's input, too
@@ -154,29 +208,22 @@ class Attention(nn.Module):
         if self.qk_norms is not None:  # by separate kernels in fp32
             rotation = 2 * channels * batch.element
             return Work(rotation + 56 * channels, rotation + 96 * channels)
-        passes = int(self.has_rotary or self.q_norm is not None) * (1 if self.q_norm is None else 2)
+        passes = int(self.rope is not None or self.q_norm is not None) * (1 if self.q_norm is None else 2)
         moved = 2 * passes * channels * batch.element
         return Work(moved, moved)
 
-    def attention(self, batch: MicroBatch, window: int | None) -> AttentionWork:
-        """`window`: that of the layer."""
-        pairs = pairs_of(batch.length, window, causal=self.causal)
-        return AttentionWork(self.heads, self.d, self.d, batch.length, pairs, self.modified)
+    def attention(self, batch: MicroBatch, *, windows: bool = True) -> list[AttentionWork]:
+        record = self.record
+        pairs = pairs_of(batch.length, record.sliding_window if windows else None, causal=self.causal)
+        modified = record.attention_softcap is not None or record.attention_sinks
+        modified = modified or record.position_embedding == "alibi"
+        return [AttentionWork(self.heads, self.d, self.d, batch.length, pairs, modified)]
 
     def keys_and_values(self, batch: MicroBatch) -> int:
-        """Bytes of keys and values of this rank's tokens, which other context-parallel ranks need."""
         return 2 * batch.tokens * self.groups * self.d * batch.element
 
-    def forward(
-        self,
-        x_sbh: Tensor | LinearInput,
-        rotary: tuple[Tensor, Tensor] | None,
-        core: CoreAttention,
-        scores: Scores,
-        samples_b: Tensor | None,
-    ) -> Tensor:
-        """`scores`: of all layers, without dropout. `samples_b`: indices of samples in the run; None: no dropout."""
-        scores = self.dropout.added_to(scores, samples_b)
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs) -> Tensor:
+        rotary, core, scores = inputs.rotary, inputs.core, inputs.scores
         if self.rotates:
             assert rotary is not None
             handoff = self.qkv.state.grad_handoff()

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init, unsharded
+from megafp8.linear.linear import linear
 from megafp8.models.context import BuildContext, new_parameter
 from megafp8.models.norms import block_norm, normalized
-from megafp8.ops.linear import linear
 from megafp8.plan import LinearSite
 
 

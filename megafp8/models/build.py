@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megafp8.config import ModelConfig
+from megafp8.models.block import Block, PredictionLayer
 from megafp8.models.context import BuildContext
-from megafp8.models.gpt import Block, GPTStage, PredictionLayer
+from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import BlockMemory
 from megafp8.models.t5 import T5Stage
 

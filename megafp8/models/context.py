@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -38,6 +38,7 @@ class BuildContext:
     `seed`: of the random streams of dropout. `router_loss_grad`: fp32 `[]`, the gradient of the routers' losses,
     whatever the loss and the gradients are multiplied by; None: 1. `encoder_tokens`: as `tokens`, in the encoder of T5;
     `tokens` are then its decoder's. `lora`: adapts linear layers of blocks, and all other weights are frozen.
+    `constants`: tensors that layers make once and share, by what they depend on.
     """
 
     tensor: ProcessGroup
@@ -66,6 +67,7 @@ class BuildContext:
     router_loss_grad: Tensor | None = None
     encoder_tokens: int | None = None
     lora: Lora | None = None
+    constants: dict[Any, Tensor] = field(default_factory=dict)
 
     @property
     def buffer_device(self) -> torch.device:

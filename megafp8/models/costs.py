@@ -16,9 +16,9 @@ from torch import nn
 
 from megafp8.config import Config
 from megafp8.dtypes import DTYPES
-from megafp8.fp8.linear_state import LinearState
-from megafp8.fp8.recipes.base import OPERANDS, Fp8Recipe, OperandName
-from megafp8.fp8.tensor import Granularity
+from megafp8.linear.state import LinearState
+from megafp8.numerics.recipes.base import OPERANDS, Fp8Recipe, OperandName
+from megafp8.numerics.tensor import Granularity
 from megafp8.plan import LinearSite
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 

@@ -23,42 +23,51 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from megafp8.config import ModelConfig
+from megafp8.config import LatentMixerConfig, ModelConfig
 from megafp8.distributed.sharding import Init, unsharded
-from megafp8.models.attention import ATTENTION, ProbabilityDropout, modifies_scores
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.linear import linear
+from megafp8.models.attention import ATTENTION, AttentionInputs, ProbabilityDropout
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
+from megafp8.models.mixer import Mixer, TokenCache, Tokens
 from megafp8.models.norms import Norm
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
+from megafp8.models.rotary import RotaryEmbedding
+from megafp8.numerics.attention_scores import Scores
 from megafp8.ops.attention import CoreAttention
-from megafp8.ops.attention_scores import Scores
-from megafp8.ops.fusion import LinearInput
-from megafp8.ops.linear import linear
 from megafp8.ops.rotary import rotate_heads
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
 
 
-class LatentAttention(nn.Module):
-    """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape. `memory`: what is recomputed in backward."""
+class LatentAttention(Mixer):
+    """Multi-head latent attention. It reads the norm's values, whatever `input` could give."""
 
-    #: The form in which the norm before it gives its input: values.
-    input_format = None
-
-    def __init__(self, name: str, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
+    def __init__(
+        self,
+        name: str,
+        record: LatentMixerConfig,
+        config: ModelConfig,
+        context: BuildContext,
+        *,
+        input: Neighbor,
+        memory: BlockMemory = KEEP_ALL,
+    ) -> None:
         super().__init__()
         latent, heads = config.latent_attention, config.num_attention_heads
         assert latent is not None
-        self.context, self.recompute = context, memory.attention
+        self.record, self.context, self.recompute = record, context, memory.attention
+        self.rope = RotaryEmbedding(config, latent.rope_head_dim, None, context)
         self.heads = heads // context.tensor.size()
         self.n, self.r, self.v = latent.nope_head_dim, latent.rope_head_dim, latent.value_head_dim
         self.ranks = [latent.q_rank or 0, latent.kv_rank, self.r]
-        self.dropout = ProbabilityDropout.build(name, config, context)
-        self.causal, self.modified = config.causal, modifies_scores(config)
+        self.dropout = ProbabilityDropout.build(name, config.attention_dropout, heads, context)
+        self.causal = config.causal
         self.score_factor = 1.0 if config.yarn is None else config.yarn.score_factor
         init, common = Init("normal", config.hidden_init_std), context.linear_options()
         down = {"kv_down": latent.kv_rank + self.r}
@@ -134,32 +143,33 @@ class LatentAttention(nn.Module):
         moved = 4 * batch.tokens * self.heads * (self.n + self.r) * batch.element
         return Work(moved, moved)
 
-    def attention(self, batch: MicroBatch, window: int | None) -> AttentionWork:
-        """`window`: that of the layer."""
-        pairs = pairs_of(batch.length, window, causal=self.causal)
-        return AttentionWork(self.heads, self.n + self.r, self.v, batch.length, pairs, self.modified)
+    def attention(self, batch: MicroBatch, *, windows: bool = True) -> list[AttentionWork]:
+        pairs = pairs_of(batch.length, self.record.sliding_window if windows else None, causal=self.causal)
+        return [AttentionWork(self.heads, self.n + self.r, self.v, batch.length, pairs, modified=False)]
 
     def keys_and_values(self, batch: MicroBatch) -> int:
-        """Bytes of keys and values of this rank's tokens, which other context-parallel ranks need."""
         return 2 * batch.tokens * self.heads * (self.n + self.r) * batch.element
 
-    def forward(
-        self,
-        x_sbh: Tensor | LinearInput,
-        rotary: tuple[Tensor, Tensor] | None,
-        core: CoreAttention,
-        scores: Scores,
-        samples_b: Tensor | None,
-    ) -> Tensor:
-        """`scores`: of all layers, without dropout. `samples_b`: indices of samples in the run; None: no dropout."""
+    def inputs(self, layer: int, tokens: Tokens) -> AttentionInputs:
+        scores = self.dropout.added_to(Scores(), tokens.samples_b)
+        core = tokens.attention(
+            layer, self.record.sliding_window, causal=self.causal, positions=scores.depend_on_positions
+        )
+        return AttentionInputs(tokens.rotary(self.rope), core, scores)
+
+    @property
+    def cache(self) -> TokenCache:
+        return TokenCache(self.heads, self.n + self.r, self.v)
+
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs) -> Tensor:
         q, kv, k_rotary = linear(x_sbh, self.down, self.down_state).split(self.ranks, dim=-1)
         q_sbc = self.q_up(x_sbh) if self.q_norm is None else self._up(q, self.q_norm, self.q_up)
         kv_sbc = self._up(kv, self.kv_norm, self.kv_up)
         # Each rank's heads use it, so its gradient is their sum.
         share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
         k_rotary_sbr = share(k_rotary.contiguous(), self.context.tensor)
-        scores = self.dropout.added_to(scores, samples_b)
-        return self.proj(self._run(self._attend, q_sbc, kv_sbc, k_rotary_sbr, rotary, core, scores).flatten(-2))
+        parts = q_sbc, kv_sbc, k_rotary_sbr, inputs.rotary, inputs.core, inputs.scores
+        return self.proj(self._run(self._attend, *parts).flatten(-2))
 
     @staticmethod
     def _up(latent: Tensor, norm: Norm, up: ColumnParallelLinear) -> Tensor:

@@ -11,14 +11,14 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megafp8.config import ModelConfig
+from megafp8.config import MlpConfig, ModelConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed.sharding import Init
-from megafp8.fp8.linear_state import InputFormat, QuantizedGradHandoff
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.state import InputFormat, QuantizedGradHandoff
 from megafp8.models.context import BuildContext
 from megafp8.models.costs import MicroBatch, Work
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
-from megafp8.ops.fusion import LinearInput
 from megafp8.ops.mlp import mlp
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -31,11 +31,18 @@ class MLP(nn.Module):
     """
 
     def __init__(
-        self, name: str, config: ModelConfig, context: BuildContext, *, input: Neighbor, memory: BlockMemory = KEEP_ALL
+        self,
+        name: str,
+        record: MlpConfig,
+        config: ModelConfig,
+        context: BuildContext,
+        *,
+        input: Neighbor,
+        memory: BlockMemory = KEEP_ALL,
     ) -> None:
         super().__init__()
-        self.kind = config.activation
-        f, self.activation = config.ffn_size, ACTIVATIONS[config.activation]
+        self.kind = record.activation
+        f, self.activation = record.width, ACTIVATIONS[record.activation]
         common = context.linear_options() | {"bias": config.linear_bias}
         neighbor = Neighbor(self.kind, "any" if self.activation.fused else "none", f"{self.kind} has no fused kernel")
         self.up = ColumnParallelLinear(
@@ -74,6 +81,10 @@ class MLP(nn.Module):
             saved["activated gate"] = batch.tokens * down.site.inputs * batch.element
         saved["down input"] = batch.saved_input(down)
         return saved
+
+    def flops(self, batch: MicroBatch) -> float:
+        """Model FLOPs beside its linear layers: none."""
+        return 0.0
 
     def activation_bytes(self, batch: MicroBatch) -> int:
         """What the activation reads and writes, if it is one kernel."""

@@ -28,25 +28,25 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from megafp8.config import ModelConfig
+from megafp8.config import MlpConfig, ModelConfig, MoeFfnConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init, shard_dim, unsharded
 from megafp8.expert_parallel.exchange import exchange
 from megafp8.expert_parallel.own_rows import MARGIN, RowBound, own_rows
-from megafp8.fp8.group_state import GroupState
-from megafp8.fp8.groups import RowGroups
-from megafp8.fp8.linear_state import LinearState
+from megafp8.linear.autograd import once_differentiable
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.group_state import GroupState
+from megafp8.linear.grouped_linear import grouped_linear
+from megafp8.linear.linear import high_precision_linear
+from megafp8.linear.state import LinearState
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
 from megafp8.models.costs import MicroBatch, Work, fp8_bytes
 from megafp8.models.mlp import MLP
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.router import Router
+from megafp8.numerics.groups import RowGroups
 from megafp8.ops.activation import activation
-from megafp8.ops.autograd import once_differentiable
-from megafp8.ops.fusion import LinearInput
-from megafp8.ops.grouped_linear import grouped_linear
-from megafp8.ops.linear import high_precision_linear
 from megafp8.ops.mlp import UNFUSED
 from megafp8.ops.permute import by_expert, combine, permute
 from megafp8.plan import Neighbor
@@ -162,9 +162,9 @@ class SharedExpert(nn.Module):
         super().__init__()
         assert config.moe is not None
         assert config.moe.shared_ffn_hidden_size is not None
-        as_mlp = config.model_copy(update={"ffn_hidden_size": config.moe.shared_ffn_hidden_size})
+        record = MlpConfig(ffn_hidden_size=config.moe.shared_ffn_hidden_size).resolved(config)
         before = Neighbor("mlp_norm", "none", "the router and the experts read the norm's output too")
-        self.mlp = MLP(name, as_mlp, context, input=before, memory=replace(memory, norms=False))
+        self.mlp = MLP(name, record, config, context, input=before, memory=replace(memory, norms=False))
         self.gate: nn.Parameter | None = None
         if config.moe.shared_gate:
             shards = unsharded(f"{name}_gate.weight", (1, config.hidden_size))
@@ -178,9 +178,21 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape. Tokens are not replicated over ranks."""
+    """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape. Tokens are not replicated over ranks.
 
-    def __init__(self, name: str, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
+    It reads the norm's values, whatever `input` could give.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        record: MoeFfnConfig,
+        config: ModelConfig,
+        context: BuildContext,
+        *,
+        input: Neighbor,
+        memory: BlockMemory = KEEP_ALL,
+    ) -> None:
         super().__init__()
         assert config.moe is not None
         self.name, self.num_experts = name, config.moe.num_experts
@@ -199,15 +211,15 @@ class MoE(nn.Module):
     #: The form in which the norm before it gives its input: values.
     input_format = None
 
-    @property
-    def weights_of_token(self) -> float:
-        """Weights that a token is multiplied with in the router, in its experts and in the shared expert's gate.
+    def flops(self, batch: MicroBatch) -> float:
+        """Model FLOPs of the router, the shared expert's gate and the experts that tokens go to, forward.
 
-        As this rank has them, which holds all experts.
+        Of a rank that holds all experts.
         """
         gate = 0 if self.shared is None or self.shared.gate is None else self.shared.gate.numel()
         share = self.router.moe.top_k / self.num_experts
-        return self.router.weight.numel() + gate + share * (self.experts.up.numel() + self.experts.down.numel())
+        weights = self.router.weight.numel() + gate + share * (self.experts.up.numel() + self.experts.down.numel())
+        return 2.0 * batch.tokens * weights
 
     def rows(self, batch: MicroBatch) -> int:
         """Rows of this rank's experts if the load is even."""

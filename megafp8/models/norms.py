@@ -25,12 +25,12 @@ from torch.nn import functional as F
 from megafp8.config import ModelConfig
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, unsharded
-from megafp8.fp8.linear_state import InputFormat
-from megafp8.fp8.sources import norm_factor
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.state import InputFormat
 from megafp8.models.context import BuildContext
 from megafp8.models.costs import MicroBatch
-from megafp8.ops.dropout_reference import Dropout
-from megafp8.ops.fusion import LinearInput
+from megafp8.numerics.dropout_reference import Dropout
+from megafp8.numerics.sources import norm_factor
 from megafp8.ops.norm import norm
 
 

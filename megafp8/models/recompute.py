@@ -22,7 +22,7 @@ operations and recomputes them when backward needs them. Megatron-LM's names are
     attention    (core_attn)        2ad + 4a less, for a forward of attention. In high precision only 4a, because the
                                     projection keeps the output. With norms over heads, only their inputs are kept.
 
-What is recomputed is the same bit for bit, and with it losses and gradients (`megafp8.ops.fusion`). No random number
+What is recomputed is the same bit for bit, and with it losses and gradients (`megafp8.linear.fusion`). No random number
 has a state: dropout is keyed by sample and position (`megafp8.ops.dropout`), nvfp4's rounding of gradients by position.
 """
 

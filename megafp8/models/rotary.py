@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megafp8.config import LongRopeConfig, RopeScaling, YarnConfig
+from megafp8.config import LongRopeConfig, RopeScaling, RotaryKeys, YarnConfig
+from megafp8.models.context import BuildContext
 
 Scaling = RopeScaling | YarnConfig | LongRopeConfig
 
@@ -75,3 +76,29 @@ def rotary_table(
     if factor != 1:
         cos, sin = torch.where(frequencies == 0, cos, factor * cos), factor * sin
     return cos.to(table), sin.to(table)
+
+
+class RotaryEmbedding:
+    """The rotary tables of a kind of layer.
+
+    `channels`: of a head, that are rotated; `width`: of a head whose other channels are in the tables, too; None: those
+    that are rotated stand alone.
+    """
+
+    def __init__(self, keys: RotaryKeys, channels: int, width: int | None, context: BuildContext) -> None:
+        self.keys, self.channels, self.width, self.context = keys, channels, width, context
+        self.scaling = keys.yarn or keys.longrope or keys.rope_scaling
+        self.key = ("rotary", keys.rope_theta, keys.rope_interpolation_factor, repr(self.scaling), channels, width)
+
+    def table(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """`rotary_table` of tokens at `positions`, `[s]` or `[b, s]`, of sequences of `length` tokens."""
+        constants, key = self.context.constants, (self.key, length)
+        if key not in constants:
+            frequencies = inverse_frequencies(
+                self.channels, self.keys.rope_theta, self.scaling, self.context.buffer_device, length=length,
+                width=self.width,
+            )  # fmt: skip
+            constants[key] = frequencies / self.keys.rope_interpolation_factor
+        scaled = self.keys.yarn or self.keys.longrope
+        factor = 1.0 if scaled is None else scaled.rotated_factor
+        return rotary_table(positions, constants[key], self.context.dtype, factor)

@@ -30,8 +30,8 @@ from torch.distributed import ProcessGroup
 from megafp8.config import MoeConfig
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init, unsharded
+from megafp8.linear.fp32_linear import fp32_linear
 from megafp8.models.context import BuildContext, replicated_parameter
-from megafp8.ops.fp32_linear import fp32_linear
 
 
 class RouterLoad:

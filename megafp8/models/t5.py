@@ -31,21 +31,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megafp8.batch import Batch
 from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim
-from megafp8.fp8.linear_state import InputFormat
-from megafp8.models.attention import ATTENTION, ProbabilityDropout
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.state import InputFormat
+from megafp8.models.attention import ATTENTION, Attention, ProbabilityDropout
+from megafp8.models.block import Block, SequentialBlock
 from megafp8.models.context import BuildContext
 from megafp8.models.costs import AttentionWork, MicroBatch
-from megafp8.models.gpt import Block, GPTStage, LayerInputs
-from megafp8.models.norms import block_norm, normalized
+from megafp8.models.gpt import GPTStage
+from megafp8.models.mixer import LayerInputs, Recurrence, Tokens
+from megafp8.models.norms import Norm, block_norm, normalized
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
+from megafp8.numerics.attention_mask import CAUSAL, AttentionMask
+from megafp8.numerics.attention_scores import Scores
+from megafp8.numerics.dropout_reference import Dropout, DropoutStream
 from megafp8.ops import dropout as dropouts
-from megafp8.ops.attention import SelfAttention, fastest_backends
-from megafp8.ops.attention_mask import CAUSAL, AttentionMask
-from megafp8.ops.attention_scores import Scores
-from megafp8.ops.dropout_reference import Dropout, DropoutStream
-from megafp8.ops.fusion import LinearInput
+from megafp8.ops.attention import CoreAttention, SelfAttention, fastest_backends
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -54,11 +57,22 @@ ENCODER = Neighbor("encoder", "none", "all layers of the decoder read the encode
 
 
 @dataclass(frozen=True, kw_only=True)
+class StackTokens(Tokens):
+    """The tokens of the encoder's or the decoder's sequences."""
+
+    def attention(self, layer: int, window: int | None, *, causal: bool, positions: bool) -> CoreAttention:
+        return SelfAttention(CAUSAL if causal else ALL_KEYS)
+
+    def recurrence(self, layer: int) -> Recurrence:
+        raise AssertionError("the config was not checked")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderInputs(LayerInputs):
-    """What decoder blocks read besides: the encoder's output `[s/t, b, h]`, and how cross attention computes scores."""
+    """What decoder blocks read besides: the encoder's output `[s/t, b, h]`, and the samples' indices for dropout."""
 
     encoder_sbh: Tensor
-    cross_scores: Scores
+    samples_b: Tensor | None
 
 
 class CrossAttention(nn.Module):
@@ -71,7 +85,8 @@ class CrossAttention(nn.Module):
         super().__init__()
         self.recompute, self.channels = memory.attention, config.channels
         self.heads = config.num_attention_heads // context.tensor.size()
-        self.dropout = ProbabilityDropout.build(name, config, context)
+        self.scores = Scores(config.score_scale, config.attention_softcap)
+        self.dropout = ProbabilityDropout.build(name, config.attention_dropout, config.num_attention_heads, context)
         q_size, kv_size = config.num_attention_heads * config.channels, config.query_groups * config.channels
         common = context.linear_options() | {"bias": config.linear_bias}
         init = Init("normal", config.hidden_init_std)
@@ -126,11 +141,9 @@ class CrossAttention(nn.Module):
         pairs = float(batch.length * batch.encoder_length)
         return AttentionWork(self.heads, self.channels, self.channels, batch.length, pairs, modified=False)
 
-    def forward(
-        self, x_dbh: Tensor | LinearInput, encoder_sbh: Tensor, scores: Scores, samples_b: Tensor | None
-    ) -> Tensor:
-        """`scores`: of all layers, without dropout. `samples_b`: indices of samples in the run; None: no dropout."""
-        inputs = self.query(x_dbh), self.key_value(encoder_sbh), self.dropout.added_to(scores, samples_b)
+    def forward(self, x_dbh: Tensor | LinearInput, encoder_sbh: Tensor, samples_b: Tensor | None) -> Tensor:
+        """`samples_b`: indices of samples in the run; None: no dropout."""
+        inputs = self.query(x_dbh), self.key_value(encoder_sbh), self.dropout.added_to(self.scores, samples_b)
         y_dbad = recomputed(self._attend, *inputs) if self.recompute else self._attend(*inputs)
         return self.proj(y_dbad.flatten(-2))
 
@@ -139,12 +152,13 @@ class CrossAttention(nn.Module):
         return SelfAttention(ALL_KEYS)(q, k, v, None, scores)
 
 
-class DecoderBlock(Block):
+class DecoderBlock(SequentialBlock):
     """A block that attends to the encoder's output between attention and MLP."""
 
     def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
         super().__init__(index, config, context, memory)
-        self.attention.causal = True
+        assert isinstance(self.mixer, Attention)
+        self.mixer.causal = True
         name = f"layers.{index}"
         self.cross_norm = block_norm(f"{name}.cross_norm", config, context)
         norm = Neighbor("cross_norm", "any")
@@ -153,12 +167,12 @@ class DecoderBlock(Block):
         self.cross_branch_dropout = DropoutStream.of(config.hidden_dropout, context.seed, name)
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        own = {"cross residual stream": self._stream(batch), "cross norm statistics": self.cross_norm.statistics(batch)}
+        own = {"cross residual stream": self._stream(batch)}
         return {**super().saved(batch), **own, **self.cross.saved(batch)}
 
     @property
-    def num_norms(self) -> int:
-        return super().num_norms + 1
+    def _norms(self) -> list[Norm]:
+        return [*super()._norms, self.cross_norm]
 
     def attentions(self, batch: MicroBatch, *, windows: bool = True) -> list[AttentionWork]:
         return [*super().attentions(batch, windows=windows), self.cross.attention(batch)]
@@ -169,13 +183,13 @@ class DecoderBlock(Block):
         assert isinstance(inputs, DecoderInputs)
         assert self.attention_norm is not None
         assert self.mlp_norm is not None
-        x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.attention.input_format, dropout)
-        attention, own = self._attention(normed, inputs), self.attention_branch_dropout.at(inputs.places)
+        x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.mixer.input_format, dropout)
+        attention, own = self._mixed(normed, inputs), self.attention_branch_dropout.at(inputs.places)
         x_sbh, normed = self.cross_norm.residual(x_sbh, attention, self.cross.input_format, own)
-        cross = self.cross(normed, inputs.encoder_sbh, inputs.cross_scores, inputs.samples_b)
+        cross = self.cross(normed, inputs.encoder_sbh, inputs.samples_b)
         own = self.cross_branch_dropout.at(inputs.places)
-        x_sbh, normed = self.mlp_norm.residual(x_sbh, self._output(cross, None), self.mlp.input_format, own)
-        return x_sbh, self._output(self.mlp(normed), None)
+        x_sbh, normed = self.mlp_norm.residual(x_sbh, self._output(cross, None), self.ffn.input_format, own)
+        return x_sbh, self._output(self.ffn(normed), None)
 
 
 def distance_buckets(
@@ -255,7 +269,7 @@ class T5Stage(GPTStage):
     def make_layer(index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory) -> Block:
         """Layer `index` of the model."""
         if index < config.num_layers:
-            return Block(index, config, replace(context, tokens=context.encoder_tokens), memory)
+            return SequentialBlock(index, config, replace(context, tokens=context.encoder_tokens), memory)
         return DecoderBlock(index, config, context, memory)
 
     def stream_rows(self, s: int, b: int, decoder: int) -> int:
@@ -272,24 +286,11 @@ class T5Stage(GPTStage):
     def _bias_rows(self, b: int) -> int:
         return -(-math.prod(self._biases_shape) // (b * self.config.hidden_size))
 
-    def forward(
-        self,
-        x_sbh: Tensor | None,
-        tokens_bs: Tensor,
-        labels_bd: Tensor,
-        position_ids_bs: Tensor | None = None,
-        cu_seqlens_bn: Tensor | None = None,
-        samples_b: Tensor | None = None,
-        token_types_bs: Tensor | None = None,
-        prefix_b: Tensor | None = None,
-        decoder_tokens_bd: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, x_sbh: Tensor | None, batch: Batch) -> Tensor:
         """The stage's output: what travels to the next one, or on the last stage the loss of each token `[d, b]`."""
-        assert position_ids_bs is None
-        assert cu_seqlens_bn is None
-        assert token_types_bs is None
-        assert prefix_b is None
-        assert decoder_tokens_bd is not None
+        assert all(x is None for x in (batch.position_ids, batch.cu_seqlens, batch.token_types, batch.prefix))
+        assert batch.decoder_tokens is not None
+        tokens_bs, decoder_tokens_bd, samples_b = batch.tokens, batch.decoder_tokens, batch.samples
         t = self.context.tensor.size() if self.context.sequence_sharded else 1
         (b, s), d = tokens_bs.shape, decoder_tokens_bd.shape[1]
         if self.embedding is not None:
@@ -311,23 +312,15 @@ class T5Stage(GPTStage):
         dropout: Dropout | None = None
         with fastest_backends():
             if self.encoder_blocks:
-                scores = self._with_biases(biases[0], s, bidirectional=True)
-                inputs = LayerInputs({}, {None: SelfAttention(ALL_KEYS)}, scores, samples_b, of_encoder)
+                inputs = self.inputs_of(self._tokens(biases[0], s, samples_b, bidirectional=True), of_encoder)
                 encoder_sbh = self._encode(encoder_sbh, inputs)
             if self.encoder_blocks < len(self.blocks):
-                inputs = DecoderInputs(
-                    {},
-                    {None: SelfAttention(CAUSAL)},
-                    self._with_biases(biases[1], d, bidirectional=False),
-                    samples_b,
-                    of_decoder,
-                    encoder_sbh=encoder_sbh,
-                    cross_scores=self._scores,
-                )
+                inputs = self.inputs_of(self._tokens(biases[1], d, samples_b, bidirectional=False), of_decoder)
+                inputs = DecoderInputs(inputs.mixers, of_decoder, encoder_sbh=encoder_sbh, samples_b=samples_b)
                 x_dbh, branch_dbh = self._run_blocks(x_dbh, inputs, None, slice(self.encoder_blocks, None))
                 dropout = self._branch_dropout(inputs)
             if self.head is not None:
-                return self.head(x_dbh, branch_dbh, labels_bd, None, dropout)
+                return self.head(x_dbh, branch_dbh, batch.labels, None, dropout)
         if branch_dbh is not None:
             x_dbh = dropouts.add(x_dbh, branch_dbh, dropout)
         numbers = self._bias_rows(b) * b * self.config.hidden_size
@@ -342,19 +335,15 @@ class T5Stage(GPTStage):
             return self.encoder_norm(x_sbh, branch_sbh, dropout)
         return x_sbh if branch_sbh is None else dropouts.add(x_sbh, branch_sbh, dropout)
 
-    @property
-    def _scores(self) -> Scores:
-        """How all attention computes its scores, without biases by distance and dropout."""
-        return Scores(self.config.score_scale, self.config.attention_softcap)
-
-    def _with_biases(self, table: Tensor, tokens: int, *, bidirectional: bool) -> Scores:
-        """Those of self-attention of so many tokens. `table`: of one stack."""
+    def _tokens(self, table: Tensor, s: int, samples_b: Tensor | None, *, bidirectional: bool) -> StackTokens:
+        """The tokens of a stack whose relative biases are in `table`, s of each sequence."""
         buckets_r = distance_buckets(
-            tokens,
-            tokens,
+            s,
+            s,
             buckets=self.config.relative_attention_num_buckets,
             max_distance=self.config.relative_attention_max_distance,
             bidirectional=bidirectional,
             device=table.device,
         )
-        return replace(self._scores, distance_bias_ar=F.embedding(buckets_r, table).T.contiguous())
+        bias_ar = F.embedding(buckets_r, table).T.contiguous()
+        return StackTokens(torch.arange(s, device=table.device), s, samples_b, bias_ar)

@@ -33,12 +33,12 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from megafp8.fp8.autocast import in_onnx_export
 from megafp8.nn.arguments import chosen, divided, refuse, require
 from megafp8.nn.base import RngTracker, default_device, forked, opaque
+from megafp8.numerics.attention_mask import AttentionMask, segments_of
+from megafp8.numerics.attention_scores import AttentionDropout, Scores
+from megafp8.numerics.onnx_export import in_onnx_export
 from megafp8.ops.attention import attention
-from megafp8.ops.attention_mask import AttentionMask, segments_of
-from megafp8.ops.attention_scores import AttentionDropout, Scores
 from megafp8.philox import key_of
 
 Window = tuple[int, int]

@@ -30,17 +30,19 @@ from torch.distributed import ProcessGroup
 
 from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
 from megafp8.distributed.tp_overlap import default_overlap
-from megafp8.fp8.autocast import in_onnx_export
-from megafp8.fp8.linear_state import LinearState, QuantizedGradHandoff
 from megafp8.fp8.model_init import current_model_init
 from megafp8.fp8.onnx import QdqLinear, exported
 from megafp8.fp8.standalone import StandaloneLayers, StandaloneLinear
 from megafp8.fp8.weight import Fp8Weight, WeightFormat, attributes_of, converting_modules
+from megafp8.linear.autograd import once_differentiable
+from megafp8.linear.deferred_wgrad import WgradStore
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.grad_sink import grad_sink, set_grad_sink
+from megafp8.linear.linear import linear, with_bias
+from megafp8.linear.quantized_gather import LOCAL_COMM, TPComm
+from megafp8.linear.state import LinearState, QuantizedGradHandoff
 from megafp8.nn.arguments import require
-from megafp8.ops.autograd import once_differentiable
-from megafp8.ops.fusion import LinearInput
-from megafp8.ops.linear import linear, with_bias
-from megafp8.ops.quantized_gather import LOCAL_COMM, TPComm
+from megafp8.numerics.onnx_export import in_onnx_export
 from megafp8.plan import LinearSite
 
 InitMethod = Callable[[Tensor], object]
@@ -392,7 +394,7 @@ class RunningGemm(NamedTuple):
 class MainGradSink:
     """Adds wgrad to the weight's `main_grad`, and tells Megatron-LM's data parallelism so."""
 
-    wgrads = None
+    wgrads: WgradStore | None = None
 
     def __init__(self, weight: Any) -> None:
         self._weight = weakref.ref(weight)
@@ -407,17 +409,13 @@ class MainGradSink:
             )
         if overwrite and torch._C._current_graph_task_id() == -1:
             weight.main_grad.zero_()
-        if not isinstance(getattr(weight, "grad_sink", None), cls):
-            weight.grad_sink = cls(weight)
+        if not isinstance(grad_sink(weight), cls):
+            set_grad_sink(weight, cls(weight))
 
     @property
     def main_grad(self) -> Tensor:
         weight: Any = self._weight()
         return weight.main_grad
-
-    def __call__(self, grad: Tensor) -> None:
-        self.main_grad.add_(grad)
-        self.added()
 
     def added(self) -> None:
         """`grad_added_to_main_grad`, where the weight has it, becomes True."""

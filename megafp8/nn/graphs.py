@@ -45,12 +45,14 @@ from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megafp8.fp8.autocast import autocast, current
-from megafp8.fp8.recipes import Fp8Recipe
-from megafp8.fp8.recipes.base import RecipeQuantizer
-from megafp8.fp8.standalone import FixedWeightCopies, StandaloneLinear, WatchingLinearState, linears_of
+from megafp8.fp8.standalone import FixedWeightCopies, StandaloneLinear, linears_of
+from megafp8.linear.autograd import once_differentiable
+from megafp8.linear.grad_sink import grad_sink
+from megafp8.linear.state import LinearState
 from megafp8.nn.arguments import refuse
 from megafp8.nn.base import MainGradSink, opaque
-from megafp8.ops.autograd import once_differentiable
+from megafp8.numerics.recipes import Fp8Recipe
+from megafp8.numerics.recipes.base import RecipeQuantizer
 from megafp8.ops.capture import Capture, CudaCapture
 
 logger = logging.getLogger(__name__)
@@ -359,17 +361,17 @@ class GraphedModule:
         self.warm_passes += 1
 
     @property
-    def states(self) -> list[WatchingLinearState]:
+    def states(self) -> list[LinearState]:
         """Of the layers in FP8, as far as they have run."""
         return [state for _, linear in self.linears for state in linear.fp8_states]
 
     def copies(self) -> list[FixedWeightCopies]:
         """New copies at fixed addresses for each weight that has been quantized since it changed."""
         return [
-            FixedWeightCopies(state, records=module.training)
+            FixedWeightCopies(state, state.weight_copies, records=module.training)
             for module, linear in self.linears
             for state in linear.fp8_states
-            if state.kept_weight is not None
+            if state.weight_copies is not None
         ]
 
     @property
@@ -566,7 +568,7 @@ class Replays:
         self._grads = [next(rest) if x.requires_grad else None for x in (*self._leaves, *self._aliases)]
         self._sinks: list[Any] = []
         for x, grad in zip((*self._leaves, *self._aliases), self._grads, strict=True):
-            sink = getattr(x, "grad_sink", None)
+            sink = grad_sink(x)
             if grad is None and sink is not None:
                 self._sinks.append(sink)
             elif grad is None and x.requires_grad and not allow_unused_input:
@@ -585,8 +587,8 @@ class Replays:
         begun = self._under_way[self._index] = object()
         if first_microbatch:
             for parameter in self.parameters:
-                if isinstance(getattr(parameter, "grad_sink", None), MainGradSink):
-                    parameter.main_grad.zero_()  # type: ignore[attr-defined]
+                if isinstance(sink := grad_sink(parameter), MainGradSink):
+                    sink.main_grad.zero_()
         if self._write_weights and (first_microbatch or not all(copies.current for copies in self._weights)):
             self._write_weights()
             for copies in self._weights:

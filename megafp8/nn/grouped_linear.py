@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from megafp8.fp8.autocast import current
-from megafp8.fp8.groups import RowGroups
 from megafp8.fp8.standalone import StandaloneExperts
+from megafp8.linear.grouped_linear import grouped_linear
 from megafp8.nn.arguments import divided, refuse, require
 from megafp8.nn.base import (
     PARALLEL_MODES,
@@ -28,7 +28,7 @@ from megafp8.nn.base import (
     default_init,
     opaque,
 )
-from megafp8.ops.grouped_linear import grouped_linear
+from megafp8.numerics.groups import RowGroups
 
 
 class GroupedLinear(Module):

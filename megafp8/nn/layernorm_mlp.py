@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from megafp8.fp8.linear_state import QuantizedGradHandoff
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.state import QuantizedGradHandoff
 from megafp8.nn.arguments import divided, refuse, require
 from megafp8.nn.base import (
     Gemm,
@@ -28,7 +29,6 @@ from megafp8.nn.base import (
     opaque,
 )
 from megafp8.nn.norm import InputNorm
-from megafp8.ops.fusion import LinearInput
 from megafp8.ops.mlp import is_fused, mlp
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.mappings import gather_from_sequence_parallel

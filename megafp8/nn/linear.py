@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.fp8.linear_state import LinearState
-from megafp8.fp8.sources import Plain
+from megafp8.linear.fusion import LinearInput, Recompute, RecomputedInput, as_matrix
+from megafp8.linear.state import LinearState
 from megafp8.nn.arguments import divided, refuse
 from megafp8.nn.base import (
     Gemm,
@@ -27,7 +27,7 @@ from megafp8.nn.base import (
     opaque,
 )
 from megafp8.nn.norm import InputNorm
-from megafp8.ops.fusion import LinearInput, Recompute, RecomputedInput, as_matrix
+from megafp8.numerics.sources import Plain
 from megafp8.plan import UNKNOWN, Neighbor
 from megafp8.tensor_parallel.mappings import gather_from_sequence_parallel
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megafp8.fp8.linear_state import InputFormat
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.state import InputFormat
 from megafp8.nn.arguments import require
 from megafp8.nn.base import Module, autocast_input, opaque
-from megafp8.ops.fusion import LinearInput
 from megafp8.ops.norm import norm
 from megafp8.plan import Neighbor
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from megafp8.fp8.linear_state import InputFormat, QuantizedGradHandoff
-from megafp8.fp8.quantizers import casts
-from megafp8.fp8.sources import ACTIVATION_SOURCES
-from megafp8.ops.autograd import once_differentiable
-from megafp8.ops.fusion import FusedOutput, LinearInput, as_matrix, fused_gradient, runs_unfused
+from megafp8.linear.autograd import once_differentiable
+from megafp8.linear.fusion import FusedOutput, LinearInput, as_matrix, fused_gradient, runs_unfused
+from megafp8.linear.state import InputFormat, QuantizedGradHandoff
+from megafp8.numerics.quantizers import casts
+from megafp8.numerics.sources import ACTIVATION_SOURCES
 
 
 def _gated(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class _Activation(Function):
 def activation(
     kind: str, x: Tensor, bias: Tensor | None, form: InputFormat | None, handoff: QuantizedGradHandoff | None
 ) -> Tensor | LinearInput:
-    """Fused activation `kind` of `megafp8.fp8.sources`: values `[..., f]`, or what the layer after it takes (`form`).
+    """Activation `kind` of `numerics.sources`, fused: values `[..., f]`, or what the layer after it takes (`form`).
 
     x is [gate | up] `[..., 2f]` if the activation is gated, else `[..., f]`; only then may it have a bias, `[f]`.
     `handoff`: where the layer that computed x, which has no other user, takes the gradient.

@@ -41,12 +41,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megafp8.fp8.autocast import in_onnx_export
-from megafp8.ops import attention_reference, cpu_attention, cudnn_attention
-from megafp8.ops.attention_mask import CAUSAL, AttentionMask, one_segment
-from megafp8.ops.attention_scores import PLAIN, Scores
-from megafp8.ops.fusion import runs_unfused
-from megafp8.ops.wgrad import deliver, wgrad_dtype
+from megafp8.kernels.limits import LARGEST_HEAD
+from megafp8.linear.fusion import runs_unfused
+from megafp8.linear.grad_sink import deliver, wgrad_dtype
+from megafp8.numerics import attention_reference
+from megafp8.numerics.attention_mask import CAUSAL, AttentionMask, one_segment
+from megafp8.numerics.attention_scores import PLAIN, Scores
+from megafp8.numerics.onnx_export import in_onnx_export
+from megafp8.ops import cpu_attention, cudnn_attention
 
 
 def attention(
@@ -197,8 +199,9 @@ def choose(
         return Choice("reference", "the reference in PyTorch")
     if dtype not in (torch.bfloat16, torch.float16):
         return Choice("reference", "the reference in PyTorch", f"kernels take bf16 and fp16, not {dtype}")
-    if own is not None and head_dim > 256:
-        return Choice("reference", "the reference in PyTorch", f"our kernel takes heads up to 256 wide, not {head_dim}")
+    if own is not None and head_dim > LARGEST_HEAD:
+        why = f"our kernel takes heads up to {LARGEST_HEAD} wide, not {head_dim}"
+        return Choice("reference", "the reference in PyTorch", why)
     if own is not None:
         return Choice("triton", "our own kernel", f"no other one computes {own}")
     if deterministic:

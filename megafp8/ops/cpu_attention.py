@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megafp8.ops.attention_mask import AttentionMask, key_ranges
-from megafp8.ops.attention_scores import Scores
+from megafp8.numerics.attention_mask import AttentionMask, key_ranges
+from megafp8.numerics.attention_scores import Scores
 
 
 def computes(mask: AttentionMask, scores: Scores, sink_a: Tensor | None) -> bool:

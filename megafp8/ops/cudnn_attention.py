@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megafp8.ops.attention_mask import AttentionMask
+from megafp8.numerics.attention_mask import AttentionMask
 
 
 @functools.cache

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megafp8.ops import dropout_reference
-from megafp8.ops.autograd import once_differentiable
-from megafp8.ops.dropout_reference import Dropout
+from megafp8.linear.autograd import once_differentiable
+from megafp8.numerics import dropout_reference
+from megafp8.numerics.dropout_reference import Dropout
 
 
 def add(residual: Tensor | None, x: Tensor, dropout: Dropout | None) -> Tensor:

@@ -2,8 +2,8 @@
 
 torch's look-up has a dense gradient in the weight's dtype, as large as the table and nearly all zeros: one or two
 gigabytes, allocated and added to the fp32 sum for every micro-batch. Here the backward adds the gradients of the rows
-that were looked up to the sum itself (`megafp8.ops.wgrad.summed_in_place`), and autograd sees no gradient, as for
-linear layers. The gradient is dense only where there is no such sum: FSDP, which reduces autograd's, and float64.
+that were looked up to the sum itself (`megafp8.linear.grad_sink.summed_in_place`), and autograd sees no gradient, as
+for linear layers. The gradient is dense only where there is no such sum: FSDP, which reduces autograd's, and float64.
 
 *Numerics.* torch sums the gradients of a row in fp32 and rounds the sum to the weight's dtype before it is added to the
 sum over micro-batches. Here nothing is rounded to bf16 unless that dtype is asked for.
@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from megafp8.ops.wgrad import deliver, summed_in_place, wgrad_dtype
+from megafp8.linear.grad_sink import deliver, summed_in_place, was_added, wgrad_dtype
 
 CHUNK = 64
 """Tokens of one row that are summed before the sum is added: about the root of a usual micro-batch."""
@@ -48,7 +48,7 @@ class _LookUp(Function):
         main_grad_vh = summed_in_place(weight_vh)
         if main_grad_vh is not None:
             _add_rows(main_grad_vh, dy_nh, rows_n)
-            weight_vh.grad_sink.added()
+            was_added(weight_vh)
             return None, None, None
         dtype = wgrad_dtype(weight_vh)
         wide = torch.promote_types(dy_nh.dtype, torch.float32)

@@ -1,7 +1,7 @@
 """What is between the two linear layers of an MLP: the activation, fused with the casts on both sides where it can be.
 
-`ACTIVATION_SOURCES` of `megafp8.fp8.sources` are the activations that kernels compute while they quantize. The others
-are PyTorch's ops in the dtype of their input, `UNFUSED`; the layer after them quantizes.
+`ACTIVATION_SOURCES` of `megafp8.numerics.sources` are the activations that kernels compute while they quantize. The
+others are PyTorch's ops in the dtype of their input, `UNFUSED`; the layer after them quantizes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megafp8.fp8.linear_state import LinearState, QuantizedGradHandoff
-from megafp8.fp8.sources import ACTIVATION_SOURCES, Plain
+from megafp8.linear.fusion import LinearInput, Recompute, RecomputedInput
+from megafp8.linear.state import LinearState, QuantizedGradHandoff
+from megafp8.numerics.sources import ACTIVATION_SOURCES, Plain
 from megafp8.ops.activation import activation
-from megafp8.ops.fusion import LinearInput, Recompute, RecomputedInput
 
 T = TypeVar("T")
 _Function = Callable[[Tensor], Tensor]

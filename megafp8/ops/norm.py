@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm with the residual addition before them, its dropout, and the cast of their output, fused.
 
 Kept for backward: the sum, and a statistic or two of each row. Gradients of weight and bias go to their sinks, if they
-have such, as those of linear layers do (`megafp8.ops.wgrad`).
+have such, as those of linear layers do (`megafp8.linear.grad_sink`).
 
 Shapes: r rows (tokens; all leading dims), c columns (hidden).
 """
@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from megafp8.fp8.linear_state import InputFormat
-from megafp8.fp8.sources import Normalized, ZeroCenteredNormalized, norm_factor
+from megafp8.linear.autograd import once_differentiable
+from megafp8.linear.fusion import FusedOutput, LinearInput, as_matrix, runs_unfused
+from megafp8.linear.grad_sink import deliver, summed_in_place, was_added
+from megafp8.linear.state import InputFormat
+from megafp8.numerics import dropout_reference, norm_reference
+from megafp8.numerics.dropout_reference import Dropout
+from megafp8.numerics.sources import Normalized, ZeroCenteredNormalized, norm_factor
 from megafp8.ops import dropout as dropouts
-from megafp8.ops import dropout_reference, norm_reference
-from megafp8.ops.autograd import once_differentiable
-from megafp8.ops.dropout_reference import Dropout
-from megafp8.ops.fusion import FusedOutput, LinearInput, as_matrix, runs_unfused
-from megafp8.ops.wgrad import deliver, summed_in_place
 
 
 class _Norm(Function):
@@ -104,7 +104,7 @@ def _deliver(weight: Tensor, dweight: Tensor) -> Tensor | None:
         main_grad = summed_in_place(weight)
         if main_grad is not None:
             _kernels().add_sums_(main_grad, dweight, weight)
-            weight.grad_sink.added()  # type: ignore[attr-defined]
+            was_added(weight)
             return None
         dweight = dweight.sum(dim=0).float()
     return deliver(weight, dweight.to(weight.dtype))

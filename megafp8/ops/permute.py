@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megafp8.ops.autograd import once_differentiable
+from megafp8.linear.autograd import once_differentiable
 
 
 class Permutation(NamedTuple):

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
-from megafp8.fp8.linear_state import QuantizedGradHandoff
-from megafp8.fp8.sources import QKVGrad, rotate
-from megafp8.ops.autograd import once_differentiable
-from megafp8.ops.fusion import fused_gradient, runs_unfused
+from megafp8.linear.autograd import once_differentiable
+from megafp8.linear.fusion import fused_gradient, runs_unfused
+from megafp8.linear.state import QuantizedGradHandoff
+from megafp8.numerics.sources import QKVGrad, rotate
 
 
 class _RotateAndSplit(Function):

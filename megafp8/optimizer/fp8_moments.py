@@ -10,7 +10,7 @@ at worst an update that is too small, of an element whose gradients are 1e-5 of 
 *Stochastic rounding.* Neighbouring values differ by 1/16 to 1/8, and a second moment decays by 1/20 a step at beta2 =
 0.95: rounded to nearest it would soon stop decaying (at 1.25 · 2^i). So both moments are rounded up with the
 probability that makes the mean right. The noise is a function of seed, update, tensor and position in the shard
-(`megafp8.fp8.stochastic_rounding`), the same on all ranks that hold the same shard.
+(`megafp8.numerics.stochastic_rounding`), the same on all ranks that hold the same shard.
 
 *The cost* is that noise. A rounding adds about 0.0013 x² to the variance of x (a step is 1/11 of the value in the mean
 square, and the mean of f (1 - f) is 1/6), and a moment remembers 1 / (1 - beta²) of them: 11% of noise for the second
@@ -36,8 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megafp8.distributed.sharding import FlatShard, spec_of
-from megafp8.fp8.formats import E4M3
-from megafp8.fp8.stochastic_rounding import noise_key, words
+from megafp8.numerics.formats import E4M3
+from megafp8.numerics.stochastic_rounding import noise_key, words
 from megafp8.optimizer.state_storage import StateStorage
 from megafp8.philox import Key
 

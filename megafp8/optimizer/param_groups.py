@@ -7,23 +7,27 @@ rank) has several names and is updated as one tensor, so all of them must be in 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from megafp8.distributed.sharding import ParamSpec
+from pydantic import Field
+
+from megafp8.section import NonNegative, Pattern, Section
+
+if TYPE_CHECKING:  # configs are read without torch
+    from megafp8.distributed.sharding import ParamSpec
 
 
-@dataclass(frozen=True)
-class ParamGroup:
-    """Tensors whose names fit one of the patterns `match`; * is any text.
+class ParamGroup(Section):
+    """Weights with a learning rate or weight decay of their own."""
 
-    `learning_rate_scale` multiplies the learning rate of every step. `weight_decay`: None: as without the group.
-    """
-
-    match: tuple[str, ...]
-    learning_rate_scale: float = 1.0
-    weight_decay: float | None = None
+    match: Annotated[list[Pattern], Field(min_length=1)]
+    """Patterns of names of tensors, as in a checkpoint: "embedding.*", "layers.0.*", "*_norm.weight"; * matches any
+    text. A tensor is in the first group that matches it. It is an error if a pattern matches nothing."""
+    learning_rate_scale: NonNegative = 1.0
+    """Multiplies the learning rate of every step. 0: these weights stay as they are."""
+    weight_decay: NonNegative | None = None
+    """Their weight decay, norms and biases included. Default: optimizer.weight_decay for matrices, none for others."""
 
 
 class Rates(NamedTuple):

@@ -18,8 +18,8 @@ parallelism too. The updated weights are gathered by the caller (`ParamBuffer`),
 next step's scales.
 
 *The host waits once*, for the norm, when all of the step is queued: the device clips and skips by the norm that it has
-computed, and goes on. Only before an optimizer that cannot skip on the device (`MixedPrecisionAdamW.skips_on_device`)
-does the host wait for the norm.
+computed, and goes on. Only before an optimizer that cannot skip on the device
+(`MixedPrecisionOptimizer.skips_on_device`) does the host wait for the norm.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from torch.distributed import ProcessGroup
 from megafp8.data_parallel.grad_buffer import gradient_of
 from megafp8.distributed import activity, collectives
 from megafp8.distributed.sharding import FlatShard, ParamSpec, spec_of
-from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.layer_norms import GRADIENT, KINDS, StepNorms, norms
 from megafp8.optimizer.loss_scale import LossScaler
+from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class StepResult:
 
 
 class Gradients(Protocol):
-    """A `GradBuffer`, several of them, or `FullySharded`: the gradients of `shards` are in the fp32 `owned`."""
+    """A `GradBuffer` or a `DataParallelStrategy`: the gradients of `shards` are in the fp32 `owned`."""
 
     @property
     def shards(self) -> Sequence[FlatShard]: ...
@@ -77,7 +77,7 @@ class OptimizerStep:
     """
 
     buffer: Gradients
-    optimizer: MixedPrecisionAdamW
+    optimizer: MixedPrecisionOptimizer
     tensor_group: ProcessGroup | None
     model_group: ProcessGroup | None
     embedding_group: ProcessGroup | None

@@ -19,7 +19,7 @@ that both wait for that would deadlock.
 *Memory.* Between its forward and its backward a micro-batch holds its input, whose gradient is sent on, and the root of
 its graph: the `GradientEdge` of its output rather than the output. An output that was sent is thus freed unless an
 operation saved it (Megatron-LM: `deallocate_output_tensor`). A split backward leaves the operands of its weight
-gradients in the store that the layers' gradient sinks know (`megafp8.ops.deferred_wgrad`) until the WEIGHT action.
+gradients in the store that the layers' gradient sinks know (`megafp8.linear.deferred_wgrad`) until the WEIGHT action.
 
 An error in a stage propagates and ends the process; the launcher ends the neighbours that wait for it.
 """
@@ -37,7 +37,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megafp8.distributed import activity
 from megafp8.distributed.collectives import DONE, Work, recv_async, send_async
-from megafp8.ops import deferred_wgrad as deferred
+from megafp8.linear import deferred_wgrad as deferred
 from megafp8.parallel_state import Group
 from megafp8.pipeline_parallel.actions import (
     COMPUTE,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import csv
 import importlib
-import pkgutil
 import re
 from pathlib import Path
 from typing import Literal
@@ -22,6 +21,7 @@ from megafp8.pipeline_parallel import schedules
 from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, loop_placement, v_placement
 from megafp8.pipeline_parallel.check import check_compute
 from megafp8.pipeline_parallel.schedules import ScheduleRecord
+from megafp8.registry import records_of
 
 _LETTERS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "W": Kind.WEIGHT}
 _CELL = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
@@ -29,9 +29,8 @@ _CELL = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
 
 def _discover() -> dict[str, ScheduleRecord]:
     """The record of each file in `schedules/`, sorted by name."""
-    names = [f"{schedules.__name__}.{module.name}" for module in pkgutil.iter_modules(schedules.__path__)]
     records: dict[str, ScheduleRecord] = {}
-    for record in (importlib.import_module(name).SCHEDULE for name in names):
+    for record in records_of(schedules, "SCHEDULE"):
         assert record.name not in records, f"two schedules are called {record.name}"
         records[record.name] = record
     return dict(sorted(records.items()))

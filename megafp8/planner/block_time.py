@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megafp8.config import Config
-from megafp8.fp8.recipes.base import GEMMS
 from megafp8.fp8.speed_model import BF16, FP8, LinearSize, cast_seconds, gemm_seconds, granularities
-from megafp8.fp8.tensor import TENSOR
 from megafp8.models.costs import ELEMENT, AttentionWork
 from megafp8.models.moe import MoE
 from megafp8.models.recompute import BlockMemory
+from megafp8.numerics.recipes.base import GEMMS
+from megafp8.numerics.tensor import TENSOR
 from megafp8.plan import LinearPlan
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import BlockElements, block_elements
@@ -229,12 +229,7 @@ class _Block:
             each = sums * self.cluster.collective(t, 1, 2 * values)
             return Phases(each, each * gpu.hidden)
         symmetric = p.overlap_tensor in ("auto", "symmetric") and self.cluster.ranks_of_node(t, 1) == t
-        if symmetric:
-            exposed = gpu.hidden_copies
-        elif p.overlap_tensor == "chunked":
-            exposed = gpu.chunked
-        else:
-            exposed = 1.0
+        exposed = gpu.hidden_copies if symmetric else 1.0
         forward = backward = 0.0
         for _, (site, plan, _) in self.in_block:
             fp8_share = FP8 / self.batch.element

@@ -15,11 +15,7 @@ from megafp8.fp8.manager import Fp8Manager
 from megafp8.models.build import build_layer, build_stage
 from megafp8.models.context import planning_context
 from megafp8.models.costs import MicroBatch
-from megafp8.models.moe import MoE
 from megafp8.models.recompute import KEEP_ALL
-
-#: Dense peak of H100 and H200 SXM by precision, in FLOP/s (NVIDIA's datasheets).
-PEAK_FLOPS = {"bf16": 989e12, "fp16": 989e12, "fp8": 1979e12}
 
 
 class Flops(NamedTuple):
@@ -43,10 +39,9 @@ def layer_flops(config: Config, index: int) -> Flops:
     batch = MicroBatch.of(one, None, decoder=config.model.is_decoder(index))
     sites = [state.site for state in planned.layers if not state.site.expert]
     products = float(sum(batch.tokens_of(site) * site.inputs * site.outputs for site in sites))
-    products += sum(batch.tokens * x.weights_of_token for x in layer.modules() if isinstance(x, MoE))
     works = layer.attentions(batch, windows=False)
     attention = sum(2 * work.pairs * work.heads * (work.width + work.value_width) for work in works)
-    return Flops(2.0 * products, attention)
+    return Flops(2.0 * products + layer.flops(batch), attention)
 
 
 def output_flops(config: Config) -> Flops:

@@ -22,7 +22,8 @@ What each layer keeps is its own answer (`models.costs`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from megafp8.config import Config
 from megafp8.data_parallel.buckets import bucket_layout
 from megafp8.models.costs import ELEMENT, MicroBatch, fp8_bytes
 from megafp8.models.recompute import BlockMemory, block_memory
+from megafp8.optimizer.base import Update
 from megafp8.optimizer.fp8_moments import BLOCK
 from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, split_backwards
 from megafp8.planner.outline import LayerOutline, LinearLayer, ModelOutline, Parameter
@@ -95,15 +97,16 @@ def _state_memory(config: Config, parameters: Sequence[Parameter], data: int) ->
     """`state_memory` of parameters whose gradients are summed over the same ranks."""
     p, dtype = config.parallel, config.training.precision
     fp8 = [i for i, x in enumerate(parameters) if x.only_fp8]
-    matrices = [i for i, x in enumerate(parameters) if x.matrices and config.optimizer.name == "muon"]
     numels = [x.elements for x in parameters]
+    kinds = [config.optimizer.update(hidden_matrix=hidden) for hidden in (False, True)]
+    updates = [kinds[bool(x.matrices)] for x in parameters]
     if p.fsdp:
         shards = [-(-count // (data // p.fsdp_replicas)) for count in numels]
         return StateMemory(
             weights=sum(shards[i] for i in fp8),
             gradients=4 * sum(-(-count // 64) * 64 for count in shards),
             masters=4 * sum(shards),
-            moments=_moments(config, shards) - 4 * sum(shards[i] for i in matrices),
+            moments=_moments(config, zip(updates, shards)),
         )
     ranks, count = data if p.zero else 1, sum(numels)
     layout = bucket_layout(
@@ -115,29 +118,38 @@ def _state_memory(config: Config, parameters: Sequence[Parameter], data: int) ->
     )
     in_fp8 = sum(bucket.end - bucket.start for bucket in layout.buckets if bucket.params[0] in fp8)
     owned = min(count, layout.numel // ranks)
+    in_matrices = sum(x.elements for x in parameters if x.matrices)
+    elements = Counter({kinds[0]: count - in_matrices}) + Counter({kinds[1]: in_matrices})
     owned_fp8 = min(sum(numels[i] for i in fp8), in_fp8 // ranks)
-    of_muon = sum(numels[i] for i in matrices)
-    of_muon = max(0, owned - (count - of_muon)) if p.zero else of_muon
     return StateMemory(
         weights=((layout.numel if p.zero else count) - in_fp8) * ELEMENT[dtype] + in_fp8,
         gradients=layout.numel * 4,
         masters=(2 if config.optimizer.store_param_remainders else 4) * (owned_fp8 if dtype == "fp32" else owned),
-        moments=_moments(config, [owned] if p.zero else numels) - 4 * of_muon,
+        moments=_moments(config, _owned_at_most(elements, owned) if p.zero else zip(updates, numels)),
     )
 
 
+def _owned_at_most(elements: Mapping[Update, int], owned: int) -> Iterator[tuple[Update, int]]:
+    """By update, what a rank owns that owns `owned` of `elements`, as many as possible with the most moments."""
+    for update in sorted(elements, key=lambda update: -len(update.moments)):
+        count = min(owned, elements[update])
+        yield update, count
+        owned -= count
+
+
 def least_moment_bytes(config: Config) -> int:
-    """Bytes of moments and moving average of an element, at least: a matrix has one moment under Muon, else two."""
-    moments = 1 if config.optimizer.name == "muon" else 2
+    """Bytes of moments and moving average of an element, at least."""
+    moments = min(len(config.optimizer.update(hidden_matrix=hidden).moments) for hidden in (False, True))
     return moments * ELEMENT[config.optimizer.moments_dtype] + _average_bytes(config)
 
 
-def _moments(config: Config, numels: Sequence[int]) -> int:
-    """Bytes of both moments of tensors of `numels` elements under AdamW, and of their moving average."""
-    dtype, average = config.optimizer.moments_dtype, sum(numels) * _average_bytes(config)
-    if dtype == "fp8":
-        return 2 * sum(count + -(-count // BLOCK) for count in numels) + average
-    return 2 * sum(numels) * ELEMENT[dtype] + average
+def _moments(config: Config, tensors: Iterable[tuple[Update, int]]) -> int:
+    """Bytes of the moments of tensors, given by their update and number of elements, and of their moving average."""
+    dtype, total = config.optimizer.moments_dtype, 0
+    for update, count in tensors:
+        scales = -(-count // BLOCK) if dtype == "fp8" else 0
+        total += len(update.moments) * (count * ELEMENT[dtype] + scales) + count * _average_bytes(config)
+    return total
 
 
 def _average_bytes(config: Config) -> int:

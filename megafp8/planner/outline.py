@@ -17,10 +17,10 @@ from torch import nn
 from megafp8.config import Config
 from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.fp8.manager import Fp8Manager
+from megafp8.models.block import Block, PredictionLayer
 from megafp8.models.build import build_layer, build_stage
 from megafp8.models.context import planning_context
 from megafp8.models.costs import MicroBatch
-from megafp8.models.gpt import Block, PredictionLayer
 from megafp8.models.moe import MoE
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, block_memory
 from megafp8.optimizer.param_groups import is_hidden_matrix

@@ -17,7 +17,7 @@ from megafp8.config import Config
 from megafp8.config.checks import cuda_graph_problems
 from megafp8.models.costs import ELEMENT
 from megafp8.models.recompute import BlockMemory, block_memory
-from megafp8.optimizer.muon import multiplications
+from megafp8.optimizer.base import Update
 from megafp8.pipeline_parallel.actions import Kind, Placement, Schedule
 from megafp8.pipeline_parallel.registry import SCHEDULES, training_schedule
 from megafp8.pipeline_parallel.simulate import Times, simulate
@@ -183,12 +183,12 @@ def step_terms(outline: ModelOutline, cluster: Cluster) -> tuple[float, dict[str
 
 class Held(NamedTuple):
     """What a rank holds: elements of parameters, those of experts apart, bytes that casts of weights move, and FLOPs of
-    Muon for the whole matrices of its layers, of which it has parts."""
+    the optimizer for the whole matrices of its layers, of which it has parts."""
 
     others: float
     experts: float
     casts: float
-    muon: float
+    update_flops: float
 
 
 def held(outline: ModelOutline, stages: Sequence[range]) -> Held:
@@ -197,21 +197,21 @@ def held(outline: ModelOutline, stages: Sequence[range]) -> Held:
     parameters = [parameter for layers in stages for parameter in outline.parameters(layers)]
     experts = sum(x.elements for x in parameters if x.expert)
     layers = [outline.layers[index] for of_stage in stages for index in of_stage]
-    has_muon = config.optimizer.name == "muon"
-    muon = sum(muon_flops(layer, config.parallel.expert) for layer in layers) if has_muon else 0
+    update = config.optimizer.update(hidden_matrix=True)
+    flops = sum(update_flops(update, layer, config.parallel.expert) for layer in layers)
     # Read in training.precision, written rowwise and columnwise.
     element = ELEMENT[config.training.precision] + 2
     casts = element * sum(x.weights for layer in layers for x in layer.linears if x.plan.fp8)
-    return Held(sum(x.elements for x in parameters) - experts, experts, casts, muon)
+    return Held(sum(x.elements for x in parameters) - experts, experts, casts, flops)
 
 
-def muon_flops(layer: LayerOutline, expert_parallel: int) -> int:
-    """Of Newton-Schulz iterations for the matrices of a layer, whole; fused ones are several matrices (decision 8).
+def update_flops(update: Update, layer: LayerOutline, expert_parallel: int) -> int:
+    """Of an update of the matrices of a layer, whole; fused ones are several matrices (decision 8).
 
     `expert_parallel`: ranks between which the experts are divided.
     """
     return sum(
-        2 * multiplications(shape) * (expert_parallel if parameter.expert else 1)
+        update.flops(shape) * (expert_parallel if parameter.expert else 1)
         for parameter in layer.parameters
         for shape in parameter.matrices
     )
@@ -225,7 +225,7 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
     groups = ((rank.others, data, p.tensor), (rank.experts, of_expert_data, p.expert_ranks))
     sharded, element = p.zero or p.fsdp, ELEMENT[config.training.precision]
     sent = ELEMENT[optimizer.reduce_dtype]
-    moment = ELEMENT[optimizer.moments_dtype]
+    moments = len(optimizer.update(hidden_matrix=False).moments) * ELEMENT[optimizer.moments_dtype]
     reduce = gather = tail = owned = 0.0
     for count, size, stride in groups:
         ranks = max(1, size // p.fsdp_replicas) if p.fsdp else size
@@ -247,15 +247,15 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
     }
     # Gradients are read for their norm and for the update, and zeroed; master weights and moments read and written.
     average = 12 if optimizer.average_decay is not None else 0
-    moved = owned * (8 + 8 + 4 * moment + element + average) + (rank.others + rank.experts) * 4 / (
+    moved = owned * (8 + 8 + 2 * moments + element + average) + (rank.others + rank.experts) * 4 / (
         data if p.fsdp else 1
     )
     found["optimizer"] = moved / (gpu.ceilings.bandwidth * gpu.optimizer)
-    if rank.muon > 0:  # its ranks share the work, and each sends its parts and receives them again
+    if rank.update_flops > 0:  # its ranks share the work, and each sends its parts and receives them again
         of_stage = cluster.gpus // p.pipeline
         exchanged = 2 * ELEMENT["bf16"] * (rank.others + rank.experts) / of_stage
-        found["Newton-Schulz"] = rank.muon / of_stage / (gpu.ceilings.bf16 * gpu.load_bf16)
-        found["Newton-Schulz"] += cluster.collective(of_stage, 1, exchanged)
+        found["matrix updates"] = rank.update_flops / of_stage / (gpu.ceilings.bf16 * gpu.load_bf16)
+        found["matrix updates"] += cluster.collective(of_stage, 1, exchanged)
     if not p.fsdp:
         found["weight casts"] = rank.casts / (gpu.ceilings.bandwidth * gpu.fine_casts)
     return found

@@ -36,16 +36,16 @@ from torch.nn import functional as F
 from megafp8.distributed import collectives
 from megafp8.distributed.tp_overlap import default_overlap
 from megafp8.fp8.convert import Fp8LinearModule
-from megafp8.fp8.linear_state import LinearState
-from megafp8.fp8.quantizers import AmaxRecording
-from megafp8.fp8.recipes.base import RecipeQuantizer
-from megafp8.fp8.sources import Plain
 from megafp8.fp8.standalone import StandaloneLinear
-from megafp8.fp8.tensor import QuantizedTensor
-from megafp8.ops.autograd import once_differentiable
-from megafp8.ops.fusion import LinearInput
-from megafp8.ops.linear import linear, with_bias
-from megafp8.ops.quantized_gather import TPComm
+from megafp8.linear.autograd import once_differentiable
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.linear import linear, with_bias
+from megafp8.linear.quantized_gather import TPComm
+from megafp8.linear.state import LinearState
+from megafp8.numerics.quantizers import AmaxRecording
+from megafp8.numerics.recipes.base import RecipeQuantizer
+from megafp8.numerics.sources import Plain
+from megafp8.numerics.tensor import QuantizedTensor
 from megafp8.tensor_parallel import mappings
 
 

@@ -28,12 +28,12 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, stack_rows, unsharded
 from megafp8.distributed.tp_overlap import TPOverlap, default_overlap
-from megafp8.fp8.linear_state import QuantizedGradHandoff
 from megafp8.fp8.manager import Fp8Manager
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.linear import linear
+from megafp8.linear.quantized_gather import TPComm
+from megafp8.linear.state import QuantizedGradHandoff
 from megafp8.ops.embedding import look_up
-from megafp8.ops.fusion import LinearInput
-from megafp8.ops.linear import linear
-from megafp8.ops.quantized_gather import TPComm
 from megafp8.plan import LinearSite
 from megafp8.tensor_parallel.lora import READS_VALUES, ColumnLora, Lora, Place, RowLora
 from megafp8.tensor_parallel.mappings import (

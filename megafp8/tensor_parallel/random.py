@@ -30,6 +30,11 @@ def normal_at(index: Tensor, key: Key) -> Tensor:
     return (torch.sqrt(-2 * torch.log(u)) * torch.cos(angle)).float()
 
 
+def uniform_at(index: Tensor, key: Key) -> Tensor:
+    """Numbers between 0 and 1 (float64) of the elements `index` (int64) of a stream."""
+    return (philox(index, key)[0].double() + 0.5) / 2.0**32
+
+
 def _global_index(shard: ParamShard, first: int, last: int, device: torch.device) -> Tensor:
     """Flat global indices, int64, of rows [first, last) of `shard`, shaped `[rows, *rest]`."""
     index = torch.zeros((last - first,) + (1,) * (len(shard.shape) - 1), dtype=torch.int64, device=device)
@@ -44,13 +49,17 @@ def _global_index(shard: ParamShard, first: int, last: int, device: torch.device
 
 def fill_(out: Tensor, shard: ParamShard, init: Init, seed: int) -> Tensor:
     """Write the initial values of `shard` into `out`, shaped like it."""
-    if init.kind != "normal":
+    if init.kind in ("ones", "zeros"):
         return out.fill_(1.0 if init.kind == "ones" else 0.0)
     key = key_of(seed, shard.name)
     rows = max(1, _CHUNK // max(1, out[0].numel()))
     for first in range(0, shard.shape[0], rows):
         last = min(first + rows, shard.shape[0])
-        out[first:last] = normal_at(_global_index(shard, first, last, out.device), key) * init.std
+        index = _global_index(shard, first, last, out.device)
+        if init.kind == "normal":
+            out[first:last] = normal_at(index, key) * init.std
+        else:
+            out[first:last] = (init.low + (init.high - init.low) * uniform_at(index, key)).log()
     return out
 
 

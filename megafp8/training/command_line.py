@@ -31,8 +31,8 @@ from megafp8.redaction import redact_arguments
 from megafp8.training.errors import run_and_report
 
 if TYPE_CHECKING:
+    from megafp8.training.evaluation import MakeEvaluation
     from megafp8.training.inputs import Inputs
-    from megafp8.training.job import MakeEvaluation
 
 
 def _ranks(text: str) -> int:

@@ -50,9 +50,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from megafp8.batch import Batch
 from megafp8.config import Config
 from megafp8.config import checks as config_checks
-from megafp8.data.samples import Batch
 from megafp8.ops.capture import Capture, CudaCapture
 from megafp8.training import fp8_config
 

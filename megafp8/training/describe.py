@@ -13,12 +13,14 @@ from pathlib import Path
 import torch
 import yaml
 
-from megafp8.config import Config
+from megafp8.config import Config, ParallelConfig
+from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.build import build_stage
 from megafp8.models.context import planning_context
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
+from megafp8.optimizer.param_groups import check_groups
 from megafp8.parallel_state import rank_groups
 from megafp8.pipeline_parallel.actions import v_placement
 from megafp8.plan import LinearPlan, plans_table
@@ -30,7 +32,6 @@ from megafp8.planner.stages import stages_of
 from megafp8.training import cuda_graphs
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.inputs import describe_planned_data, with_vocabulary
-from megafp8.training.optimizer_config import check_optimizer
 from megafp8.training.pipeline import PipelinePlan, describe_schedule, num_microbatches, plan_pipeline
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -94,6 +95,20 @@ def dry_run(config: Config, world_size: int, source: str, steps: int | None = No
     described = _describe(config, world_size, fp8, plan)
     plans = f"linear layers:\n{plans_table(_plans(config, fp8))}"
     return "\n\n".join([described, plans, memory_table(memory), describe_planned_data(config, steps)])
+
+
+def check_optimizer(config: Config) -> None:
+    """ValueError if a pattern of `optimizer.groups` does not fit the model. Needs no process group."""
+    if not config.optimizer.groups:
+        return
+    whole = config.model_copy(update={"parallel": ParallelConfig()})
+    stage = build_stage(
+        config.model,
+        planning_context(whole, Fp8Manager(None, amax_group=None)),
+        layers=config.model.layers,
+        positions=config.position_rows,
+    )
+    check_groups((spec_of(param) for param in stage.parameters()), config.optimizer.groups)
 
 
 def _plans(config: Config, fp8: Fp8Manager) -> list[LinearPlan]:

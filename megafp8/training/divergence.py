@@ -9,7 +9,7 @@ from megafp8.data_parallel.grad_buffer import gradient_of
 from megafp8.distributed.collectives import all_gather_objects
 from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.training.errors import Diverged
-from megafp8.training.metrics import StepMetrics
+from megafp8.training.observer import StepMetrics
 from megafp8.training.trainer import Trainer
 
 _LISTED = 5
@@ -33,7 +33,7 @@ def diverged(trainer: Trainer, metrics: StepMetrics, saved_step: int) -> Diverge
     """
     step, skipped = metrics.step, metrics.skipped_in_a_row
     shards, config = trainer.optimizer.shards, trainer.config
-    trainer.wait_for_weights()
+    trainer.strategy.wait()
     masters = set(trainer.optimizer.released)
     values = [(f, trainer.optimizer.master_of(f) if f.param in masters else f.view(f.param.detach())) for f in shards]
     weights = _not_finite(trainer, values)

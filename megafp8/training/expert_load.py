@@ -7,9 +7,10 @@ by layer the choices of each expert.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +20,9 @@ from torch import Tensor
 from megafp8.distributed.collectives import all_reduce
 from megafp8.models.router import Router
 from megafp8.parallel_state import ParallelState
-from megafp8.text_file import JsonLines
+from megafp8.text_file import DiskErrorsLogged, JsonLines
 from megafp8.training.metrics import read_steps
+from megafp8.training.observer import Observer
 
 
 @dataclass(frozen=True)
@@ -91,18 +93,36 @@ class LoadCollector:
 FILE_NAME = "expert_load.jsonl"
 
 
-class ExpertLoadWriter:
-    """Appends the load of every `interval`th step to `path`. A resumed run repeats steps that a crash lost."""
+class ExpertLoadMetrics(Observer):
+    """The load in the metrics of a step, which is the `latest`; of every `interval`th step it is appended to `path`.
 
-    def __init__(self, path: Path, interval: int) -> None:
-        self._interval, self._lines = interval, JsonLines(path)
+    A resumed run repeats steps that a crash lost.
+    """
 
-    def write(self, step: int, load: ExpertLoad) -> None:
-        if step % self._interval == 0:
-            self._lines.append({"step": step, "tokens": load.tokens})
+    def __init__(self, latest: Callable[[], ExpertLoad | None], path: Path | None = None, interval: int = 1) -> None:
+        self._latest, self._interval = latest, interval
+        self._lines = None if path is None else JsonLines(path)
+        self._errors_logged = DiskErrorsLogged(FILE_NAME)
+
+    def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:
+        load = self._latest()
+        if load is None:
+            return {}
+        if self._lines is not None and step % self._interval == 0:
+            with self._errors_logged:
+                self._lines.append({"step": step, "tokens": load.tokens})
+        return {
+            "router_aux_loss": load.aux_loss,
+            "router_z_loss": load.z_loss,
+            "expert_imbalance": load.imbalance,
+            "router_entropy": load.entropy,
+            "expert_drop_rate": load.drop_rate,
+        }
 
     def close(self) -> None:
-        self._lines.close()
+        if self._lines is not None:
+            with self._errors_logged:
+                self._lines.close()
 
 
 def read_expert_load(path: Path) -> dict[int, dict[int, list[int]]]:

@@ -6,26 +6,25 @@ section are in `megafp8.config.checks`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import fields
+
+import torch
 
 from megafp8.config import Config, ConfigError, Fp8Config, Problem
 from megafp8.fp8 import (
     RECIPES,
-    BlockwiseScaling,
     ContextGroups,
-    CurrentScaling,
     CustomScaling,
-    DelayedScaling,
     Fp8Manager,
     Fp8Recipe,
-    RowwiseScaling,
 )
-from megafp8.fp8.group_quantizer import ALIGNMENTS
 from megafp8.fp8.health import Recorder
-from megafp8.fp8.recipes.base import OPERANDS, OperandName, config_key
-from megafp8.fp8.tensor import TENSOR
+from megafp8.models.build import build_layer
+from megafp8.models.context import planning_context
+from megafp8.models.recompute import KEEP_ALL
+from megafp8.numerics.recipes.base import OPERANDS, OperandName, config_key
+from megafp8.numerics.tensor import TENSOR
 from megafp8.parallel_state import ParallelState
 from megafp8.planner.outline import linear_sites
 
@@ -111,7 +110,8 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     if unfit:
         rule = f"a graph would round the gradients of {', '.join(unfit)} with the same noise in every step"
         yield Problem("training.cuda_graphs", True, rule, "try training.cuda_graphs=auto, or another fp8.recipe")
-    one_by_one = "" if config.model.moe is None else _experts_one_by_one(config)
+    fp8_experts = config.model.moe is not None and config.fp8.recipe != "none"
+    one_by_one = _experts_one_by_one(config) if fp8_experts else ""
     if one_by_one:
         rule = f"the host reads how many tokens each expert has before it starts its FP8 GEMMs, as {one_by_one}"
         yield Problem(
@@ -120,29 +120,14 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
 
 
 def _experts_one_by_one(config: Config) -> str:
-    """Why FP8 GEMMs of experts are started one by one; empty where kernels compute all at once, or none is FP8.
-
-    That is `GroupState.joint_quantizers`, as far as it follows from the config.
-    """
-    selects = build_fp8(config, None).selects
-    sizes = {name: (site.inputs, site.outputs) for name, site in linear_sites(config) if site.expert}
-    kinds: dict[str, set[bool]] = {}
-    for name in sizes:
-        kinds.setdefault(re.sub(r"(?<=\.experts\.)\d+", "", name), set()).add(selects(name))
-    if not any(True in found for found in kinds.values()):
-        return ""
-    if any(len(found) > 1 for found in kinds.values()):
-        return "some experts of a layer are not FP8"
-    recipe = config.fp8.recipe
-    if recipe not in (DelayedScaling.name, CurrentScaling.name, RowwiseScaling.name, BlockwiseScaling.name):
-        return f"fp8.recipe {recipe} is not delayed, current, rowwise or blockwise"
-    if config.fp8.report_interval:
-        return "fp8.report_interval looks at what each expert quantizes"
-    if config.fp8.param_gather:
-        return "fp8.param_gather gathers each expert's weights in FP8"
-    alignment = ALIGNMENTS[RECIPES[recipe].capabilities.granularity.weight]
-    narrow = [width for size in sizes.values() for width in size if width % alignment]
-    return f"fp8.recipe {recipe} wants widths of {alignment}, and experts have {narrow[0]}" if narrow else ""
+    """Why FP8 GEMMs of experts are started one by one; empty where kernels compute all at once, or none is FP8."""
+    fp8 = build_fp8(config, None)
+    whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"expert": 1})})
+    kinds = {config.model.layer_kind(index): index for index in config.model.layers}
+    for index in kinds.values():
+        build_layer(config.model, planning_context(whole, fp8), index, KEEP_ALL)
+    fp8.materialize(torch.device("cpu"))
+    return next(filter(None, (group.one_by_one() for group in fp8.groups)), "")
 
 
 def _kept_blocks(config: Config) -> list[str]:

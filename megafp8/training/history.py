@@ -15,7 +15,7 @@ class History:
 
     From `step` on batches have one size, so what was read by a later step follows from that; skipped steps count.
     `samples` is a position in the data. From there samples are counted as if none were left out because of loss spikes
-    (`resilience.guard.Guard.position_of` and `consumed` give positions); `tokens` are without those left out.
+    (`resilience.spikes.LossSpikes.position_of` and `consumed` give positions); `tokens` are without those left out.
     `changes`: for each resumption with another config its `step`, the `stage` that began, if any, `consumed_samples`,
     and `keys`, as `changed_keys` describes them.
     """

@@ -34,7 +34,7 @@ from megafp8.conversion.load import load_weights
 from megafp8.conversion.model import is_mtp
 from megafp8.conversion.upcycle import UpcycledSource, is_router
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
-from megafp8.optimizer.adam import AVERAGE
+from megafp8.optimizer.mixed_precision import AVERAGE
 from megafp8.tensor_parallel.lora import is_lora
 from megafp8.training.state import checkpoint_folder, saved_model, tensor_kinds, weights
 from megafp8.training.trainer import Trainer
@@ -175,7 +175,7 @@ def load_init(trainer: Trainer, folder: str) -> None:
     if AVERAGE in state:
         trainer.optimizer.restart_average()
     trainer.fp8.invalidate_weights()
-    trainer.publish_weights()
+    trainer.strategy.invalidate()
 
 
 def _open(config: Config, folder: str) -> Source:
@@ -193,6 +193,6 @@ def _check_optimizer(config: Config, source: Source) -> None:
     needed = [name for name in tensor_kinds(config) if name.startswith("optimizer.") and not name.startswith(others)]
     lacks = [name for name in needed if name not in source.tensors]
     if lacks or "optimizer_steps" not in source.about:
-        rule = f"{source.path} has no {lacks[0]}" if lacks else f"{source.path} does not say the number of its steps"
+        rule = source.why_without(lacks[0]) if lacks else f"{source.path} does not say the number of its steps"
         works = "leave it out, to start with the weights alone"
         raise ConfigError("config", [Problem("checkpoint.init_optimizer", True, rule, works)])

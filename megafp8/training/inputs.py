@@ -6,28 +6,28 @@ import hashlib
 import json
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch.distributed import ProcessGroup
 
+from megafp8.batch import Batch
 from megafp8.config import Config, ConfigError, Problem, StageConfig, config_at, stage_at
 from megafp8.data import DataError
 from megafp8.data.blend import Blend, Segment, shares
 from megafp8.data.indexed_dataset import IndexedDataset, bin_path, check_dataset, idx_path
-from megafp8.data.masked_lm import MaskedLM, SpecialIds
-from megafp8.data.objectives import Answers, NextToken, Objective
 from megafp8.data.packing import BestFit
-from megafp8.data.prefix_lm import PrefixLM
 from megafp8.data.progress import Conflict, Identity, Progress, Source, combine
+from megafp8.data.sampler import batches as batch_stream
 from megafp8.data.samples import PackedDataset, split_documents
-from megafp8.data.span_corruption import SpanCorruption
 from megafp8.data.tokenizers import Tokenizer, TokenizerSettingError, build_tokenizer
 from megafp8.distributed.collectives import all_gather_objects
 from megafp8.object_store.cache import ObjectCache, default_cache
+from megafp8.objectives import Objective
+from megafp8.objectives.registry import objective_of
+from megafp8.parallel_state import ParallelState
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,28 @@ class Inputs:
             name = prefix.rpartition("/")[2]
             found[name if names[name] == 1 else prefix] = Blend([own], Segment.fresh([1.0], self.config.seed))
         return found
+
+    def batches(
+        self,
+        dataset: Blend,
+        parallel: ParallelState,
+        consumed_samples: int = 0,
+        position_of: Callable[[int], int] = lambda samples: samples,
+    ) -> Iterator[list[Batch]]:
+        """This rank's micro-batches of `dataset`, step by step, after the first `consumed_samples`."""
+        t = self.config.training
+        return batch_stream(
+            dataset,
+            consumed_samples=consumed_samples,
+            global_batch_size=t.global_batch_size,
+            micro_batch_size=t.micro_batch_size,
+            data_parallel_rank=parallel.data.rank,
+            data_parallel_size=parallel.data.size,
+            num_workers=self.config.data.num_workers,
+            objective=self.objective,
+            pin_memory=parallel.device.type == "cuda",
+            position_of=position_of,
+        )
 
     def at(self, step: int) -> Inputs:
         """The inputs of the stage of the run that the step after the first `step` is in."""
@@ -173,100 +195,6 @@ def open_inputs(config: Config, source: str, step: int = 0) -> Inputs:
         raise ConfigError(source, [Problem("data.validation_by_source", True, rule, works)])
     sets = _validation_sets(config, None if tokenizer is None else tokenizer.fingerprint)
     return Inputs(config, run, stage_at(run, step), tokenizer, data_sets, progress, train, validation, sets, objective)
-
-
-def objective_of(config: Config, tokenizer: Tokenizer | None, source: str) -> Objective:
-    """What the model is trained to predict. Raises ConfigError if a token or a property of the tokenizer is missing."""
-    d, s, eod_id = config.data, config.training.seq_length, None if tokenizer is None else tokenizer.eod_id
-    if d.loss_on is not None:
-        return Answers(s, all_tokens=d.loss_on == "all")
-    if config.model.architecture == "gpt":
-        next_token = NextToken(s, d.reset_at_documents, d.mask_eod_loss)
-        if d.prefix_lm is None:
-            return next_token
-        return PrefixLM(next_token, config.seed, d.prefix_lm.min_length, d.prefix_lm.max_length or s)
-    if config.model.architecture == "t5":
-        return _span_corruption(config, tokenizer, source)
-    vocab_size, masked = config.model.vocab_size, d.masked_lm
-    assert vocab_size is not None
-    starts = None
-    if masked.whole_words:
-        starts = None if tokenizer is None else tokenizer.word_starts()
-        if starts is None:
-            rule = "the tokens of data.tokenizer do not tell where words begin"
-            raise ConfigError(source, [Problem("data.masked_lm.whole_words", True, rule, "try false")])
-        starts = np.append(starts, np.ones(max(0, vocab_size - len(starts)), np.bool_))
-    return MaskedLM(
-        s,
-        config.seed,
-        SpecialIds(**_special_ids(config, tokenizer, source, tuple(_NAMES))),
-        vocab_size,
-        eod_id=eod_id,
-        probability=masked.probability,
-        word_starts=starts,
-        pairs=config.model.binary_head,
-    )
-
-
-def _span_corruption(config: Config, tokenizer: Tokenizer | None, source: str) -> SpanCorruption:
-    noise, spans = config.data.span_corruption.lengths(config.sample_tokens)
-    length = config.decoder_length
-    assert length is not None
-    found = _special_ids(config, tokenizer, source, ("sep", "pad"))
-    sentinels = _sentinels(config, tokenizer, spans, source)
-    return SpanCorruption(
-        config.training.seq_length, length, config.seed, noise, spans, sentinels, found["sep"], found["pad"]
-    )
-
-
-def _sentinels(config: Config, tokenizer: Tokenizer | None, spans: int, source: str) -> list[int]:
-    """Ids of the tokens that mark spans. Raises ConfigError if there are too few."""
-    size, given = config.model.vocab_size, config.data.special_tokens.sentinels
-    assert size is not None
-    if given is not None:
-        found = given
-    else:
-        found = []
-        while tokenizer is not None and (number := tokenizer.id_of(f"<extra_id_{len(found)}>")) is not None:
-            found.append(number)
-        found = found or [*range(size - 1, (0 if tokenizer is None else tokenizer.vocab_size) - 1, -1)][:spans]
-    if len(found) < spans or max(found) >= size or len(set(found)) < len(found):
-        rule = f"{len(found)} different ids below model.vocab_size ({size}), and a sample has {spans} spans"
-        more = size + spans - len(found)
-        works = f"try model.vocab_size={more}, give {spans} ids, or try a larger data.span_corruption.mean_span_length"
-        raise ConfigError(source, [Problem("data.special_tokens.sentinels", given, rule, works)])
-    return found
-
-
-_NAMES = {"cls": ("[CLS]", "<s>"), "sep": ("[SEP]", "</s>"), "mask": ("[MASK]", "<mask>"), "pad": ("[PAD]", "<pad>")}
-"""Special tokens of the tokenizers of BERT, and of RoBERTa or T5."""
-
-
-def _special_ids(config: Config, tokenizer: Tokenizer | None, source: str, needed: Sequence[str]) -> dict[str, int]:
-    """Ids of the special tokens `needed`, from the config or the tokenizer.
-
-    Raises ConfigError naming those that are missing.
-    """
-    given, problems, found = config.data.special_tokens, [], {}
-    size = config.model.vocab_size
-    assert size is not None
-    for key in needed:
-        names = _NAMES[key]
-        ids = [getattr(given, key), *(None if tokenizer is None else tokenizer.id_of(name) for name in names)]
-        number = next((i for i in ids if i is not None), None)
-        if number is None:
-            rule = f"not given, and data.tokenizer has neither {' nor '.join(names)}"
-            works = f"give the id of a token for it below model.vocab_size ({size}), which may be enlarged for it"
-            problems.append(Problem(f"data.special_tokens.{key}", None, rule, works))
-        elif number >= size:
-            rule = f"model.vocab_size is {size}"
-            works = f"try model.vocab_size={number + 1}, or a smaller id"
-            problems.append(Problem(f"data.special_tokens.{key}", number, rule, works))
-        else:
-            found[key] = number
-    if problems:
-        raise ConfigError(source, problems)
-    return found
 
 
 def open_data_sets(config: Config) -> list[DataSet]:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import math
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 
+from megafp8.batch import Batch
 from megafp8.checkpoint import (
     BackgroundSaver,
     CheckpointReader,
@@ -28,15 +25,10 @@ from megafp8.checkpoint import (
     Saved,
 )
 from megafp8.config import end_of_stage, stage_at
-from megafp8.data.blend import Blend
-from megafp8.data.sampler import batches as batch_stream
-from megafp8.data.samples import Batch
 from megafp8.distributed import activity, flight_recorder
 from megafp8.fp8 import describe_path
 from megafp8.fp8.health import FILE_NAME
-from megafp8.ops import attention
-from megafp8.ops.attention_mask import AttentionMask
-from megafp8.ops.attention_scores import AttentionDropout
+from megafp8.gpus import peak_flops
 from megafp8.parallel_state import (
     ParallelState,
     destroy_model_parallel,
@@ -44,39 +36,27 @@ from megafp8.parallel_state import (
     initialize_distributed,
     rejoin,
 )
-from megafp8.pipeline_parallel.trace import write_timeline
-from megafp8.planner.flops import PEAK_FLOPS, flops_per_token
+from megafp8.planner.flops import flops_per_token
 from megafp8.text_file import DiskErrorsLogged
-from megafp8.training import cuda_graphs, expert_load
-from megafp8.training import fp8_param_gather as fp8_parameters
-from megafp8.training import fsdp as fully_sharded
+from megafp8.training import cuda_graphs
 from megafp8.training.describe import describe_longrope
 from megafp8.training.determinism import describe_determinism
 from megafp8.training.divergence import diverged
 from megafp8.training.errors import Diverged, TrainingError
-from megafp8.training.expert_load import ExpertLoadWriter
+from megafp8.training.evaluation import MakeEvaluation, TaskEvaluation
 from megafp8.training.history import History
 from megafp8.training.init_from import load_init
 from megafp8.training.inputs import Inputs, check_ranks_agree, describe_data
-from megafp8.training.metrics import (
-    Fp8ReportWriter,
-    StepMetrics,
-    UnlessDiskFull,
-    Writer,
-    memory_gib,
-    open_writers,
-    read_metrics,
-    utc_now,
-)
+from megafp8.training.metrics import memory_gib, read_metrics, utc_now
+from megafp8.training.observer import Observer, StepMetrics
+from megafp8.training.observers import open_observers
 from megafp8.training.parallel import build_parallel
 from megafp8.training.plots import plot_loss, print_loss
 from megafp8.training.process import StopRequest, garbage_collected_after_steps
-from megafp8.training.profiling import Profiler
-from megafp8.training.replicas import check_replicas
-from megafp8.training.resilience.guard import Guard
+from megafp8.training.resilience.faults import Faults
 from megafp8.training.resilience.node_memory import find_newest, free_memory, newest_on_disk, open_memory
+from megafp8.training.resilience.spikes import LossSpikes
 from megafp8.training.run_log import RunLog, record_launch
-from megafp8.training.section_times import SectionTimer
 from megafp8.training.state import (
     begin_save,
     checkpoint_folder,
@@ -91,12 +71,6 @@ from megafp8.training.trainer import Trainer
 from megafp8.training.validate import choose_device, run_folder
 
 logger = logging.getLogger(__name__)
-
-
-Evaluation = Callable[[int], Mapping[str, float]]
-"""What `training.evaluate` asks for, after a step: its metrics by name. Collective."""
-MakeEvaluation = Callable[[Trainer, Inputs, Path], Evaluation]
-"""The evaluation of a trainer's live model, whose files go to the run folder."""
 
 
 def train(inputs: Inputs, make_evaluation: MakeEvaluation | None = None) -> None:
@@ -204,15 +178,16 @@ class Job:
             self.inputs, changes = inputs.resumed(found.metadata)
             if changes:
                 logger.info(f"data changed since step {self.step}: {'; '.join(changes)}")
-        self.guard = Guard(self.config, self.folder, parallel, None if found is None else found.metadata, memory)
-        self.sections = SectionTimer(parallel.device)
-        self.profiler = Profiler(self.config.profile, self.folder, parallel)
-        check_ranks_agree(self.inputs, self.guard.position_of(self.consumed_samples), parallel.world.group)
+        in_memory = None if memory is None else memory.folder
+        self.faults = Faults(self.folder, self.config.resilience.inject, self.trainer, parallel.rank, in_memory)
+        self.spikes = LossSpikes(self.config, self.folder, parallel.rank, None if found is None else found.metadata)
+        check_ranks_agree(self.inputs, self.spikes.position_of(self.consumed_samples), parallel.world.group)
         self._log_choices()
-        self.evaluation: Evaluation | None = None
+        self.tasks: TaskEvaluation | None = None
         if self.config.training.evaluate is not None:
             assert shared.make_evaluation is not None
-            self.evaluation = shared.make_evaluation(self.trainer, self.inputs, self.folder)
+            self.tasks = shared.make_evaluation(self.trainer, self.inputs, self.folder)
+        self.observers: list[Observer] = []  # while the loop runs
         self.saved_step = newest_on_disk(self.config, self.folder) if isinstance(found, MemoryReader) else self.step
         self.tokenizer = tokenizer_copy(self.config) if self.is_main else {}
         self.save_postponed = False
@@ -243,7 +218,7 @@ class Job:
 
     @property
     def consumed_samples(self) -> int:
-        """Samples that the run would have read, had none been left out since its last checkpoint (`guard.consumed`)."""
+        """Samples that the run would have read, had none been left out since its checkpoint (`LossSpikes.consumed`)."""
         return self.history.samples_at(self.step, self.config)
 
     def _log_choices(self) -> None:
@@ -252,7 +227,7 @@ class Job:
         inputs = self.inputs
         if inputs.stage is not None:
             logger.info(f"stage {inputs.stage.name}: steps {inputs.stage.begin + 1} to {self.last_step}")
-        samples = self.guard.consumed(self.history.samples_at(max(self.step, self.last_step), self.config))
+        samples = self.spikes.consumed(self.history.samples_at(max(self.step, self.last_step), self.config))
         data = describe_data(self.config, inputs.data_sets, inputs.progress, inputs.validation_sets, samples)
         logger.info(f"data:\n{data}")
         for line in describe_longrope(self.config):
@@ -260,20 +235,15 @@ class Job:
         logger.info(f"optimizer: {trainer.optimizer.reason}")
         logger.info(cuda_graphs.describe(trainer.why_no_graphs))
         logger.info(describe_path(trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
-        scores, p = trainer.stages[0].scores(self.config.training.seq_length), self.config.model.attention_dropout
-        if p:
-            scores = replace(scores, dropout=AttentionDropout(p, (0, 0), torch.zeros(1)))
-        masked = self.config.model.sliding_window is not None or self.config.data.reset_at_documents
-        if self.config.data.prefix_lm is not None:
-            mask = AttentionMask(prefix_b=torch.zeros(1))
-            logger.info(attention.describe(parallel.device, mask, scores))
-        elif masked or not scores.only_scales:
-            logger.info(attention.describe(parallel.device, scores=scores))
-        weights, sharded = self.trainer.weights, self.trainer.sharded
-        if weights is not None and weights.fp8_data:
-            logger.info(fp8_parameters.report(weights, parallel.data_context.size))
-        if sharded is not None:
-            logger.info(fully_sharded.report(sharded, self.trainer.released, parallel, os.environ))
+        documents, prefix = self.config.data.reset_at_documents, self.config.data.prefix_lm is not None
+        mixers = [block.mixer for stage in trainer.stages for block in stage.all_blocks]
+        length = self.config.training.seq_length
+        kernels = (x.kernels(parallel.device, length, documents=documents, prefix=prefix) for x in mixers)
+        for kernel in dict.fromkeys(kernels):
+            if kernel is not None:
+                logger.info(kernel)
+        if memory := trainer.strategy.describe():
+            logger.info(memory)
         for reason in trainer.auto_filter.reasons:
             logger.info(reason)
         if self.config.deterministic:
@@ -311,104 +281,63 @@ class Job:
                 limit = "training.steps" if t.last_step == t.steps else "training.stop_after"
                 logger.info(f"nothing to do: the run has done {self.step} steps, and {limit} is {t.last_step}")
                 return False
-            self._check_replicas()
             with contextlib.ExitStack() as stack:
-                writers = self._open_writers()
-                for writer in writers:
-                    stack.callback(writer.close)
-                load_writer = self._open_load_writer()
-                if load_writer is not None:
-                    stack.callback(load_writer.close)
-                stack.enter_context(self.guard.watching(self.step, self.log.write_error))
-                if self.is_main and activity.record is not None:
-                    activity.record.listeners.append(self.sections.enter)
-                stack.enter_context(self.profiler)
-                stopped = self._train(writers, load_writer, after_step)
+                found = open_observers(
+                    self.trainer,
+                    self.inputs,
+                    self.folder,
+                    self.step,
+                    self.last_step,
+                    faults=self.faults,
+                    spikes=self.spikes,
+                    tasks=self.tasks,
+                    write_error=self.log.write_error,
+                )
+                self.observers = [stack.enter_context(observer) for observer in found]
+                stopped = self._train(after_step)
             if self.step < t.last_step and not stopped:
                 return True
             if self.is_main:
                 self._report(stopped)
             return False
 
-    def _train(
-        self, writers: Sequence[Writer], load_writer: UnlessDiskFull | None, after_step: Callable[[int], None]
-    ) -> bool:
+    def _train(self, after_step: Callable[[int], None]) -> bool:
         """Step until the run ends; returns whether it was asked to stop before that."""
         stream = self._training_batches()
         stopped = False
         while self.step < self.last_step and not stopped:
             metrics = self._one_step(stream)
             after_step(self.step)
-            self._write_timeline()
-            for writer in writers:
-                writer.write(metrics, self.trainer.fp8_records)
-            if load_writer is not None and self.trainer.expert_load is not None:
-                load_writer.write(self.step, self.trainer.expert_load)
+            for observer in self.observers:
+                observer.write(metrics, self.trainer.fp8_records)
             self._stop_if_diverged(metrics)
             for saver in self.savers:
                 saver.poll()
-            if self.guard.rewinds_after(metrics) and self._rewind():
+            if self.spikes.rewinds_after(metrics) and self._rewind():
                 stream = self._training_batches()
                 continue
-            if not self.guard.faults.happens("leave_out_collective", self.step):
+            if not self.faults.happens("leave_out_collective", self.step):
                 stopped = self.stop.agreed(self.parallel.world.group)
             ends = stopped or self.step == self.last_step
             in_memory = _is_at(self.config.checkpoint.memory_interval, self.step)
             in_memory = in_memory and not ends and not self.skipped_in_a_row
-            if self._save_is_due(ends):
-                self._check_replicas()
+            save_is_due = self._save_is_due(ends)
+            if save_is_due or in_memory:
+                self._check_state()
+            if save_is_due:
                 self._save(ends)
-            elif (
-                in_memory
-                or _is_at(self.config.training.replica_check_interval, self.step)
-                or self.skipped_in_a_row == 1
-            ):
-                self._check_replicas()
             if in_memory:
                 self._save_to_memory()
         return stopped
 
-    def _open_writers(self) -> Sequence[Writer]:
-        if not self.is_main:
-            return []
-        config, settings = self.config, self.config.model_dump(mode="json")
-        name = "config.yaml" if not self.step else f"config-from-step-{self.step:08d}.yaml"
-        with DiskErrorsLogged(name):
-            (self.folder / name).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
-        last, device = config.training.last_step, self.parallel.device
-        writers = [*open_writers(config.logging, self.folder, config.name, self.step, last, settings, device)]
-        if self.trainer.fp8.recorder is not None:
-            writers.append(UnlessDiskFull(FILE_NAME, Fp8ReportWriter(self.folder / FILE_NAME, self.step)))
-        if config.logging.metrics_port is not None:
-            from megafp8.training.open_metrics import OpenMetricsWriter  # needs prometheus_client
-
-            writers.append(OpenMetricsWriter(config.name, self.folder, config.logging.metrics_port))
-        return writers
-
-    def _open_load_writer(self) -> UnlessDiskFull | None:
-        interval = self.config.logging.expert_load_interval
-        if not self.is_main or not interval or self.config.model.moe is None:
-            return None
-        return UnlessDiskFull(expert_load.FILE_NAME, ExpertLoadWriter(self.folder / expert_load.FILE_NAME, interval))
-
-    def _write_timeline(self) -> None:
-        """Write the pipeline trace, if the last step was traced."""
-        timeline, self.trainer.timeline = self.trainer.timeline, None
-        if timeline is not None and self.is_main:
-            path = self.folder / "pipeline_trace.json"
-            with DiskErrorsLogged(path.name):
-                write_timeline(timeline, self.trainer.plan.placement, path)
-            draw = f"python tools/plot_schedule.py --measured {path} --png schedule.png"
-            logger.info(f"pipeline trace of step {self.step}: {path}; to draw it: {draw}")
-
     def _training_batches(self) -> Iterator[list[Batch]]:
         """The batches of the steps to come."""
-        return self._batches(self.inputs.train, self.consumed_samples, self.guard.position_of)
+        return self.inputs.batches(self.inputs.train, self.parallel, self.consumed_samples, self.spikes.position_of)
 
     def _rewind(self) -> bool:
         """Go back to the newest checkpoint and leave out the samples since then; False if there is none. Collective."""
         activity.enter("rewind")
-        spike, end = self.step, self.guard.consumed(self.consumed_samples)
+        spike, end = self.step, self.spikes.consumed(self.consumed_samples)
         for saver in self.savers:
             saver.finish()
         if self.memory is not None:
@@ -426,9 +355,9 @@ class Job:
         self.step = self.saved_step = load_state(self.trainer, found)
         self.history = History.resumed(found.metadata, self.config)
         self.inputs, _ = self.inputs.resumed(found.metadata)  # it may be older than the one that the job resumed from
-        self.guard.resumed(found.metadata)
-        samples = (self.guard.position_of(self.consumed_samples), end)
-        times, limit = self.guard.leave_out(samples, self.step), self.config.training.max_skipped_steps
+        self.spikes.resumed(found.metadata)
+        samples = (self.spikes.position_of(self.consumed_samples), end)
+        times, limit = self.spikes.leave_out(samples, self.step), self.config.training.max_skipped_steps
         if limit and times > limit:
             raise Diverged(
                 f"training has diverged: the loss jumped {times} times after step {self.step}, last in step {spike}, "
@@ -440,51 +369,30 @@ class Job:
         self.skipped_in_a_row, self.save_postponed = 0, False
         return True
 
-    def _batches(
-        self, dataset: Blend, consumed_samples: int, position_of: Callable[[int], int] = lambda samples: samples
-    ) -> Iterator[list[Batch]]:
-        t = self.config.training
-        return batch_stream(
-            dataset,
-            consumed_samples=consumed_samples,
-            global_batch_size=t.global_batch_size,
-            micro_batch_size=t.micro_batch_size,
-            data_parallel_rank=self.parallel.data.rank,
-            data_parallel_size=self.parallel.data.size,
-            num_workers=self.config.data.num_workers,
-            objective=self.inputs.objective,
-            pin_memory=self.parallel.device.type == "cuda",
-            position_of=position_of,
-        )
-
     def _one_step(self, stream: Iterator[list[Batch]]) -> StepMetrics:
-        saving = self.save_seconds
-        self.profiler.begin_step(self.step + 1)
+        saving, t = self.save_seconds, self.config.training
+        for observer in self.observers:
+            observer.before_step(self.step + 1)
         start = time.perf_counter()
-        self.guard.begin_step(self.step + 1)
         batches = next(stream)
         data_seconds = time.perf_counter() - start
         checking = time.perf_counter()
-        batches = self.guard.check_batches(self.trainer, self.step + 1, batches)
+        for observer in self.observers:
+            batches = observer.before_passes(self.step + 1, batches)
         start += time.perf_counter() - checking  # not part of the step
-        limit = self.guard.loss_limit
-        loss, result = self.trainer.train_step(self.step, batches, before_update=self._wait_copied, loss_limit=limit)
-        self.guard.faults.in_weights(self.step + 1, self.trainer)
+        loss, result = self.trainer.train_step(
+            self.step, batches, before_update=self._wait_copied, loss_limit=self.spikes.limit
+        )
         seconds = time.perf_counter() - start - (self.save_seconds - saving)
         learning_rate = self.trainer.learning_rate(self.step)
         self.step += 1
-        self.profiler.end_step(self.step)
-        slowest = self.guard.end_step(self.step, loss.mean, result.skipped)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
-        t, load = self.config.training, self.trainer.expert_load
-        tokens = t.global_batch_size * t.seq_length
-        per_gpu = tokens / seconds / self.parallel.world_size
+        observed: dict[str, Any] = {}
+        for observer in self.observers:
+            observed |= observer.after_step(self.step, loss.mean, result.skipped)
+        per_gpu = t.global_batch_size * t.seq_length / seconds / self.parallel.world_size
         flops = per_gpu * self.flops_per_token
-        peak = PEAK_FLOPS["fp8" if self.config.fp8.recipe != "none" else t.precision] if self._peak_is_known() else None
-        start = time.perf_counter()
-        validation_loss, evaluations, evaluated = self._evaluate()
-        activity.enter("after the step")
-        evaluation_seconds = time.perf_counter() - start if evaluated else 0.0
+        peak = peak_flops(self.parallel.device, t.precision, fp8=self.config.fp8.recipe != "none")
         save_seconds, self.save_seconds = self.save_seconds, 0.0
         return StepMetrics(
             step=self.step,
@@ -499,26 +407,15 @@ class Job:
             step_seconds=seconds,
             skipped=result.skipped,
             time=utc_now(),
-            consumed_samples=self.guard.consumed(self.consumed_samples),
+            consumed_samples=self.spikes.consumed(self.consumed_samples),
             data_seconds=data_seconds,
-            evaluation_seconds=evaluation_seconds,
             save_seconds=save_seconds,
             skipped_in_a_row=self.skipped_in_a_row,
             loss_scale=result.loss_scale,
-            validation_loss=validation_loss,
             mtp_loss=None if self.config.model.binary_head else loss.more,
             binary_loss=loss.more if self.config.model.binary_head else None,
-            router_aux_loss=None if load is None else load.aux_loss,
-            router_z_loss=None if load is None else load.z_loss,
-            expert_imbalance=None if load is None else load.imbalance,
-            router_entropy=None if load is None else load.entropy,
-            expert_drop_rate=None if load is None else load.drop_rate,
-            loss_limit=limit,
-            slowest_rank=None if slowest is None else slowest.rank,
-            slowest_ratio=None if slowest is None else slowest.ratio,
-            evaluations=evaluations,
             layer_norms=result.layer_norms,
-            section_seconds=self.sections.take(),
+            **observed,
         )
 
     def _stop_if_diverged(self, metrics: StepMetrics) -> None:
@@ -526,46 +423,12 @@ class Job:
         if metrics.loss_scale is not None and metrics.loss_scale > t.loss_scale.min_loss_scale:
             return  # it is halved first
         if t.max_skipped_steps and metrics.skipped_in_a_row >= t.max_skipped_steps:
-            self._check_replicas()  # one wrong replica spoils the gradients of all ranks
+            self._check_state()  # one wrong replica spoils the gradients of all ranks
             raise diverged(self.trainer, metrics, self.saved_step)
 
-    def _check_replicas(self) -> None:
-        if self.config.training.replica_check_interval:
-            check_replicas(self.trainer, self.step)
-
-    def _peak_is_known(self) -> bool:
-        device = self.parallel.device
-        return (
-            device.type == "cuda"
-            and any(chip in torch.cuda.get_device_name(device) for chip in ("H100", "H200"))
-            and self.config.training.precision in ("bf16", "fp16")
-        )
-
-    def _evaluate(self) -> tuple[float | None, dict[str, float], bool]:
-        """What is due after this step: the loss on the training data's documents for validation, and all other metrics.
-
-        Third, whether anything was due.
-        """
-        t, loss, found = self.config.training, None, dict[str, float]()
-        last = self.step == self.last_step
-        validates = t.eval_interval > 0 and (last or _is_at(t.eval_interval, self.step))
-        evaluates = t.evaluate is not None and (last or _is_at(t.evaluate.interval, self.step))
-        if validates or evaluates:
-            activity.enter("evaluation")
-        if validates:
-            if self.inputs.validation is not None:
-                loss = self._validation_loss(self.inputs.validation)
-            sets = {**self.inputs.validation_sources, **self.inputs.validation_sets}
-            found |= {f"valid/{name}": self._validation_loss(own) for name, own in sets.items()}
-        if evaluates and self.evaluation is not None:
-            found |= self.evaluation(self.step)
-        return loss, found, validates or evaluates
-
-    def _validation_loss(self, samples: Blend) -> float:
-        """Mean loss over the first of `samples`, the same ones in every evaluation."""
-        stream = self._batches(samples, 0)
-        losses = [self.trainer.evaluate(next(stream)) for _ in range(self.config.training.eval_steps)]
-        return math.fsum(x.mean * x.tokens for x in losses) / max(1, sum(x.tokens for x in losses))
+    def _check_state(self) -> None:
+        for observer in self.observers:
+            observer.check_state(self.step)
 
     def _wait_copied(self) -> None:
         """Before weights are updated, wait until those of a save in progress are copied to the host."""
@@ -634,7 +497,7 @@ class Job:
     def _records(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Progress in the data, and what the section resilience adds, for the metadata of a checkpoint."""
         samples = self.consumed_samples
-        return self.inputs.record(self.guard.consumed(samples)), self.guard.metadata(samples)
+        return self.inputs.record(self.spikes.consumed(samples)), self.spikes.metadata(samples)
 
     def _log_saved(self, saved: Saved) -> None:
         logger.info(f"saved {saved.path}: stalled {saved.stalled_seconds:.1f} s, {saved.total_seconds:.1f} s in all")

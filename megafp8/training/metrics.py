@@ -18,11 +18,10 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -31,81 +30,10 @@ from megafp8.config import LoggingConfig
 from megafp8.fp8.health import OPERANDS, Record, ReportWriter
 from megafp8.redaction import redact_tree
 from megafp8.text_file import DiskErrorsLogged, JsonLines
+from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.run_log import STEPS
 
 logger, _steps_logger = logging.getLogger(__name__), logging.getLogger(STEPS)
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """Metrics of one optimizer step. Rates are per GPU (per process on CPU); `mfu` is None if the peak is unknown.
-
-    `time`: end of the step, UTC, ISO 8601. `tokens`, `consumed_samples`: since the beginning of the run.
-    `step_seconds`: of the step alone, including `data_seconds` of waiting for data. Not included: `evaluation_seconds`
-    after the step, and `save_seconds` for which training stalled for checkpoints since the previous record.
-    `loss_scale`: of the step, in fp16; else None.
-    `skipped_in_a_row`: number of consecutive skipped steps that end with this one. `mtp_loss`, `binary_loss`: mean loss
-    of multi-token prediction, unweighted, and of BERT's binary head; None without. Of a model with experts, as
-    `megafp8.training.expert_load.ExpertLoad` has them: `router_aux_loss`, `router_z_loss`, `expert_imbalance` and
-    `router_entropy`; else None. `loss_limit`: a loss above it is a spike, if they are detected. `slowest_rank`,
-    `slowest_ratio`: the slowest rank since the last comparison, and its time over the median (`resilience.stragglers`).
-    `evaluations`: by name, the other numbers of evaluations after the step: losses of `data.validation`
-    (`valid/<name>`) and metrics of tasks (`eval/<task>/<metric>`). `layer_norms`: by name, norms of a step that was
-    measured (`megafp8.optimizer.layer_norms`). `section_seconds`: time since the record before by section of the
-    training loop, as far as known (`megafp8.training.section_times`): `seconds/<section>`.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    tokens: int
-    tokens_per_second_per_gpu: float
-    tflops_per_gpu: float
-    mfu: float | None
-    memory_gib: float
-    step_seconds: float
-    skipped: bool
-    time: str
-    consumed_samples: int
-    data_seconds: float
-    evaluation_seconds: float = 0.0
-    save_seconds: float = 0.0
-    skipped_in_a_row: int = 0
-    loss_scale: float | None = None
-    validation_loss: float | None = None
-    mtp_loss: float | None = None
-    binary_loss: float | None = None
-    router_aux_loss: float | None = None
-    router_z_loss: float | None = None
-    expert_imbalance: float | None = None
-    router_entropy: float | None = None
-    expert_drop_rate: float | None = None
-    loss_limit: float | None = None
-    slowest_rank: int | None = None
-    slowest_ratio: float | None = None
-    evaluations: Mapping[str, float] = field(default_factory=dict)
-    layer_norms: Mapping[str, float] = field(default_factory=dict)
-    section_seconds: Mapping[str, float] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """All metrics by name, those of mappings among them."""
-        found = asdict(self)
-        evaluations, norms, sections = (found.pop(key) for key in ("evaluations", "layer_norms", "section_seconds"))
-        return found | evaluations | norms | {f"seconds/{key.replace(' ', '_')}": x for key, x in sections.items()}
-
-    @property
-    def is_spike(self) -> bool:
-        """Whether the step was skipped because its loss is above the limit."""
-        return self.skipped and self.loss_limit is not None and self.loss > self.loss_limit
-
-    @property
-    def why_skipped(self) -> str:
-        return f"loss above {self.loss_limit:.4f}" if self.is_spike else "gradients not finite"
-
-    @property
-    def evaluated(self) -> bool:
-        return self.validation_loss is not None or bool(self.evaluations)
 
 
 def memory_gib(device: torch.device) -> float:
@@ -188,30 +116,22 @@ def fp8_scalars(records: Sequence[Record]) -> dict[str, float]:
     return scalars
 
 
-class Writer(Protocol):
-    """Receives the metrics of each step, and the FP8 health `records` of sampled ones."""
-
-    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class UnlessDiskFull:
+class UnlessDiskFull(Observer):
     """`writer`, whose errors of the file system do not end the run (`DiskErrorsLogged`). `what`: it writes."""
 
-    def __init__(self, what: str, writer: Any) -> None:
+    def __init__(self, what: str, writer: Observer) -> None:
         self._writer, self._errors_logged = writer, DiskErrorsLogged(what)
 
-    def write(self, *what: Any) -> None:
+    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
         with self._errors_logged:
-            self._writer.write(*what)
+            self._writer.write(metrics, records)
 
     def close(self) -> None:
         with self._errors_logged:
             self._writer.close()
 
 
-class JsonlWriter:
+class JsonlWriter(Observer):
     """Appends every step to metrics.jsonl."""
 
     def __init__(self, path: Path) -> None:
@@ -229,7 +149,7 @@ class JsonlWriter:
         self._lines.close()
 
 
-class Fp8ReportWriter:
+class Fp8ReportWriter(Observer):
     """Appends the records of sampled steps after `step` to fp8_report.jsonl."""
 
     def __init__(self, path: Path, step: int) -> None:
@@ -248,7 +168,7 @@ def scalars(metrics: StepMetrics, records: Sequence[Record]) -> dict[str, float]
     return {k: float(v) for k, v in values.items() if k != "step" and isinstance(v, (int, float))}
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(Observer):
     """Scalars in the run folder; hides those that a run before a crash wrote for steps after `step`."""
 
     def __init__(self, path: Path, step: int = 0) -> None:
@@ -268,7 +188,7 @@ class TensorBoardWriter:
         self._writer.close()
 
 
-class WandbWriter:
+class WandbWriter(Observer):
     """Weights & Biases, online or offline according to its environment variables."""
 
     def __init__(self, project: str, name: str, path: Path, config: dict[str, Any]) -> None:
@@ -292,7 +212,7 @@ def short_number(number: int) -> str:
     return f"{number:#.4g}{unit}" if unit else str(number)
 
 
-class LogWriter:
+class LogWriter(Observer):
     """A log line every `interval` steps, and for every step that was evaluated or skipped.
 
     Step time, tokens per second and MFU are means over the steps since the previous line. The estimated time to
@@ -378,9 +298,9 @@ def open_writers(
     last_step: int,
     settings: dict[str, Any],
     device: torch.device,
-) -> Sequence[Writer]:
+) -> list[Observer]:
     """The writers that the config enables, for the one rank that logs."""
-    writers: list[Writer] = [UnlessDiskFull("metrics.jsonl", JsonlWriter(folder / "metrics.jsonl"))]
+    writers: list[Observer] = [UnlessDiskFull("metrics.jsonl", JsonlWriter(folder / "metrics.jsonl"))]
     if config.tensorboard:
         writers.append(UnlessDiskFull("tensorboard", TensorBoardWriter(folder / "tensorboard", first_step)))
     if config.wandb_project is not None:

@@ -23,7 +23,8 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, genera
 
 from megafp8.fp8.health import Record
 from megafp8.training.goodput import Goodput, GoodputMeter, read_lines
-from megafp8.training.metrics import StepMetrics, scalars
+from megafp8.training.metrics import scalars
+from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.run_log import LAUNCHES_FILE
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ def sample_of(key: str, value: float) -> Sample | None:
     return Sample(f"layer_{first}", (("layer", rest),), value)
 
 
-class OpenMetricsWriter:
+class OpenMetricsWriter(Observer):
     """Serves the metrics of the run `name` in `folder` on `port` (0: any) of all interfaces, at /metrics.
 
     `port`: the one it has; None if it has none.

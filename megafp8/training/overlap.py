@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megafp8.config import Config, ParallelConfig
-from megafp8.distributed.tp_overlap import NO_COMM, P2PRing, TPOverlap, default_overlap, sum_partials
+from megafp8.distributed.tp_overlap import NO_COMM, TPOverlap, default_overlap, sum_partials
 from megafp8.parallel_state import Group, ParallelState
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,6 @@ def _build(mode: str, group: Group, name: str, device: torch.device, environment
     default = default_overlap(group.group, sequence_parallel=True)
     if group.size == 1:
         return default
-    if mode == "chunked":
-        return P2PRing(group.group, sum_partials=sum_partials_on(device))
     if mode == "none" or (mode == "auto" and device.type != "cuda"):
         return default
     if not on_one_host(group, environment):

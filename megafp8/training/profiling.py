@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from megafp8.config import ProfileConfig
 from megafp8.distributed import activity, flight_recorder
 from megafp8.parallel_state import ParallelState
+from megafp8.training.observer import Observer
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ _MEMORY_EVENTS = 200_000
 """Allocations and frees that a snapshot has at most, the latest ones."""
 
 
-class Profiler(AbstractContextManager["Profiler"]):
-    """The profile of this rank, if the config asks for one. Enter it where the process's activity is recorded."""
+class Profiler(Observer):
+    """The profile of this rank, if the config asks for one."""
 
     def __init__(self, config: ProfileConfig | None, run: Path, parallel: ParallelState) -> None:
         self._rank, self._device, self._run = parallel.rank, parallel.device, run
@@ -55,15 +56,15 @@ class Profiler(AbstractContextManager["Profiler"]):
         if config.ranks == "all" or self._rank in config.ranks:
             self._steps, self._what = range(first, last + 1), frozenset(config.record)
 
-    def begin_step(self, step: int) -> None:
-        """Step `step`, counted from 1, is about to begin."""
+    def before_step(self, step: int) -> None:
         if not self._running and step in self._steps:
             self._try(self._start)
 
-    def end_step(self, step: int) -> None:
-        """Step `step` is queued: after the last one to be profiled, wait for the device and write the files."""
+    def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:
+        """After the last step to be profiled, wait for the device and write the files."""
         if self._running and step + 1 not in self._steps:
             self._try(self._finish)
+        return {}
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._running and error is None:  # the run ends before the last step to be profiled

@@ -10,7 +10,7 @@ What is replicated depends on the layout:
     over data and context parallelism   weights; without ZeRO masters and moments too; with fp8.param_gather the FP8
                                         data of weights and their scales; with FSDP no weights
     over ranks with the same experts    weights of experts, as others over data and context parallelism; their FP8 state
-    over replicas of FSDP's shards      optimizer state, masters among it, which are the weights
+    over replicas of FSDP's shards      optimizer state, masters among it, which are the weights; frozen weights
     over tensor parallelism             norms, biases of row-parallel layers, learned positions; their optimizer state
     over first and last pipeline stage  tied embeddings and their optimizer state
     over data, context and tensor       the state of FP8 scaling and of the loss scale, the number of optimizer steps
@@ -52,8 +52,10 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_gather_objects, all_reduce
 from megafp8.distributed.sharding import spec_of
+from megafp8.fp8.health import Record
 from megafp8.models.moe import Experts
 from megafp8.training.errors import ReplicasDiffer
+from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.trainer import Trainer
 
 _LISTED = 5  # tensors that a message names
@@ -113,36 +115,33 @@ def _name_of(param: nn.Parameter) -> str:
 
 def replicated_state(trainer: Trainer) -> list[Replica]:
     """All tensors that other ranks must hold too, in the same order on each. No weight gather may be running."""
-    parallel = trainer.parallel
-    state_over = "data" if trainer.weights is None else ""  # optimizer state; ZeRO shards it
-    if trainer.sharded is not None:
-        state_over = "fsdp_replicate"
-    found: list[Replica] = []
+    parallel, strategy = trainer.parallel, trainer.strategy
+    fp8_data, found = strategy.fp8_data, list[Replica]()
 
     def add(param: nn.Parameter, name: str, tensors: Iterable[Tensor], axis: str) -> None:
         spec = spec_of(param)
-        axis = "expert_data" if axis == "data" and spec.expert and trainer.has_expert_buffer else axis
+        axis = "expert_data" if axis == "data" and spec.expert and strategy.expert_group is not None else axis
         shared_over = {axis} if axis else set()
         shared_over |= {"tensor"} if spec.replicated_over_tp else set()
-        shared_over |= {"embedding"} if any(param is tied for tied in trainer.tied) else set()
+        shared_over |= {"embedding"} if any(param is tied for tied in strategy.tied) else set()
         holder = " (last stage)" if spec.is_copy else ""
         found.extend(
             Replica(f"{name}{f' ({i})' if i else ''}", values, frozenset(shared_over), holder)
             for i, values in enumerate(tensors)
         )
 
-    for param in trainer.params:
+    for param in strategy.params:
         name = _name_of(param)
         if param not in trainer.optimizer.released:
-            add(param, f"model.{name}", [param.detach()], "data")
-        elif trainer.weights is not None:
-            add(param, f"FP8 data of model.{name}", [trainer.weights.fp8_data[param]], "data")
+            add(param, f"model.{name}", [param.detach()], strategy.param_axis)
+        elif param in fp8_data:
+            add(param, f"FP8 data of model.{name}", [fp8_data[param]], "data")
     for shard in trainer.optimizer.shards:
         part = "" if len(shard) == shard.param.numel() else f"[{shard.start}:{shard.end}]"
         for key, tensors in trainer.optimizer.stored_tensors(shard).items():
-            add(shard.param, f"optimizer.{key}.{_name_of(shard.param)}{part}", tensors, state_over)
+            add(shard.param, f"optimizer.{key}.{_name_of(shard.param)}{part}", tensors, strategy.state_axis)
     all_layers = frozenset({"data", "tensor"})
-    for param, (op, _) in trainer.released.items():
+    for param, (op, _) in strategy.fp8_weights.items():
         if op.gathered_weight is not None:
             names = ", ".join(piece.name for piece in spec_of(param).shards)
             found.append(Replica(f"scale_inv of {names}", op.gathered_weight.scale_inv, all_layers))
@@ -171,10 +170,10 @@ def check_replicas(trainer: Trainer, step: int) -> None:
 
     Raises ReplicasDiffer on all ranks, naming tensors, ranks and hosts, if any bit differs on any rank.
     """
-    parallel = trainer.parallel
+    parallel, strategy = trainer.parallel, trainer.strategy
     if parallel.world_size == 1:
         return
-    trainer.wait_for_weights()
+    strategy.wait()
     replicas = replicated_state(trainer)
     sums = bit_sums([replica.values for replica in replicas], parallel.device)
     differs = torch.zeros(len(replicas), dtype=torch.bool, device=parallel.device)
@@ -188,7 +187,7 @@ def check_replicas(trainer: Trainer, step: int) -> None:
     }
     for axis, group in groups.items():
         rows = [i for i, replica in enumerate(replicas) if axis in replica.shared_over]
-        if axis == "embedding" and len(trainer.tied) == 2:  # one rank holds both ends
+        if axis == "embedding" and len(strategy.tied) == 2:  # one rank holds both ends
             for name in {replicas[i].name for i in rows}:
                 first, last = (i for i in rows if replicas[i].name == name)
                 differs[[first, last]] |= (sums[first] != sums[last]).any()
@@ -204,6 +203,30 @@ def check_replicas(trainer: Trainer, step: int) -> None:
     ]
     by_rank = all_gather_objects(own, parallel.world.group)
     raise ReplicasDiffer(_describe([held for rank in by_rank for held in rank], step))
+
+
+class ReplicaCheck(Observer):
+    """`check_replicas` before the first step, every `interval` steps, at saves and once in a row of skipped steps."""
+
+    def __init__(self, trainer: Trainer, step: int, interval: int) -> None:
+        self._trainer, self._begin, self._interval = trainer, step, interval
+        self._checked = False  # since the latest step
+
+    def __enter__(self) -> ReplicaCheck:
+        self.check_state(self._begin)
+        return self
+
+    def before_step(self, step: int) -> None:
+        self._checked = False
+
+    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+        if metrics.step % self._interval == 0 or metrics.skipped_in_a_row == 1:
+            self.check_state(metrics.step)
+
+    def check_state(self, step: int) -> None:
+        if not self._checked:
+            check_replicas(self._trainer, step)
+        self._checked = True
 
 
 def _differs(sums_t2: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -11,17 +11,30 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from megafp8.distributed import activity
+from megafp8.training.observer import Observer
 
-class SectionTimer:
-    """Times the sections that `enter` is called with, by the clock of `device`."""
+
+class SectionTimer(Observer):
+    """Times the sections of this process's recorded activity, by the clock of `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: deque[tuple[str, Any]] = deque()
+
+    def __enter__(self) -> SectionTimer:
+        if activity.record is not None:
+            activity.record.listeners.append(self.enter)
+        return self
+
+    def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:
+        activity.enter("after the step")  # ends the section before, which counts then
+        return {"section_seconds": self.take()}
 
     def enter(self, section: str) -> None:
         """`section` begins, and the one before ends."""

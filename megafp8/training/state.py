@@ -1,8 +1,8 @@
 """The state of a run in a checkpoint: its tensors by global name, its metadata, and how a run resumes from it.
 
     model.<name>                                   weights, in the model's dtype
-    optimizer.{exp_avg,exp_avg_sq}.<name>          Adam's moments, in optimizer.moments_dtype; FP8 ones as bf16
-    optimizer.momentum_buffer.<name>               fp32, of a matrix that Muon updates, instead
+    optimizer.<moment>.<name>                      moments of its update (`Update.moments`; of AdamW exp_avg and
+                                                   exp_avg_sq), in optimizer.moments_dtype; FP8 ones as bf16
     optimizer.master.<name>                        fp32, only if the weight is not
     optimizer.average.<name>                       fp32, the moving average of the weight, with optimizer.average_decay
     fp8.<layer>.<operand>.{amax_history,scale}     state of delayed scaling; {amax,calibrated_steps} of static scaling
@@ -59,9 +59,8 @@ from megafp8.conversion.target import TOKENIZER_FOLDER, with_companions
 from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.dtypes import DTYPES
 from megafp8.object_store import AnyPath, as_path
-from megafp8.optimizer.adam import AVERAGE, State
 from megafp8.optimizer.loss_scale import LossScaler
-from megafp8.optimizer.muon import MOMENTUM
+from megafp8.optimizer.mixed_precision import AVERAGE, State
 from megafp8.optimizer.param_groups import is_hidden_matrix
 from megafp8.parallel_state import ParallelState
 from megafp8.planner.stages import stages_of
@@ -81,8 +80,8 @@ def checkpoint_folder(run: Path, elsewhere: str | None = None) -> AnyPath:
 
 def weights(trainer: Trainer) -> dict[str, Rectangles]:
     """Views of this rank's weights; of its shard of the masters if weights are sharded, or exist in FP8 only."""
-    trainer.wait_for_weights()
-    filled = [param for param in trainer.params if param not in trainer.optimizer.released]
+    trainer.strategy.wait()
+    filled = [param for param in trainer.strategy.params if param not in trainer.optimizer.released]
     values = collect(filled, lambda p: p.detach(), "model.")
     values |= {f"model.{name}": Rectangles.whole(x) for name, x in trainer.constants.items()}
     return values | collect_shards(trainer.optimizer.released_values(), "model.")
@@ -108,9 +107,13 @@ def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
         dtypes["optimizer.master."] = torch.float32
     if config.optimizer.average_decay is not None:
         dtypes[f"optimizer.{AVERAGE}."] = torch.float32
-    of_adam = {**dtypes, **{f"optimizer.{key}.": moment for key in ("exp_avg", "exp_avg_sq")}}
-    of_muon = {**dtypes, f"optimizer.{MOMENTUM}.": torch.float32}
-    has_muon = config.optimizer.name == "muon"
+    by_kind = {
+        hidden: {
+            **dtypes,
+            **{f"optimizer.{key}.": moment for key in config.optimizer.update(hidden_matrix=hidden).moments},
+        }
+        for hidden in (False, True)
+    }
     # A stage as its first rank holds it has that rank's experts only; with one expert-parallel rank, all of them.
     whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"expert": 1})})
     stages = [planned_stage(whole, stage) for stage in range(len(stages_of(config)[1]))]
@@ -119,7 +122,7 @@ def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
         for stage in stages
         for param in stage.parameters()
         for piece in spec_of(param).shards
-        for prefix, dtype in (of_muon if has_muon and is_hidden_matrix(spec_of(param)) else of_adam).items()
+        for prefix, dtype in by_kind[is_hidden_matrix(spec_of(param))].items()
         if param.requires_grad or prefix == "model."
     }
     constants = {f"model.{name}": values for stage in stages for name, values in stage.constants.items()}
@@ -336,7 +339,7 @@ def _changed_fixed_keys(then: Mapping[str, Any], config: Config) -> Iterator[str
     optimizer, name = old.get("optimizer.name", "adamw"), config.optimizer.name
     if optimizer != name:
         yield (
-            f"was saved with optimizer.name = {optimizer}, this run has {name}, so matrices have another optimizer "
+            f"was saved with optimizer.name = {optimizer}, this run has {name}, so weights have another optimizer "
             f"state; set optimizer.name={optimizer}, {_ANOTHER}"
         )
     moments, ours = old.get("optimizer.moments_dtype", "fp32"), config.optimizer.moments_dtype
@@ -420,7 +423,7 @@ def load_state(trainer: Trainer, found: CheckpointReader) -> int:
     if AVERAGE in state and not any(name.startswith(f"optimizer.{AVERAGE}.") for name in found.tensors):
         trainer.optimizer.restart_average()
     trainer.fp8.invalidate_weights()
-    trainer.publish_weights()
+    trainer.strategy.invalidate()
     changes = changed_keys(saved["config"], trainer.config.model_dump(mode="json"))
     if changes:
         logger.info(f"changed in the config since {found.path.name}: {'; '.join(changes)}")

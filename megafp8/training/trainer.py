@@ -22,44 +22,34 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
+from megafp8.batch import Batch
 from megafp8.config import Config
-from megafp8.data.samples import Batch
-from megafp8.data_parallel.fp8_weight_gather import Fp8WeightGather
-from megafp8.data_parallel.fp8_weight_shards import WeightShard, WeightShards
-from megafp8.data_parallel.fsdp import FullySharded
-from megafp8.data_parallel.grad_buffer import GradBuffer, JointGradBuffer
-from megafp8.data_parallel.param_buffer import JointParamBuffer, ParamBuffer
 from megafp8.distributed import activity
 from megafp8.distributed.collectives import all_gather_objects, all_reduce
-from megafp8.distributed.sharding import spec_of
 from megafp8.dtypes import DTYPES
 from megafp8.expert_parallel.own_rows import RowBound
 from megafp8.fp8.health import Record, Statistics
+from megafp8.linear.deferred_wgrad import WgradStore
 from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext, lora_of, tokens_per_rank, weight_storage
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
-from megafp8.ops.deferred_wgrad import WgradStore
-from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.layer_norms import layers_of_model
 from megafp8.optimizer.loss_scale import LossScaler
+from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megafp8.optimizer.step import OptimizerStep, StepResult
 from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.engine import PipelineEngine, StageFunction, StageOutput
 from megafp8.pipeline_parallel.simulate import Timeline
 from megafp8.pipeline_parallel.trace import Stopwatch
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megafp8.tensor_parallel.random import initialize_parameters
 from megafp8.training.auto_filter import Choice, choose
 from megafp8.training.cuda_graphs import EAGER_STEPS, Graphs, why_not
+from megafp8.training.data_parallel import build_data_parallel
 from megafp8.training.expert_load import ExpertLoad, LoadCollector
 from megafp8.training.fp8_config import build_fp8
-from megafp8.training.fp8_param_gather import fp8_weights, weight_shards
-from megafp8.training.fsdp import gather_in_fp8, shard
 from megafp8.training.learning_rate import schedule_of
-from megafp8.training.optimizer_config import hidden_learning_rate_scale, muon_settings, param_groups
 from megafp8.training.overlap import build_expert_overlap, build_tp_overlap
 from megafp8.training.pipeline import plan_pipeline
 
@@ -93,11 +83,10 @@ class Trainer:
 
     `choice`: earlier choice of fp8.auto_filter in this run; None lets it choose now.
 
-    Attributes: `stages`: one for each chunk of the pipeline placement; `model`: all of them. `params`: this rank's
-    parameters, of which `trained` are not frozen, `tied` are shared by stages, and `released`, with their layers, exist
-    in FP8 only (fp8.param_gather). `expert_load`: of the latest `train_step`. `timeline`: of the step
-    `logging.pipeline_trace_step`, once it is done. `fp8_records`: FP8 health of all stages in the latest `train_step`,
-    on rank 0, if that step was sampled; else empty.
+    Attributes: `stages`: one for each chunk of the pipeline placement; `model`: all of them. `strategy`: of data
+    parallelism, which has their parameters and gradients. `expert_load`: of the latest `train_step`. `timeline`: of the
+    step `logging.pipeline_trace_step`, once it is done. `fp8_records`: FP8 health of all stages in the latest
+    `train_step`, on rank 0, if that step was sampled; else empty.
     """
 
     def __init__(
@@ -149,35 +138,13 @@ class Trainer:
         self.stages = [self._build(stage, context) for stage in self.plan.placement.stages[parallel.pipeline.rank]]
         self.model = nn.ModuleList(self.stages)
         self.fp8.materialize(parallel.device)
-        self.params = list(self.model.parameters())
-        self.trained = [param for param in self.params if param.requires_grad]
-        # Gradients of experts are summed over other ranks than those of the rest of the model.
-        other_ranks = parallel.expert_data.ranks != parallel.data_context.ranks
-        self.has_expert_buffer = other_ranks and any(spec_of(param).expert for param in self.trained)
         self.load_collector = self._load_collector()
         self.expert_load: ExpertLoad | None = None
-        tied = [stage.shared_weight for stage in self.stages if stage.shared_weight is not None]
-        self.tied = [weight for weight in tied if weight.requires_grad] if p.pipeline > 1 else []
-        self.released = fp8_weights(self.model) if config.fp8.param_gather else {}
         wgrads = WgradStore()
-        self.weight_shards: WeightShards | None = None
-        self.weights: ParamBuffer | JointParamBuffer | None = None
-        self.sharded: FullySharded | None = None
-        self.fp8_gather: Fp8WeightGather | None = None
-        self.gradients: GradBuffer | JointGradBuffer | FullySharded
-        if p.fsdp:
-            self.gradients = self.sharded = self._shard(dtype)
-        else:
-            initialize_parameters(self.model, config.seed)
-            self.gradients, self.weights = self._build_buffers(wgrads)
-        self._updated = False  # weights have changed since they were gathered
+        self.strategy = build_data_parallel(config, parallel, self.model, wgrads, os.environ)
         self.update = self._build_update()
         self.optimizer = self.update.optimizer
-        if self.weights is not None and self.released:
-            self._shard_fp8_weights(weight_shards(self.released, self.weights, self.optimizer))
-            self.weights.release_fp8_params()
-        if self.released:
-            self.publish_weights()
+        self.strategy.begin(self.optimizer.master_of)
         b = t.micro_batch_size
         rows = self.stages[0].stream_rows(t.seq_length // p.context, b, config.decoder_length or 0)
         self.engine = PipelineEngine(
@@ -201,92 +168,29 @@ class Trainer:
                 # Each graph has FP8 copies of its own in its memory.
                 module.state.frozen_weight = not module.weight.requires_grad and self.graphs is None
 
-    def _shard(self, dtype: torch.dtype) -> FullySharded:
-        """Shard everything with FSDP: from here on parameters are this rank's rows."""
-        reduce_dtype, seed = DTYPES[self.config.optimizer.reduce_dtype], self.config.seed
-        sharded = shard(self.stages, self.parallel, dtype=dtype, reduce_dtype=reduce_dtype, seed=seed)
-        if self.released:
-            in_fp8 = gather_in_fp8(self.released, sharded, self.parallel, os.environ)
-            self.fp8_gather = in_fp8.gather
-            self._shard_fp8_weights(in_fp8.shards)
-        self.params, self.trained = sharded.params, sharded.trained
-        self.tied = [sharded.row_shards[param].param for param in self.tied]
-        self.released = {sharded.row_shards[param].param: how for param, how in self.released.items()}
-        return sharded
-
-    def _shard_fp8_weights(self, shards: Sequence[WeightShard]) -> None:
-        """Quantize the weights of `shards` by rank from here on."""
-        self.weight_shards = WeightShards(shards, self.parallel.amax.group, self.parallel.device)
-
-    def _build_buffers(
-        self, wgrads: WgradStore
-    ) -> tuple[GradBuffer | JointGradBuffer, ParamBuffer | JointParamBuffer | None]:
-        """The gradient buffer, and with ZeRO stage 1 the buffer of gathered weights."""
-        p, group = self.config.parallel, self.parallel.data_context.group
-        of_groups = [(group, self.trained)]
-        if self.has_expert_buffer:
-            experts = [param for param in self.trained if spec_of(param).expert]
-            others = [param for param in self.trained if not spec_of(param).expert]
-            of_groups = [(group, others), (self.parallel.expert_data.group, experts)]
-        gradients = [self._grad_buffer(params, group, wgrads) for group, params in of_groups]
-        joint = gradients[0] if len(gradients) == 1 else JointGradBuffer(gradients)
-        if p.zero == 0:
-            return joint, None
-        dtypes = {param: fmt.dtype for param, (_, fmt) in self.released.items()}
-        buffers = [
-            ParamBuffer(params, own.layout, group, dtypes)
-            for own, (group, params) in zip(gradients, of_groups, strict=True)
-        ]
-        weights = buffers[0] if len(buffers) == 1 else JointParamBuffer(buffers)
-        if p.overlap_param_gather:
-            weights.wait_before([unit for stage in self.stages for unit in stage.units])
-        return joint, weights
-
-    def _grad_buffer(self, params: Sequence[nn.Parameter], group: ProcessGroup, wgrads: WgradStore) -> GradBuffer:
-        """The buffer of the gradients of `params`, which are summed over `group`."""
-        p = self.config.parallel
-        return GradBuffer(
-            params,
-            data_parallel_group=group,
-            bucket_elements=int(p.bucket_mib * 2**20 / 4),
-            device=self.parallel.device,
-            sharded=p.zero == 1,
-            own_bucket=self.tied,
-            fp8_bucket=self.released.keys(),
-            reduce_dtype=DTYPES[self.config.optimizer.reduce_dtype],
-            wgrads=wgrads,
-        )
-
     def _build_update(self) -> OptimizerStep:
         """The optimizer step, with clipping and reductions."""
-        parallel, o = self.parallel, self.config.optimizer
+        parallel, o, strategy = self.parallel, self.config.optimizer, self.strategy
         return OptimizerStep(
-            buffer=self.gradients,
-            optimizer=MixedPrecisionAdamW(
-                self.gradients.shards,
+            buffer=strategy,
+            optimizer=MixedPrecisionOptimizer(
+                strategy.shards,
+                o,
                 device=parallel.device,
-                weight_decay=o.weight_decay,
-                betas=(o.beta1, o.beta2),
-                eps=o.eps,
-                moments_dtype=DTYPES[o.moments_dtype],
-                store_param_remainders=o.store_param_remainders,
                 seed=self.config.seed,
-                released=self.released.keys() if self.sharded is None else set(self.trained),
-                masters={} if self.sharded is None else self.sharded.masters,
-                groups=param_groups(o),
-                hidden_learning_rate_scale=hidden_learning_rate_scale(self.config),
-                muon=muon_settings(o),
+                width=self.config.model.width_multiplier,
+                released=strategy.released,
+                masters=strategy.masters,
                 matrix_group=parallel.amax.group,  # all ranks that have parts of this rank's stages
-                average_decay=o.average_decay,
             ),
             tensor_group=parallel.tensor.group,
             model_group=parallel.model.group,
             embedding_group=parallel.embedding.group if parallel.embedding is not None else None,
-            shared_params=self.tied,
+            shared_params=strategy.tied,
             max_norm=o.clip_grad_norm or None,
-            sharded=self.sharded is not None or self.weights is not None,
-            data_group=(parallel.data_context if self.sharded is None else parallel.fsdp_shard).group,
-            expert_group=parallel.expert_data.group if self.has_expert_buffer else None,
+            sharded=strategy.sharded,
+            data_group=strategy.group,
+            expert_group=strategy.expert_group,
             scaler=self.loss_scaler,
             layers=self._measured_layers(),
         )
@@ -295,36 +199,7 @@ class Trainer:
         """The layers of the whole model, if their norms are measured. Collective."""
         if not self.config.logging.layer_norms_interval:
             return []
-        return layers_of_model(self.trained, self.parallel.model.group)
-
-    def publish_weights(self) -> None:
-        """With ZeRO or FSDP, start to gather updated weights, in high precision or FP8. Collective.
-
-        A step begins with it if they have been updated since. With `parallel.overlap_param_gather` the gather may still
-        be running on return.
-        """
-        if self.weights is not None:
-            self.weights.wait()
-        if self.sharded is not None:
-            self.sharded.reshard()
-        if self.fp8_gather is not None:
-            self.fp8_gather.synchronize()  # no rank reads what is about to be overwritten
-        if self.weight_shards is not None:
-            self.weight_shards.quantize()
-        if self.fp8_gather is not None:
-            self.fp8_gather.synchronize()
-        if self.weights is not None:
-            self.weights.start_gather()
-            if not self.config.parallel.overlap_param_gather:
-                self.weights.wait()
-        self._updated = False
-
-    def wait_for_weights(self) -> None:
-        """Gather the weights if they have been updated since, and wait; call it before reading them. Collective."""
-        if self._updated:
-            self.publish_weights()
-        if self.weights is not None:
-            self.weights.wait()
+        return layers_of_model(self.strategy.trained, self.parallel.model.group)
 
     def close(self) -> None:
         """Free CUDA graphs, which must not outlive the process groups whose communication they hold."""
@@ -375,7 +250,7 @@ class Trainer:
 
     def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
         """Forward of a micro-batch through a stage; on the last stage the report is `[sum of losses, tokens, ...]`."""
-        y = stage(x, *microbatch.inputs)
+        y = stage(x, microbatch)
         if stage.head is None:
             return StageOutput(y)
         mask_sb = torch.ones_like(y) if microbatch.loss_mask is None else microbatch.loss_mask.transpose(0, 1)
@@ -447,10 +322,8 @@ class Trainer:
         if self._exceeded(report):
             self.fp8.discard_step()
             return self.train_step(step, batches, before_update=before_update, loss_limit=loss_limit)
-        if self.weight_shards is not None:
-            self.weight_shards.record_amaxes()
+        self.strategy.end_step()
         self.fp8.end_step()
-        self._updated = True
         if load is not None and load_on_host is not None and self.load_collector is not None:
             self.expert_load = self.load_collector.load(load_on_host)
             if not result.skipped:
@@ -471,9 +344,7 @@ class Trainer:
             if stopwatch is not None:
                 self.timeline = stopwatch.timeline()
             return passes
-        if self.weights is not None:
-            self.weights.wait()  # a graph cannot wait for a gather that began outside it
-        self._updated = True  # a graph gathers in every replay, so it must when it is captured
+        self.strategy.invalidate()  # a graph gathers in every replay, so it must when it is captured
         return self.graphs.run(
             "sampled step" if sampled else "step",
             self._forward_and_backward,
@@ -489,14 +360,12 @@ class Trainer:
         Returns this rank's report and the flat fp32 gradients of its micro-batches, which stay in the buffer. Leaves
         FP8 scaling as it was. Not with FSDP, which sums them in the backward pass.
         """
-        assert self.sharded is None
         if self.graphs is not None:
             self.graphs.drop()  # two steps' activations may not fit
         self.fp8.begin_step(step + 1)
         passes = self._forward_and_backward(self._to_device(self._with_room(batches)), reduce=False)
         self.fp8.discard_step()
-        buffers = self.gradients.buffers if isinstance(self.gradients, JointGradBuffer) else [self.gradients]
-        return passes.report, [buffer.flat for buffer in buffers if isinstance(buffer, GradBuffer)]
+        return passes.report, self.strategy.gradients
 
     def _exceeded(self, report: Tensor) -> bool:
         """Whether a replayed graph had no room for all rows of experts; drops all graphs then. `report`: on host."""
@@ -514,20 +383,19 @@ class Trainer:
 
         `reduce=False` leaves out the sums over data parallelism.
         """
-        self.gradients.zero()
+        self.strategy.zero()
         self.row_bound.exceeded.zero_()
         if self.load_collector is not None:
             self.load_collector.zero()
         self._set_router_loss_grad(batches)
-        if self._updated:
-            self.publish_weights()
+        self.strategy.gather()
         if reduce and self.config.parallel.overlap_grad_reduce:
-            self.gradients.start_overlap(len(batches))
+            self.strategy.start_overlap(len(batches))
         actions, shards = self.plan.train[self.parallel.pipeline.rank], self._own_tokens(batches)
         reports = self.engine.run(actions, self._stage_functions(), shards, backward=True, stopwatch=stopwatch)
-        self.wait_for_weights()
+        self.strategy.wait()
         if reduce:
-            self.gradients.finish()
+            self.strategy.finish()
         recorder = self.fp8.recorder
         return _Passes(self._sum(reports), {} if recorder is None else recorder.observed)
 
@@ -580,12 +448,10 @@ class Trainer:
     def evaluate(self, batches: Sequence[Batch]) -> Loss:
         """Loss of a global batch without training or dropout; does not update FP8 statistics."""
         batches = [replace(batch, samples=None) for batch in batches]
-        if self._updated:
-            self.publish_weights()
         if self.graphs is None or self.fp8.calibrating:
             report = self._forward_only(self._to_device(batches))
         else:
-            self.wait_for_weights()  # a graph cannot wait for a gather that began outside it
+            self.strategy.wait()  # a graph cannot wait for a gather that began outside it
             self.fp8.forget_weights()  # a graph makes FP8 copies of its own, and leaves them in its memory
             report = self.graphs.run(
                 "evaluation", self._forward_only, self._with_room(batches), capturing=self.row_bound.fixed
@@ -597,8 +463,7 @@ class Trainer:
     def _forward_only(self, batches: Sequence[Batch]) -> Tensor:
         """The report of forward passes; batches `[b, s]` are on the device."""
         self.row_bound.exceeded.zero_()
-        if self.fp8_gather is not None:
-            self.fp8_gather.record_reads()
+        self.strategy.gather()
         actions, shards = self.plan.evaluate[self.parallel.pipeline.rank], self._own_tokens(batches)
         with self.fp8.recording(False):
             return self._sum(self.engine.run(actions, self._stage_functions(), shards, backward=False))

@@ -20,13 +20,12 @@ from megafp8.data.samples import default_cache
 from megafp8.object_store import AnyPath, ObjectPath, is_transient
 from megafp8.parallel_state import set_cuda_environment
 from megafp8.training import auto_filter
-from megafp8.training.describe import check_device_memory
+from megafp8.training.describe import check_device_memory, check_optimizer
 from megafp8.training.determinism import make_deterministic
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.history import History
 from megafp8.training.init_from import check_init
 from megafp8.training.inputs import Inputs, open_inputs
-from megafp8.training.optimizer_config import check_optimizer
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
 from megafp8.training.resilience.node_memory import memory_folder
 from megafp8.training.state import check_next_stage, check_resume, checkpoint_folder
@@ -92,7 +91,7 @@ def choose_device(config: Config) -> str:
         ("device", config.device, config.device == "cuda", "device=cpu or device=auto"),
         ("training.cuda_graphs", True, config.training.cuda_graphs is True, "training.cuda_graphs=auto"),
         ("parallel.overlap_tensor", "symmetric", config.parallel.overlap_tensor == "symmetric",
-         "parallel.overlap_tensor=chunked"),
+         "parallel.overlap_tensor=auto"),
     )  # fmt: skip
     for key, value, needed, works in needs_cuda:
         if needed and not found:

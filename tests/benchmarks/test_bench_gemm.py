@@ -14,7 +14,7 @@ from benchmarks import bench_gemm
 from benchmarks.bench_gemm import BASELINE, Operands, Result, operands_of, prepare, variants
 from benchmarks.blocks import SHAPES
 from megafp8.fp8.speed_model import LinearSize
-from megafp8.fp8.tensor import ROW, TENSOR
+from megafp8.numerics.tensor import ROW, TENSOR
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -10,22 +10,28 @@ import torch
 from benchmarks.bench_overlap import BLOCKS, MODES, Result, compare, main, table
 from megafp8.distributed.collectives import DONE
 from megafp8.distributed.tp_overlap import Collective, Product, ReduceHandle
+from tests.distributed.chunks import InChunks
 from tests.world import World
 
 
-def _bench(mode: str = "chunked") -> tuple[int, str]:
+def _bench(mode: str) -> tuple[int, str]:
     options = ["--device", "cpu", "--shapes", "tiny", "--rounds", "1", "--modes", f"silent,none,{mode}"]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = main(options)
     return code, out.getvalue()
 
 
+def _in_chunks() -> tuple[int, str]:
+    MODES["chunks"] = InChunks
+    return _bench("chunks")
+
+
 def test_on_two_ranks(world2: World) -> None:
-    (code, text), (other_code, nothing) = world2.run(_bench)
+    (code, text), (other_code, nothing) = world2.run(_in_chunks)
     assert (code, other_code, nothing) == (0, 0, "")
     assert text.count("fastest: ") == 2
     assert "tiny, fp8 delayed, tensor 2" in text
-    rows = [line.split() for line in text.splitlines() if line.startswith("chunked")]
+    rows = [line.split() for line in text.splitlines() if line.startswith("chunks")]
     assert len(rows) == 2
     for _, forward, backward, both, *_ in rows:
         assert float(both) > max(float(forward), float(backward)) > 0
@@ -64,7 +70,7 @@ def test_the_table() -> None:
     results = [
         Result("silent", "", [1.0 * n], [2.0 * n]),
         Result("none", "same bits", [1.5 * n, 1.5 * n, 9.0 * n], [2.5 * n] * 3),
-        Result("chunked", "WRONG: y 1.0e-01", [1.0 * n], [2.1 * n]),
+        Result("chunks", "WRONG: y 1.0e-01", [1.0 * n], [2.1 * n]),
         Result("symmetric", "y 1.0e-03", [1.1 * n], [2.15 * n]),
         Result("other", "failed: no"),
     ]

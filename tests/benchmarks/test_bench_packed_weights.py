@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import bench_packed_weights as bench
-from megafp8.ops.quantized_weight import QuantizedWeight
+from megafp8.linear.quantized_weight import QuantizedWeight
 
 
 @pytest.mark.parametrize("kind", bench.KINDS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import typing
 
 from megafp8.config.activations import ACTIVATIONS, ActivationName
-from megafp8.fp8.sources import ACTIVATION_SOURCES, Gated, GatedGrad
 from megafp8.nn.layernorm_mlp import ACTIVATIONS as TRANSFORMER_ENGINES
+from megafp8.numerics.sources import ACTIVATION_SOURCES, Gated, GatedGrad
 from megafp8.ops.mlp import UNFUSED, is_fused
 
 

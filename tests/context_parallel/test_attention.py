@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megafp8.context_parallel.attention import ContextAttention, merge, plan
 from megafp8.context_parallel.split import shard_positions
+from megafp8.numerics.attention_mask import AttentionMask, causal_mask
 from megafp8.ops import attention
-from megafp8.ops.attention_mask import AttentionMask, causal_mask
 from megafp8.parallel_state import Group, initialize_model_parallel
 from tests.ops.test_attention import B, allowed, offsets, scores_of, twin
 from tests.world import World

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megafp8.batch import Batch
 from megafp8.checkpoint import collect
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source
@@ -72,7 +73,7 @@ def our_logits(source: Source, tp: int) -> tuple[Tensor, Tensor | None]:
     cu_seqlens = torch.tensor([[0, n, S] for n in LENGTHS]).int()
     assert stage.embedding is not None
     assert stage.head is not None
-    inputs = stage.layer_inputs(S, None, cu_seqlens)
+    inputs = stage.layer_inputs(Batch(tokens(), tokens(), cu_seqlens=cu_seqlens))
     x_sbh, branch_sbh = stage.run_blocks(stage.embedding(tokens(), None, token_types_bs=types), inputs)
     hidden_sbh = x_sbh if stage.head.norm is None else normalized(stage.head.norm, x_sbh, branch_sbh)
     binary = None if stage.head.binary is None else stage.head.binary.logits(hidden_sbh)

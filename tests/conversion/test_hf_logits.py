@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megafp8.batch import Batch
 from megafp8.checkpoint import Rectangles, collect
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source
@@ -60,7 +61,7 @@ def our_logits(source: Source, tp: int, pp: int, ep: int = 1) -> Tensor | None:
     else:
         x_sbh = torch.empty(s, b, model.hidden_size)
         dist.recv(x_sbh, 0)
-    x_sbh, branch_sbh = stage.run_blocks(x_sbh, stage.layer_inputs(s, None, None))
+    x_sbh, branch_sbh = stage.run_blocks(x_sbh, stage.layer_inputs(Batch(ids_bs, ids_bs)))
     if stage.head is None:
         assert branch_sbh is not None
         dist.send(x_sbh + branch_sbh, 1)

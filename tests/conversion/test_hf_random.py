@@ -19,8 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.config import ModelConfig, RopeScaling, moe_checks
-from megafp8.config.checks import attention_heads
+from megafp8.config import ModelConfig, RopeScaling
+from megafp8.config.checks import network_problems
+from megafp8.config.parts.attention import attention_heads
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
 from tests.conversion.checkpoints import convert
@@ -150,7 +151,7 @@ def _legal(rng: Rng) -> ModelConfig:
     """A model that can be built at all."""
     while True:
         model = our_model(rng)
-        if not [*attention_heads(model), *moe_checks.experts(model)]:
+        if not [*network_problems(model)]:
             return model
 
 

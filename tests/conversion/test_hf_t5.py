@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megafp8.batch import Batch
 from megafp8.checkpoint import collect
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.load import load_weights
-from megafp8.data.samples import Batch
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext
@@ -62,8 +62,8 @@ def our_logits(source: Source, tp: int) -> Tensor:
     load_weights(source, collect(stages.parameters(), lambda param: param.detach(), "model."))
     head = stages[1].head
     head.forward = lambda x, branch, *_: head.logits(x, branch)
-    inputs = Batch(tokens(S), tokens(D), decoder_tokens=tokens(D)).inputs
-    logits_dbv = gather_from_tensor_parallel(stages[1](stages[0](None, *inputs), *inputs), state.tensor.group)
+    batch = Batch(tokens(S), tokens(D), decoder_tokens=tokens(D))
+    logits_dbv = gather_from_tensor_parallel(stages[1](stages[0](None, batch), batch), state.tensor.group)
     return logits_dbv.transpose(0, 1)[..., : model.vocab_size].contiguous()
 
 

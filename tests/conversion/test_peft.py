@@ -209,7 +209,8 @@ def test_folders_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def _adapters_at_start(config: Config) -> dict[str, Tensor]:
     trainer, _ = _trainer(config)
     assert all(torch.equal(shard.view(shard.param), x) for shard, x in trainer.optimizer.state().get("master", []))
-    return {piece.name: x.clone() for param in trainer.trained for piece, x in shards_of(param, param.detach())}
+    trained = trainer.strategy.trained
+    return {piece.name: x.clone() for param in trained for piece, x in shards_of(param, param.detach())}
 
 
 def test_a_run_continues_with_adapters(world2: World, tmp_path: Path) -> None:

@@ -133,6 +133,21 @@ def test_optimizer_state_is_read(
         shutil.rmtree(tmp_path / f"{len(common)}")
 
 
+@pytest.mark.parametrize("prefix", ["", "chained_1."])
+def test_flat_buffers_of_a_distributed_optimizer_are_named(prefix: str, tmp_path: Path) -> None:
+    """As Megatron-LM saves them without `--dist-ckpt-optim-fully-reshardable`: the weights alone are read."""
+    truth = random_source(VARIED[0], dtype=torch.bfloat16)
+    buffer = f"{prefix}optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_param_torch:bfloat16.bucket_idx_0"
+    flat = {f"{buffer}.{kind}": torch.zeros(64) for kind in ("param", "exp_avg", "exp_avg_sq")}
+    save(tmp_path, global_tensors(truth, singleton=False) | flat, ARGS[VARIED[0]], optimizer=OPTIMIZERS["alone"])
+    source = TorchDistSource(tmp_path)
+    assert source.tensors.keys() == truth.tensors.keys()
+    why = source.why_without("optimizer.exp_avg.embedding.weight")
+    assert f"flat buffers of each rank ({buffer}." in why
+    assert "--dist-ckpt-optim-fully-reshardable" in why
+    assert source.why_without("model.x") == f"{source.path} has no model.x"
+
+
 @pytest.mark.parametrize("name", VARIED)
 def test_each_tensor_is_written(name: str, tmp_path: Path) -> None:
     source = random_source(name)

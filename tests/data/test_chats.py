@@ -17,8 +17,9 @@ import pytest
 import zstandard
 
 from megafp8.data import DataError, template_process
-from megafp8.data.chats import ChatTemplate, chat_encoder, completion_encoder, read_chat_template
+from megafp8.data.chats import ChatTemplate, chat_encoder, read_chat_template
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, all_paths
+from megafp8.data.styles.completion import completion_encoder
 from megafp8.data.tokenizers import Tokenizer, build_tokenizer
 from tools import inspect_data, preprocess_data
 
@@ -127,7 +128,7 @@ def test_ids_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     chats = CHATS if name == "mistral" else [*CHATS, chat("hi", "yes", system="Be  brief.")]
     for messages in chats:
         expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=name == "blocks")
-        ids, mask = encode(messages)
+        ids, _, mask, _ = encode(messages)
         assert ids.tolist() == expected["input_ids"]
         if name == "blocks":
             assert mask.tolist() == expected["assistant_masks"]
@@ -149,7 +150,7 @@ def test_ids_are_those_of_transformers(tmp_path: Path, name: str) -> None:
 def test_answers_are_learned_with_the_token_that_ends_them(tokenizer: Tokenizer, name: str, end: str) -> None:
     encode = chat_encoder(tokenizer, ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"}))
     for messages in CHATS:
-        ids, mask = encode(messages)
+        ids, _, mask, _ = encode(messages)
         runs = np.split(ids, np.flatnonzero(np.diff(mask, prepend=0)))[1::2]
         answers = [message["content"] for message in messages if message["role"] == "assistant"]
         wanted = [answer.strip() if name == "llama-3" else answer for answer in answers]
@@ -159,7 +160,7 @@ def test_answers_are_learned_with_the_token_that_ends_them(tokenizer: Tokenizer,
 def test_a_token_of_prompt_and_answer_is_the_answers(tokenizer: Tokenizer) -> None:
     """The line feeds around the border are one token."""
     template = ChatTemplate("{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    ids, mask = chat_encoder(tokenizer, template)(chat("two", "\n\nlines"))
+    ids, _, mask, _ = chat_encoder(tokenizer, template)(chat("two", "\n\nlines"))
     assert tokenizer.decode(ids[mask == 0].tolist()) == "two"
     assert tokenizer.decode(ids[mask == 1].tolist()) == "\n\n\nlines\n"
     assert len(ids[mask == 1]) < len("\n\n\nlines\n")
@@ -169,7 +170,7 @@ def test_a_token_of_prompt_and_answer_is_the_answers(tokenizer: Tokenizer) -> No
 def test_completions(tokenizer: Tokenizer, append_eod: bool) -> None:
     encode = completion_encoder(tokenizer, append_eod)
     for prompt, completion in [("What? ", "That."), ("two lin", "es"), ("", "something else"), ("🙂", "🙂\n")]:
-        ids, mask = encode(prompt, completion)
+        ids, _, mask, _ = encode(prompt, completion)
         text = prompt + completion + ("<|endoftext|>" if append_eod else "")
         assert tokenizer.decode(ids.tolist()) == text
         learned = tokenizer.decode(ids[mask == 1].tolist())
@@ -327,7 +328,8 @@ def test_chats_become_a_data_set_with_a_mask(
     arguments = ["--style", "chat", "--json-key", "talk", "--workers", workers]
     assert run(tmp_path / "out", tokenizer_path, source, *arguments) == 0
     encode = chat_encoder(tokenizer, read_chat_template(str(tokenizer_path)))
-    expected = [tuple(part.tolist() for part in encode(messages)) for messages in chats]
+    encoded = [encode(messages) for messages in chats]
+    expected = [(tokens.ids.tolist(), tokens.loss_mask.tolist()) for tokens in encoded]
     assert masked_documents(tmp_path / "out") == expected
     about = json.loads((tmp_path / "out.json").read_text())
     assert about["learned_tokens"] == sum(sum(mask) for _, mask in expected)
@@ -347,7 +349,8 @@ def test_completions_become_a_data_set_with_a_mask(tmp_path: Path, tokenizer_pat
     keys = ["--style", "completion", "--json-key", "q", "--completion-key", "a"]
     for kind in ("jsonl", "parquet"):
         assert run(tmp_path / kind, tokenizer_path, tmp_path / f"x.{kind}", *keys) == 0
-        expected = [tuple(part.tolist() for part in completion_encoder(tokenizer, True)(*pair)) for pair in pairs]
+        encoded = [completion_encoder(tokenizer, True)(*pair) for pair in pairs]
+        expected = [(tokens.ids.tolist(), tokens.loss_mask.tolist()) for tokens in encoded]
         assert masked_documents(tmp_path / kind) == expected
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from megafp8.data import DataError
 from megafp8.data.blend import Blend, Segment
-from megafp8.data.objectives import NextToken
 from megafp8.data.sampler import _Samples, batches, sample_indices
 from megafp8.data.samples import PackedDataset
+from megafp8.objectives.next_token import NextToken
 from tests.data.datasets import write_dataset
 
 small = st.integers(1, 4)

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megafp8.batch import Batch
 from megafp8.data import DataError
 from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.packing import PACKINGS, PackingName
-from megafp8.data.samples import PADDING, Batch, PackedDataset, next_token_batch, split_documents
+from megafp8.data.samples import PADDING, PackedDataset, next_token_batch, split_documents
 from tests.data.datasets import write_dataset
 
 S = 7

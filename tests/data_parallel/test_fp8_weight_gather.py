@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import group as groups
 
 from megafp8.data_parallel.fp8_weight_gather import Collective, Fp8Weight, Fp8WeightGather, SymmetricMemory
-from megafp8.data_parallel.fsdp import FullySharded, ShardGroups, Unit
+from megafp8.data_parallel.fsdp import ShardedStages, ShardGroups, Unit
 from tests.distributed.test_symmetric_memory import map_files
 from tests.tiny_model import CPU, set_specs
 from tests.world import World
@@ -59,7 +59,7 @@ def _case(name: str, folder: str) -> tuple[list[Any], list[Any]]:
     layers = [_Layer(seen) for _ in range(3)]
     model = nn.Sequential(*layers)
     stage = [Unit(module, ShardGroups(group, group)) for module in (*layers, model)]
-    sharded = FullySharded([stage], dtype=torch.float32, reduce_dtype=torch.float32, device=CPU)
+    sharded = ShardedStages([stage], dtype=torch.float32, reduce_dtype=torch.float32, device=CPU)
     blocks = []
     for layer, unit in zip(layers, sharded.units):
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from megafp8.data_parallel.fsdp import FullySharded, ShardGroups, Unit
+from megafp8.data_parallel.fsdp import ShardedStages, ShardGroups, Unit
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import spec_of
 from megafp8.parallel_state import ParallelState, initialize_model_parallel
@@ -82,7 +82,7 @@ def _unsharded(ranks: Sequence[int], frozen: Sequence[str] = ()) -> dict[str, Te
 
 def _sharded_model(
     parallel: ParallelState, reduce_dtype: torch.dtype = torch.float32, frozen: Sequence[str] = ()
-) -> tuple[nn.Sequential, FullySharded]:
+) -> tuple[nn.Sequential, ShardedStages]:
     """The inner unit is that of experts, of which some ranks have others."""
     model = _model(frozen)
     groups = ShardGroups(parallel.fsdp_shard.group, parallel.fsdp_shard_backward.group)
@@ -90,7 +90,7 @@ def _sharded_model(
     values = dict(model.named_parameters())
     whole = {name: param.detach().clone() for name, param in values.items()}
     units = [Unit(model[1], groups, [Unit(model[1][1], of_inner)]), Unit(model[2], groups), Unit(model, groups)]
-    sharded = FullySharded(
+    sharded = ShardedStages(
         [units], replicate_group=parallel.fsdp_replicate.group, dtype=torch.float32, reduce_dtype=reduce_dtype,
         device=CPU,
     )  # fmt: skip
@@ -106,7 +106,7 @@ def _rows(shard: nn.Parameter, whole: Tensor) -> Tensor:
     return whole.narrow(0, piece.offset[0], piece.shape[0])
 
 
-def _assert_sums(sharded: FullySharded, parallel: ParallelState, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+def _assert_sums(sharded: ShardedStages, parallel: ParallelState, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     expected = _unsharded(parallel.amax.ranks) | {INNER: _unsharded(parallel.expert_data.ranks)[INNER]}
     for param in sharded.params:
         (piece,) = spec_of(param).shards

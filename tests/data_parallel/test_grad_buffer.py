@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megafp8.data_parallel.grad_buffer import GradBuffer, gradient_of, main_grad_of
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import spec_of
+from megafp8.linear.grad_sink import deliver, was_added
 from tests.tiny_model import batch, initial_values, loss_sum, make_buffer, make_param, tiny_params
 from tests.world import World
 
@@ -57,11 +58,11 @@ def test_views_and_dtypes() -> None:
 def test_sink_adds_in_fp32(dtype: torch.dtype) -> None:
     param = make_param("p", 1)
     make_buffer([param])
-    param.grad_sink(torch.tensor([256.0], dtype=dtype))
-    param.grad_sink(torch.tensor([1.0], dtype=dtype))  # 257 has no bf16
+    deliver(param, torch.tensor([256.0], dtype=dtype))
+    deliver(param, torch.tensor([1.0], dtype=dtype))  # 257 has no bf16
     assert main_grad_of(param).item() == 257.0
     with pytest.raises(AssertionError, match="a gradient"):
-        param.grad_sink(torch.ones(1, 1, dtype=dtype))  # would broadcast
+        deliver(param, torch.ones(1, 1, dtype=dtype))  # would broadcast
 
 
 def test_autograd_adds_in_fp32_and_leaves_no_grad() -> None:
@@ -100,14 +101,14 @@ def test_a_model_with_both_ways_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_buckets_start_in_order_and_when_complete(three: Three) -> None:
     params, buffer, starts = three
     one = torch.ones(4)
-    params[1].grad_sink(one)  # an earlier micro-batch does not count
+    deliver(params[1], one)  # an earlier micro-batch does not count
     buffer.start_overlap()
-    params[1].grad_sink(one)
-    params[2].grad_sink(one)
+    deliver(params[1], one)
+    deliver(params[2], one)
     assert starts == [0]  # the second use of params[1] is missing
-    params[0].grad_sink(one)
+    deliver(params[0], one)
     assert starts == [0]  # bucket 2 is complete and waits for bucket 1
-    params[1].grad_sink.added()
+    was_added(params[1])
     assert starts == [0, 1, 2]
 
 
@@ -116,15 +117,15 @@ def test_overlap_over_several_micro_batches(three: Three) -> None:
     buffer.start_overlap(micro_batches=2)
     for use in range(4):
         for param in params if use < 2 else params[1:2]:
-            param.grad_sink.added()
+            was_added(param)
         assert starts == [[], [0], [0], [0, 1, 2]][use]
 
 
 def test_finish_starts_what_had_no_gradient(three: Three) -> None:
     params, buffer, starts = three
     buffer.start_overlap()
-    params[2].grad_sink.added()
-    params[0].grad_sink.added()
+    was_added(params[2])
+    was_added(params[0])
     buffer.finish()
     assert starts == [0, 1, 2]
 
@@ -132,18 +133,18 @@ def test_finish_starts_what_had_no_gradient(three: Three) -> None:
 def test_misuse_is_an_error(three: Three) -> None:
     params, buffer, _ = three
     buffer.start_overlap()
-    params[0].grad_sink.added()
+    was_added(params[0])
     with pytest.raises(AssertionError, match="p0 received more gradients"):
-        params[0].grad_sink.added()
-    params[2].grad_sink.added()
+        was_added(params[0])
+    was_added(params[2])
     with pytest.raises(AssertionError, match="p2 came after its bucket was reduced"):
-        params[2].grad_sink.added()
+        was_added(params[2])
     buffer.finish()
     with pytest.raises(AssertionError, match="zero"):
         buffer.start_overlap()
     buffer.zero()
     buffer.start_overlap()  # the counters start afresh
-    params[0].grad_sink.added()
+    was_added(params[0])
 
 
 def test_a_buffer_and_its_parameters_are_freed() -> None:
@@ -160,7 +161,7 @@ def test_a_buffer_and_its_parameters_are_freed() -> None:
 def test_one_rank_rounds_nothing() -> None:
     param = make_param("p", 1)
     buffer = make_buffer([param], sharded=True, reduce_dtype=torch.bfloat16)
-    param.grad_sink(torch.tensor([257.0]))
+    deliver(param, torch.tensor([257.0]))
     buffer.finish()
     assert [gradient_of(shard).tolist() for shard in buffer.shards] == [[257.0]]
 
@@ -177,7 +178,7 @@ def _uneven_case() -> list[list[float]]:
             if micro_batch == 2:
                 buffer.start_overlap()
             for i in [0, 1, 2, 3] if rank == 0 else [3, 2, 0]:
-                params[i].grad_sink(torch.full((4,), 10.0**i * (1 + step)))
+                deliver(params[i], torch.full((4,), 10.0**i * (1 + step)))
         buffer.finish()
         sums.append([main_grad_of(param)[0].item() for param in params])
     return sums
@@ -193,7 +194,7 @@ def _bf16_case(sharded: bool) -> list[float]:
     param = make_param("p", 200)
     buffer = make_buffer([param], 64, dist.group.WORLD, sharded=sharded, reduce_dtype=torch.bfloat16)
     for gradient in (256.0, 1.0):
-        param.grad_sink(torch.full((200,), gradient))
+        deliver(param, torch.full((200,), gradient))
     assert main_grad_of(param)[0] == 257.0
     buffer.finish()
     return [x for shard in buffer.shards for x in gradient_of(shard).tolist()]
@@ -215,7 +216,7 @@ def _sharded_case(overlap: bool) -> tuple[list[tuple[str, int, int]], list[list[
         if overlap:
             buffer.start_overlap()
         for param in reversed(params):
-            param.grad_sink((1.0 + dist.get_rank()) * torch.arange(1, 1 + param.numel()))
+            deliver(param, (1.0 + dist.get_rank()) * torch.arange(1, 1 + param.numel()))
         buffer.finish()
     shards = [(spec_of(s.param).shards[0].name, s.start, s.end) for s in buffer.shards]
     own_bucket = all(bucket.params == (2,) or 2 not in bucket.params for bucket in buffer.layout.buckets)

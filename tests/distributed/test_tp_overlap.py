@@ -14,7 +14,6 @@ from megafp8.distributed import symmetric_memory
 from megafp8.distributed.tp_overlap import (
     NO_COMM,
     Collective,
-    P2PRing,
     Product,
     Replicated,
     TPOverlap,
@@ -23,11 +22,12 @@ from megafp8.distributed.tp_overlap import (
     sum_partials,
 )
 from megafp8.distributed.tp_symmetric import SymmetricMemory
+from tests.distributed.chunks import InChunks
 from tests.distributed.test_symmetric_memory import map_files
 from tests.world import World
 
 R, K, N = 6, 5, 7  # rows of a rank, summed over, columns
-CHUNKED = ["ring", "symmetric", "ring pairs", "symmetric pairs"]
+CHUNKED = ["chunks", "symmetric", "symmetric pairs"]
 """The overlaps that split a GEMM; with pairs, a chunk is two ranks' of four."""
 
 
@@ -58,9 +58,7 @@ def _overlap(name: str, group: ProcessGroup, folder: str) -> TPOverlap:
     max_chunks = 2 if name.endswith("pairs") else 4
     if name.startswith("symmetric"):
         return symmetric_on_cpu(group, folder, max_chunks)
-    if name.startswith("ring"):
-        return P2PRing(group, max_chunks)
-    return {"replicated": Replicated, "collective": Collective}[name](group)
+    return {"replicated": Replicated, "collective": Collective, "chunks": InChunks}[name](group)
 
 
 def _chunks(name: str, t: int, rank: int) -> list[tuple[int, int]]:

@@ -1,16 +1,32 @@
-"""A linear layer under test: its `LinearState`, called as a function of input and weight."""
+"""A linear layer under test, called as a function of input and weight; a gradient sink of its weight."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8.fp8.manager import Fp8Manager
-from megafp8.ops.fusion import LinearInput
-from megafp8.ops.linear import linear
+from megafp8.linear.deferred_wgrad import WgradStore
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.grad_sink import set_grad_sink
+from megafp8.linear.linear import linear
 from megafp8.plan import LinearSite
+
+
+class Sum:
+    """Gradient sink of a weight: the sum in fp32, and how many gradients were added."""
+
+    wgrads: WgradStore | None = None
+
+    def __init__(self, weight: Tensor) -> None:
+        self.main_grad, self.count = torch.zeros_like(weight, dtype=torch.float32), 0
+        set_grad_sink(weight, self)
+
+    def added(self) -> None:
+        self.count += 1
 
 
 class LinearLayer:

@@ -34,11 +34,11 @@ from examples.llama import LlamaDecoderLayer, LlamaForCausalLM, counting_batch
 from megafp8 import fp8
 from megafp8.fp8 import E4M3, E5M2
 from megafp8.fp8.convert import Fp8LinearModule
-from megafp8.fp8.recipes.base import RecipeQuantizer
 from megafp8.fp8.standalone import _alive
-from tests.fp8.gemm.test_dispatch import needs_cpu_kernel
+from megafp8.numerics.recipes.base import RecipeQuantizer
 from tests.fp8.linear_layer import LinearLayer
 from tests.fp8.reference import decode, encode, scale_of
+from tests.gemm.test_dispatch import needs_cpu_kernel
 from tests.marks import slow_but
 from tests.world import World
 

@@ -30,7 +30,7 @@ from megafp8.fp8.health import (
     read_report,
     statistics,
 )
-from megafp8.fp8.tensor import (
+from megafp8.numerics.tensor import (
     BLOCK_1X16,
     BLOCK_1X32,
     BLOCK_1X128,

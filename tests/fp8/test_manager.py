@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, group
 
 from megafp8.fp8 import CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe
-from megafp8.fp8.sources import Plain
+from megafp8.numerics.sources import Plain
 from megafp8.plan import LinearSite
 from tests.fp8.linear_layer import LinearLayer
 from tests.fp8.reference import bytes_of

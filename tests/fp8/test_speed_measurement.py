@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.fp8 import CurrentScaling, Fp8Recipe, StaticScaling, reference, speed_measurement
+from megafp8.fp8 import CurrentScaling, Fp8Recipe, StaticScaling, speed_measurement
 from megafp8.fp8.speed_measurement import measure, time_round_robin
 from megafp8.fp8.speed_model import LinearSize
+from megafp8.numerics import reference
 
 CPU = torch.device("cpu")
 SIZE = LinearSize(16, 32, 48)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from megafp8 import fp8
 from megafp8.fp8 import E4M3, Fp8Weight
-from megafp8.fp8.tensor import BLOCK_128X128, TENSOR
 from megafp8.fp8.weight import WeightFormat, converting_modules
+from megafp8.numerics.tensor import BLOCK_128X128, TENSOR
 from tests.fp8.reference import bytes_of, decode, encode, scale_of, spread
 
 N, K = 144, 160

@@ -14,9 +14,10 @@ from megafp8.inference.scheduler import Chunk, GrowingSequence
 from megafp8.kernels import paged_attention
 from megafp8.kernels.arithmetic import INTERPRETED
 from megafp8.models.alibi import alibi_slopes
+from megafp8.models.mixer import TokenCache
+from megafp8.numerics.attention_mask import causal_mask
+from megafp8.numerics.attention_scores import Scores
 from megafp8.ops.attention import attention
-from megafp8.ops.attention_mask import causal_mask
-from megafp8.ops.attention_scores import Scores
 
 HEADS, GROUPS, D, PAGE, LAYER = 4, 2, 8, 3, 5
 CHUNKS = [[[0, 1, 2, 3, 4], [5], [6], [7, 8]], [[0], [1], [2, 3, 4, 5, 6, 7], [8]], [[0, 1], [2, 3, 4], [5, 6, 7], [8]]]
@@ -67,8 +68,7 @@ def test_chunks_of_sequences(kind: str, in_place: bool, monkeypatch: pytest.Monk
     kept = _rounded(k, stored), _rounded(v, stored)
     expected = attention(q, *kept, causal_mask(None, window, n, q.device), sink, of_all)
     cache = PagedCache(
-        [LAYER], num_pages=9, page_size=PAGE, groups=GROUPS, width=D, value_width=width, dtype=dtype,
-        device=q.device, stored=stored,
+        {LAYER: TokenCache(GROUPS, D, width)}, num_pages=9, page_size=PAGE, dtype=dtype, device=q.device, stored=stored,
     )  # fmt: skip
     cache.in_place = in_place
     for step in range(len(CHUNKS[0])):
@@ -95,8 +95,7 @@ def test_chunks_of_sequences(kind: str, in_place: bool, monkeypatch: pytest.Monk
 def test_inputs_at_fixed_addresses() -> None:
     """They are those of a step that is packed, with the last sequence repeated."""
     cache = PagedCache(
-        [LAYER], num_pages=9, page_size=PAGE, groups=1, width=D, value_width=D, dtype=torch.float32,
-        device=torch.device("cpu"),
+        {LAYER: TokenCache(1, D, D)}, num_pages=9, page_size=PAGE, dtype=torch.float32, device=torch.device("cpu"),
     )  # fmt: skip
     inputs = DecodeInputs(4, 3, 9, cache, torch.device("cpu"))
     pointers = inputs.step.tokens_1n.data_ptr(), inputs.step.table_bm.data_ptr()

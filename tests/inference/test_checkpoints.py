@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.batch import Batch
 from megafp8.checkpoint import latest
 from megafp8.config import Config, ModelConfig
 from megafp8.conversion.convert import Selected
@@ -79,7 +80,7 @@ def _from_checkpoint(folder: str, layout: dict[str, int]) -> tuple[Texts, Texts,
 LIVE = [
     "fsdp dp2 gemma",
     "zb-v pp2 4-layers delayed smooth",
-    "tp2 ring 3-samples",
+    "tp2 chunks 3-samples",
     "tp2 no-sp bloom",
     "zero dp2 fp8-gather current",
     "fsdp dp2 fp8-gather delayed",
@@ -221,7 +222,7 @@ def _log_probabilities(folder: str) -> list[list[float]]:
     text = PROMPTS[0] + live.tokens
     tokens_bs = torch.tensor([text + [0] * (config.training.seq_length + 1 - len(text))])
     with torch.no_grad():
-        loss_sb = trainer.stages[0](None, tokens_bs[:, :-1], tokens_bs[:, 1:])
+        loss_sb = trainer.stages[0](None, Batch(tokens_bs[:, :-1], tokens_bs[:, 1:]))
     trained = -loss_sb[len(PROMPTS[0]) - 1 : len(text) - 1, 0]
     return [live.logprobs, read.logprobs, trained.tolist()]
 

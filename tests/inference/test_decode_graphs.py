@@ -41,9 +41,7 @@ class Recording:
 
 def test_steps_of_any_size() -> None:
     """Each stage of each size runs eagerly once and is recorded once; what it reads never moves."""
-    cache = PagedCache(
-        [], num_pages=9, page_size=4, groups=1, width=4, value_width=4, dtype=torch.float32, device=torch.device("cpu")
-    )
+    cache = PagedCache({}, num_pages=9, page_size=4, dtype=torch.float32, device=torch.device("cpu"))
     recording, pointers = Recording(), set()
 
     def run(index: int, x: Tensor | None, step: PackedStep) -> Tensor:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megafp8.batch import Batch
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.load import Layout, load_model, open_checkpoint
-from megafp8.ops.quantized_weight import WEIGHT_FORMATS, WeightFormatName, quantize_weight
+from megafp8.linear.quantized_weight import WEIGHT_FORMATS, WeightFormatName, quantize_weight
 from tests.conversion import smollm2
 from tests.conversion.families import make_theirs
 from tests.conversion.test_smollm2 import folder as smollm2_folder
@@ -115,7 +116,7 @@ def test_bad_formats_are_refused(tmp_path: Path) -> None:
 def _perplexity(folder: Path, weights: WeightFormatName | None, ids_bs: Tensor) -> float:
     (stage,) = load_model(open_checkpoint(folder, Layout(), device="cpu", dtype=torch.float32, weights=weights)).stages
     with torch.no_grad():
-        return math.exp(float(stage(None, ids_bs[:, :-1], ids_bs[:, 1:]).mean()))
+        return math.exp(float(stage(None, Batch(ids_bs[:, :-1], ids_bs[:, 1:])).mean()))
 
 
 folder = smollm2_folder

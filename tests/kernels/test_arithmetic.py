@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.fp8 import sources
-from megafp8.fp8.formats import E4M3, E5M2, Format
-from megafp8.fp8.quantize import scale_from_amax
+from megafp8.numerics import sources
+from megafp8.numerics.formats import E4M3, E5M2, Format
+from megafp8.numerics.quantize import scale_from_amax
 from tests.kernels import DEVICE
 
 triton = pytest.importorskip("triton")

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megafp8.kernels import attention as kernel
-from megafp8.ops import attention_reference as reference
-from megafp8.ops.attention_mask import AttentionMask
-from megafp8.ops.attention_scores import AttentionDropout, Scores, kept
+from megafp8.numerics import attention_reference as reference
+from megafp8.numerics.attention_mask import AttentionMask
+from megafp8.numerics.attention_scores import AttentionDropout, Scores, kept
 from tests.kernels import DEVICE
 from tests.marks import slow_but
 from tests.ops.test_attention import MASKS, B, inputs, scores_of

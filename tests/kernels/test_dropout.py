@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.ops import dropout_reference as reference
-from megafp8.ops.dropout_reference import Dropout, DropoutStream, TokenPlaces
+from megafp8.numerics import dropout_reference as reference
+from megafp8.numerics.dropout_reference import Dropout, DropoutStream, TokenPlaces
 from tests.kernels import DEVICE, noise
 
 kernels = pytest.importorskip("megafp8.kernels.dropout")

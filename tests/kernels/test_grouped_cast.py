@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.fp8 import groups as reference
-from megafp8.fp8.formats import E4M3, E5M2, Format
-from megafp8.fp8.groups import ALIGNMENT, RowGroups
-from megafp8.fp8.recipes.blockwise import cast_1x128
-from megafp8.fp8.recipes.rowwise import cast_rows
-from megafp8.fp8.sources import Plain, Source, SwiGLU, SwiGLUGrad
 from megafp8.kernels import grouped_cast as kernels
+from megafp8.numerics import groups as reference
+from megafp8.numerics.formats import E4M3, E5M2, Format
+from megafp8.numerics.groups import ALIGNMENT, RowGroups
+from megafp8.numerics.recipes.blockwise import cast_1x128
+from megafp8.numerics.recipes.rowwise import cast_rows
+from megafp8.numerics.sources import Plain, Source, SwiGLU, SwiGLUGrad
 
 SIZES = [[3, 0, 130, 16], [0, 0, 9], [257]]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.fp8.stochastic_rounding import noise_key
 from megafp8.kernels.moments import encode_blocks
+from megafp8.numerics.stochastic_rounding import noise_key
 from megafp8.optimizer.fp8_moments import FIRST, LOWEST, SECOND, MomentFormat, encode
 from tests.kernels import DEVICE
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.fp8.sources import Normalized, ZeroCenteredNormalized
-from megafp8.ops import dropout_reference
-from megafp8.ops import norm_reference as reference
-from megafp8.ops.dropout_reference import Dropout
+from megafp8.numerics import dropout_reference
+from megafp8.numerics import norm_reference as reference
+from megafp8.numerics.dropout_reference import Dropout
+from megafp8.numerics.sources import Normalized, ZeroCenteredNormalized
 from tests.kernels import noise
 from tests.kernels.test_dropout import some_dropout
 from tests.marks import slow_but

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.ops.quantized_weight import WEIGHT_FORMATS, QuantizedWeight, WeightFormatName, quantize_weight
+from megafp8.linear.quantized_weight import WEIGHT_FORMATS, QuantizedWeight, WeightFormatName, quantize_weight
 from tests.kernels import DEVICE, noise
 from tests.marks import slow_but
 

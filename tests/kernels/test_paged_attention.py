@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megafp8.inference.paged_cache import PagedCache
+from megafp8.models.mixer import TokenCache
+from megafp8.numerics.attention_mask import AttentionMask
+from megafp8.numerics.attention_scores import Scores
 from megafp8.ops.attention import attention
-from megafp8.ops.attention_mask import AttentionMask
-from megafp8.ops.attention_scores import Scores
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -36,8 +37,8 @@ def test_equals_attention_to_what_is_read(name: str) -> None:
     n, most = len(positions), max(positions) // page + 1
     torch.manual_seed(0)
     cache = PagedCache(
-        [0], num_pages=n * most, page_size=page, groups=groups, width=d, value_width=width, dtype=torch.bfloat16,
-        device=device, stored=given.get("stored"),
+        {0: TokenCache(groups, d, width)}, num_pages=n * most, page_size=page, dtype=torch.bfloat16, device=device,
+        stored=given.get("stored"),
     )  # fmt: skip
     assert cache.in_place
     table = torch.randperm(n * most, device=device).int().view(n, most)

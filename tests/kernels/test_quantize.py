@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megafp8.fp8 import reference as casts
-from megafp8.fp8 import sources
-from megafp8.fp8.formats import E4M3, E5M2, Format
-from megafp8.fp8.recipes.blockwise import cast_1x128, cast_128x128
-from megafp8.fp8.recipes.rowwise import amaxes as both_amaxes
-from megafp8.fp8.recipes.rowwise import cast_rows
-from megafp8.fp8.sources import Plain, Source
-from megafp8.fp8.tensor import QuantizedTensor
+from megafp8.numerics import reference as casts
+from megafp8.numerics import sources
+from megafp8.numerics.formats import E4M3, E5M2, Format
+from megafp8.numerics.recipes.blockwise import cast_1x128, cast_128x128
+from megafp8.numerics.recipes.rowwise import amaxes as both_amaxes
+from megafp8.numerics.recipes.rowwise import cast_rows
+from megafp8.numerics.sources import Plain, Source
+from megafp8.numerics.tensor import QuantizedTensor
 from tests.kernels import DEVICE, every_bf16, noise
 from tests.marks import slow_but
 

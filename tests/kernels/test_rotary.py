@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.fp8.sources import rotate
 from megafp8.kernels.rotary import rotate_heads, rotate_qkv_
 from megafp8.models.rotary import inverse_frequencies, rotary_table
+from megafp8.numerics.sources import rotate
 from tests.kernels import DEVICE, every_bf16, noise
 
 

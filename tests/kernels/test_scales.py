@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8 import DelayedScaling
-from megafp8.fp8.recipes.base import Fp8Tensor, OperandName
-from megafp8.fp8.recipes.delayed import DelayedState
-from megafp8.fp8.step import end_step
 from megafp8.kernels.scales import end_step_
+from megafp8.numerics.recipes.base import Fp8Tensor, OperandName
+from megafp8.numerics.recipes.delayed import DelayedState
+from megafp8.numerics.step import end_step
 from tests.kernels import DEVICE
 
 TENSORS = 13

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.fp8.tensor import ScaledTensor
 from megafp8.kernels.transpose import transpose
+from megafp8.numerics.tensor import ScaledTensor
 from tests.kernels import DEVICE
 
 

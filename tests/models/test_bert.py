@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.batch import Batch
 from megafp8.config import ModelConfig
-from megafp8.data.samples import Batch
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
@@ -60,7 +60,7 @@ def _compare(model: dict[str, Any], tp: int, cp: int, sequence_parallel: bool, r
         more = torch.cat([weight, first * torch.tensor([[0.7], [0.3]])])
         batch = replace(batch, labels=torch.cat([labels, first * swapped[:, None]]), loss_mask=more)
     shard = batch.shard(state.context.rank, cp)
-    found = stage(None, *shard.inputs)
+    found = stage(None, shard)
     (found * shard.loss_mask.T).sum().backward()
 
     dropouts = Dropouts(config, SEED, SAMPLES)

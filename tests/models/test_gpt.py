@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.batch import Batch
 from megafp8.config import ModelConfig, RopeScaling
-from megafp8.data.samples import Batch
 from megafp8.distributed.collectives import all_reduce
 from megafp8.distributed.tp_overlap import default_overlap
 from megafp8.fp8 import Fp8Manager
@@ -110,6 +110,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 2,
         "activation": "relu",
     },
+    "pattern": LLAMA
+    | {
+        "layer_kinds": {
+            "local": {"mixer": {"sliding_window": 3, "rope_theta": 100.0, "head_dim": 8}},
+            "full": {"mixer": {"position_embedding": "none"}, "ffn": {"ffn_hidden_size": 32, "activation": "gelu"}},
+        },
+        "pattern": ["local", "full"],
+    },
     "latent": LLAMA | {"latent_attention": LATENT, "yarn": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
 }
 MIXTRAL = LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "z_loss": 0.1}}
@@ -197,7 +205,7 @@ def _compare(
     batch = batch.with_later_labels(config.mtp_num_layers)
     weight_bs = torch.rand(batch.labels.shape, dtype=torch.float64, generator=generator)
     shard = replace(batch, loss_mask=weight_bs * batch.loss_mask).shard(state.context.rank, cp)
-    loss_sb = stage(None, *shard.inputs)
+    loss_sb = stage(None, shard)
     (loss_sb * shard.loss_mask.T).sum().backward()
 
     of_routers = [torch.zeros(())]

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.config import ModelConfig
+from megafp8.config import MlpConfig, ModelConfig
 from megafp8.distributed.collectives import all_gather
 from megafp8.fp8 import CurrentScaling, Fp8Manager
-from megafp8.fp8.linear_state import Quantizers
-from megafp8.fp8.quantizers import Quantizer
-from megafp8.fp8.sources import Source
-from megafp8.fp8.tensor import QuantizedTensor
+from megafp8.linear.state import Quantizers
 from megafp8.models.context import BuildContext
 from megafp8.models.mlp import MLP
+from megafp8.numerics.quantizers import Quantizer
+from megafp8.numerics.sources import Source
+from megafp8.numerics.tensor import QuantizedTensor
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.plan import Neighbor
 from tests.models.twin import mlp as twin_mlp
@@ -66,7 +66,8 @@ def _compare(tp: int, activation: str, bias: bool, fused: bool, grad_fused: bool
     )
     group = initialize_model_parallel(tp).tensor.group
     manager = Fp8Manager(CurrentScaling(fp8_format="e4m3"), amax_group=group)
-    mlp = MLP("mlp", config, BuildContext(group, manager, torch.float64, torch.device("cpu"), True), input=NORM)
+    context = BuildContext(group, manager, torch.float64, torch.device("cpu"), True)
+    mlp = MLP("mlp", MlpConfig().resolved(config), config, context, input=NORM)
     manager.materialize(torch.device("cpu"))
     w = randomize(mlp, lambda piece: 0.5 if piece.name.endswith("bias") else 1 / math.sqrt(piece.global_shape[-1]))
     up, down = spy(mlp.up), spy(mlp.down)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from megafp8.batch import Batch
 from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import Fp8Manager
@@ -55,9 +56,9 @@ def _compare(model: dict[str, Any], tp: int, sequence_parallel: bool, recompute:
     tokens = torch.randint(config.vocab_size, (B, S), generator=generator)
     labels, decoder_tokens = (torch.randint(config.vocab_size, (B, D), generator=generator) for _ in range(2))
     weight = torch.rand(B, D, dtype=torch.float64, generator=generator)
-    x = None
+    x, batch = None, Batch(tokens, labels, samples=torch.tensor(SAMPLES), decoder_tokens=decoder_tokens)
     for stage in stages:
-        x = stage(x, tokens, labels, None, None, torch.tensor(SAMPLES), decoder_tokens_bd=decoder_tokens)
+        x = stage(x, batch)
         if stage.head is None:
             assert len(x) == stage.stream_rows(S, B, D)
     (x * weight.T).sum().backward()

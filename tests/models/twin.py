@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megafp8.config import ModelConfig
+from megafp8.config.parts import LayerKind
 
 Weights = dict[str, Tensor]
 
@@ -372,7 +373,12 @@ def twin_loss(
 
     With multi-token prediction the losses of all depths, one below the other; zero where a token has none to predict.
     """
-    windows = [None if i in config.full_attention_layers else config.sliding_window for i in range(config.num_layers)]
+    kinds = [config.layer_kinds[name] for name in config.pattern] or [LayerKind()]
+    kinds = [kinds[i % len(kinds)] for i in range(config.num_layers)]
+    # Keys of a kind of layer stand in the config of its layers.
+    given = [[part.given for part in kind_of if part is not None] for kind_of in ((x.mixer, x.ffn) for x in kinds)]
+    configs = [config.model_copy(update=dict(pair for keys in parts for pair in keys.items())) for parts in given]
+    windows = [None if i in config.full_attention_layers else x.sliding_window for i, x in enumerate(configs)]
     allowed = {window: _allowed(tokens, documents, window, prefix) for window in set(windows)}
     if positions is None:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -387,7 +393,9 @@ def twin_loss(
     for layer in range(config.num_layers):
         sparse, seen = config.moe_of(layer) is not None, allowed[windows[layer]]
         window = windows[layer]
-        x = _block(x, w, f"layers.{layer}", config, positions, seen, losses, dropouts, sparse=sparse, window=window)
+        x = _block(
+            x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, sparse=sparse, window=window,
+        )  # fmt: skip
     x = _norm(x, w, "final_norm", config, kind)
     found = [_cross_entropy(x, w, config, labels, z_loss)]
     b, s = tokens.shape

@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megafp8 import fp8, nn
 from megafp8.fp8 import E4M3, Fp8Weight
-from megafp8.fp8.gemm.cublaslt_problem import is_arranged
 from megafp8.fp8.standalone import linears_of
-from megafp8.fp8.tensor import TENSOR
+from megafp8.gemm.cublaslt_problem import is_arranged
+from megafp8.gemm.dispatch import Fp8Gemm
 from megafp8.nn.base import default_device
+from megafp8.numerics.tensor import TENSOR
 from tests.fp8.reference import bytes_of, decode, encode, scale_of
 from tests.marks import slow_but
 from tests.nn.compare import CPU64, TIGHT, random, randomized
@@ -138,13 +139,13 @@ def test_a_weight_takes_a_byte_per_element_and_is_never_cast_again(
         assert w.fp8_data.untyped_storage().nbytes() == n * k
     data = [module.get_parameter(name).fp8_data for name in gemm_weights]
     operands: list[Any] = []
-    gemm = fp8.gemm.dispatch.Fp8Gemm.tn  # type: ignore[attr-defined]
+    gemm = Fp8Gemm.tn
 
     def spy(self: Any, a: Any, b: Any, *args: Any, **options: Any) -> Tensor:
         operands.append(b.data)
         return gemm(self, a, b, *args, **options)
 
-    monkeypatch.setattr("megafp8.fp8.gemm.dispatch.Fp8Gemm.tn", spy)
+    monkeypatch.setattr(Fp8Gemm, "tn", spy)
     with fp8.autocast():
         y = module(torch.randn(64, 256))
     assert all(used is stored for used, stored in zip(operands, data, strict=True))

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from megafp8.numerics import attention_reference
+from megafp8.numerics.attention_mask import CAUSAL, AttentionMask, causal_mask
+from megafp8.numerics.attention_scores import PLAIN, AttentionDropout, Scores
 from megafp8.ops import attention as module
-from megafp8.ops import attention_reference
 from megafp8.ops.attention import attention, backward, forward
-from megafp8.ops.attention_mask import CAUSAL, AttentionMask, causal_mask
-from megafp8.ops.attention_scores import PLAIN, AttentionDropout, Scores
 from tests.test_philox import philox_by_hand
 
 B = 2

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.ops import attention_reference, cpu_attention
+from megafp8.numerics import attention_reference
+from megafp8.numerics.attention_mask import AttentionMask
+from megafp8.numerics.attention_scores import PLAIN, Scores
+from megafp8.ops import cpu_attention
 from megafp8.ops.attention import attention
-from megafp8.ops.attention_mask import AttentionMask
-from megafp8.ops.attention_scores import PLAIN, Scores
 
 T, B, D = 37, 3, 16
 

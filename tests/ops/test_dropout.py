@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from megafp8.numerics.dropout_reference import Dropout, DropoutStream, TokenPlaces, kept
 from megafp8.ops.dropout import add
-from megafp8.ops.dropout_reference import Dropout, DropoutStream, TokenPlaces, kept
 from megafp8.ops.norm import norm
 
 P, C = 0.3, 64

@@ -18,8 +18,8 @@ from megafp8.fp8 import (
     Fp8Recipe,
     RowwiseScaling,
 )
+from megafp8.linear.fusion import LinearInput
 from megafp8.ops.activation import activation as activate
-from megafp8.ops.fusion import LinearInput
 from megafp8.ops.norm import norm
 from megafp8.ops.rotary import rotate_and_split
 from megafp8.plan import Neighbor

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.fp8.stochastic_rounding import noise_key, words
+from megafp8.numerics.stochastic_rounding import noise_key, words
 from megafp8.optimizer import fp8_moments
 from megafp8.optimizer.fp8_moments import BLOCK, FIRST, SECOND, Fp8MomentStorage, MomentFormat, decode, encode
 from megafp8.philox import Key

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megafp8.data_parallel.grad_buffer import gradient_of
 from megafp8.distributed.sharding import FlatShard, spec_of
-from megafp8.optimizer import adam
+from megafp8.optimizer import mixed_precision
 from megafp8.optimizer.layer_norms import KINDS, in_order
 from megafp8.training.trainer import Trainer
 from tests.marks import slow_but
@@ -44,7 +44,7 @@ def _master(trainer: Trainer) -> Callable[[FlatShard], Tensor]:
 
 def _measure(words: str) -> dict[str, Any]:
     """What a run measures in steps 1 and 2, and the tensors before, in and after these."""
-    adam.BATCH = 4000  # several, of which some have several shards
+    mixed_precision.BATCH = 4000  # several, of which some have several shards
     config = config_of(words, logging={"layer_norms_interval": 1})
     trainer, parallel = start(config)
     steps = []
@@ -111,7 +111,7 @@ def _skipped(words: str) -> list[dict[str, float]]:
 
     trainer.update = keep  # type: ignore[assignment]
     trainer.train_step(0, batches(0, config, parallel))
-    shard = next(s for s in trainer.gradients.shards if spec_of(s.param).shards[0].name.startswith("layers.0."))
+    shard = next(s for s in trainer.strategy.shards if spec_of(s.param).shards[0].name.startswith("layers.0."))
 
     def spoil() -> None:
         if parallel.rank == 1:

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from megafp8.data_parallel.grad_buffer import main_grad_of
 from megafp8.distributed.sharding import FlatShard, Init, ParamShard, ParamSpec, set_spec, shard_dim, stack_rows
 from megafp8.distributed.sharding import unsharded as whole
-from megafp8.optimizer import muon
-from megafp8.optimizer.adam import MixedPrecisionAdamW
-from megafp8.optimizer.muon import MuonSettings, Part, assign_owners, batches, newton_schulz
+from megafp8.optimizer import matrices as matrix_optimizer
+from megafp8.optimizer.config import OptimizerConfig
+from megafp8.optimizer.matrices import Part, assign_owners, batches
+from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megafp8.optimizer.muon import Muon, newton_schulz
 from megafp8.optimizer.param_groups import is_hidden_matrix
 from tests.tiny_model import CPU
 from tests.world import World
@@ -108,11 +110,14 @@ def _set_gradients(params: dict[str, nn.Parameter], step: int) -> None:
             piece.view(main_grad_of(param)).copy_(_part(piece, _values(piece.name, step)))
 
 
-def _optimizer(shards: list[FlatShard], settings: MuonSettings, **options: Any) -> MixedPrecisionAdamW:
-    return MixedPrecisionAdamW(shards, device=CPU, weight_decay=DECAY, betas=BETAS, eps=EPS, muon=settings, **options)
+def _optimizer(shards: list[FlatShard], muon: Muon, **options: Any) -> MixedPrecisionOptimizer:
+    config = OptimizerConfig(
+        name="muon", muon=muon, learning_rate=1.0, weight_decay=DECAY, beta1=BETAS[0], beta2=BETAS[1], eps=EPS
+    )
+    return MixedPrecisionOptimizer(shards, config, device=CPU, **options)
 
 
-def _pieces(optimizer: MixedPrecisionAdamW, params: dict[str, nn.Parameter], key: str) -> dict[str, Tensor]:
+def _pieces(optimizer: MixedPrecisionOptimizer, params: dict[str, nn.Parameter], key: str) -> dict[str, Tensor]:
     """By tensor, the masters (of fp32 parameters: these) or another state; of whole parameters."""
     found = {}
     for param in params.values():
@@ -133,10 +138,10 @@ def test_what_muon_updates() -> None:
 @pytest.mark.parametrize("scaling", ["match_rms_adamw", "original"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_equals_torch(dtype: torch.dtype, scaling: Any, nesterov: bool) -> None:
-    settings = MuonSettings(momentum=0.9, nesterov=nesterov, scaling=scaling)
+    settings = Muon(learning_rate=3.0, momentum=0.9, nesterov=nesterov, scaling=scaling)
     params = _params(dtype)
     shards = [FlatShard(p, 0, p.numel()) for p in params.values()]
-    optimizer = _optimizer(shards, settings, hidden_learning_rate_scale=3.0)
+    optimizer = _optimizer(shards, settings)
     expected = {name: nn.Parameter(x.to(dtype).float().clone()) for name, x in _initial().items()}
     hidden = {name for name in expected if name.startswith("layers.0") and "norm" not in name}
     theirs = torch.optim.Muon(
@@ -179,7 +184,7 @@ def _initial() -> dict[str, Tensor]:
 def test_equals_the_formulas_in_float64() -> None:
     """Nesterov momentum, decay and scale by hand, the orthogonalization by a singular value decomposition."""
     params = _params(torch.float32)
-    optimizer = _optimizer([FlatShard(p, 0, p.numel()) for p in params.values()], MuonSettings(dtype=torch.float32))
+    optimizer = _optimizer([FlatShard(p, 0, p.numel()) for p in params.values()], Muon(newton_schulz_dtype="fp32"))
     names = [name for name in SHAPES if name.startswith("layers.0") and "norm" not in name]
     w = {name: _values(name, 0).double().numpy() for name in names}
     m = {name: np.zeros(SHAPES[name]) for name in names}
@@ -224,12 +229,12 @@ def _flat_shards(params: dict[str, nn.Parameter], data: int) -> list[FlatShard]:
 
 def _train_in_parts(layout: str, sharded: bool, batch: int) -> list[tuple[str, tuple[int, ...], Tensor, Tensor]]:
     """On one of 2 × 2 ranks: what it holds after three steps, with the indices in the whole tensors."""
-    muon.BATCH = batch
+    matrix_optimizer.BATCH = batch
     rank = dist.get_rank()
     data, tensor = divmod(rank, 2)
     params = _params(torch.bfloat16, _cut(layout, tensor))
     shards = _flat_shards(params, data) if sharded else [FlatShard(p, 0, p.numel()) for p in params.values()]
-    optimizer = _optimizer(shards, MuonSettings(), matrix_group=dist.group.WORLD)
+    optimizer = _optimizer(shards, Muon(), matrix_group=dist.group.WORLD)
     for step in range(1, 4):
         _set_gradients(params, step)
         optimizer.step(0.02)
@@ -254,7 +259,7 @@ def _train_in_parts(layout: str, sharded: bool, batch: int) -> list[tuple[str, t
 def test_parts_are_updated_as_the_whole(world4: World, layout: str, sharded: bool) -> None:
     """Bit for bit: the same matrix is orthogonalized, wherever its parts are."""
     params = _params(torch.bfloat16)
-    optimizer = _optimizer([FlatShard(p, 0, p.numel()) for p in params.values()], MuonSettings())
+    optimizer = _optimizer([FlatShard(p, 0, p.numel()) for p in params.values()], Muon())
     for step in range(1, 4):
         _set_gradients(params, step)
         optimizer.step(0.02)
@@ -264,7 +269,7 @@ def test_parts_are_updated_as_the_whole(world4: World, layout: str, sharded: boo
         for name, x in _pieces(optimizer, params, key).items()
     }
     seen = {name: torch.zeros(x.numel(), dtype=torch.bool) for name, x in expected.items()}
-    batch = 400 if sharded else muon.BATCH  # some matrices are larger, some are two in a batch
+    batch = 400 if sharded else matrix_optimizer.BATCH  # some matrices are larger, some are two in a batch
     for rank, found in enumerate(world4.run(_train_in_parts, layout, sharded, batch)):
         for name, _, index, values in found:
             assert torch.equal(values, expected[name].flatten()[index]), f"{name} on rank {rank}"
@@ -274,10 +279,12 @@ def test_parts_are_updated_as_the_whole(world4: World, layout: str, sharded: boo
 
 def test_owners_hold_parts_and_have_equal_work() -> None:
     rows = [[(Part(f"m{i}", (r * 4, 0), (4, 8)), (16, 8)) for i in range(8)] for r in range(4)]
-    matrices = assign_owners(rows)
+    matrices = assign_owners(rows, math.prod)
     assert [sum(m.owner == rank for m in matrices) for rank in range(4)] == [2, 2, 2, 2]
     assert all(m.sender(part) == ranks[0] for m in matrices for part, ranks in m.holders.items())
-    of_one = assign_owners([[], [(Part("m", (0, 0), (2, 2)), (2, 2))], [(Part("m", (0, 0), (2, 2)), (2, 2))]])
+    of_one = assign_owners(
+        [[], [(Part("m", (0, 0), (2, 2)), (2, 2))], [(Part("m", (0, 0), (2, 2)), (2, 2))]], math.prod
+    )
     assert of_one[0].owner == of_one[0].sender(Part("m", (0, 0), (2, 2))) == 1
     assert [[m.name for m in batch] for batch in batches(matrices, 4, 128)] == [
         ["m0", "m1", "m2", "m3"],
@@ -289,4 +296,4 @@ def test_owners_hold_parts_and_have_equal_work() -> None:
 
 def test_parts_that_leave_a_hole_are_an_error() -> None:
     with pytest.raises(AssertionError, match="m: parts do not add up"):
-        assign_owners([[(Part("m", (0, 0), (2, 4)), (4, 4))]])
+        assign_owners([[(Part("m", (0, 0), (2, 4)), (4, 4))]], math.prod)

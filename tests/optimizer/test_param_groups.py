@@ -7,7 +7,8 @@ import torch
 
 from megafp8.data_parallel.grad_buffer import main_grad_of
 from megafp8.distributed.sharding import Init, ParamSpec, stack_rows, unsharded
-from megafp8.optimizer.adam import MixedPrecisionAdamW
+from megafp8.optimizer.config import OptimizerConfig
+from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megafp8.optimizer.param_groups import ParamGroup, Rates, check_groups, rates_of
 from tests.tiny_model import CPU, make_buffer, make_param
 
@@ -27,8 +28,8 @@ MODEL = [
 
 def test_the_first_group_that_fits_counts() -> None:
     groups = [
-        ParamGroup(("layers.1.*", "embedding.*"), 0.5),
-        ParamGroup(("layers.*",), 2.0, 0.3),
+        ParamGroup(match=["layers.1.*", "embedding.*"], learning_rate_scale=0.5),
+        ParamGroup(match=["layers.*"], learning_rate_scale=2.0, weight_decay=0.3),
     ]
     check_groups(MODEL, groups)
     found = [rates_of(spec, 0.1, groups) for spec in MODEL]
@@ -37,20 +38,20 @@ def test_the_first_group_that_fits_counts() -> None:
 
 
 def test_a_group_without_decay_leaves_norms_without() -> None:
-    assert rates_of(MODEL[3], 0.1, [ParamGroup(("*norm*",), 0.5)]) == Rates(0.5, 0.0)
+    assert rates_of(MODEL[3], 0.1, [ParamGroup(match=["*norm*"], learning_rate_scale=0.5)]) == Rates(0.5, 0.0)
 
 
 @pytest.mark.parametrize(
     ("match", "message"),
     [
-        (("embedding.*", "layer.0.*"), r"groups\[0\].match has 'layer.0.\*', which no tensor .* names are like embed"),
-        (("*.q.weight",), r"groups\[0\] has layers.0.attention.q.weight but not layers.0.attention.k.weight"),
-        (("*.k.weight",), r"groups\[0\] has layers.0.attention.k.weight but not layers.0.attention.q.weight"),
+        (["embedding.*", "layer.0.*"], r"groups\[0\].match has 'layer.0.\*', which no tensor .* names are like embed"),
+        (["*.q.weight"], r"groups\[0\] has layers.0.attention.q.weight but not layers.0.attention.k.weight"),
+        (["*.k.weight"], r"groups\[0\] has layers.0.attention.k.weight but not layers.0.attention.q.weight"),
     ],
 )
-def test_patterns_that_do_not_fit(match: tuple[str, ...], message: str) -> None:
+def test_patterns_that_do_not_fit(match: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_groups(MODEL, [ParamGroup(match)])
+        check_groups(MODEL, [ParamGroup(match=match)])
 
 
 def test_learning_rate_and_decay_are_those_of_torch() -> None:
@@ -58,8 +59,12 @@ def test_learning_rate_and_decay_are_those_of_torch() -> None:
     names = ["embedding.word.weight", "weight", "bias"]
     params = [make_param(name, [[1.0, -2.0], [0.5, 3.0]]) for name in names]
     buffer = make_buffer(params)
-    groups = [ParamGroup(("embedding.*",), 0.25, 0.0), ParamGroup(("bias",), 2.0, 0.7)]
-    optimizer = MixedPrecisionAdamW(buffer.shards, device=CPU, weight_decay=0.1, groups=groups)
+    groups = [
+        ParamGroup(match=["embedding.*"], learning_rate_scale=0.25, weight_decay=0.0),
+        ParamGroup(match=["bias"], learning_rate_scale=2.0, weight_decay=0.7),
+    ]
+    config = OptimizerConfig(learning_rate=1.0, weight_decay=0.1, groups=groups)
+    optimizer = MixedPrecisionOptimizer(buffer.shards, config, device=CPU)
     theirs = [torch.nn.Parameter(param.detach().clone()) for param in params]
     rates = [(0.25, 0.0), (1.0, 0.1), (2.0, 0.7)]
     adam = torch.optim.AdamW(

@@ -13,7 +13,9 @@ from torch import nn
 
 from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
 from megafp8.data_parallel.param_buffer import ParamBuffer
-from megafp8.optimizer.adam import MixedPrecisionAdamW
+from megafp8.linear.grad_sink import deliver
+from megafp8.optimizer.config import OptimizerConfig
+from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megafp8.optimizer.step import OptimizerStep, StepResult, clip_factor, multiply_
 from megafp8.parallel_state import ParallelState, initialize_model_parallel
 from tests.tiny_model import batch, loss_sum, make_buffer, make_param, reference, tiny_params
@@ -24,7 +26,8 @@ HYPER = {"lr": 0.02, "weight_decay": 0.1, "max_norm": 0.7}
 
 
 def _step(buffer: GradBuffer, weight_decay: float = 0.1, max_norm: float | None = 1.0, **groups: Any) -> OptimizerStep:
-    optimizer = MixedPrecisionAdamW(buffer.shards, device=buffer.owned[0].device, weight_decay=weight_decay)
+    config = OptimizerConfig(learning_rate=1.0, weight_decay=weight_decay)
+    optimizer = MixedPrecisionOptimizer(buffer.shards, config, device=buffer.owned[0].device)
     none: dict[str, Any] = {"tensor_group": None, "model_group": None, "embedding_group": None, "shared_params": []}
     return OptimizerStep(buffer, optimizer, max_norm=max_norm, **{**none, **groups})
 
@@ -94,7 +97,7 @@ def test_grad_scale_corrects_the_token_count(world2: World) -> None:
         _assert_equal(plain, scaled)  # a power of two is exact
 
 
-def _state(p: dict[str, Any], optimizer: MixedPrecisionAdamW) -> list[list[float]]:
+def _state(p: dict[str, Any], optimizer: MixedPrecisionOptimizer) -> list[list[float]]:
     state = [t for found in optimizer.state().values() for _, t in found]
     return [t.detach().float().flatten().tolist() for t in (*p.values(), *state)]
 
@@ -109,7 +112,7 @@ def _nan_case(value: float, dtype: torch.dtype, sharded: bool) -> tuple[StepResu
         step.buffer.start_overlap()
         for name, param in p.items():
             bad = (i, name, dist.get_rank()) == (1, "b", 1)
-            param.grad_sink(torch.full((3, 4), value if bad else 1.0))  # type: ignore[attr-defined]
+            deliver(param, torch.full((3, 4), value if bad else 1.0))
         step.buffer.finish()
         results.append(step(0.1))
         gather()
@@ -135,7 +138,7 @@ def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
 def test_no_clipping_without_a_limit() -> None:
     param = make_param("p", np.ones(4))
     step = _step(make_buffer([param]), 0.0, None)
-    param.grad_sink(torch.full((4,), 50.0))  # type: ignore[attr-defined]
+    deliver(param, torch.full((4,), 50.0))
     assert step(0.1) == StepResult(100.0, skipped=False)
     assert main_grad_of(param).tolist() == [50.0] * 4
 
@@ -150,7 +153,7 @@ def test_a_step_waits_for_nothing_but_its_norm() -> None:
     try:
         step.buffer.start_overlap()
         for param in params:
-            param.grad_sink(torch.ones(64, 64, dtype=torch.bfloat16, device="cuda"))  # type: ignore[attr-defined]
+            deliver(param, torch.ones(64, 64, dtype=torch.bfloat16, device="cuda"))
         step.buffer.finish()
         result = step(0.1)
     finally:
@@ -206,7 +209,7 @@ def _stage() -> tuple[ParallelState, dict[str, nn.Parameter], OptimizerStep]:
         shared_params=[params["embedding"]],
     )
     for name, param in params.items():
-        param.grad_sink(torch.from_numpy(parts[name][0]))  # type: ignore[attr-defined]
+        deliver(param, torch.from_numpy(parts[name][0]))
     return state, params, step
 
 
@@ -272,7 +275,7 @@ def test_both_sides_of_a_tied_weight_on_one_rank_get_the_sum() -> None:
     sides = [make_param("embedding", 3), make_param("embedding", 3, is_copy=True)]
     step = _step(make_buffer(sides), shared_params=sides)
     for i, side in enumerate(sides):
-        side.grad_sink(torch.full((3,), 1.0 + i))  # type: ignore[attr-defined]
+        deliver(side, torch.full((3,), 1.0 + i))
     step.reduce_shared_gradients()
     assert [main_grad_of(side).tolist() for side in sides] == [[3.0] * 3] * 2
 
@@ -285,7 +288,7 @@ def test_clip_equals_torch(max_norm: float) -> None:
     step = _step(make_buffer(params))
     for param, other in zip(params, reference):
         other.grad = torch.randn_like(param) * 3
-        param.grad_sink(other.grad)  # type: ignore[attr-defined]
+        deliver(param, other.grad)
     expected_norm = torch.nn.utils.clip_grad_norm_(reference, max_norm)
     norm = step.global_norm()
     multiply_(step.buffer.owned, clip_factor(norm, max_norm))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megafp8.ops.deferred_wgrad import WgradStore
+from megafp8.linear.deferred_wgrad import WgradStore
 from megafp8.parallel_state import Group, initialize_distributed, initialize_model_parallel
 from megafp8.pipeline_parallel.actions import COMPUTE, Placement, loop_placement, v_placement
 from megafp8.pipeline_parallel.communication import with_communication

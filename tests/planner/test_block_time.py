@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from megafp8.config import Config, load_config
-from megafp8.fp8.speed_model import Ceilings
+from megafp8.gpus import GPUS, Ceilings, Gpu
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.planner.block_time import Phases, block_costs, summed
 from megafp8.planner.flops import flops_per_token, matmul_parameters
-from megafp8.planner.hardware import GPUS, Cluster, Gpu
+from megafp8.planner.hardware import Cluster
 from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import stage_costs
 from megafp8.training.fp8_config import build_fp8
@@ -20,7 +20,10 @@ from tests.quickstart_data import CONFIG
 RATE, MUCH = 1e12, 1e40
 FLOPS_ONLY = Gpu(
     "one rate",
+    "one chip",
     memory=0,
+    memory_bandwidth=MUCH,
+    peaks={},
     ceilings=Ceilings(bf16=RATE, fp8={}, bandwidth=MUCH, launch=0.0),
     nvlink=MUCH,
     network=MUCH,

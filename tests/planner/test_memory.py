@@ -13,8 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megafp8.batch import Batch
 from megafp8.config import Config, load_config
-from megafp8.models.gpt import GPTStage, LayerInputs
+from megafp8.data_parallel.strategy import FullySharded, Zero1
+from megafp8.models.gpt import GPTStage
+from megafp8.models.mixer import LayerInputs
 from megafp8.models.moe import Experts
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.parallel_state import initialize_model_parallel
@@ -143,7 +146,8 @@ def _saved(trainer: Trainer, forward: Any) -> int:
 
     s = trainer.config.training.seq_length // trainer.config.parallel.context
     samples = torch.arange(trainer.config.training.micro_batch_size)
-    inputs = trainer.stages[0].layer_inputs(s, None, None, samples)
+    tokens = torch.zeros(len(samples), s, dtype=torch.int64)
+    inputs = trainer.stages[0].layer_inputs(Batch(tokens, tokens, samples=samples))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = forward(inputs)
     assert y[0].requires_grad
@@ -164,7 +168,7 @@ def _measured(overrides: list[list[str]]) -> list[tuple[int, int]]:
         t = config.parallel.context * (config.parallel.tensor if config.parallel.sequence_parallel else 1)
         training = config.training
         shape = training.seq_length // t, training.micro_batch_size, config.model.hidden_size
-        x = torch.randn(shape, dtype=trainer.params[0].dtype).requires_grad_()
+        x = torch.randn(shape, dtype=trainer.strategy.params[0].dtype).requires_grad_()
         memory = block_memory(config.parallel, len(config.model.layers))
         outline = model_outline(config, trainer.fp8)
         planned = sum(sum(outline.saved(i, own).values()) for i, own in enumerate(memory))
@@ -235,12 +239,13 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
     moments = sum(sizes[key] for key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "average"))
     p = _plans(config, trainer.parallel.world_size)[trainer.parallel.pipeline.rank]
     planned = [p.weights, p.gradients, p.masters, p.moments, p.fp8_weights]
-    if trainer.sharded is not None:
-        rows = trainer.sharded.row_shards.values()
-        fp8 = sum(shard.values.numel() for shard in rows if shard.param in trainer.released)
+    strategy = trainer.strategy
+    if isinstance(strategy, FullySharded):
+        rows = strategy.stages.row_shards.values()
+        fp8 = sum(shard.values.numel() for shard in rows if shard.param in strategy.fp8_weights)
         frozen = sum(shard.values.nbytes for shard in rows if not shard.param.requires_grad)
         masters = sum(shard.values.nbytes for shard in rows) - frozen
-        return [fp8 + frozen, trainer.sharded.flat.nbytes, masters, moments, 0], planned
+        return [fp8 + frozen, strategy.stages.flat.nbytes, masters, moments, 0], planned
     weights = []
     for module in trainer.model.modules():
         layers = [(module.state, module.weight)] if getattr(module, "state", None) is not None else []
@@ -249,15 +254,15 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
                 layers += zip(group.states, weight.detach().chunk(len(group.states)))
         for state, weight in layers:
             if state.plan.fp8:
-                kept = state.fp8_weight(weight, columnwise=not state.high_precision.dgrad)
-                weights += [part for part in kept[:2] if part is not None]
+                kept: Any = state.fp8_weight(weight, columnwise=not state.high_precision.dgrad)
+                weights += [part for part in kept.made or () if part is not None]
     measured = [
-        sum(p.nbytes for p in trainer.params) if trainer.weights is None else trainer.weights.nbytes,
-        sum(buffer.flat.nbytes for buffer in getattr(trainer.gradients, "buffers", [trainer.gradients])),
+        sum(x.nbytes for x in (strategy.weights if isinstance(strategy, Zero1) else strategy.params)),
+        sum(buffer.nbytes for buffer in strategy.gradients),
         sizes["master"] or sum(values.nbytes for _, values in trainer.optimizer.released_values()),
         moments,
         sum(part.data.nbytes + 4 * part.scale_inv.numel() for part in weights)
-        - (0 if trainer.weights is None else sum(codes.nbytes for codes in trainer.weights.fp8_data.values())),
+        - sum(data.nbytes for data in strategy.fp8_data.values()),
     ]
     return measured, planned
 

@@ -13,13 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.planner_errors import MEMORY, TIME, Run, predictions, recorded
 from megafp8.config import load_config
 from megafp8.conversion.model import model_tensors
+from megafp8.gpus import GPUS
 from megafp8.models.recompute import block_memory
-from megafp8.optimizer.muon import newton_schulz
+from megafp8.optimizer.muon import Muon, newton_schulz
 from megafp8.pipeline_parallel.registry import training_schedule
-from megafp8.planner.hardware import GPUS, Cluster
+from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import pipeline_memory
 from megafp8.planner.outline import ModelOutline, layer_outline, model_outline
-from megafp8.planner.predict import Prediction, muon_flops, predict, short_schedule
+from megafp8.planner.predict import Prediction, predict, short_schedule, update_flops
 from megafp8.planner.stages import stages_of
 from megafp8.training.fp8_config import build_fp8
 from tests.quickstart_data import CONFIG
@@ -176,4 +177,4 @@ def test_flops_of_muon(config: str, overrides: list[str]) -> None:
         with FlopCounterMode(display=False) as counter:
             newton_schulz(torch.empty(shape, device="meta"))
         counted += matrices * counter.get_total_flops()
-    assert sum(muon_flops(layer, experts) for layer in layers.values()) == counted
+    assert sum(update_flops(Muon(), layer, experts) for layer in layers.values()) == counted

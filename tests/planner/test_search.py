@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megafp8.config import Config, check_layout, load_config
-from megafp8.planner.hardware import GPUS, Cluster
+from megafp8.gpus import GPUS
+from megafp8.planner.hardware import Cluster
 from megafp8.planner.search import Candidate, Found, _Search, changed_keys, layouts, search
 from megafp8.training.fp8_config import build_fp8
 from tests.quickstart_data import CONFIG

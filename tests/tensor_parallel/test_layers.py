@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from megafp8.distributed.collectives import all_reduce
 from megafp8.distributed.sharding import Init, ParamShard, spec_of
-from megafp8.distributed.tp_overlap import P2PRing
 from megafp8.fp8 import Fp8Manager
 from megafp8.parallel_state import Group, initialize_model_parallel
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megafp8.tensor_parallel.random import fill_, initialize_parameters
+from tests.distributed.chunks import InChunks
 from tests.world import World
 
 S, B, K, N, V = 8, 3, 16, 24, 32
@@ -57,7 +57,7 @@ def assert_gradient(param: nn.Parameter, expected: Tensor, tp: Group) -> None:
 
 def _column(tp_size: int, sequence_parallel: bool, gather: bool, skip: bool, chunked: bool = False) -> None:
     tp, common = setup_module_case(tp_size)
-    common["tp_overlap"] = P2PRing(tp.group) if chunked else None
+    common["tp_overlap"] = InChunks(tp.group) if chunked else None
     fp8 = Fp8Manager(None, amax_group=None)
     layer = ColumnParallelLinear(
         "lin", K, N, fp8=fp8, init=INIT, bias=True, gather_output=gather, sequence_parallel=sequence_parallel,
@@ -124,7 +124,7 @@ def test_fused_projections(world4: World, tp: int) -> None:
 
 def _row(tp_size: int, sequence_parallel: bool, input_is_parallel: bool, skip: bool, chunked: bool = False) -> None:
     tp, common = setup_module_case(tp_size)
-    common["tp_overlap"] = P2PRing(tp.group) if chunked else None
+    common["tp_overlap"] = InChunks(tp.group) if chunked else None
     layer = RowParallelLinear(
         "row", K, N, fp8=Fp8Manager(None, amax_group=None), init=INIT, bias=True, skip_bias_add=skip,
         input_is_parallel=input_is_parallel, sequence_parallel=sequence_parallel, **common,

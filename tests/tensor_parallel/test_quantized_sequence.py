@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init
-from megafp8.distributed.tp_overlap import Collective, P2PRing
+from megafp8.distributed.tp_overlap import Collective
 from megafp8.fp8 import (
     BlockwiseScaling,
     CurrentScaling,
@@ -30,9 +30,9 @@ from megafp8.fp8 import (
     NVFP4Scaling,
     RowwiseScaling,
 )
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.linear import linear
 from megafp8.ops.activation import activation
-from megafp8.ops.fusion import LinearInput
-from megafp8.ops.linear import linear
 from megafp8.ops.norm import norm
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.plan import LinearSite, Neighbor
@@ -42,6 +42,7 @@ from megafp8.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel,
 )
 from megafp8.tensor_parallel.random import initialize_parameters
+from tests.distributed.chunks import InChunks
 from tests.marks import slow_but
 from tests.world import World
 
@@ -77,7 +78,7 @@ class Pair(nn.Module):
         common: dict[str, Any] = {
             "group": group, "fp8": self.fp8, "init": Init("normal", 0.1), "dtype": dtype,
             "device": torch.device("cpu"), "sequence_parallel": codes,
-            "tp_overlap": P2PRing(group) if chunked else Collective(group),
+            "tp_overlap": InChunks(group) if chunked else Collective(group),
         }  # fmt: skip
         self.norm_weight = nn.Parameter(torch.linspace(0.5, 1.5, H, dtype=dtype))
         parts = {"gate": F, "up": F}

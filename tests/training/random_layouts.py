@@ -75,7 +75,7 @@ def draw(generator: random.Random) -> str:
         maybe(0.5, "zb-h1", "interleaved", "zb-v", "dualpipev") if stages > 1 else "",
         maybe(0.75, "zero", "fsdp", "fsdp", "hsdp") if data > 1 else "",
         maybe(0.4, "fp8-gather") if recipe and data > 1 else "",
-        maybe(0.1, "late-reduce", "late-gather", "large-buckets", "bf16-reduce", "fp8-reduce") if data > 1 else "",
+        maybe(0.1, "late-reduce", "late-gather", "large-buckets", "bf16-reduce") if data > 1 else "",
         maybe(0.25, "full", "selective", "norms", "activation", "offload", "offload selective", "graphs"),
         maybe(0.3, "masked", "documents", "best-fit", "answers", "prefix"),
         maybe(0.3, "muon", "bf16-moments", "fp8-moments", "average", "groups", "no-clip", "clip"),

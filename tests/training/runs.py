@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -23,16 +25,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map_
 
+from megafp8.batch import Batch
 from megafp8.checkpoint import CheckpointReader
 from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, check_layout, load_config
 from megafp8.data import sampler
-from megafp8.data.masked_lm import MaskedLM, SpecialIds
-from megafp8.data.objectives import Answers, NextToken, Objective
-from megafp8.data.prefix_lm import PrefixLM
-from megafp8.data.samples import PADDING, Batch
-from megafp8.data.span_corruption import SpanCorruption
+from megafp8.data.samples import PADDING
+from megafp8.distributed import tp_symmetric
 from megafp8.distributed.sharding import FlatShard, spec_of
+from megafp8.objectives import Objective
+from megafp8.objectives.answers import Answers
+from megafp8.objectives.masked_lm import MaskedLM, SpecialIds
+from megafp8.objectives.next_token import NextToken
+from megafp8.objectives.prefix_lm import PrefixLM
+from megafp8.objectives.span_corruption import SpanCorruption
 from megafp8.parallel_state import ParallelState, initialize_distributed
 from megafp8.training import job
 from megafp8.training.cuda_graphs import Graphs
@@ -42,6 +48,7 @@ from megafp8.training.parallel import build_parallel
 from megafp8.training.state import checkpoint_folder, save_state
 from megafp8.training.trainer import Trainer
 from megafp8.training.validate import check_run
+from tests.distributed.chunks import InChunks
 from tests.quickstart_data import CONFIG, QuickstartData
 from tests.training.latest import load_latest
 from tests.world import World
@@ -208,7 +215,7 @@ WORDS: dict[str, Sections] = {
     "tp2": {"parallel": {"tensor": 2}},
     "tp4": {"parallel": {"tensor": 4}},
     "no-sp": {"parallel": {"sequence_parallel": False}},
-    "ring": {"parallel": {"overlap_tensor": "chunked"}},
+    "chunks": {"parallel": {"overlap_tensor": "symmetric"}},  # `start` gives it `InChunks`
     "ep2": {"parallel": {"expert": 2}},
     "ep4": {"parallel": {"expert": 4}},
     "etp2": {"parallel": {"expert_tensor": 2}},
@@ -349,14 +356,20 @@ def check_config(config: Config, ranks: int) -> None:
 
 
 def start(config: Config) -> tuple[Trainer, ParallelState]:
-    """A trainer on the ranks that are here. Its CUDA graphs are `RerunGraphs`; it offloads activations of any size."""
-    graphs = config.training.cuda_graphs is True
-    check_config(config.model_copy(update={"device": "auto"}) if graphs else config, dist.get_world_size())
+    """A trainer on the ranks that are here, with stand-ins for what needs CUDA; it offloads activations of any size.
+
+    Its CUDA graphs are `RerunGraphs`, its overlap by symmetric memory is `InChunks`.
+    """
+    graphs, ranks = config.training.cuda_graphs is True, dist.get_world_size()
+    needs_cuda = graphs or config.parallel.overlap_tensor == "symmetric"
+    check_config(config.model_copy(update={"device": "auto"}) if needs_cuda else config, ranks)
     if graphs:
         config = config.model_copy(update={"training": config.training.model_copy(update={"cuda_graphs": False})})
     device = initialize_distributed("cpu")
     parallel = build_parallel(config, device)
-    trainer = Trainer(config, parallel)
+    one_host = patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks))
+    with one_host, patch.object(tp_symmetric, "SymmetricMemory", InChunks):
+        trainer = Trainer(config, parallel)
     if graphs:
         trainer.graphs = RerunGraphs()
     for stage in trainer.stages:
@@ -517,9 +530,9 @@ def _located(prefix: str, shard: FlatShard, values: Tensor) -> Iterator[Shard]:
 
 def shards_of(trainer: Trainer) -> list[Shard]:
     """All state of this rank: weights, optimizer and FP8. Made without the code that saves and loads checkpoints."""
-    trainer.wait_for_weights()
+    trainer.strategy.wait()
     released = trainer.optimizer.released
-    whole = [FlatShard(p, 0, p.numel()) for p in trainer.params if p not in released]
+    whole = [FlatShard(p, 0, p.numel()) for p in trainer.strategy.params if p not in released]
     flat = [("model.", [(shard, shard.view(shard.param.detach())) for shard in whole])]
     flat.append(("model.", trainer.optimizer.released_values()))
     flat += [(f"optimizer.{key}.", found) for key, found in trainer.optimizer.state().items()]
@@ -545,11 +558,11 @@ class RankResult:
 
 def result_of(trainer: Trainer, curve: Curve) -> RankResult:
     elements = {key: sum(t.numel() for _, t in found) for key, found in trainer.optimizer.state().items()}
-    elements["weights"] = sum(p.numel() for p in trainer.params)
-    buffers = getattr(trainer.gradients, "buffers", [trainer.gradients])  # one, or one for experts beside it
-    elements["gradients"] = sum(buffer.flat.numel() for buffer in buffers)
-    elements["released"] = len(trainer.released)
-    elements["released storage"] = sum(p.untyped_storage().nbytes() // p.element_size() for p in trainer.released)
+    elements["weights"] = sum(p.numel() for p in trainer.strategy.params)
+    elements["gradients"] = sum(buffer.numel() for buffer in trainer.strategy.gradients)
+    released = trainer.strategy.fp8_weights
+    elements["released"] = len(released)
+    elements["released storage"] = sum(p.untyped_storage().nbytes() // p.element_size() for p in released)
     if isinstance(trainer.graphs, RerunGraphs):
         elements |= {"captures": trainer.graphs.rerun.captures, "replays": trainer.graphs.rerun.replays}
     return RankResult(curve, shards_of(trainer), elements, trainer.fp8_records)

@@ -23,7 +23,8 @@ from torch import nn
 from benchmarks.bench_step import random_batches
 from megafp8.config import Config, check_layout, load_config
 from megafp8.fp8 import speed_measurement
-from megafp8.fp8.speed_model import CEILINGS, Ceilings, LinearSize
+from megafp8.fp8.speed_model import LinearSize
+from megafp8.gpus import CEILINGS, Ceilings
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.planner.outline import linear_sites
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megafp8.batch import Batch
 from megafp8.config import Config, ConfigError
-from megafp8.data.samples import Batch
 from megafp8.expert_parallel import own_rows
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import (
@@ -122,9 +122,11 @@ def _leaves_left(settings: Config) -> int:
 
     def marking(stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
         result = forward(stage, x, microbatch)
-        for param in trainer.params:
+        for param in trainer.strategy.params:
             leaf(param).metadata["marked"] = True
-        assert all(leaf(param).metadata for param in trainer.params), "they live as long as the micro-batch's graph"
+        assert all(leaf(param).metadata for param in trainer.strategy.params), (
+            "they live as long as the micro-batch's graph"
+        )
         return result
 
     trainer._forward = marking  # type: ignore[method-assign]
@@ -132,7 +134,7 @@ def _leaves_left(settings: Config) -> int:
     gc.disable()
     trainer.train_step(0, batches(0, settings, parallel))
     gc.enable()
-    return sum("marked" in leaf(param).metadata for param in trainer.params)
+    return sum("marked" in leaf(param).metadata for param in trainer.strategy.params)
 
 
 @pytest.mark.parametrize("words", ["delayed", "delayed full"])

@@ -14,7 +14,7 @@ from megafp8.data_parallel.grad_buffer import gradient_of
 from megafp8.distributed.sharding import spec_of
 from megafp8.models.router import RouterLoad
 from megafp8.training.describe import describe_experts
-from megafp8.training.expert_load import ExpertLoad, ExpertLoadWriter, LoadCollector, read_expert_load
+from megafp8.training.expert_load import ExpertLoad, ExpertLoadMetrics, LoadCollector, read_expert_load
 from megafp8.training.metrics import read_metrics
 from tests.quickstart_data import QuickstartData
 from tests.training.runs import batches, config_of, ranks_of, start, train_job
@@ -54,10 +54,11 @@ def test_figures_by_hand(world2: World) -> None:
 
 
 def _write(path: Path, *steps: int) -> None:
-    writer = ExpertLoadWriter(path, 2)
-    for step in steps:
-        writer.write(step, ExpertLoad({3: [step, 0, 1], 5: [1, 1, 1]}, 0.0, 0.0, 0.0))
-    writer.close()
+    loads = {step: ExpertLoad({3: [step, 0, 1], 5: [1, 1, 1]}, 0.0, 0.0, 0.0) for step in steps}
+    latest = iter(loads.values())
+    with ExpertLoadMetrics(lambda: next(latest), path, 2) as observer:
+        for step in steps:
+            assert observer.after_step(step, 0.0, False)["expert_imbalance"] == 3 * step / (step + 1)
 
 
 def test_a_repeated_step_counts_once_and_torn_lines_do_not(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megafp8.config import Config, ConfigError, ModelConfig, check_layout, load_config
 from megafp8.data.indexed_dataset import IndexedDatasetWriter
-from megafp8.data.objectives import Answers
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
+from megafp8.objectives.answers import Answers
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.init_from import complete_model, load_init
 from megafp8.training.inputs import Inputs, open_inputs
@@ -166,7 +166,7 @@ def _gradients(words: str, other_labels: bool) -> tuple[Tensor, Tensor]:
     if other_labels:
         found = [replace(x, labels=(x.labels + (x.loss_mask == 0)) % 16) for x in found]
     passes = trainer._run_passes(0, found, False, lambda: None)
-    return trainer.gradients.flat.clone(), passes.report  # type: ignore[union-attr]
+    return trainer.strategy.gradients[0].clone(), passes.report
 
 
 @pytest.mark.parametrize("words", ["answers", "answers delayed", "answers bf16"])
@@ -185,7 +185,7 @@ def _step_without_labels() -> tuple[float, float, bool, bool]:
     trainer, parallel = start(config_of("answers"))
     found = [replace(x, loss_mask=x.loss_mask * 0) for x in batches(0, trainer.config, parallel)]  # type: ignore[operator]
     loss, result = trainer.train_step(0, found)
-    finite = all(bool(param.isfinite().all()) for param in trainer.params)
+    finite = all(bool(param.isfinite().all()) for param in trainer.strategy.params)
     return loss.mean, float(result.grad_norm), bool(result.skipped), finite
 
 
@@ -215,7 +215,7 @@ def _packed_and_unpacked(model: dict[str, Any]) -> float:
         batch = objective.batch(torch.from_numpy(np.stack(rows)))
         stage.zero_grad()
         assert batch.loss_mask is not None
-        loss = (stage(None, *batch.inputs) * batch.loss_mask.T).sum() / batch.loss_mask.sum()
+        loss = (stage(None, batch) * batch.loss_mask.T).sum() / batch.loss_mask.sum()
         loss.backward()
         return loss.detach(), [param.grad.clone() for param in stage.parameters() if param.grad is not None]
 

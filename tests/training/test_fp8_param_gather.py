@@ -12,8 +12,8 @@ import pytest
 from torch import Tensor
 
 from megafp8.config import Config, ConfigError
+from megafp8.data_parallel.strategy import Zero1
 from megafp8.distributed import collectives
-from megafp8.training import fp8_param_gather
 from tests.marks import slow_but
 from tests.training.runs import MIXED, Curve, Runs, check_config, config_of, ranks_of, start, steps_of
 from tests.world import World
@@ -58,8 +58,9 @@ def test_the_report_samples_what_is_still_cast_in_the_layers(runs: Runs) -> None
 
 
 def _report_case(config: Config) -> tuple[str, int, int, int, int]:
-    trainer, parallel = start(config)
-    assert trainer.weights is not None
+    trainer, _ = start(config)
+    strategy = trainer.strategy
+    assert isinstance(strategy, Zero1)
     sent: list[int] = []
     gather = collectives.all_gather_in_place_async
 
@@ -69,13 +70,13 @@ def _report_case(config: Config) -> tuple[str, int, int, int, int]:
 
     collectives.all_gather_in_place_async = counted  # type: ignore[assignment]
     try:
-        trainer.publish_weights()
-        trainer.wait_for_weights()
+        strategy.invalidate()
+        strategy.wait()
     finally:
         collectives.all_gather_in_place_async = gather
-    text = fp8_param_gather.report(trainer.weights, parallel.data_context.size)
-    fp8_elements = sum(param.numel() for param in trainer.released)
-    return text, sum(sent), trainer.weights.nbytes, fp8_elements, sum(param.numel() for param in trainer.params)
+    fp8_elements, elements = (sum(p.numel() for p in params) for params in (strategy.fp8_weights, strategy.params))
+    (buffer,) = strategy.weights
+    return strategy.describe(), sum(sent), buffer.nbytes, fp8_elements, elements
 
 
 def test_bytes_sent_and_held(world2: World) -> None:
@@ -101,10 +102,11 @@ def _collectives_case(config: Config) -> list[tuple[int, ...]]:
 
     collectives.dist.all_reduce = noted
     try:
-        trainer.publish_weights()
+        trainer.strategy.invalidate()
+        trainer.strategy.gather()
     finally:
         collectives.dist.all_reduce = all_reduce
-    trainer.wait_for_weights()
+    trainer.strategy.wait()
     return seen
 
 

@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 
 from megafp8.config import Config, ConfigError
-from megafp8.data_parallel.fsdp import FullySharded, Released
-from megafp8.training.fsdp import report
+from megafp8.data_parallel.fsdp import Released
+from megafp8.data_parallel.strategy import FullySharded
 from tests.data_parallel.test_fsdp import param_groups
 from tests.training.runs import check_config, config_of, start, steps_of
 from tests.world import World
@@ -26,16 +26,17 @@ def _held(config: Config) -> tuple[int, int, int, int]:
     trainer, parallel = start(config)
     total = sum(p.numel() for p in trainer.model.parameters())
     steps_of(trainer, parallel, [0])
-    assert isinstance(trainer.gradients, FullySharded)
-    groups = [group for m in trainer.gradients._modules for group in param_groups(m)]
+    assert isinstance(trainer.strategy, FullySharded)
+    stages = trainer.strategy.stages
+    groups = [group for m in stages._modules for group in param_groups(m)]
     held = [p._sharded_param_data for g in groups for p in g.fsdp_params]
     held += [t for g in groups for p in g.fsdp_params for t in (*p.all_gather_outputs, p._unsharded_param)]
-    held += [old.data for old in trainer.gradients.row_shards]
+    held += [old.data for old in stages.row_shards]
     weights = _storages([t for t in held if not isinstance(t, Released)])
     for block in trainer.stages[0].blocks:
         block.unshard()
     released = sum(isinstance(p, Released) for p in trainer.stages[0].parameters())
-    return total, weights, trainer.gradients.flat.nbytes, released
+    return total, weights, stages.flat.nbytes, released
 
 
 @pytest.mark.parametrize(("words", "expected"), [("", 0), ("current fp8-gather", 8)])
@@ -47,9 +48,9 @@ def test_between_steps_a_rank_holds_its_shard(world2: World, words: str, expecte
 
 
 def _report(config: Config) -> str:
-    trainer, parallel = start(config)
-    assert trainer.sharded is not None
-    return report(trainer.sharded, trainer.released, parallel, {"LOCAL_WORLD_SIZE": "2"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        return start(config)[0].strategy.describe()
 
 
 def test_the_log_says_what_is_held_and_received(world2: World) -> None:

@@ -174,7 +174,7 @@ def _masters_and_weights(options: list[str], folder: Path) -> int:
     trainer = _trainer(options)
     source = HfSource(folder)
     expected = {}
-    for param in trainer.params:
+    for param in trainer.strategy.params:
         expected[param] = torch.empty(param.shape)
         for piece, view in shards_of(param, expected[param]):
             box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))

@@ -55,10 +55,10 @@ class FaultyTrainer(Trainer):
     def train_step(self, step: int, batches: Any, **_: Any) -> tuple[Loss, StepResult]:
         def spoil() -> None:
             if step + 1 in self.skipped:
-                self.gradients.flat[0] = torch.inf
+                self.strategy.gradients[0][0] = torch.inf
 
         done = super().train_step(step, batches, before_update=spoil)
-        first, last = (param.detach().view(-1) for param in (self.params[0], self.params[-1]))
+        first, last = (param.detach().view(-1) for param in (self.strategy.params[0], self.strategy.params[-1]))
         if self.flips.get(step + 1) == self.parallel.rank:
             first[:1].view(torch.uint8)[0] ^= 1
         if self.nans.get(step + 1) == self.parallel.rank:

@@ -51,7 +51,7 @@ def tolerances(words: str) -> tuple[tuple[float, float], tuple[int, int]]:
         sharp = (2, 2)
     if "blockwise" in names:
         sharp = (2, 1)
-    if names & {"bf16-reduce", "fp8-reduce"}:
+    if "bf16-reduce" in names:
         sharp = (1, 0)
     if names & {"bf16", "fp16"} or (names & FP8 and "fp64" not in names):
         sharp = (0, 0)
@@ -84,7 +84,7 @@ QUICK_CASES = [
     *product(["dropout tp2 cp2", "mtp dropout tp2 pp2"], ["documents"]), "dp2 masked", "prefix 4-layers tp2 pp2 masked",
     "lora tp2 dp2 zero answers", "lora fp64 delayed tp2 pp2",
     "moe dropout fp64 current tp2 cp2 etp2", "deepseek tp2 dp2 ep4 zero delayed fp8-gather",  # experts
-    "tp2 ring fp64 delayed selective", "tp2 pp2 fp64 current",  # FP8 with fp64 sums
+    "tp2 chunks fp64 delayed selective", "tp2 pp2 fp64 current",  # FP8 with fp64 sums
     "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 wide seq256 blockwise",
     "dp4 hsdp fp8-gather delayed",  # FP8 with fp32 sums
     "dp2 pp2 fp16 zero delayed",
@@ -97,7 +97,7 @@ SLOW_CASES = [
     *product(["muon"], ["tp2", "tp2 no-sp", "dp2", "dp2 zero", "dp2 fsdp", "pp2", "tp2 pp2 tied", "cp2", "dp4 hsdp"]),
     *product(["muon"], ["deepseek tp2 dp2 ep4 zero", "moe dp2 ep2", "moe tp2 dp2 etp2", "mtp pp2 dp2 zero"]),
     *product(["muon"], ["dp2 zero fp64 delayed fp8-gather", "dp2 fsdp current fp8-gather", "bf16 dp2 zero", "graphs"]),
-    *product(["muon"], ["4-layers pp2 zb-v", "t5 tp2 pp2", "bert dp2 zero", "dp2 zero fp8-reduce", "fp16 dp2"]),
+    *product(["muon"], ["4-layers pp2 zb-v", "t5 tp2 pp2", "bert dp2 zero", "fp16 dp2"]),
     "dp2 cp2 best-fit", "4-layers pp4 4-samples answers", "bert-pre tp2 cp2 fp64 delayed",
     "dropout dp2 fsdp", "dp2 cp2 text", "tp2 dp2 answers", "moe tp2 dp2 fsdp", "4-layers moe pp2 tp2 ep2 dualpipev",
     "cp2 fp64 rowwise", "cp2 fp64 seq256 mxfp8", "mtp dp2 fsdp", "bert dp2 fsdp", "t5-tied pp2 dp2 zero dropout",
@@ -127,13 +127,13 @@ SLOW_CASES = [
     "tp2 pp2 gpt2 tied", f"{UNEVEN[0]} gpt2 tied",
     "tp2 dp2 fsdp", *product(CONTEXT, ["gpt2 tied"]), "cp2", "cp4", "dp2 cp2", "tp2 no-sp cp2", "pp2 cp2",
     "cp4 qk-norm", "cp4 full", *product(["tp2", "cp4", "dp2 cp2", "pp2 cp2"], ["documents"]),
-    "tp2 ring fp64", "tp4 ring fp64", "tp4 ring fp64 delayed selective",
+    "tp2 chunks fp64", "tp4 chunks fp64", "tp4 chunks fp64 delayed selective",
     *product(["tp2 no-sp", "tp2", "pp2", "cp2", "cp4", "pp2 cp2"], EXACT_FP8), "dp2 fp64 current", "tp2 pp2 text",
     "tp2 pp2 delayed", "dp2 pp2 current", "tp2 cp2 fp64 current", "tp2 cp2 fp64 delayed",
     *product([*LAYOUTS[:5]], ["current", "delayed"]),
     *product(["dp2", "tp2", "tp2 no-sp", "pp2", "dp2 cp2", "dp2 fsdp", "mtp tp2 pp2 dp2 zero"], ["answers"]),
     *product(["lora"], ["tp2 no-sp", "tp2", "cp2 dp2", "pp2 zb-h1", "gpt2 tied tp2 pp2", "dropout tp2 cp2"]),
-    *product(["lora"], ["graphs", "offload tp2", "4-layers pp2 zb-v", "ring fp64 delayed tp2", "calibrated report"]),
+    *product(["lora"], ["graphs", "offload tp2", "4-layers pp2 zb-v", "chunks fp64 delayed tp2", "calibrated report"]),
     *product(["lora"], ["dp2 fsdp", "tp2 dp2 fsdp bf16", "dp4 hsdp tied", "fp64 delayed tp2 dp2 fsdp", "pp2 dp2 fsdp"]),
     *product(["lora"], ["deepseek tp2 dp2 ep4", "deepseek fp64 dp2 ep2 fsdp", "moe tp2 dp2 ep2 zero"]),
     *product(["lora-2"], ["dp4 fsdp", "moe dp4 ep2 fsdp", "few-rows dp4 fsdp"]),
@@ -151,11 +151,12 @@ SLOW_CASES = [
     *product(["mtp 4-layers"], ["pp2 zb-h1", "pp2 zb-v", "pp2 dualpipev dp2 zero", "pp4 4-samples", "pp2 interleaved"]),
     *product(["mtp"], ["tied dp2 fsdp", "pp2 dp2 fsdp", "dp4 hsdp", "moe dp2 fsdp", "dp2 fsdp fp8-gather current"]),
     *product(["mtp"], ["full", "pp2 full", "offload", "pp2 offload", "graphs", "bf16 dp2", "pp2 dp2 zero late-gather"]),
-    "mtp deepseek tp2 cp2 ep4", "mtp 4-layers deepseek pp2 dp2 ep2 zb-v", "mtp tp2 ring fp64 delayed selective",
-    *product(["bert", "bert-pre"], ["tp2", "pp2", "cp2", "pp2 dp2 zero", "tp2 fp64 current", "tp2 ring fp64 delayed"]),
+    "mtp deepseek tp2 cp2 ep4", "mtp 4-layers deepseek pp2 dp2 ep2 zb-v", "mtp tp2 chunks fp64 delayed selective",
+    *product(["bert", "bert-pre"], ["tp2", "pp2", "cp2", "pp2 dp2 zero", "tp2 fp64 current"]),
+    "bert tp2 chunks fp64 delayed", "bert-pre tp2 chunks fp64 delayed", "t5 tp2 chunks fp64 current",
     *product(["t5", "t5-tied"], ["tp2", "tp2 no-sp", "pp2", "dp2 fsdp", "pp4 4-samples", "tp2 pp2 1+3", "pp2 full"]),
     *product(["t5-tied 4-layers"], ["pp2 interleaved", "pp2 zb-v", "pp2 zb-h1", "pp2 dp2 dualpipev"]),
-    *product(["t5"], ["pp2 zb-h1 current", "pp2 dp2 fsdp", "selective", "tp2 ring fp64 current", "graphs", "bf16 dp2"]),
+    *product(["t5"], ["pp2 zb-h1 current", "pp2 dp2 fsdp", "selective", "graphs", "bf16 dp2"]),
     "t5 dp2 fsdp fp8-gather delayed", "t5 pp2 dp2 zero fp8-gather current",
     *product(["bert"], ["tp2 no-sp", "tp2 cp2 dp2", "pp2 4-layers zb-v", "4-layers pp4 4-samples", "graphs"]),
     *product(["bert"], ["dp2 fsdp fp8-gather delayed", "full", "selective", "pp2 zb-h1 offload", "bf16 dp2"]),
@@ -186,11 +187,11 @@ OPTIONS: list[dict[str, str]] = [  # those of one group exclude each other
     {"data": "dp2"},
     {"late-reduce": "dp2 late-reduce"},
     {"zero": "dp2 zero", "zero-late": "dp2 zero late-gather", "hsdp": "dp4 hsdp"},
-    {"bf16-reduce": "dp2 bf16-reduce", "fp8-reduce": "dp2 zero fp8-reduce"},
+    {"bf16-reduce": "dp2 bf16-reduce"},
     {"bf16-moments": "bf16-moments", "fp8-moments": "fp8-moments"},
     {"remainders": "bf16 remainders"},
     {"tensor": "tp2 no-sp", "tensor-sequence": "tp2"},
-    {"tensor-overlap": "tp2 ring"},
+    {"tensor-overlap": "tp2 chunks"},
     {"context": "cp2"},
     {"full": "full", "selective": "selective"},
     {"offload": "offload"},
@@ -207,7 +208,6 @@ REFUSED = {
         for name in ("delayed", "current", "blockwise", "smooth", "fp8-gather")
     },
     **{("hsdp", name): "it leaves weight gradients for later" for name in ("zb-h1", "zb-v", "dualpipev")},
-    ("hsdp", "fp8-reduce"): "parallel.fsdp sums through torch, in the dtype that travels",
     ("hsdp", "remainders"): "parallel.fsdp stores fp32 masters only",
     ("tensor", "tensor-overlap"): "parallel.sequence_parallel is false, so every rank has all tokens",
     ("graphs", "offload"): "parallel.offload copies activations to memory of the host, which a graph cannot allocate",
@@ -237,7 +237,7 @@ def words_of(*names: str) -> str:
 
 
 QUICK_OPTIONS = [
-    "1f1b", "interleaved", "dualpipev", "late-reduce", "zero-late", "hsdp", "fp8-reduce", "fp8-moments", "selective",
+    "1f1b", "interleaved", "dualpipev", "late-reduce", "zero-late", "hsdp", "fp8-moments", "selective",
     "smooth",
 ]  # fmt: skip
 

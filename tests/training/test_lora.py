@@ -14,7 +14,7 @@ from megafp8.config import ConfigError, check_layout, load_config
 from megafp8.conversion.formats import open_source
 from megafp8.conversion.native import NativeSource
 from megafp8.distributed.sharding import spec_of
-from megafp8.fp8.linear_state import LinearState
+from megafp8.linear.state import LinearState
 from megafp8.tensor_parallel.lora import is_lora
 from megafp8.training.init_from import complete_model
 from megafp8.training.inputs import open_inputs
@@ -29,7 +29,7 @@ LORA = ["lora={rank: 4, alpha: 16}", "optimizer.learning_rate=1e-2"]
 
 
 def _values(trainer: Any) -> dict[str, Tensor]:
-    return {spec_of(param).shards[0].name: param.detach().clone() for param in trainer.params}
+    return {spec_of(param).shards[0].name: param.detach().clone() for param in trainer.strategy.params}
 
 
 def _train(words: str) -> tuple[dict[str, bool], set[str], int, int]:
@@ -37,11 +37,11 @@ def _train(words: str) -> tuple[dict[str, bool], set[str], int, int]:
     trainer, parallel = start(config_of(words))
     before = _values(trainer)
     steps_of(trainer, parallel, range(3))
-    trainer.wait_for_weights()
+    trainer.strategy.wait()
     changed = {name: not torch.equal(values, before[name]) for name, values in _values(trainer).items()}
     with_state = {spec_of(shard.param).shards[0].name for shard in trainer.optimizer.shards}
-    elements = sum(param.numel() for param in trainer.params if param.requires_grad)
-    return changed, with_state, trainer.gradients.flat.numel(), elements  # type: ignore[union-attr]
+    elements = sum(param.numel() for param in trainer.strategy.params if param.requires_grad)
+    return changed, with_state, trainer.strategy.gradients[0].numel(), elements
 
 
 @pytest.mark.parametrize(("words", "ranks"), [
@@ -59,7 +59,7 @@ def test_only_adapters_change(world4: World, words: str, ranks: int) -> None:
 def _count_quantizations(words: str) -> list[int]:
     """Of weights, in each of four steps, with an evaluation before the last."""
     trainer, parallel = start(config_of(words))
-    count, made = 0, LinearState._quantize_weight
+    count, made = 0, LinearState.quantize_weight
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
@@ -68,7 +68,7 @@ def _count_quantizations(words: str) -> list[int]:
 
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LinearState, "_quantize_weight", counted)
+        patch.setattr(LinearState, "quantize_weight", counted)
         for step in range(4):
             if step == 3:
                 trainer.evaluate(batches(9, trainer.config, parallel))

@@ -28,10 +28,10 @@ def _train(config: Config, folder: str, first: int) -> list[Step]:
         assert load_latest(trainer, Path(folder)) == first
     found = []
     for step in range(first, STEPS):
-        before = [param.detach().clone() for param in trainer.params]
+        before = [param.detach().clone() for param in trainer.strategy.params]
         loss, result = trainer.train_step(step, batches(step, config, parallel))
-        trainer.wait_for_weights()
-        same = all(torch.equal(old, new) for old, new in zip(before, trainer.params, strict=True))
+        trainer.strategy.wait()
+        same = all(torch.equal(old, new) for old, new in zip(before, trainer.strategy.params, strict=True))
         assert same == result.skipped
         assert result.loss_scale is not None
         found.append((loss.mean, result.skipped, result.loss_scale))
@@ -67,10 +67,10 @@ def test_gradients_are_those_of_fp32(runs: Runs) -> None:
 
 
 def test_a_scale_that_can_shrink_has_not_diverged() -> None:
-    def check_replicas() -> None:
+    def check_state() -> None:
         raise RuntimeError("too many skipped steps")
 
-    job = SimpleNamespace(config=config_of("fp16"), _check_replicas=check_replicas)
+    job = SimpleNamespace(config=config_of("fp16"), _check_state=check_state)
     Job._stop_if_diverged(job, SimpleNamespace(loss_scale=2.0, skipped_in_a_row=10))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="too many"):
         Job._stop_if_diverged(job, SimpleNamespace(loss_scale=1.0, skipped_in_a_row=10))  # type: ignore[arg-type]

@@ -24,12 +24,12 @@ from megafp8.training.errors import TrainingError
 from megafp8.training.metrics import (
     JsonlWriter,
     LogWriter,
-    StepMetrics,
     TensorBoardWriter,
     WandbWriter,
     read_metrics,
     short_number,
 )
+from megafp8.training.observer import StepMetrics
 from megafp8.training.plots import plot_loss, print_loss
 from megafp8.training.run_log import RunLog
 from tests.quickstart_data import ROOT

@@ -15,7 +15,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from megafp8.fp8.health import Record
 from megafp8.training.goodput import goodput, read_lines
-from megafp8.training.metrics import JsonlWriter, StepMetrics
+from megafp8.training.metrics import JsonlWriter
+from megafp8.training.observer import StepMetrics
 from megafp8.training.open_metrics import HELP, PREFIX, OpenMetricsWriter
 from tests.training.test_goodput import at
 from tests.training.test_metrics import STEP

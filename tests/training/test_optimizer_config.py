@@ -1,4 +1,4 @@
-"""From the config's optimizer section to the optimizer: patterns of groups, Muon's settings, muP's factors."""
+"""The config's optimizer section: what updates which weights, patterns of groups, muP's factors."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import torch
 
 from megafp8.config import Config
 from megafp8.conversion.hf_config import choose, differences, write_config
 from megafp8.distributed.sharding import spec_of
-from megafp8.optimizer.muon import MuonSettings
-from megafp8.optimizer.param_groups import ParamGroup
-from megafp8.training.describe import planned_stage
-from megafp8.training.optimizer_config import check_optimizer, hidden_learning_rate_scale, muon_settings, param_groups
+from megafp8.optimizer.adamw import AdamW
+from megafp8.optimizer.muon import Muon
+from megafp8.training.describe import check_optimizer, planned_stage
 from tests.training.runs import Runs, config, config_of
 
 
-def test_muon() -> None:
-    assert muon_settings(config().optimizer) is None
-    given = {"name": "muon", "muon": {"momentum": 0.9, "nesterov": False, "scaling": "original"}}
-    assert muon_settings(config(optimizer=given).optimizer) == MuonSettings(0.9, False, "original", torch.bfloat16)
+def test_what_updates_which_weights() -> None:
+    adamw = config(optimizer={"beta2": 0.9}).optimizer
+    assert adamw.update(hidden_matrix=True) == adamw.update(hidden_matrix=False) == AdamW(beta2=0.9)
+    options = {"momentum": 0.9, "nesterov": False, "scaling": "original"}
+    muon = config(optimizer={"name": "muon", "beta2": 0.9, "muon": options}).optimizer
+    assert muon.update(hidden_matrix=True) == Muon(**options)
+    assert muon.update(hidden_matrix=False) == AdamW(beta2=0.9)
 
 
 @pytest.mark.parametrize(
@@ -37,13 +38,13 @@ def test_muon() -> None:
 def test_learning_rate_of_hidden_matrices(optimizer: dict[str, Any], expected: float) -> None:
     """In a model 4 times as wide as the base."""
     found = config(model={"mup": {"base_hidden_size": 16}}, optimizer=optimizer)
-    assert hidden_learning_rate_scale(found) == pytest.approx(expected)
+    o, width = found.optimizer, found.model.width_multiplier
+    assert o.chosen.hidden_learning_rate_scale(o.learning_rate, width) == pytest.approx(expected)
 
 
-def test_groups() -> None:
+def test_groups_of_a_stage_are_checked_against_the_whole_model() -> None:
     given = [{"match": ["embedding.*"], "learning_rate_scale": 0.1}, {"match": ["*.mlp.*"], "weight_decay": 0.0}]
     found = config_of("tp2 pp2", optimizer={"groups": given})
-    assert param_groups(found.optimizer) == [ParamGroup(("embedding.*",), 0.1), ParamGroup(("*.mlp.*",), 1.0, 0.0)]
     check_optimizer(found)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from logging.handlers import BufferingHandler
+from typing import Any
 
 import pytest
 import torch
 
 from megafp8.config import ParallelConfig
-from megafp8.distributed.tp_overlap import Collective, P2PRing, Replicated
+from megafp8.distributed import tp_overlap
+from megafp8.distributed.tp_overlap import Collective, Replicated
 from megafp8.parallel_state import Group, initialize_distributed, initialize_model_parallel
 from megafp8.training.overlap import build_tp_overlap, on_one_host, sum_partials_on
 from tests.kernels import DEVICE  # before the kernels: it chooses the interpreter where there is no GPU
@@ -26,41 +28,39 @@ def test_hosts(ranks: tuple[int, ...], local: str | None, expected: bool) -> Non
     assert on_one_host(group, {} if local is None else {"LOCAL_WORLD_SIZE": local}) is expected
 
 
-def _chosen() -> dict[str, tuple[str, list[str]]]:
+SPANS = "parallel.overlap_tensor = auto: a tensor-parallel group spans hosts; continuing with none"
+
+
+def _chosen(options: dict[str, Any], device: str, ranks_of_host: str) -> tuple[type, list[str]]:
+    """The overlap of a run, and what the log says of it."""
     parallel = initialize_model_parallel(2, device=initialize_distributed("cpu"))
-    gpus = replace(parallel, device=torch.device("cuda"))
-    logger = logging.getLogger("megafp8.training.overlap")
+    logger, handler = logging.getLogger("megafp8.training.overlap"), BufferingHandler(1000)
     logger.setLevel(logging.INFO)
-    found = {}
-    for name, config, state, environment in (
-        ("auto on CPU", ParallelConfig(tensor=2), parallel, {"LOCAL_WORLD_SIZE": "2"}),
-        ("auto over hosts", ParallelConfig(tensor=2), gpus, {"LOCAL_WORLD_SIZE": "1"}),
-        ("none", ParallelConfig(tensor=2, overlap_tensor="none"), gpus, {"LOCAL_WORLD_SIZE": "2"}),
-        ("chunked", ParallelConfig(tensor=2, overlap_tensor="chunked"), parallel, {}),
-        ("auto, whole tokens", ParallelConfig(tensor=2, sequence_parallel=False), gpus, {"LOCAL_WORLD_SIZE": "2"}),
-    ):
-        handler = BufferingHandler(1000)
-        logger.addHandler(handler)
-        found[name] = (
-            type(build_tp_overlap(config, state, environment)).__name__,
-            [record.getMessage() for record in handler.buffer],
-        )
-        logger.removeHandler(handler)
-    return found
+    logger.addHandler(handler)
+    state, environment = replace(parallel, device=torch.device(device)), {"LOCAL_WORLD_SIZE": ranks_of_host}
+    found = build_tp_overlap(ParallelConfig(tensor=2, **options), state, environment)
+    logger.removeHandler(handler)
+    return type(found), [record.getMessage() for record in handler.buffer]
 
 
-def test_what_each_run_gets(world2: World) -> None:
-    for found in world2.run(_chosen):
-        assert found["auto on CPU"] == (Collective.__name__, [])
-        spans = "parallel.overlap_tensor = auto: a tensor-parallel group spans hosts; continuing with none"
-        assert found["auto over hosts"] == (Collective.__name__, [spans])
-        assert found["none"] == (Collective.__name__, [])
-        assert found["chunked"] == (P2PRing.__name__, [])
-        assert found["auto, whole tokens"] == (Replicated.__name__, [])
+@pytest.mark.parametrize(
+    ("options", "device", "ranks_of_host", "expected", "messages"),
+    [
+        pytest.param({}, "cpu", "2", Collective, [], id="auto on CPU"),
+        pytest.param({}, "cuda", "1", Collective, [SPANS], id="auto over hosts"),
+        pytest.param({"overlap_tensor": "none"}, "cuda", "2", Collective, [], id="none"),
+        pytest.param({"sequence_parallel": False}, "cuda", "2", Replicated, [], id="auto with whole tokens"),
+    ],
+)
+def test_what_each_run_gets(
+    world2: World, options: dict[str, Any], device: str, ranks_of_host: str, expected: type, messages: list[str]
+) -> None:
+    assert world2.run(_chosen, options, device, ranks_of_host) == [(expected, messages)] * 2
 
 
-def test_partial_sums_are_added_by_the_kernel_on_cuda_only() -> None:
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_partial_sums_are_added_by_the_kernel_on_cuda_only(device: str) -> None:
     partials = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=DEVICE)
-    assert sum_partials_on(torch.device("cuda")) is not sum_partials_on(torch.device("cpu"))
-    for device in ("cuda", "cpu"):
-        assert sum_partials_on(torch.device(device))(partials).tolist() == [4.0, 6.0]
+    sum_partials = sum_partials_on(torch.device(device))
+    assert (sum_partials is tp_overlap.sum_partials) is (device == "cpu")
+    assert sum_partials(partials).tolist() == [4.0, 6.0]

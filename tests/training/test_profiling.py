@@ -73,9 +73,9 @@ def test_a_failure_is_a_warning_and_files_are_kept(tmp_path: Path, caplog: pytes
         for folder in folders:
             with Profiler(config, folder, parallel) as profiler:
                 for step in range(1, 3):  # ends before the last step
-                    profiler.begin_step(step)
+                    profiler.before_step(step)
                     record.enter("update")
-                    profiler.end_step(step)
+                    profiler.after_step(step, 0.0, False)
             assert record.listeners == []
             assert not torch.autograd.profiler._is_profiler_enabled
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -90,8 +90,8 @@ def test_nothing_is_done_on_other_ranks_and_in_other_steps(tmp_path: Path, monke
     for config in (None, ProfileConfig(steps=(2, 3), ranks=[1]), ProfileConfig(record=["collectives"])):
         with Profiler(config, tmp_path, parallel) as profiler:
             for step in range(1, 5):
-                profiler.begin_step(step)
-                profiler.end_step(step)
+                profiler.before_step(step)
+                profiler.after_step(step, 0.0, False)
     assert not list(tmp_path.iterdir())
 
 

@@ -25,9 +25,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megafp8.batch import Batch
 from megafp8.config import check_layout, load_config
 from megafp8.data.sampler import batches
-from megafp8.data.samples import Batch
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.inputs import open_inputs
 from megafp8.training.state import save_state
@@ -264,6 +264,6 @@ def test_pipeline_with_recompute_and_eight_microbatches(runs: Runs, recipe: str)
                     assert math.isfinite(value)
                     assert value > 0
         if recipe == "delayed":  # the weights' histories are theirs, newest first
-            newest_first = [weights["blocks.0.mlp.down.weight"] for _, _, weights in records][::-1]
+            newest_first = [weights["blocks.0.ffn.down.weight"] for _, _, weights in records][::-1]
             history = records[-1][1][f"fp8.layers.{rank}.mlp.down.weight.amax_history"]
             assert history == [0.0, *newest_first, 0.0]

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "pp2-dp2-fsdp-tied": (4, {"parallel": {"pipeline": 2, "fsdp": True}, **TIED}),
     "tp2-dp2-fsdp": (4, {"parallel": {"tensor": 2, "fsdp": True}}),
     "dp4-hsdp-param-gather": (4, {"parallel": HSDP, "fp8": {**DELAYED, "param_gather": True}}),
+    "dp4-hsdp-lora": (4, {"parallel": HSDP, "lora": {"rank": 4, "alpha": 8.0}}),
     "tp2-dp4-hsdp": (
         8, {"parallel": {"tensor": 2, **HSDP}, "training": BF16, "optimizer": {"moments_dtype": "fp8"}},
     ),
@@ -86,7 +87,7 @@ def _compared(settings: Config, steps: int) -> dict[Part, bool]:
         for name, tensor in trainer.fp8.state_dict().items():  # the running step's amaxes too, which are rank-local
             assert torch.equal(tensor, before[name]), name
         check_replicas(trainer, step + 1)
-    trainer.wait_for_weights()
+    trainer.strategy.wait()
     spans = [(r.values.data_ptr(), r.values.data_ptr() + r.values.nbytes) for r in replicated_state(trainer)]
 
     def is_compared(view: Tensor) -> bool:
@@ -100,7 +101,7 @@ def _compared(settings: Config, steps: int) -> dict[Part, bool]:
     }
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, *QUICK))
+@pytest.mark.parametrize("case", slow_but(CASES, *QUICK, "dp4-hsdp-lora"))
 def test_all_replicated_state_is_compared_without_false_alarms(world8: World, case: str) -> None:
     """Replicated state is known from checkpoints alone: the same rectangle of the same tensor on several ranks."""
     by_rank = world8.run(_compared, settings(case), 4, ranks=CASES[case][0])
@@ -118,7 +119,7 @@ def _faults(settings: Config, faults: list[tuple[int, str, int, str]]) -> list[s
     """Messages on this rank, one a fault: rank, tensor, element, and `nan` or the number of a bit of its first byte."""
     trainer, parallel = start(settings)
     trainer.train_step(0, batches(0, settings, parallel))
-    trainer.wait_for_weights()
+    trainer.strategy.wait()
     messages = []
     for rank, name, element, kind in faults:
         found = [replica.values for replica in replicated_state(trainer) if replica.name == name]

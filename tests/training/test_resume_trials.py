@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megafp8.batch import Batch
 from megafp8.checkpoint import CheckpointReader, IncompatibleCheckpoint, files, load, newest_good
 from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, check_layout
@@ -209,7 +210,7 @@ def _logits(trainer: Trainer) -> Tensor:
     (stage,) = trainer.stages
     assert isinstance(stage, GPTStage)
     tokens = torch.arange(16).view(2, 8) * 37 % 99
-    inputs = stage.layer_inputs(8, None, None)
+    inputs = stage.layer_inputs(Batch(tokens, tokens))
     assert stage.embedding is not None
     assert stage.head is not None
     vocab_size = trainer.config.model.vocab_size
@@ -224,7 +225,7 @@ def _change_models(name: str, folder: str, trials: int) -> tuple[dict[str, int],
     config = changed(config_of(name, seed=1), training={"precision": "fp64"})
     trainer = Trainer(config, parallel)
     with torch.no_grad():
-        for param in trainer.params:  # no norm weight of one, no bias of zero
+        for param in trainer.strategy.params:  # no norm weight of one, no bias of zero
             param += 0.3 * torch.randn(param.shape, generator=torch.Generator().manual_seed(1), dtype=param.dtype)
     before = _logits(trainer)
     found = CheckpointReader(save_state(trainer, Path(folder), NEWEST, "abc"))

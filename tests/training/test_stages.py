@@ -21,9 +21,9 @@ import torch
 import yaml
 
 import pretrain_gpt
+from megafp8.batch import Batch
 from megafp8.checkpoint import read_metadata
 from megafp8.config import check_layout, load_config, planned_stages
-from megafp8.data.samples import Batch
 from megafp8.training.command_line import prepare
 from megafp8.training.job import train
 from megafp8.training.metrics import read_metrics

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megafp8.config import Config
-from megafp8.optimizer.adam import MixedPrecisionAdamW
+from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
 from tests.marks import slow_but
 from tests.optimizer.test_state_storage import nearest_bf16
 from tests.quickstart_data import QuickstartData
@@ -39,7 +39,7 @@ SAVED = 2  # the step
 LAYOUTS = ["dp2 zero", "", "tp2", "pp2"]
 
 
-def _round_ties_away(self: MixedPrecisionAdamW) -> None:
+def _round_ties_away(self: MixedPrecisionOptimizer) -> None:
     """What fp32 masters are rounded by, in float64."""
     for param, master in zip(self._rounded_params, self._rounded_masters, strict=True):
         param.copy_(torch.from_numpy(nearest_bf16(master.numpy())))
@@ -47,12 +47,12 @@ def _round_ties_away(self: MixedPrecisionAdamW) -> None:
 
 def _train_and_save(config: Config, source: str | None, folder: str) -> tuple[RankResult, int]:
     """`train_and_save`; bytes of masters."""
-    torch_rounds = MixedPrecisionAdamW._copy_masters_to_params
-    MixedPrecisionAdamW._copy_masters_to_params = torch.no_grad()(_round_ties_away)  # type: ignore[method-assign]
+    torch_rounds = MixedPrecisionOptimizer._copy_masters_to_params
+    MixedPrecisionOptimizer._copy_masters_to_params = torch.no_grad()(_round_ties_away)  # type: ignore[method-assign]
     try:
         trainer, result = train_and_save(config, source, folder)
     finally:
-        MixedPrecisionAdamW._copy_masters_to_params = torch_rounds  # type: ignore[method-assign]
+        MixedPrecisionOptimizer._copy_masters_to_params = torch_rounds  # type: ignore[method-assign]
     return result, sum(parts["master"].nbytes for parts in trainer.optimizer.storage.values())
 
 

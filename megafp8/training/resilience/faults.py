@@ -14,15 +14,17 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from megafp8.batch import Batch
 from megafp8.checkpoint import latest
 from megafp8.config import FaultConfig
-from megafp8.data.samples import Batch
+from megafp8.training.observer import Observer
 from megafp8.training.replicas import words_of
 from megafp8.training.state import checkpoint_folder
 from megafp8.training.trainer import Trainer
@@ -32,12 +34,14 @@ _LARGEST_FILLER = 1 << 30
 _FILE_LIMIT = 16384  # bytes; messages are shorter, checkpoints are longer
 
 
-class Faults:
+class Faults(Observer):
     """The faults of this rank in the run in folder `run`."""
 
-    def __init__(self, run: Path, faults: Sequence[FaultConfig], rank: int, memory: Path | None = None) -> None:
+    def __init__(
+        self, run: Path, faults: Sequence[FaultConfig], trainer: Trainer, rank: int, memory: Path | None = None
+    ) -> None:
         """`memory`: the folder of this node's checkpoints in memory."""
-        self._run, self._memory = run, memory
+        self._run, self._trainer, self._memory = run, trainer, memory
         self._own = [(i, fault) for i, fault in enumerate(faults) if fault.rank == rank]
 
     def happens(self, kind: str, step: int) -> bool:
@@ -54,8 +58,8 @@ class Faults:
             return False
         return True
 
-    def at_step(self, step: int) -> None:
-        """At the beginning of `step`: faults of the process."""
+    def before_step(self, step: int) -> None:
+        """Faults of the process."""
         if not self._own:
             return
         for kind, act in _PROCESS_FAULTS.items():
@@ -83,35 +87,35 @@ class Faults:
             shutil.rmtree(self._memory, ignore_errors=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def in_batches(self, step: int, batches: list[Batch]) -> list[Batch]:
-        """The micro-batches of `step`, with labels that no text has in the fault loss_spike."""
+    def before_passes(self, step: int, batches: list[Batch]) -> list[Batch]:
+        """Labels that no text has in the fault loss_spike."""
+        if self._own and self.happens("nan_gradient", step):
+            self._spoil_gradient()
         if not self._own or not self.happens("loss_spike", step):
             return batches
         return [replace(batch, labels=torch.zeros_like(batch.labels)) for batch in batches]
 
-    def in_gradients(self, step: int, trainer: Trainer) -> None:
-        """Before the passes of `step`: the first gradient that is added up on this rank is NaN."""
-        if not self._own or not self.happens("nan_gradient", step):
-            return
-        gradients, zero = trainer.gradients, trainer.gradients.zero
+    def _spoil_gradient(self) -> None:
+        """The first gradient that is added up next on this rank is NaN."""
+        strategy, zero = self._trainer.strategy, self._trainer.strategy.zero
 
         def zero_and_spoil() -> None:
             zero()
-            gradients.owned[0][0] = torch.nan
-            gradients.zero = zero  # type: ignore[method-assign]
+            strategy.owned[0][0] = torch.nan
+            strategy.zero = zero  # type: ignore[method-assign]
 
-        gradients.zero = zero_and_spoil  # type: ignore[method-assign]
+        strategy.zero = zero_and_spoil  # type: ignore[method-assign]
 
-    def in_weights(self, step: int, trainer: Trainer) -> None:
-        """After the update of `step`."""
+    def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:
         if self._own and self.happens("flip_weight", step):
-            trainer.wait_for_weights()
-            flip_bit(trainer.params[0].detach())
+            self._trainer.strategy.wait()
+            flip_bit(self._trainer.strategy.params[0].detach())
+        return {}
 
-    def in_recomputed(self, step: int, trainer: Trainer) -> None:
+    def in_recomputed(self, step: int) -> None:
         """Between the second computation of `step` and its comparison."""
         if self._own and self.happens("flip_gradient", step):
-            flip_bit(trainer.gradients.owned[0])
+            flip_bit(self._trainer.strategy.owned[0])
 
 
 def flip_bit(x: torch.Tensor) -> None:

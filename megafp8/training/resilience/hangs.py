@@ -27,24 +27,69 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
+from megafp8.config import Config
+from megafp8.distributed import activity
 from megafp8.distributed.activity import Activity
 from megafp8.distributed.collectives import all_gather_objects
 from megafp8.distributed.flight_recorder import write_collectives
 from megafp8.parallel_state import ParallelState
 from megafp8.text_file import replace_text
 from megafp8.training.errors import HUNG, report_failure
+from megafp8.training.observer import Observer
 from megafp8.training.resilience.verdict import Call, Place, Report, decide
 
 FOLDER = "hangs"
 VERDICT_FILE = "verdict.txt"
+ELSEWHERE = 0.9
+"""Part of timeout_seconds that a rank may spend without progress outside of steps, and in its first one."""
 LONG_SECTIONS = frozenset({"start", "evaluation", "save", "rewind", "profile"})
 """Sections in which ranks may wait long for one that reads, writes or evaluates."""
 _PACKAGE = str(Path(__file__).resolve().parent.parent.parent)
+
+
+class ProgressWatch(Observer):
+    """Records this process's activity while the loop runs after `step` steps, and watches it if `config` says so.
+
+    `write_error`: writes the message of a hang to the log.
+    """
+
+    def __init__(
+        self, config: Config, run: Path, parallel: ParallelState, step: int, write_error: Callable[[str], None]
+    ) -> None:
+        self._config, self._run, self._parallel, self._step = config, run, parallel, step
+        self._write_error, self._stack = write_error, ExitStack()
+
+    def __enter__(self) -> ProgressWatch:
+        self._activity = self._stack.enter_context(activity.recorded())
+        self._activity.step = self._step
+        if seconds := self._config.hang_seconds:
+            watch = HangWatch(
+                self._run,
+                self._parallel,
+                self._activity,
+                seconds=seconds,
+                seconds_elsewhere=ELSEWHERE * self._config.timeout_seconds,
+                record=self._write_error,
+            )
+            self._stack.enter_context(watch)
+        return self
+
+    def before_step(self, step: int) -> None:
+        self._activity.step = step
+        activity.enter("data")
+
+    def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:
+        activity.enter("after the step")
+        return {}
+
+    def close(self) -> None:
+        self._stack.close()
 
 
 class HangWatch:

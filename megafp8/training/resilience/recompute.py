@@ -21,10 +21,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megafp8.data.samples import Batch
+from megafp8.batch import Batch
+from megafp8.distributed import activity
 from megafp8.distributed.collectives import all_gather_objects, all_reduce
 from megafp8.training.errors import ComputationDiffers
+from megafp8.training.observer import Observer
 from megafp8.training.replicas import bit_sums
+from megafp8.training.resilience.faults import Faults
 from megafp8.training.trainer import Trainer
 
 
@@ -57,6 +60,19 @@ def check_recompute(
         "host (nvidia-smi -q -d ECC; dcgmi diag -r 3) or exclude it, and start the same command again: it continues "
         "from the newest checkpoint."
     )
+
+
+class RecomputeCheck(Observer):
+    """`check_recompute` of every `interval`-th step, but not while FP8 scales calibrate. `faults`: to be injected."""
+
+    def __init__(self, trainer: Trainer, interval: int, faults: Faults) -> None:
+        self._trainer, self._interval, self._faults = trainer, interval, faults
+
+    def before_passes(self, step: int, batches: list[Batch]) -> list[Batch]:
+        if step % self._interval == 0 and not self._trainer.fp8.calibrating:
+            activity.enter("recompute")
+            check_recompute(self._trainer, step - 1, batches, lambda: self._faults.in_recomputed(step))
+        return batches
 
 
 def _passes(

@@ -26,6 +26,7 @@ from typing import Any
 from megafp8.config import Config, LossSpikeConfig
 from megafp8.strict_json import parse_json
 from megafp8.text_file import replace_text
+from megafp8.training.observer import Observer, StepMetrics
 
 FILE_NAME = "skipped_samples.json"
 
@@ -122,3 +123,67 @@ def _is_range(pair: Any) -> bool:
 def write_skipped(folder: Path, skipped: Sequence[Range]) -> None:
     """Replace the file by one with the ranges `skipped`."""
     replace_text(folder / FILE_NAME, json.dumps(list(skipped)) + "\n")
+
+
+class LossSpikes(Observer):
+    """The losses, samples left out and rewinds of a run. `saved`: metadata of the checkpoint that it resumed from."""
+
+    def __init__(self, config: Config, run: Path, rank: int, saved: Mapping[str, Any] | None) -> None:
+        self._config, self._run, self._rank = config, run, rank
+        self.skipped: list[Range] = read_skipped(run, saved)
+        self._spikes: SpikeLimit | None = None
+        self._rewinds = 0
+        self._rewound_to = -1
+        self.resumed(saved)
+
+    def resumed(self, saved: Mapping[str, Any] | None) -> None:
+        """Continue with position and losses in `saved`, the metadata of a checkpoint."""
+        self._start = 0 if saved is None else int(saved["consumed_samples"])
+        spike = self._config.resilience.loss_spike
+        if spike is not None:
+            self._spikes = SpikeLimit(spike, [] if saved is None else saved_losses(saved, self._config))
+
+    @property
+    def limit(self) -> float | None:
+        """The highest loss of the next step that is no spike; None if there is none."""
+        return None if self._spikes is None else self._spikes.limit()
+
+    def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:
+        limit = self.limit
+        if self._spikes is not None and not skipped:
+            self._spikes.add(loss)
+        return {"loss_limit": limit}
+
+    def position_of(self, samples: int) -> int:
+        """The position of the sample that comes after `samples`, counted as `History.samples_at` does."""
+        return position_of(samples, self.skipped, self._start)
+
+    def consumed(self, samples: int) -> int:
+        """The position after the last of `samples`, before any that are left out next."""
+        return self.position_of(samples - 1) + 1 if samples > self._start else samples
+
+    def metadata(self, samples: int) -> dict[str, Any]:
+        """Keys for the metadata of a checkpoint after training on `samples`."""
+        found: dict[str, Any] = {}
+        if self._spikes is not None:
+            found["losses"] = self._spikes.losses
+        if self.skipped:
+            found |= {"skipped_samples": self.skipped, "consumed_samples": self.consumed(samples)}
+        return found
+
+    def rewinds_after(self, metrics: StepMetrics) -> bool:
+        """Whether the job goes back to its newest checkpoint after a step with `metrics`."""
+        spike = self._config.resilience.loss_spike
+        return metrics.is_spike and spike is not None and spike.action == "rewind"
+
+    def leave_out(self, samples: Range, step: int) -> int:
+        """From here on leave out the samples of this range of positions; `step`: of the checkpoint that is loaded.
+
+        Returns how often the run has gone back to it. Rank 0 writes the range to the run folder.
+        """
+        self.skipped = merged(self.skipped, [samples])
+        if self._rank == 0:
+            write_skipped(self._run, self.skipped)
+        self._rewinds = self._rewinds + 1 if step == self._rewound_to else 1
+        self._rewound_to = step
+        return self._rewinds

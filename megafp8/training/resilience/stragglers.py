@@ -20,12 +20,14 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from megafp8.distributed.activity import Activity
+from megafp8.distributed import activity
 from megafp8.distributed.collectives import gather_objects
 from megafp8.parallel_state import ParallelState
+from megafp8.training.observer import Observer
 
 logger = logging.getLogger(__name__)
 
@@ -94,25 +96,35 @@ def _total(own: Times) -> float:
     return sum(seconds for section, seconds in own.seconds.items() if section != GPU_TEST)
 
 
-def report_stragglers(
-    activity: Activity, parallel: ParallelState, step: int, steps: int, before: Slowest | None = None
-) -> Slowest | None:
-    """Gather the times of `steps` steps up to `step` on rank 0, which warns if a rank is slow again. Collective.
+class Stragglers(Observer):
+    """Compares the ranks every `interval` steps; rank 0 has the result in its metrics, and warns of a slow rank.
 
-    `before`: the result of the comparison before. Returns the slowest rank on rank 0, and None on others.
+    `slowest`: of the latest comparison, on rank 0.
     """
-    seconds = {name: spent for name, spent in activity.take_own_seconds().items() if name in SECTIONS}
-    if parallel.device.type == "cuda":
-        seconds[GPU_TEST] = _time_products(parallel.device)
-    own = Times(parallel.rank, socket.gethostname(), parallel.pipeline.rank, seconds)
-    found = slowest(gather_objects(own, parallel.world.group) or [])
-    again = before is not None and found is not None and before.rank == found.rank and before.is_slow(steps)
-    if found is not None and again and found.is_slow(steps):
-        logger.warning(
-            f"slow rank: rank {found.rank} on {found.host} took {found.ratio:.2f} times as long as the median of its "
-            f"stage in the {steps} steps to {step}, most of it in {found.section}: {found.lost_seconds:.2f} s more"
-        )
-    return found
+
+    def __init__(self, interval: int, parallel: ParallelState) -> None:
+        self._interval, self._parallel = interval, parallel
+        self.slowest: Slowest | None = None
+
+    def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:
+        if step % self._interval or activity.record is None:
+            return {}
+        parallel, steps, before = self._parallel, self._interval, self.slowest
+        seconds = {name: spent for name, spent in activity.record.take_own_seconds().items() if name in SECTIONS}
+        if parallel.device.type == "cuda":
+            seconds[GPU_TEST] = _time_products(parallel.device)
+        own = Times(parallel.rank, socket.gethostname(), parallel.pipeline.rank, seconds)
+        found = self.slowest = slowest(gather_objects(own, parallel.world.group) or [])
+        if found is None:
+            return {}
+        again = before is not None and before.rank == found.rank and before.is_slow(steps)
+        if again and found.is_slow(steps):
+            logger.warning(
+                f"slow rank: rank {found.rank} on {found.host} took {found.ratio:.2f} times as long as the median of "
+                f"its stage in the {steps} steps to {step}, most of it in {found.section}: {found.lost_seconds:.2f} s "
+                "more"
+            )
+        return {"slowest_rank": found.rank, "slowest_ratio": found.ratio}
 
 
 def _time_products(device: torch.device) -> float:

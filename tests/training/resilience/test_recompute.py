@@ -46,7 +46,7 @@ def _check(words: str) -> dict[str, Any]:
     def flip() -> None:
         flips[0] += 1
         if parallel.rank == 1:
-            flip_bit(trainer.gradients.owned[0])
+            flip_bit(trainer.strategy.owned[0])
 
     try:
         check_recompute(trainer, 3, batches(3, config, parallel), flip)

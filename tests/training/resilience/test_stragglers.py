@@ -12,7 +12,7 @@ import torch
 from megafp8.distributed import activity
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.resilience import stragglers
-from megafp8.training.resilience.stragglers import GPU_TEST, Slowest, Times, report_stragglers, slowest
+from megafp8.training.resilience.stragglers import GPU_TEST, Slowest, Stragglers, Times, slowest
 from tests.world import World
 
 
@@ -58,12 +58,13 @@ def test_a_warning_needs_two_slow_comparisons_in_a_row(
     parallel: Any = SimpleNamespace(
         rank=0, device=torch.device("cpu"), pipeline=SimpleNamespace(rank=0), world=SimpleNamespace(group=None)
     )
-    before = None
+    observer = Stragglers(10, parallel)
     for step, pair in zip((10, 20), compared):
         found = times(*((0, 0.0, seconds) for seconds in pair))
         monkeypatch.setattr(stragglers, "gather_objects", lambda own, group, found=found: found)
         assert not caplog.messages
-        before = report_stragglers(activity.Activity(), parallel, step, 10, before)
+        with activity.recorded():
+            observer.after_step(step, 0.0, False)
     assert len(caplog.messages) == warnings
     assert all(text.startswith("slow rank: rank 1 on node1 took 2.50 times") for text in caplog.messages)
 
@@ -74,7 +75,9 @@ def _steps(sleeper: int) -> tuple[int, str, bool] | None:
         record.enter("data")
         time.sleep(0.3 if parallel.rank == sleeper else 0.1)
         record.enter("update")
-        found = report_stragglers(record, parallel, 10, 10)
+        observer = Stragglers(10, parallel)
+        observer.after_step(10, 0.0, False)
+    found = observer.slowest
     return None if found is None else (found.rank, found.section, found.ratio > 2)
 
 

@@ -1,0 +1,49 @@
+"""The kinds of parts that layers are made of, and a layer as a list of them.
+
+A new kind is a file here with its record, a module in `megafp8.models`, and its name in one of the unions below.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, model_validator
+
+from megafp8.config.parts.attention import AttentionConfig
+from megafp8.config.parts.latent_attention import LatentMixerConfig
+from megafp8.config.parts.mlp import MlpConfig
+from megafp8.config.parts.moe import MoeFfnConfig
+from megafp8.section import Section
+
+Mixer = AttentionConfig | LatentMixerConfig
+"""What mixes tokens."""
+Ffn = MlpConfig | MoeFfnConfig
+"""The feed-forward network."""
+
+
+class LayerKind(Section):
+    """A kind of layer, in which keys may have other values than in the model section."""
+
+    mixer: Annotated[Mixer, Field(discriminator="kind")] | None = None
+    """What mixes tokens. Default: as the model section says."""
+    ffn: Annotated[Ffn, Field(discriminator="kind")] | None = None
+    """The feed-forward network. Default: as the model section says."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_kinds(cls, values: Any) -> Any:
+        """Without a kind, a mixer is attention, and a feed-forward network an MLP."""
+        if not isinstance(values, dict):
+            return values
+        defaults = {"mixer": "attention", "ffn": "mlp"}
+        return {
+            key: {"kind": defaults[key], **value} if key in defaults and isinstance(value, dict) else value
+            for key, value in values.items()
+        }
+
+
+class LayerSpec(NamedTuple):
+    """A layer of the model: resolved records of its parts."""
+
+    mixer: Mixer
+    ffn: Ffn

@@ -1,0 +1,282 @@
+"""Softmax attention with grouped queries: its keys, how positions enter it, and their rules.
+
+The keys of a uniform model stand in the model section itself (`ModelConfig`); a kind of layer gives those that differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from megafp8.config.errors import Problem, divisors
+from megafp8.config.parts.base import ModelSection, PartConfig
+from megafp8.section import FLOAT, IN_FP32, INTEGER, NonNegative, PositiveFloat, PositiveInt, Section
+
+
+class RopeScaling(Section):
+    """Frequency scaling of rotary embeddings as in Llama 3.1, for contexts longer than in earlier training."""
+
+    factor: PositiveFloat = 8.0
+    """Factor by which the context is extended."""
+    low_freq_factor: PositiveFloat = 1.0
+    """Wavelengths above original_max_position_embeddings / low_freq_factor are scaled by the whole factor."""
+    high_freq_factor: PositiveFloat = 4.0
+    """Wavelengths below original_max_position_embeddings / high_freq_factor are unchanged; those between are
+    interpolated."""
+    original_max_position_embeddings: PositiveInt = 8192
+    """Context length before the extension, in tokens."""
+
+
+class YarnConfig(Section):
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): frequency scaling of rotary embeddings for contexts longer than in
+    earlier training, with larger scores (Qwen, DeepSeek)."""
+
+    factor: Annotated[float, Field(ge=1), FLOAT, IN_FP32]
+    """Factor by which the context is extended."""
+    original_max_position_embeddings: PositiveInt = 4096
+    """Context length before the extension, in tokens."""
+    beta_fast: PositiveFloat = 32.0
+    """Frequencies with more rotations than this in the original context are unchanged."""
+    beta_slow: PositiveFloat = 1.0
+    """Frequencies with fewer rotations than this in the original context are divided by the factor; those between are
+    interpolated."""
+    truncate: bool = True
+    """Round the bounds of those between to whole pairs of channels, outwards (gpt-oss: false)."""
+    mscale: NonNegative = 1.0
+    """Rotated channels of queries and keys are multiplied by (0.1 · mscale · ln factor + 1) / (0.1 · mscale_all_dim ·
+    ln factor + 1)."""
+    mscale_all_dim: NonNegative = 0.0
+    """Latent attention only: scores are multiplied by (0.1 · mscale_all_dim · ln factor + 1)², whose channels are not
+    all rotated."""
+
+    @property
+    def rotated_factor(self) -> float:
+        """Factor of rotated channels of queries and keys."""
+        return (0.1 * self.mscale * math.log(self.factor) + 1) / math.sqrt(self.score_factor)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of the scores of latent attention."""
+        return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1) ** 2
+
+
+class LongRopeConfig(Section):
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): rotary frequencies divided by numbers found by a search, one set
+    for short sequences and one for long ones (Phi-3, Phi-4-mini). Which of them a run has follows from the length of
+    its sequences, training.seq_length."""
+
+    short_factor: list[PositiveFloat]
+    """Divisors of the frequencies of sequences of up to original_max_position_embeddings tokens, one for each rotated
+    pair of channels of a head."""
+    long_factor: list[PositiveFloat]
+    """Those of longer sequences."""
+    factor: Annotated[float, Field(ge=1), FLOAT, IN_FP32]
+    """Factor by which the context is extended. Rotated channels of queries and keys are multiplied by √(1 + ln factor /
+    ln original_max_position_embeddings), in short sequences too."""
+    original_max_position_embeddings: Annotated[int, Field(ge=2), INTEGER] = 4096
+    """Context length before the extension, in tokens."""
+
+    def divisors(self, length: int) -> list[float]:
+        """Those of the frequencies in sequences of `length` tokens."""
+        return self.long_factor if self.is_long(length) else self.short_factor
+
+    def is_long(self, length: int) -> bool:
+        """Whether sequences of `length` tokens have `long_factor`."""
+        return length > self.original_max_position_embeddings
+
+    @property
+    def extended_length(self) -> int:
+        """Context length after the extension, in tokens."""
+        return round(self.factor * self.original_max_position_embeddings)
+
+    @property
+    def rotated_factor(self) -> float:
+        """Factor of rotated channels of queries and keys."""
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+
+
+class RotaryKeys(Section):
+    """How positions enter attention."""
+
+    position_embedding: Literal["rope", "learned", "alibi", "relative", "none"] = "rope"
+    """rope (rotary, Llama), learned (GPT-2), alibi (scores fall with the distance, at a rate of each head's own: Press
+    et al. 2021, arXiv:2108.12409; BLOOM), relative (T5: learned biases of scores by distance) or none."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary frequencies."""
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1), FLOAT] = 1.0
+    """Share of the channels of a head that rotary embeddings rotate (GPT-NeoX, GLM-4, Phi-4-mini). Of its pairs,
+    channels i and i + head_dim / 2, these are the first ones."""
+    rope_interpolation_factor: Annotated[float, Field(ge=1), FLOAT, IN_FP32] = 1.0
+    """Positions are divided by this (linear scaling, Chen et al. 2023, arXiv:2306.15595), for contexts longer than in
+    earlier training."""
+    rope_scaling: RopeScaling | None = None
+    """Frequency scaling as in Llama 3.1. Default: none."""
+    yarn: YarnConfig | None = None
+    """Frequency scaling by YaRN. Default: none."""
+    longrope: LongRopeConfig | None = None
+    """Frequency scaling by LongRoPE. Default: none."""
+
+
+class AttentionKeys(RotaryKeys):
+    """The keys of attention."""
+
+    num_attention_heads: PositiveInt
+    """Number of query heads."""
+    num_query_groups: PositiveInt | None = None
+    """Number of key-value heads (grouped-query attention). Default: num_attention_heads."""
+    head_dim: PositiveInt | None = None
+    """Width of one attention head. Default: hidden_size / num_attention_heads."""
+    qkv_bias: bool = False
+    """Add biases to the query, key and value projections only (Qwen2)."""
+    qk_norm: bool | Literal["projection"] = False
+    """Apply RMSNorm to each query and key head (Qwen3); projection: to all query heads at once, and all key heads
+    (OLMoE)."""
+    attention_sinks: bool = False
+    """Give each query head a learned score that takes part in its softmax and has no value, so that it can attend to
+    nothing (gpt-oss; Megatron-LM's softmax_type: learnable)."""
+    sliding_window: PositiveInt | None = None
+    """Each token attends to this many latest tokens, including itself. Default: all earlier tokens."""
+    attention_scale: PositiveFloat | None = None
+    """Scores of attention are multiplied by this (Gemma's query_pre_attn_scalar^-0.5, Granite's attention_multiplier).
+    Default: 1 / √head_dim, in t5 1."""
+    attention_softcap: PositiveFloat | None = None
+    """Scores become softcap · tanh(score / softcap) (Gemma 2's attn_logit_softcapping). Default: they do not."""
+
+
+class AttentionConfig(PartConfig, AttentionKeys):
+    """Softmax attention with grouped queries."""
+
+    module: ClassVar[str] = "megafp8.models.attention:Attention"
+    tensor_prefix: ClassVar[str] = "attention"
+
+    kind: Literal["attention"] = "attention"
+    """Softmax attention."""
+    num_attention_heads: PositiveInt = 1
+    """Number of query heads."""
+
+    @classmethod
+    def of(cls, model: ModelSection, window: int | None) -> AttentionConfig:
+        """The resolved record of a layer of a uniform model, with this sliding window."""
+        given: dict[str, Any] = {"sliding_window": window}
+        if window is not None and model.rope_local_theta is not None:
+            given |= {"rope_theta": model.rope_local_theta, "rope_interpolation_factor": 1.0}
+            given |= dict.fromkeys(("rope_scaling", "yarn", "longrope"))
+        return cls.model_construct(**given).resolved(model)
+
+    def resolved(self, model: ModelSection) -> AttentionConfig:
+        values = {name: getattr(model, name) for name in AttentionKeys.model_fields} | self.given
+        heads, scale = values["num_attention_heads"], values["attention_scale"]
+        values["num_query_groups"] = values["num_query_groups"] or heads
+        values["head_dim"] = d = values["head_dim"] or model.hidden_size // heads
+        if scale is None and model.mup is not None and model.mup.base_head_dim is not None:
+            scale = model.mup.base_head_dim**0.5 / d
+        values["attention_scale"] = 1.0 if scale is None and model.architecture == "t5" else scale
+        return AttentionConfig.model_construct(**values)
+
+    @property
+    def channels(self) -> int:
+        """Width of a head's query, key and value."""
+        assert self.head_dim is not None, "the record is not resolved"
+        return self.head_dim
+
+    @property
+    def groups(self) -> int:
+        """Number of key-value heads."""
+        assert self.num_query_groups is not None, "the record is not resolved"
+        return self.num_query_groups
+
+    @property
+    def rotary_channels(self) -> int:
+        """Width of the part of a head that is rotated."""
+        return int(self.channels * self.partial_rotary_factor)
+
+    @property
+    def shares_context(self) -> bool:
+        return self.longrope is None and self.position_embedding != "alibi"  # they depend on the place among all tokens
+
+    def widths(self, model: ModelSection) -> Mapping[str, int]:
+        return {"num_attention_heads": self.num_attention_heads, "num_query_groups": self.groups}
+
+    def lora_targets(self, model: ModelSection) -> tuple[str, ...]:
+        return "q", "k", "v", "proj"
+
+    def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
+        if self.position_embedding in ("learned", "relative") and "position_embedding" in self.given:
+            rule = "it belongs to the whole model"
+            yield Problem(f"{path}.position_embedding", self.position_embedding, rule, "try rope, alibi or none")
+        values = {name: getattr(model, name) for name in AttentionKeys.model_fields} | self.given
+        for problem in attention_heads(model.model_copy(update={**values, "latent_attention": None})):
+            yield replace(problem, path=problem.path.replace("model.", f"{path}.", 1))
+
+
+def attention_heads(m: ModelSection) -> Iterator[Problem]:
+    """Rules about attention heads that hold in any layout."""
+    if m.latent_attention is None:
+        yield from _equal_heads(m)
+    scaling = m.rope_scaling
+    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
+        path, low = "model.rope_scaling.high_freq_factor", scaling.low_freq_factor
+        rule = f"not above low_freq_factor ({low}), so there is no band to interpolate in"
+        yield Problem(path, scaling.high_freq_factor, rule, f"try {4 * low}")
+    if m.yarn is not None:
+        yield from _yarn(m, m.yarn)
+    if m.longrope is not None:
+        yield from _longrope(m, m.longrope)
+    sections = {"model.rope_scaling": scaling, "model.yarn": m.yarn, "model.longrope": m.longrope}
+    scaled = {path: section.factor for path, section in sections.items() if section is not None}
+    rule = f"{next(iter(scaled), '')} scales the frequencies already"
+    for path, factor in [*scaled.items()][1:]:
+        yield Problem(f"{path}.factor", factor, rule, f"leave {' or '.join(scaled)} out")
+    if m.rope_interpolation_factor > 1 and scaled:
+        works = f"try 1, or leave {' and '.join(scaled)} out"
+        yield Problem("model.rope_interpolation_factor", m.rope_interpolation_factor, rule, works)
+    if m.rope_local_theta is not None and m.sliding_window is None:
+        works = "set model.sliding_window, or leave it out"
+        yield Problem("model.rope_local_theta", m.rope_local_theta, "no layer has a window", works)
+
+
+def _yarn(m: ModelSection, yarn: YarnConfig) -> Iterator[Problem]:
+    if yarn.beta_fast <= yarn.beta_slow:
+        rule = f"not above beta_slow ({yarn.beta_slow}), so there is no band to interpolate in"
+        yield Problem("model.yarn.beta_fast", yarn.beta_fast, rule, f"try {32 * yarn.beta_slow}")
+    if yarn.mscale_all_dim and m.latent_attention is None:
+        rule = "without model.latent_attention all channels of a head are rotated, and model.yarn.mscale is theirs"
+        yield Problem("model.yarn.mscale_all_dim", yarn.mscale_all_dim, rule, "try 0")
+    if m.rope_theta <= 1:
+        rule = "model.yarn is set, and it needs frequencies that fall"
+        yield Problem("model.rope_theta", m.rope_theta, rule, "try 10000")
+
+
+def _longrope(m: ModelSection, longrope: LongRopeConfig) -> Iterator[Problem]:
+    pairs = m.rotary_channels // 2
+    for key in ("short_factor", "long_factor"):
+        if len(given := getattr(longrope, key)) != pairs:
+            rule = f"{len(given)} numbers, where {pairs} pairs of channels of a head are rotated"
+            yield Problem(f"model.longrope.{key}", given, rule, f"give {pairs} numbers")
+    longest = longrope.extended_length
+    if m.max_position_embeddings not in (None, longest):
+        rule = f"not model.longrope's factor × original_max_position_embeddings ({longest})"
+        yield Problem("model.max_position_embeddings", m.max_position_embeddings, rule, f"try {longest}")
+
+
+def _equal_heads(m: ModelSection) -> Iterator[Problem]:
+    """Rules about heads whose queries, keys and values have the same width."""
+    heads = m.num_attention_heads
+    if m.head_dim is None and m.hidden_size % heads:
+        rule = f"not a multiple of model.num_attention_heads ({heads})"
+        works = f"try {round(m.hidden_size / heads) * heads or heads}, or give model.head_dim"
+        yield Problem("model.hidden_size", m.hidden_size, rule, works)
+    elif m.position_embedding == "rope" and m.channels % 2:
+        rule = "rotary embeddings rotate pairs, so the width of a head must be even"
+        yield Problem("model.head_dim", m.channels, rule, f"try {m.channels + 1}")
+    elif m.position_embedding == "rope" and (m.rotary_channels % 2 or not m.rotary_channels):
+        rule = f"rotary embeddings rotate pairs, and it makes {m.rotary_channels} of {m.channels} channels"
+        works = f"try {max(m.rotary_channels // 2, 1) * 2 / m.channels:g}"
+        yield Problem("model.partial_rotary_factor", m.partial_rotary_factor, rule, works)
+    if heads % m.query_groups:
+        rule = f"model.num_attention_heads ({heads}) is not a multiple of it"
+        yield Problem("model.num_query_groups", m.query_groups, rule, divisors(heads, m.query_groups))

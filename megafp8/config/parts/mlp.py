@@ -1,0 +1,48 @@
+"""The MLP of a layer: its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from megafp8.config.activations import ACTIVATIONS, ActivationName
+from megafp8.config.parts.base import ModelSection, PartConfig
+from megafp8.section import PositiveInt, Section
+
+
+class MlpKeys(Section):
+    """The keys of an MLP."""
+
+    ffn_hidden_size: PositiveInt | None = None
+    """Inner width of the MLP. Default: 4 × hidden_size."""
+    activation: ActivationName = "swiglu"
+    """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), geglu and geglu_tanh (T5 1.1): gelu(gate) * up, relu (OPT, T5
+    1.0), squared_relu (Primer, Nemotron), or clamped_swiglu (gpt-oss): gate * sigmoid(1.702 * gate) * (up + 1) of gate
+    up to 7 and up from -7 to 7."""
+
+
+class MlpConfig(PartConfig, MlpKeys):
+    """An MLP."""
+
+    module: ClassVar[str] = "megafp8.models.mlp:MLP"
+    tensor_prefix: ClassVar[str] = "mlp"
+
+    kind: Literal["mlp"] = "mlp"
+    """An MLP."""
+
+    def resolved(self, model: ModelSection) -> MlpConfig:
+        values = {name: getattr(model, name) for name in MlpKeys.model_fields} | self.given
+        values["ffn_hidden_size"] = values["ffn_hidden_size"] or 4 * model.hidden_size
+        return MlpConfig.model_construct(**values)
+
+    @property
+    def width(self) -> int:
+        """Inner width."""
+        assert self.ffn_hidden_size is not None, "the record is not resolved"
+        return self.ffn_hidden_size
+
+    def widths(self, model: ModelSection) -> Mapping[str, int]:
+        return {"ffn_hidden_size": self.width}
+
+    def lora_targets(self, model: ModelSection) -> tuple[str, ...]:
+        return ("gate", "up", "down") if ACTIVATIONS[self.activation].gated else ("up", "down")

@@ -1,0 +1,165 @@
+"""Experts instead of the MLP of a layer: their keys and rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
+
+from megafp8.config.errors import Problem, divisors
+from megafp8.config.parts.base import ModelSection, PartConfig, RunConfig
+from megafp8.section import Count, NonNegative, PositiveFloat, PositiveInt, Section
+
+
+class MoeConfig(Section):
+    """Mixture of experts: for each token a router chooses some of a layer's experts, each an MLP, and adds their
+    outputs, weighted by the router's scores. No token is dropped."""
+
+    num_experts: PositiveInt
+    """Number of experts of a layer."""
+    top_k: PositiveInt = 2
+    """Number of experts that the router chooses for each token."""
+    ffn_hidden_size: PositiveInt | None = None
+    """Inner width of an expert. Default: model.ffn_hidden_size."""
+    shared_ffn_hidden_size: PositiveInt | None = None
+    """Inner width of a shared expert, an MLP that every token passes (DeepSeek, Qwen2-MoE). Default: none."""
+    shared_gate: bool = False
+    """Multiply the shared expert's output by the sigmoid of a learned projection of the token (Qwen2-MoE)."""
+    first_dense_layers: Count = 0
+    """Number of layers at the start of the model that have an MLP instead of experts (DeepSeek)."""
+    layer_interval: PositiveInt = 1
+    """Every so many layers have experts, the others an MLP: layer i, counted from 0, where i + 1 is a multiple of it
+    (Hugging Face's decoder_sparse_step)."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Function of the router's logits: softmax over all experts, or sigmoid of each (DeepSeek-V3)."""
+    normalize: bool = True
+    """Divide the scores of a token's chosen experts by their sum (Hugging Face's norm_topk_prob)."""
+    scaling_factor: PositiveFloat = 1.0
+    """Multiply the scores of chosen experts by this, after normalization (routed_scaling_factor)."""
+    num_groups: PositiveInt = 1
+    """Number of groups of neighbouring experts (DeepSeek's n_group). A token's experts are chosen from its best groups
+    only: those whose largest score (softmax), or sum of the two largest (sigmoid), is highest."""
+    top_groups: PositiveInt | None = None
+    """Number of groups that a token's experts are chosen from (DeepSeek's topk_group). Default: all."""
+    selection_bias: bool = False
+    """Add a bias to each expert's score where experts are chosen, not where outputs are weighted. It balances the load
+    without an auxiliary loss (Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3)."""
+    bias_update_rate: NonNegative = 0.001
+    """After each step, the selection bias of experts with less than the mean number of tokens grows by this, and that
+    of the others shrinks by it. No effect without selection_bias. 0: the bias is constant."""
+    capacity_factor: PositiveFloat | None = None
+    """An expert takes at most so many times the mean number of tokens of a rank's micro-batch, those with the highest
+    weights, and no output for the others (Megatron-LM's moe_expert_capacity_factor; token dropping). Which are dropped
+    depends on the layout. Default: no token is dropped."""
+    aux_loss: NonNegative = 0.0
+    """Weight of the load-balancing loss: for each sequence and layer, num_experts times the sum over experts of their
+    share of the sequence's choices and their mean score (DeepSeek-V3's sequence-wise loss, eq. 17 to 20; Megatron-LM's
+    seq_aux_loss). 1 if the load is even. Averaged over sequences and added up over layers, whatever loss masks leave
+    out: all tokens are routed, padding too."""
+    aux_loss_scope: Literal["sequence", "global_batch"] = "sequence"
+    """Whose choices aux_loss makes even. sequence: those of each sequence. global_batch: those of all, so that experts
+    may specialize (Qiu et al. 2025, arXiv:2501.11873; Megatron-LM's global_aux_loss): with each expert's share of the
+    choices of the step before, which all ranks know, so it depends on no layout."""
+    z_loss: NonNegative = 0.0
+    """Weight of the square of log Z of the router's logits, averaged over tokens, also those that loss masks leave out,
+    and added up over layers (Zoph et al. 2022, arXiv:2202.08906)."""
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return layer >= self.first_dense_layers and (layer + 1) % self.layer_interval == 0
+
+
+class MoeFfnConfig(PartConfig):
+    """Experts, as the section model.moe says."""
+
+    module: ClassVar[str] = "megafp8.models.moe:MoE"
+    tensor_prefix: ClassVar[str] = "mlp"
+
+    kind: Literal["moe"] = "moe"
+    """Experts."""
+
+    def widths(self, model: ModelSection) -> Mapping[str, int]:
+        shared = None if model.moe is None else model.moe.shared_ffn_hidden_size
+        return {} if shared is None else {"moe.shared_ffn_hidden_size": shared}
+
+    def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
+        if model.moe is None:
+            yield Problem(f"{path}.kind", self.kind, "there is no section model.moe", "give it")
+
+
+def experts(m: ModelSection) -> Iterator[Problem]:
+    """Rules about a model's experts that hold in any run."""
+    if m.moe is None:
+        return
+    x, count = m.moe, m.moe.num_experts
+    if x.top_k > count:
+        rule = f"a token goes to different experts, and model.moe.num_experts is {count}"
+        yield Problem("model.moe.top_k", x.top_k, rule, f"try {count} or less")
+    if not any(m.moe_of(layer) for layer in range(m.num_layers)) and not m.pattern:
+        key = "first_dense_layers" if x.first_dense_layers else "layer_interval"
+        rule = f"none of the {m.num_layers} layers has experts"
+        works = f"try {int(key == 'layer_interval')}, or leave model.moe out"
+        yield Problem(f"model.moe.{key}", getattr(x, key), rule, works)
+    if x.shared_gate and x.shared_ffn_hidden_size is None:
+        works = "set model.moe.shared_ffn_hidden_size, or leave it out"
+        yield Problem("model.moe.shared_gate", True, "there is no shared expert", works)
+    if count % x.num_groups:
+        rule = f"model.moe.num_experts ({count}) is not a multiple of it"
+        yield Problem("model.moe.num_groups", x.num_groups, rule, divisors(count, x.num_groups))
+        return
+    if x.top_groups is None:
+        return
+    if x.top_groups > x.num_groups:
+        rule = f"model.moe.num_groups is {x.num_groups}"
+        yield Problem("model.moe.top_groups", x.top_groups, rule, f"try {x.num_groups} or less")
+    elif x.top_groups * (count // x.num_groups) < x.top_k:
+        rule = f"so many groups have {x.top_groups * (count // x.num_groups)} experts, and model.moe.top_k is {x.top_k}"
+        works = f"try {-(-x.top_k * x.num_groups // count)} or more"
+        yield Problem("model.moe.top_groups", x.top_groups, rule, works)
+
+
+def expert_layout(config: RunConfig) -> Iterator[Problem]:
+    """Rules between experts and the layout."""
+    m, p = config.model, config.parallel
+    if m.moe is None:
+        for key in ("expert", "expert_tensor"):
+            if getattr(p, key) > 1:
+                works = "try 1, or set model.moe"
+                yield Problem(f"parallel.{key}", getattr(p, key), "the model has no experts", works)
+        return
+    if m.moe.num_experts % p.expert:
+        rule = f"model.moe.num_experts ({m.moe.num_experts}) is not a multiple of it"
+        yield Problem("parallel.expert", p.expert, rule, divisors(m.moe.num_experts, p.expert))
+    if m.expert_size % p.expert_tensor:
+        rule = f"the width of an expert ({m.expert_size}) is not a multiple of it"
+        yield Problem("parallel.expert_tensor", p.expert_tensor, rule, divisors(m.expert_size, p.expert_tensor))
+    if p.expert_tensor > 1 and m.linear_bias:
+        rule = "model.linear_bias is true, and the biases of an expert's outputs belong to one rank"
+        yield Problem("parallel.expert_tensor", p.expert_tensor, rule, "try 1")
+    if p.expert_tensor > 1 and p.expert_dispatch == "all_to_all":
+        rule = "it sends a token to one rank for each of its experts, and parallel.expert_tensor splits experts"
+        yield Problem("parallel.expert_dispatch", "all_to_all", rule, "try all_gather, or parallel.expert_tensor=1")
+    if p.tensor > 1 and not p.sequence_parallel:
+        rule = f"parallel.tensor is {p.tensor}, and without it each rank would send the same tokens to experts"
+        yield Problem("parallel.sequence_parallel", False, rule, "try true, or parallel.tensor=1")
+    of_rank = m.expert_size // p.expert_tensor
+    for key, width in (("model.hidden_size", m.hidden_size), ("model.moe.ffn_hidden_size", of_rank)):
+        if config.device != "cpu" and config.training.precision == "bf16" and width % 8:
+            rule = "GEMMs of all experts at once take bf16 matrices of a multiple of 8 columns"
+            yield Problem(key, width, rule, f"try {-(-width // 8) * 8}")
+
+
+def expert_ranks(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Rules between experts and the number of ranks."""
+    p = config.parallel
+    of_stage, rest = divmod(world_size, p.pipeline)
+    if rest or of_stage % (p.tensor * p.context):
+        return
+    cut = f" over parallel.expert_tensor ({p.expert_tensor})" if p.expert_tensor > 1 else ""
+    for key, size, count, over in (
+        ("expert_tensor", p.expert_tensor, of_stage, ""),
+        ("expert", p.expert, of_stage // p.expert_tensor, cut),
+    ):
+        if count % size:
+            rule = f"it must divide the {count} data-, context- and tensor-parallel ranks of a pipeline stage{over}"
+            yield Problem(f"parallel.{key}", size, rule, divisors(count, size))
+            return

@@ -1,0 +1,54 @@
+"""Gemma 2 and 3."""
+
+from megafp8.conversion import hf_traits as traits
+from megafp8.conversion.families import Family
+from megafp8.conversion.hf_names import OUTPUT_NORMS, like_llama
+from megafp8.conversion.hf_rope import ROPE_KEYS, read_local_rope, rope, write_rope
+from megafp8.conversion.keys import Fields, HfConfig, Key, Keys, Trait, aliases, always, only, same
+
+
+def _read_embedding_multiplier(hf: HfConfig) -> Fields:
+    hidden = hf.get("hidden_size")  # refused elsewhere where it is no number
+    return {"embedding_multiplier": hidden**0.5} if isinstance(hidden, int) else {}
+
+
+def _write_local_rope(ours: Fields) -> Keys:
+    return write_rope(ours) | {"rope_local_base_freq": ours["rope_local_theta"] or ours["rope_theta"]}
+
+
+def _softcaps(attention: float | None, logits: float | None) -> Trait:
+    return same(
+        attention_softcap=Key("attn_logit_softcapping", attention, nullable=True),
+        logit_softcap=Key("final_logit_softcapping", logits, nullable=True),
+    )
+
+
+_GEMMA = (
+    *traits.RMSNORM_MODEL,
+    traits.POSITIONS,
+    traits.TIED,
+    traits.activation("hidden_activation", "gelu_pytorch_tanh"),
+    same(num_query_groups=("num_key_value_heads", 4), head_dim=("head_dim", 256), norm_eps=("rms_norm_eps", 1e-6)),
+    aliases(hidden_act="hidden_activation"),
+    always(norm_position="both", zero_centered_gamma=True),
+    Trait((), _read_embedding_multiplier),
+    Trait(
+        ("query_pre_attn_scalar",),
+        lambda hf: {"attention_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5},
+        lambda ours: {"query_pre_attn_scalar": round(ours["attention_scale"] ** -2)},
+    ),
+    only(attention_bias=False),
+    traits.HEADS_DIVIDE,
+)
+_NAMES = like_llama(OUTPUT_NORMS, {"mlp_norm": "pre_feedforward_layernorm"})
+FAMILIES = (
+    Family("gemma2", "Gemma2ForCausalLM", (
+        *_GEMMA, rope(1e4), _softcaps(50.0, 30.0), traits.window_pattern(4096, 2),
+        aliases(sliding_window_size="sliding_window"), only(written=False, use_bidirectional_attention=None),
+    ), _NAMES, rank=2),
+    Family("gemma3_text", "Gemma3ForCausalLM", (
+        *_GEMMA, Trait((*ROPE_KEYS, "rope_local_base_freq"), read_local_rope, _write_local_rope), always(qk_norm=True),
+        _softcaps(None, None), traits.window_pattern(4096, 6, "sliding_window_pattern", "_sliding_window_pattern"),
+        only(written=False, use_bidirectional_attention=False),
+    ), _NAMES, rank=2),
+)  # fmt: skip

@@ -1,0 +1,27 @@
+"""OLMo 2 and OLMoE."""
+
+from megafp8.conversion import hf_traits as traits
+from megafp8.conversion.base import refuse
+from megafp8.conversion.families import Family
+from megafp8.conversion.hf_names import OUTPUT_NORMS, like_llama
+from megafp8.conversion.keys import HfConfig, always, check, only, same
+
+
+def _check_head_dim(hf: HfConfig) -> None:
+    """transformers norms hidden_size channels of the queries of olmoe, whatever head_dim says."""
+    hidden, heads, width = hf.get("hidden_size"), hf.get("num_attention_heads"), hf.get("head_dim")
+    if width is not None and isinstance(hidden, int) and isinstance(heads, int) and width * heads != hidden:
+        refuse("head_dim", width, f"hidden_size / num_attention_heads ({hidden / heads:g}) in this family")
+
+
+_OLMO = (*traits.llama_like(None, norm_eps=1e-5), always(qk_norm="projection"), *traits.NO_WINDOW)
+FAMILIES = (
+    Family("olmo2", "Olmo2ForCausalLM", (
+        *_OLMO, always(norm_position="output"), only(attention_bias=False), only(written=False, clip_qkv=None),
+    ), like_llama(OUTPUT_NORMS)),
+    Family("olmoe", "OlmoeForCausalLM", (
+        *_OLMO, *traits.ROUTER, traits.EXPERTS_ONLY, traits.num_experts("num_experts", "num_local_experts"),
+        same("moe", normalize=("norm_topk_prob", False)), check(_check_head_dim),
+        only(attention_bias=False, clip_qkv=None),
+    ), moe=True, rank=4),
+)  # fmt: skip

@@ -1,0 +1,169 @@
+"""Traits that several of Hugging Face's families have; arguments are the defaults of `transformers`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megafp8.config.activations import ACTIVATIONS
+from megafp8.conversion.base import refuse
+from megafp8.conversion.hf_rope import KINDS, rope
+from megafp8.conversion.keys import Fields, HfConfig, Key, Keys, Trait, always, check, either, flag, only, same, unread
+
+SIZES = same(
+    num_layers="num_hidden_layers", hidden_size="hidden_size", num_attention_heads="num_attention_heads",
+    ffn_hidden_size="intermediate_size", vocab_size="vocab_size",
+)  # fmt: skip
+POSITIONS = same(max_position_embeddings=("max_position_embeddings", None))
+TIED, UNTIED = (same(tie_embeddings=("tie_word_embeddings", tied)) for tied in (True, False))
+INIT_STD = Trait(
+    ("initializer_range",),
+    lambda hf: {"init_std": hf.get("initializer_range", 0.02)},
+    # LlamaConfig refuses more than 1. It does not matter for a trained model.
+    lambda ours: {"initializer_range": ours["init_std"]} if ours["init_std"] <= 1 else {},
+)
+NO_PADDING = unread(pad_token_id=None)
+"""Where the default of `transformers` is a token that a smaller vocabulary lacks."""
+
+
+def activation(key: str = "hidden_act", default: str = "silu", *, gated: bool = True) -> Trait:
+    """That of an MLP which is `gated` or not, under any name that transformers has for it."""
+    of_kind = {name: ours for name, ours in ACTIVATIONS.items() if ours.gated == gated}
+    return same(activation=(key, default, {theirs: name for name, x in of_kind.items() for theirs in x.hugging_face}))
+
+
+RMSNORM_MODEL = (
+    SIZES,
+    INIT_STD,
+    same(attention_dropout=("attention_dropout", 0.0)),
+    always(normalization="rmsnorm"),
+)
+
+
+_ROPE, _SILU = rope(1e4), activation()
+
+
+def llama_like(
+    groups: int | None,
+    head_dim: int | None = None,
+    norm_eps: float = 1e-6,
+    rope: Trait = _ROPE,
+    activation: Trait = _SILU,
+) -> tuple[Trait, ...]:
+    """Traits of Llama and its relatives. `groups`: num_key_value_heads, None for as many as heads."""
+    return (
+        rope,
+        *RMSNORM_MODEL,
+        POSITIONS,
+        activation,
+        UNTIED,
+        same(num_query_groups=Key("num_key_value_heads", groups, nullable=True), head_dim=("head_dim", head_dim)),
+        same(norm_eps=("rms_norm_eps", norm_eps)),
+        only(written=False, rope_interleaved=False),
+    )
+
+
+def _read_biases(hf: HfConfig) -> Fields:
+    attention, mlp = flag(hf, "attention_bias"), flag(hf, "mlp_bias")
+    if attention != mlp:
+        key, other = ("attention_bias", "mlp_bias") if attention else ("mlp_bias", "attention_bias")
+        refuse(key, True, f"biases on all linear layers ({other} = true too), or on none")
+    return {"linear_bias": attention}
+
+
+_BIASES = ("attention_bias", "mlp_bias")
+LINEAR_BIASES = Trait(_BIASES, _read_biases, lambda ours: dict.fromkeys(_BIASES, ours["linear_bias"]))
+
+
+def _check_heads(hf: HfConfig) -> None:
+    hidden, heads = hf.get("hidden_size"), hf.get("num_attention_heads")
+    if isinstance(hidden, int) and isinstance(heads, int) and hidden % max(heads, 1):
+        refuse("hidden_size", hidden, f"a multiple of num_attention_heads ({heads}) in this family, even with head_dim")
+
+
+HEADS_DIVIDE = check(_check_heads)
+"""What some classes of transformers check, although their layers could be otherwise."""
+
+ROUTER = (
+    same("moe", top_k="num_experts_per_tok"),
+    # Not read: model.moe.aux_loss weights another loss, of each sequence alone and divided by top_k. Written as 0, for
+    # the default of transformers would not be a weight that somebody chose for this model.
+    unread(router_aux_loss_coef=0.0),
+)
+EXPERTS_ONLY = Trait((), write=lambda ours: {"intermediate_size": ours["moe.ffn_hidden_size"]})
+"""Where all layers have experts, the width of an MLP is theirs."""
+
+MTP_LAYERS = "num_nextn_predict_layers"
+"""Key for the number of layers of multi-token prediction."""
+MULTI_TOKEN_PREDICTION = Trait(
+    (MTP_LAYERS, "num_mtp_layers"),
+    lambda hf: {"mtp_num_layers": hf.get(MTP_LAYERS) or 0},
+    lambda ours: {MTP_LAYERS: 0},  # transformers has no such layers
+)
+
+
+def num_experts(key: str, other: str) -> Trait:
+    """The number of experts, under either name."""
+    return either("moe.num_experts", key, other)
+
+
+def layer_types(hf: HfConfig) -> list[str] | None:
+    """Whether each layer has a window; None where there is no such key."""
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != hf.get("num_hidden_layers"):
+        refuse("layer_types", kinds, f"one entry for each of num_hidden_layers ({hf.get('num_hidden_layers')})")
+    if not {*map(str, kinds)} <= set(KINDS):
+        refuse("layer_types", sorted(set(map(str, kinds))), "full_attention and sliding_attention")
+    return [str(kind) for kind in kinds]
+
+
+def written_layer_types(ours: Fields) -> list[str]:
+    """The value of layer_types."""
+    window, full = ours["sliding_window"], ours["full_attention_layers"]
+    return [KINDS[window is None or i in full] for i in range(ours["num_layers"])]
+
+
+def check_window(window: Any, kinds: list[str] | None) -> None:
+    """Refuse layer_types that contradict a window of all layers, or of none."""
+    kind = KINDS[window is None]
+    if kinds is not None and set(kinds) != {kind}:
+        refuse("layer_types", sorted(set(kinds)), f"{kind} of all layers, as the window is {window}")
+
+
+NO_WINDOW = (
+    check(lambda hf: check_window(None, layer_types(hf)), "layer_types"),
+    only(written=False, sliding_window=None),
+)
+"""Where no layer has a window, though keys may say so."""
+
+
+def window_of_all(default: int | None) -> Trait:
+    """A window that all layers have, or none."""
+
+    def read(hf: HfConfig) -> Fields:
+        window = hf.get("sliding_window", default)
+        check_window(window, layer_types(hf))
+        return {"sliding_window": window}
+
+    keys = ("sliding_window", "layer_types")
+    return Trait(keys, read, lambda ours: {"sliding_window": ours["sliding_window"]})
+
+
+def window_pattern(default: int, every: int, *every_keys: str) -> Trait:
+    """Layers with a window, and some without: without layer_types the last of each `every`, or of the first key's."""
+
+    def read(hf: HfConfig) -> Fields:
+        kinds, layers = layer_types(hf), hf.get("num_hidden_layers")
+        if not isinstance(layers, int):
+            refuse("num_hidden_layers", layers, "a number of layers")
+        if kinds is None:
+            interval = hf.get(every_keys[0], every) if every_keys else every
+            kinds = [KINDS[(i + 1) % interval == 0] for i in range(layers)]
+        window, full = hf.get("sliding_window", default), [i for i in range(layers) if kinds[i] == KINDS[1]]
+        return {} if window is None else {"sliding_window": window, "full_attention_layers": full}
+
+    def write(ours: Fields) -> Keys:
+        return {"sliding_window": ours["sliding_window"] or default, "layer_types": written_layer_types(ours)}
+
+    return Trait(("sliding_window", "layer_types", *every_keys), read, write)

@@ -1,0 +1,51 @@
+"""Prompts with completions, of which these are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megafp8.data.styles import Document, Key, Style, Tokens
+from megafp8.data.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Prompts with completions, which end with the end-of-document token if `append_eod`."""
+
+    append_eod: bool = True
+    has_loss_mask = True
+
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
+        encode = completion_encoder(tokenizer, self.append_eod)
+        return lambda document: encode(*document.record)
+
+
+def completion_encoder(tokenizer: Tokenizer, append_eod: bool) -> Callable[[str, str], Tokens]:
+    """The function that tokenizes a prompt and its completion. It raises ValueError if the completion is empty.
+
+    They are tokenized together. The completion begins with the first token that the prompt alone does not have there.
+    `append_eod`: it ends with the end-of-document token.
+    """
+
+    def encode(prompt: str, completion: str) -> Tokens:
+        if not completion:
+            raise ValueError("the completion is empty")
+        ids, own = tokenizer.encode(prompt + completion), tokenizer.encode(prompt)
+        differing = [a != b for a, b in zip(ids, own)]
+        first = differing.index(True) if True in differing else min(len(own), len(ids))
+        ids = [*ids, tokenizer.eod_id] if append_eod else ids
+        mask, characters = (np.arange(len(ids)) >= first).astype(np.uint8), len(prompt) + len(completion)
+        return Tokens.masked(ids, mask, characters, "no token after the prompt")
+
+    return encode
+
+
+STYLE = Style(
+    "completion",
+    (Key("--json-key", "prompt", "prompt"), Key("--completion-key", "completion", "completion")),
+    lambda flags: Completions(not flags.no_append_eod),
+    frozenset({"--no-append-eod"}),
+)

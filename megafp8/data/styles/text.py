@@ -1,0 +1,42 @@
+"""Texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megafp8.data.sentences import split_sentences
+from megafp8.data.styles import Document, Key, Style, Tokens
+from megafp8.data.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts, which end with the end-of-document token if `append_eod`. `sentences`: each is a sequence of its own."""
+
+    append_eod: bool = True
+    sentences: bool = False
+    has_loss_mask = False
+
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
+        def encode(document: Document) -> Tokens | None:
+            text = document.text or ""
+            parts = [tokenizer.encode(part) for part in (split_sentences(text) if self.sentences else [text]) if part]
+            parts = [part for part in parts if part]
+            if not parts:
+                return None
+            if self.append_eod:
+                parts[-1] = [*parts[-1], tokenizer.eod_id]
+            return Tokens(np.concatenate(parts).astype(np.int32), [len(part) for part in parts], None, len(text))
+
+        return encode
+
+
+STYLE = Style(
+    "text",
+    (Key("--json-key", "text", "text"),),
+    lambda flags: Texts(not flags.no_append_eod, flags.split_sentences),
+    frozenset({"--split-sentences", "--no-append-eod"}),
+)

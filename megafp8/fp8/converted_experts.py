@@ -1,0 +1,57 @@
+"""Experts of transformers' mixture-of-experts models in FP8: Mixtral, Qwen3-MoE and others that store them alike.
+
+transformers 5 stores all experts of a block in two parameters, `gate_up_proj` `[e, 2f, h]` and `down_proj` `[e, h, f]`,
+in a module that is called with tokens and their choice of experts. Here the tokens are sorted by expert and each
+product is one `grouped_linear`: every expert is an FP8 layer of its own, and kernels compute all of them at once.
+
+Shapes: t tokens, k experts chosen by each, e experts, h hidden, f width of an expert, m = t·k rows.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megafp8.fp8.standalone import StandaloneExperts
+from megafp8.linear.grouped_linear import grouped_linear
+from megafp8.numerics.groups import RowGroups
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether `module` stores experts and is called as described above."""
+    up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    if not isinstance(up, nn.Parameter) or not isinstance(down, nn.Parameter) or up.dim() != 3 or down.dim() != 3:
+        return False
+    (e, f2, h), ordinary = up.shape, {"has_gate": True, "is_concatenated": True, "is_transposed": False}
+    ordinary |= {"has_bias": False, "has_post_expert_norm": False, "_is_expert_parallel": False}
+    as_expected = all(getattr(module, name, None) is value for name, value in ordinary.items())
+    return as_expected and hasattr(module, "_apply_gate") and down.shape == (e, h, f2 // 2)
+
+
+def convert_experts(module: nn.Module, up: StandaloneExperts, down: StandaloneExperts) -> None:
+    """Let `module`, for which `are_experts`, compute with these layers within `autocast`."""
+    module.fp8_up, module.fp8_down = up, down  # type: ignore[assignment]
+    module.forward = MethodType(_forward, module)
+
+
+def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Tokens `[t, h]`, the experts of each `[t, k]` and their weights `[t, k]` -> `[t, h]`."""
+    device, training = hidden_states.device, self.training
+    x_th = hidden_states
+    if torch.is_autocast_enabled(device.type):
+        x_th = x_th.to(torch.get_autocast_dtype(device.type))
+    order_m = top_k_index.flatten().argsort(stable=True)
+    token_m = order_m // top_k_index.shape[1]
+    ends_e = torch.bincount(top_k_index.flatten(), minlength=self.num_experts).cumsum(0).to(torch.int32)
+    groups = RowGroups.of(ends_e, len(token_m))
+    with self.fp8_up.running(device, training=training) as up, self.fp8_down.running(device, training=training) as down:
+        if up is None or down is None:
+            return cast(Tensor, type(self).forward(self, hidden_states, top_k_index, top_k_weights))
+        with torch.autocast(device.type, enabled=False):
+            gate_up = grouped_linear(x_th[token_m], self.gate_up_proj.flatten(0, 1), groups, up)
+            y_mh = grouped_linear(self._apply_gate(gate_up), self.down_proj.flatten(0, 1), groups, down)
+            y_mh = y_mh * top_k_weights.flatten()[order_m, None]
+            return torch.zeros_like(hidden_states).index_add_(0, token_m, y_mh.to(hidden_states.dtype))

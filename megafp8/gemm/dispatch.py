@@ -1,0 +1,204 @@
+"""Matrix products: one for FP8 operands with several backends, one for all other dtypes.
+
+Hopper's tensor cores take FP8 only as a · bᵀ with both operands row-major ("TN"), so that is the one form there is; the
+caller transposes beforehand. Scales finer than per-tensor are applied by the GEMM itself, block by block.
+
+Backends for FP8:
+    cublaslt   cuBLASLt through nvmath-python: the algorithm is chosen by measurement, weight gradients are accumulated
+               in place, and a call costs the host a few microseconds
+    scaled_mm  torch.nn.functional.scaled_mm: cuBLASLt's first choice on CUDA; oneDNN on CPU, where torch has it
+    emulated   the same product with fp32 operands, anywhere: exact products (FP8 × FP8 fits fp32), fp32 sums;
+               for a float64 result float64 sums, which lets layouts be compared without the noise of their order
+
+Blocks of 32 and 16 (mxfp8, nvfp4) are Blackwell's. Where its tensor cores are found to multiply them, scaled_mm does,
+under every backend but emulated (`megafp8.gemm.scaled_mm`). Pairs of granularities that the device's tensor cores
+do not take are emulated.
+
+cuBLASLt wants n and k to be multiples of 16. Others are padded with zeros, which adds nothing to any sum and costs a
+copy; layer sizes and tokens per micro-batch that are multiples of 16 never pay it.
+
+Shapes: m, n the result's dims, k the dim summed over.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megafp8.gemm.cublaslt import CublasLt, available
+from megafp8.gemm.cublaslt_problem import ALIGNMENT, adds_bias, arranged
+from megafp8.gemm.scaled_mm import block_scaled_mm, multiplies
+from megafp8.gemm.scaled_mm_check import why_emulated
+from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, HOPPER_PAIRS, ROW, TENSOR, ScaledTensor, zero_pad
+from megafp8.user_cache import user_cache
+
+GemmBackend = Literal["auto", "cublaslt", "scaled_mm", "emulated"]
+
+_SCALING = {
+    TENSOR: F.ScalingType.TensorWise,
+    ROW: F.ScalingType.RowWise,
+    BLOCK_1X128: F.ScalingType.BlockWise1x128,
+    BLOCK_128X128: F.ScalingType.BlockWise128x128,
+}
+_BLOCK_SCALED_ROWS = 4
+"""cuBLASLt multiplies rows with scales of 1×128 blocks in multiples of this."""
+
+
+def algorithm_file() -> Path:
+    """Where cuBLASLt's fastest algorithms are stored between runs."""
+    return user_cache() / "cublaslt.json"
+
+
+@cache
+def _shared_cublaslt(index: int, autotune: bool) -> CublasLt:
+    """That of GPU `index`, for all layers of the process: were each to have its own, workspaces would add up."""
+    device = torch.device("cuda", index)
+    return CublasLt(device, autotune=autotune, cache_file=algorithm_file() if autotune else None)
+
+
+class Fp8Gemm:
+    """FP8 products with one backend on one device. `backend` "auto" is the fastest there is on the device.
+
+    `autotune`: let cuBLASLt's algorithms be timed when a shape is first met. ValueError where a backend is asked for by
+    name and is not there.
+    """
+
+    def __init__(self, backend: GemmBackend, device: torch.device, *, autotune: bool = True) -> None:
+        has_cublaslt = available(device)
+        if backend == "cublaslt" and not has_cublaslt:
+            raise ValueError(
+                "fp8.gemm_backend = cublaslt: needs nvmath-python (pip install -e '.[gpu]') and a Hopper GPU, and "
+                f"{device} has not both; try auto"
+            )
+        if backend == "auto":
+            backend = ("cublaslt" if has_cublaslt else "scaled_mm") if device.type == "cuda" else "emulated"
+        self.backend = backend
+        self._has_block_scaled = backend != "emulated" and why_emulated(device) is None
+        self._cublaslt: CublasLt | None = None
+        if backend == "cublaslt":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._cublaslt = _shared_cublaslt(index, autotune)
+
+    def tn(
+        self,
+        a_mk: ScaledTensor,
+        b_nk: ScaledTensor,
+        out_dtype: torch.dtype,
+        *,
+        use_fast_accum: bool,
+        out: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """`a · bᵀ`, `[m, n]` in `out_dtype`, rounded to it once; into `out`, contiguous, if given.
+
+        `use_fast_accum` has an effect on Hopper only. `bias` `[n]` is added before rounding where cuBLASLt does it,
+        otherwise to the rounded product.
+        """
+        if bias is not None and not self._adds(a_mk, b_nk, out_dtype, bias):
+            return self.tn(a_mk, b_nk, out_dtype, use_fast_accum=use_fast_accum, out=out).add_(bias)
+        if self._has_block_scaled and multiplies(a_mk, b_nk, out_dtype):
+            return _into(out, block_scaled_mm(a_mk, b_nk, out_dtype))
+        if self._cublaslt is not None and _fits(a_mk, b_nk):
+            if out is None:
+                a8 = a_mk.data
+                out = torch.empty(a8.shape[0], b_nk.data.shape[0], dtype=out_dtype, device=a8.device)
+            self._cublaslt.matmul_tn(a_mk, b_nk, out, accumulate=False, use_fast_accum=use_fast_accum, bias=bias)
+            return out
+        assert a_mk.data.is_contiguous()
+        assert b_nk.data.is_contiguous()
+        if self.backend == "emulated" or (a_mk.granularity, b_nk.granularity) not in HOPPER_PAIRS:
+            return _into(out, _emulated(a_mk, b_nk, out_dtype))
+        return _into(out, _scaled_mm(a_mk, b_nk, out_dtype, use_fast_accum))
+
+    def _adds(self, a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, bias: Tensor) -> bool:
+        """Whether cuBLASLt adds this bias to this product."""
+        return (
+            self._cublaslt is not None
+            and _fits(a_mk, b_nk)
+            and adds_bias(a_mk.granularity.name, b_nk.granularity.name, out_dtype)
+            and bias.dtype == out_dtype
+            and bias.is_contiguous()
+            and bias.data_ptr() % ALIGNMENT == 0
+        )
+
+    def accumulate_tn(self, a_mk: ScaledTensor, b_nk: ScaledTensor, out_mn: Tensor, *, use_fast_accum: bool) -> None:
+        """Add `a · bᵀ` to `out_mn`, fp32 and contiguous."""
+        if self._cublaslt is not None and _fits(a_mk, b_nk):
+            self._cublaslt.matmul_tn(a_mk, b_nk, out_mn, accumulate=True, use_fast_accum=use_fast_accum)
+        else:
+            out_mn.add_(self.tn(a_mk, b_nk, out_mn.dtype, use_fast_accum=use_fast_accum))
+
+
+def _into(out: Tensor | None, y_mn: Tensor) -> Tensor:
+    return y_mn if out is None else out.copy_(y_mn)
+
+
+def _fits(a_mk: ScaledTensor, b_nk: ScaledTensor) -> bool:
+    """Whether cuBLASLt takes these operands as they are."""
+    n, k = b_nk.data.shape
+    return (
+        (a_mk.granularity, b_nk.granularity) in HOPPER_PAIRS
+        and n % ALIGNMENT == 0
+        and k % ALIGNMENT == 0
+        and (a_mk.granularity is not BLOCK_1X128 or a_mk.data.shape[0] % _BLOCK_SCALED_ROWS == 0)
+    )
+
+
+def _emulated(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(out_dtype, torch.float32)
+    if a_mk.granularity is TENSOR and b_nk.granularity is TENSOR:  # scale_inv multiplies the finished sum
+        y_mn = a_mk.data.to(wide) @ b_nk.data.to(wide).t()
+        return y_mn.mul_(a_mk.scale_inv).mul_(b_nk.scale_inv).to(out_dtype)
+    return (a_mk.dequantize(wide) @ b_nk.dequantize(wide).t()).to(out_dtype)
+
+
+def _scaled_mm(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
+    m, (n, k) = a_mk.data.shape[0], b_nk.data.shape
+    pad_m = -m % _BLOCK_SCALED_ROWS if a_mk.granularity is BLOCK_1X128 else 0
+    pad_n, pad_k = -n % ALIGNMENT, -k % ALIGNMENT
+    a_mk, b_nk = arranged(a_mk), arranged(b_nk)
+    a_scale_inv, b_scale_inv = a_mk.scale_inv, b_nk.scale_inv
+    if pad_m:
+        a_scale_inv = F.pad(a_scale_inv.t(), (0, pad_m)).t()
+    if b_nk.granularity is ROW:
+        b_scale_inv = F.pad(b_scale_inv, (0, 0, 0, pad_n)).t()
+    elif b_nk.granularity is BLOCK_128X128:  # its scales have room for a multiple of four blocks of k
+        b_scale_inv = F.pad(b_scale_inv, (0, -b_scale_inv.shape[1] % 4)).t()
+    y_mn = F.scaled_mm(  # torch has fp16 results for some granularities only
+        zero_pad(a_mk.data, pad_m, pad_k),
+        zero_pad(b_nk.data, pad_n, pad_k).t(),
+        a_scale_inv,
+        _SCALING[a_mk.granularity],
+        b_scale_inv,
+        _SCALING[b_nk.granularity],
+        output_dtype=torch.float32 if out_dtype == torch.float16 else out_dtype,
+        use_fast_accum=use_fast_accum and a_mk.granularity in (TENSOR, ROW),  # torch refuses it for blocks
+    ).to(out_dtype)
+    return y_mn[:m, :n].contiguous() if pad_m or pad_n else y_mn
+
+
+def gemm(
+    a_mk: Tensor, b_kn: Tensor, out_dtype: torch.dtype, out: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """`a · b` of two matrices of one dtype in any layout, `[m, n]` in `out_dtype`; into `out` if given.
+
+    Sums are fp32 for 16-bit operands, and reach an fp32 result unrounded. On CPU those operands are widened first: the
+    same products and sums, and far faster there. `bias` `[n]`: as for `Fp8Gemm.tn`.
+    """
+    if bias is not None:
+        if a_mk.is_cuda and out_dtype == a_mk.dtype == bias.dtype:
+            return torch.addmm(bias, a_mk, b_kn, out=out)
+        return gemm(a_mk, b_kn, out_dtype, out).add_(bias)
+    if a_mk.is_cuda and out_dtype == a_mk.dtype:
+        return torch.mm(a_mk, b_kn, out=out)
+    wide = torch.promote_types(a_mk.dtype, torch.float32)
+    if not a_mk.is_cuda:
+        a_mk, b_kn = a_mk.to(wide), b_kn.to(wide)
+    elif a_mk.dtype != wide and out_dtype == wide:
+        return _into(out, torch.mm(a_mk, b_kn, out_dtype=wide))
+    return _into(out, (a_mk @ b_kn).to(out_dtype))

@@ -1,0 +1,116 @@
+"""Gradient sinks: where weight gradients go instead of to autograd.
+
+A weight may have a `GradSink`, given by `set_grad_sink`: dw `[n, k]` is then added to its `main_grad`, by the GEMM
+itself where possible. Autograd sees no gradient for the weight, which saves a bf16 gradient and its rounding. Without a
+sink, dw is returned in the dtype that autograd wants: the weight's own unless its `grad_dtype` says otherwise. While a
+sink's `WgradStore` is open, wgrad is deferred (`megafp8.linear.deferred_wgrad`).
+
+A sink belongs to a parameter object: tensors that autograd has saved may come back as other objects, without it.
+
+Shapes: k inputs, n outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megafp8.linear.deferred_wgrad import WgradStore
+
+
+class GradSink(Protocol):
+    """Where a weight's gradient goes: into `main_grad`, a sum of its shape, in fp32 mostly.
+
+    `wgrads` takes wgrad for later while it is open; None where there is no later. `added` is called when a gradient has
+    been added to `main_grad`.
+    """
+
+    @property
+    def main_grad(self) -> Tensor: ...
+
+    @property
+    def wgrads(self) -> WgradStore | None: ...
+
+    def added(self) -> None: ...
+
+
+def set_grad_sink(weight: Tensor, sink: GradSink) -> None:
+    """From now on the gradient of `weight`, a leaf, goes to `sink`."""
+    weight.grad_sink = sink  # type: ignore[attr-defined]
+
+
+def grad_sink(weight: Tensor) -> GradSink | None:
+    """The weight's sink, if it has one."""
+    return getattr(weight, "grad_sink", None)
+
+
+def wgrad_dtype(weight: Tensor) -> torch.dtype:
+    """What dtype `deliver` wants dw in."""
+    if grad_sink(weight) is not None:
+        return torch.promote_types(weight.dtype, torch.float32)
+    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
+
+
+def deliver(weight: Tensor, dw: Tensor) -> Tensor | None:
+    """Add dw, of any floating dtype, to the weight's sink and give autograd nothing; or give autograd dw."""
+    sink = grad_sink(weight)
+    if sink is None:
+        return dw
+    assert dw.shape == sink.main_grad.shape, f"a gradient {tuple(dw.shape)} for {tuple(sink.main_grad.shape)}"
+    sink.main_grad.add_(dw.detach())
+    sink.added()
+    return None
+
+
+def summed_in_place(weight: Tensor) -> Tensor | None:
+    """The fp32 sum of the weight's gradients, which a kernel may add to, if there is one; then call `was_added`."""
+    sink = grad_sink(weight)
+    if sink is None or weight.dtype == torch.float64:
+        return None
+    main_grad = sink.main_grad
+    return main_grad if main_grad.dtype == torch.float32 else None
+
+
+def was_added(weight: Tensor) -> None:
+    """Tell the weight's sink that a gradient has been added to what `summed_in_place` returned."""
+    sink = grad_sink(weight)
+    assert sink is not None
+    sink.added()
+
+
+def open_store(weight: Tensor) -> WgradStore | None:
+    """Where the weight's gradient is to be left for later, if it is."""
+    sink = grad_sink(weight)
+    store = None if sink is None else sink.wgrads
+    return store if store is not None and store.is_open else None
+
+
+def begin_or_defer(weight: Tensor, begin: Callable[[], Callable[[], Tensor | None]]) -> Callable[[], Tensor | None]:
+    """Begin a weight gradient, and return what finishes it; or defer it, and return what does nothing."""
+    store = open_store(weight)
+    if store is None:
+        return begin()
+    store.put(begin)
+    return lambda: None
+
+
+def now_or_later(weight: Tensor, wgrad: Callable[[], Tensor | None]) -> Tensor | None:
+    """What `wgrad` returns; or None, and `wgrad` in the weight's open store."""
+    return begin_or_defer(weight, lambda: wgrad)()
+
+
+def wgrad_by(weight: Tensor, experts: int, compute: Callable[..., None]) -> Tensor | None:
+    """dw `[e·n, k]` of experts to the weight's sink, or back.
+
+    `compute(dw_enk, accumulate=...)` writes it to `dw_enk` `[e, n, k]`, or adds it to the sink's fp32 sum.
+    """
+    main_grad = summed_in_place(weight)
+    dw = torch.empty(weight.shape, dtype=wgrad_dtype(weight), device=weight.device) if main_grad is None else main_grad
+    compute(dw.view(experts, -1, weight.shape[1]), accumulate=main_grad is not None)
+    if main_grad is None:
+        return deliver(weight, dw)
+    was_added(weight)
+    return None

@@ -1,0 +1,169 @@
+"""State of the same linear layer in each expert of a rank, whose weights are one parameter.
+
+Each expert's layer has a `LinearState` of its own: its plan, scales, histories and name. Where all are alike, kernels
+compute them at once with a `GroupQuantizer` for each operand and one FP8 copy of all weights.
+
+Shapes: e experts, n outputs, k inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megafp8.linear.state import InputFormat, LinearState, QuantizedGradHandoff, Quantizers
+from megafp8.linear.weight_forms import TransientWeight, WeightCopies, WeightForm
+from megafp8.numerics.group_quantizer import GroupQuantizer, RowsQuantizer
+from megafp8.numerics.groups import RowGroups
+from megafp8.numerics.sources import Plain
+from megafp8.numerics.tensor import QuantizedTensor
+from megafp8.plan import PerGemm
+
+_ALIGNMENT = 8  # rows of 16 bytes
+
+
+def has_kernels(x: Tensor, *widths: int) -> bool:
+    """Whether there are kernels that compute all experts at once, for bf16 matrices of these widths."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and not any(width % _ALIGNMENT for width in widths)
+
+
+class GroupQuantizers(NamedTuple):
+    """How each operand of all experts is quantized."""
+
+    input: GroupQuantizer
+    weight: GroupQuantizer
+    grad_output: GroupQuantizer
+
+
+class JointLayer(NamedTuple):
+    """All experts as one linear layer, for certain rows of each, as `megafp8.linear.gemms` takes it."""
+
+    state: GroupState
+    high_precision: PerGemm
+    fast_accum: PerGemm
+    quantizers: Quantizers
+
+    def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> WeightForm:
+        """`GroupState.fp8_weight`."""
+        return self.state.fp8_weight(weight, columnwise=columnwise)
+
+
+class GroupState:
+    """State of the linear layers `states`, one for each expert; made by `Fp8Manager.group`."""
+
+    def __init__(self, states: Sequence[LinearState]) -> None:
+        self.states = tuple(states)
+        self._quantizers: GroupQuantizers | None = None
+        self._high_precision: bool | None = None  # until the plans have been looked at, once a step
+        self._alike = False
+        self._copies: WeightCopies | None = None
+        self.watches_weight = self.states[0].watches_weight
+
+    def _look_at_plans(self) -> None:
+        first = self.states[0].plan
+        self._high_precision = not any(state.plan.fp8 or state.plan.calibrating for state in self.states)
+        self._alike = all(
+            state.plan.gemms == first.gemms and state.plan.fp8 and not state.plan.calibrating for state in self.states
+        )
+
+    @property
+    def high_precision(self) -> bool:
+        """Whether no expert quantizes anything, nor calibrates the scale of anything."""
+        if self._high_precision is None:
+            self._look_at_plans()
+        return bool(self._high_precision)
+
+    def joint_quantizers(self, x: Tensor, weight: Tensor) -> GroupQuantizers | None:
+        """Quantizers for all experts at once; None where kernels cannot compute them so.
+
+        They can on CUDA in bf16, with one scale per tensor or row or blocks of 128, if all experts' GEMMs have the same
+        precision, widths are multiples of the quantizers' `alignment`, and the recorder samples none of their tensors.
+        """
+        first, widths = self.states[0], (weight.shape[0] // len(self.states), weight.shape[1])
+        if self.high_precision or not self._alike or not has_kernels(x, *widths):
+            return None
+        if first.gathered_weight is not None or (first.has_observer and any(state.observed for state in self.states)):
+            return None
+        if self._quantizers is None:
+            self._quantizers = self._join(widths)[0]
+        return self._quantizers
+
+    def one_by_one(self) -> str:
+        """Why the host starts the FP8 GEMMs of one expert after the other on CUDA; empty if it never does.
+
+        By the layers' sites, for bf16.
+        """
+        if self.high_precision:
+            return ""
+        if any(state.plan.calibrating for state in self.states):
+            return "static scales are being calibrated"
+        if not self._alike:
+            return "some experts of a layer are not FP8"
+        first = self.states[0]
+        if first.has_observer:
+            return "a recorder looks at what each expert quantizes"
+        return self._join((first.site.outputs, first.site.inputs))[1]
+
+    def _join(self, widths: tuple[int, int]) -> tuple[GroupQuantizers | None, str]:
+        """The quantizers for all experts at once, or None and why there are none."""
+        joined = map(GroupQuantizer.join, zip(*(state.own_quantizers for state in self.states), strict=True))
+        x_quantizer, w_quantizer, dy_quantizer = joined
+        if x_quantizer is None or w_quantizer is None or dy_quantizer is None:
+            return None, "no kernel computes them all at once under this recipe"
+        quantizers = GroupQuantizers(x_quantizer, w_quantizer, dy_quantizer)
+        alignment = max(quantizer.alignment for quantizer in quantizers)
+        misfit = next((width for width in widths if width % alignment), None)
+        if misfit is not None:
+            return None, f"the recipe wants widths of {alignment}, and experts have {misfit}"
+        return quantizers, ""
+
+    def as_layer(self, groups: RowGroups) -> JointLayer:
+        """All experts as one layer whose tokens are the rows of `groups`; where there are `joint_quantizers`."""
+        assert self._quantizers is not None
+        first, (x, w, dy) = self.states[0], (RowsQuantizer(quantizer, groups) for quantizer in self._quantizers)
+        return JointLayer(self, first.high_precision, first.fast_accum, Quantizers(x, w, dy))
+
+    def input_format(self, x: Tensor, weight: Tensor, groups: RowGroups) -> InputFormat | None:
+        """In which form the layer takes the rows of `groups` from the operation before it; None for values.
+
+        `x`: of the rows' device and dtype.
+        """
+        quantizers = self.joint_quantizers(x, weight) if self.states[0].plan.input == "fused" else None
+        return None if quantizers is None else InputFormat(RowsQuantizer(quantizers.input, groups))
+
+    def grad_handoff(self, x: Tensor, weight: Tensor, groups: RowGroups) -> QuantizedGradHandoff | None:
+        """Where the operation after the layer leaves the output's gradient; None where the layer quantizes it."""
+        quantizers = self.joint_quantizers(x, weight) if self.states[0].plan.grad_output == "fused" else None
+        return None if quantizers is None else QuantizedGradHandoff(RowsQuantizer(quantizers.grad_output, groups))
+
+    def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> WeightForm:
+        """What FP8 GEMMs read of all weights in this forward, and if `columnwise` in the backward that follows."""
+        if self.states[0].transient_weight:
+            return TransientWeight(partial(self.quantize_weight, weight))
+        self._copies = WeightCopies.current(self._copies, weight, self, columnwise=columnwise)
+        return self._copies
+
+    def records_weight(self) -> bool:
+        """Whether a cast of the weights changes the recipe's state now; not in evaluation."""
+        return self.states[0].records_weight()
+
+    def quantize_weight(self, weight: Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        """Casts of `weight` `[e·n, k]`: `[e·n, k]` and `[k, padded]`."""
+        assert self._quantizers is not None
+        experts = len(self.states)
+        groups = RowGroups.equal(experts, len(weight) // experts, weight.device)
+        source = Plain(weight.detach())
+        return self._quantizers.weight(source, groups, rowwise=rowwise, columnwise=columnwise)
+
+    def invalidate_weight(self) -> None:
+        """Forget the FP8 copies: the weight has changed. Plans may have changed too."""
+        self._copies = None
+        self.look_at_plans_again()
+
+    def look_at_plans_again(self) -> None:
+        """Plans may have changed."""
+        self._high_precision = None

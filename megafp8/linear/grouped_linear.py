@@ -1,0 +1,254 @@
+"""Linear layers of many experts at once: consecutive rows of the input are multiplied with weights of their own.
+
+The weights of all experts are one parameter, so that a single kernel can multiply them. How many rows an expert has is
+known on the device only. On CUDA kernels read it there, so the host does not wait: in bf16, and in FP8 with scales of
+tensors, rows or blocks of 128. An expert may have no rows: its weight gradient is then zero.
+
+*In FP8* each expert is a layer of its own: its input, weight and gradient are quantized as the recipe says, with scales
+that no other expert shares. Where kernels do not compute all experts at once (`GroupState.joint_quantizers`), the host
+reads how many rows each has, and one expert after the other is computed as a layer is (`megafp8.linear.gemms`). Kernels
+are held to that.
+
+The weight gradient goes where `megafp8.linear.grad_sink` says; on CUDA kernels add to the fp32 sum themselves.
+
+Shapes: m rows, e experts, k inputs, n outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.functional import grouped_mm
+
+from megafp8.linear import group_state
+from megafp8.linear.autograd import once_differentiable
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.gemms import (
+    HIGH_PRECISION,
+    NOTHING,
+    Operand,
+    add_wgrad,
+    dgrad,
+    fp8_weight,
+    fprop,
+    in_dtype,
+    operand_of,
+    quantize_grad_output,
+    quantize_input,
+    tensors_of,
+)
+from megafp8.linear.grad_sink import deliver, now_or_later, wgrad_by, wgrad_dtype
+from megafp8.linear.group_state import GroupState
+from megafp8.linear.state import LinearState, QuantizedGradHandoff
+from megafp8.linear.weight_forms import WeightForm
+from megafp8.numerics.groups import RowGroups, row_slices
+from megafp8.numerics.tensor import Granularity, QuantizedTensor, ScaledTensor
+from megafp8.plan import PerGemm
+
+
+def grouped_linear(
+    x_mk: Tensor | LinearInput,
+    weight: nn.Parameter,
+    groups: RowGroups,
+    state: GroupState | None = None,
+    handoff: QuantizedGradHandoff | None = None,
+) -> Tensor:
+    """`[m, n]` in x's dtype: the rows of each expert times the transpose of its weight, as `state` has it planned.
+
+    `weight`: `[e·n, k]`, one expert after the other. `groups`: where the rows of each expert end; they begin where
+    those of the expert before end, and the last ends at m. Without a `state` all is in high precision. `handoff`:
+    `state.grad_handoff`, given to the operation after the layer too.
+    """
+    values, quantized = (x_mk, None) if isinstance(x_mk, Tensor) else (x_mk.tensor, x_mk.quantized)
+    experts, grad_enabled = len(groups.ends_e), torch.is_grad_enabled()
+    if state is None or state.high_precision:
+        state, joint = None, group_state.has_kernels(values, len(weight) // experts, weight.shape[1])
+    else:
+        joint = state.joint_quantizers(values, weight) is not None
+    if joint:
+        return _JointLinear.apply(values, weight, quantized, groups, state, handoff, grad_enabled)
+    states = [HIGH_PRECISION] * experts if state is None else state.states
+    return _OneByOneLinear.apply(values, weight, groups.ends_e, states, grad_enabled)
+
+
+def _kernels() -> ModuleType:
+    from megafp8.kernels import grouped_gemm  # needs Triton, which comes with torch's CUDA builds
+
+    return grouped_gemm
+
+
+class _JointLinear(Function):
+    """All experts at once, by kernels; their layers are alike. With `x8` the values of `x_mk` are not read.
+
+    `state`: None in high precision.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_mk: Tensor, weight: Tensor, x8: QuantizedTensor | None, groups: RowGroups, state: GroupState | None,
+        handoff: QuantizedGradHandoff | None, grad_enabled: bool,
+    ) -> Tensor:  # fmt: skip
+        needs_dx, needs_dw, *_ = (needed and grad_enabled for needed in ctx.needs_input_grad)
+        layer = HIGH_PRECISION if state is None else state.as_layer(groups)
+        high, ends_e = layer.high_precision, groups.ends_e
+        n, k = len(weight) // len(ends_e), weight.shape[1]
+        if x8 is None:
+            x8 = quantize_input(layer, x_mk, for_wgrad=needs_dw)
+        w8 = fp8_weight(layer, weight, needs_dx=needs_dx)
+        if high.fprop:
+            y_mn = grouped_mm(x_mk, in_dtype(weight, x_mk.dtype).view(-1, n, k).transpose(1, 2), offs=ends_e)
+        else:
+            y_mn = _kernels().rows_times_matrices(
+                x8.required_rowwise, w8.required_rowwise, ends_e, n, x_mk.dtype, columnwise=False,
+                fast=layer.fast_accum.fprop,
+            )  # fmt: skip
+        x: Operand | None = None
+        if needs_dw:
+            x = x_mk if high.wgrad else x8.required_columnwise
+        ctx.granularity = x.granularity if isinstance(x, ScaledTensor) else None
+        ends = ends_e if x is x_mk else None  # beside values the rows' ends are saved, too
+        ctx.save_for_backward(weight if needs_dx and high.dgrad else None, ends, *tensors_of(x))
+        ctx.weight, ctx.layer, ctx.groups, ctx.handoff, ctx.w8 = weight, layer, groups, handoff, w8
+        return y_mn
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_mn: Tensor) -> tuple[Tensor | None, ...]:
+        needs_dx, needs_dw, *_ = ctx.needs_input_grad
+        layer, groups, weight, (w, _, *kept_x) = ctx.layer, ctx.groups, ctx.weight, ctx.saved_tensors
+        high, ends_e, k = layer.high_precision, groups.ends_e, weight.shape[1]
+        dy8 = None if ctx.handoff is None else ctx.handoff.take()
+        if dy8 is None:
+            dy_mn = dy_mn.contiguous()
+            dy8 = quantize_grad_output(layer, high, dy_mn, needs_dx=needs_dx, needs_dw=needs_dw)
+        dx = dw = None
+        if needs_dx and high.dgrad:
+            dx = grouped_mm(dy_mn, in_dtype(w, dy_mn.dtype).view(len(ends_e), -1, k), offs=ends_e)
+        elif needs_dx:
+            dx = _kernels().rows_times_matrices(
+                dy8.required_rowwise, ctx.w8.required_columnwise, ends_e, k, dy_mn.dtype, columnwise=True,
+                fast=layer.fast_accum.dgrad,
+            )  # fmt: skip
+        if needs_dw:
+            x = operand_of(kept_x, ctx.granularity)
+            dy = dy_mn.detach() if high.wgrad else dy8.required_columnwise
+            dw = now_or_later(weight, partial(_joint_wgrad, weight, dy, x, groups, layer.fast_accum.wgrad))
+        return dx, dw, None, None, None, None, None
+
+
+def _joint_wgrad(weight: Tensor, dy: Operand, x: Operand, groups: RowGroups, fast: bool) -> Tensor | None:
+    """dw `[e·n, k]` to the weight's sink or back."""
+    if isinstance(x, ScaledTensor):
+        sums = partial(_kernels().sums_over_rows, dy, x, groups.padded_ends_e, fast=fast)
+    elif wgrad_dtype(weight) == x.dtype:  # faster than ours, which can add to fp32
+        assert isinstance(dy, Tensor)
+        return deliver(weight, grouped_mm(dy.t(), x, offs=groups.ends_e).flatten(0, 1))
+    else:
+        sums = partial(_kernels().sums_over_rows, dy, x.detach(), groups.ends_e)
+    return wgrad_by(weight, len(groups.ends_e), sums)
+
+
+class _OneByOneLinear(Function):
+    """One expert after the other, each as its own `LinearState` says."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_mk: Tensor, weight: Tensor, ends_e: Tensor, states: Sequence[LinearState], grad_enabled: bool
+    ) -> Tensor:
+        needs_dx, needs_dw, *_ = (needed and grad_enabled for needed in ctx.needs_input_grad)
+        w_enk = weight.detach().view(len(states), -1, weight.shape[1])
+        y_mn = x_mk.new_empty(len(x_mk), w_enk.shape[1])
+        kept: list[Operand | None] = []
+        ctx.experts = []
+        for rows, state, w_nk in zip(row_slices(ends_e), states, w_enk, strict=True):
+            high, is_empty, x, kept_x = state.high_precision, rows.start == rows.stop, x_mk[rows], None
+            w8 = fp8_weight(state, w_nk, needs_dx=needs_dx)
+            if state.plan.calibrating:
+                state.record_amax("weight", w_nk)
+            if is_empty and w8 is not NOTHING:
+                assert w8.required_rowwise  # cast, as its amax is recorded whether or not tokens come
+            # Where other ranks have other rows of the expert, casts of x and dy may reduce an amax with them.
+            if not is_empty or state.token_group is not None:
+                x8 = quantize_input(state, x, for_wgrad=needs_dw)
+            if not is_empty:
+                if state.plan.calibrating:
+                    state.record_amax("input", x)
+                if high.fprop:
+                    y_mn[rows] = fprop(state, x, w_nk, x.dtype)
+                else:
+                    y_mn[rows] = fprop(state, x8.required_rowwise, w8.required_rowwise, x.dtype)
+                if needs_dw and not high.wgrad:
+                    kept_x = x8.required_columnwise
+            kept.append(kept_x)
+            granularity = None if kept_x is None else kept_x.granularity
+            ctx.experts.append(_Expert(rows, state, high, state.plan.calibrating, w8, granularity))
+        values = x_mk if needs_dw and any(state.high_precision.wgrad for state in states) else None
+        ends = None if values is None else ends_e  # beside values the rows' ends are saved, too
+        ctx.save_for_backward(values, ends, *(tensor for x in kept for tensor in tensors_of(x)))
+        ctx.weight = weight
+        return y_mn
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_mn: Tensor) -> tuple[Tensor | None, ...]:
+        needs_dx, needs_dw, *_ = ctx.needs_input_grad
+        dy_mn, weight, (values, _, *saved) = dy_mn.contiguous(), ctx.weight, ctx.saved_tensors
+        w_enk = weight.detach().view(len(ctx.experts), -1, weight.shape[1])
+        dx_mk = dy_mn.new_empty(len(dy_mn), weight.shape[1]) if needs_dx else None
+        wgrads: list[_Wgrad] = []
+        for e, (rows, state, high, calibrating, w8, granularity) in enumerate(ctx.experts):
+            is_empty, dy = rows.start == rows.stop, dy_mn[rows].detach()
+            if is_empty and state.token_group is None:
+                continue
+            if calibrating:
+                state.record_amax("grad_output", dy)
+            dy8 = quantize_grad_output(state, high, dy, needs_dx=needs_dx, needs_dw=needs_dw)
+            if is_empty:
+                continue
+            if dx_mk is not None and high.dgrad:
+                dx_mk[rows] = dgrad(state, dy, w_enk[e], dy.dtype)
+            elif dx_mk is not None:
+                dx_mk[rows] = dgrad(state, dy8.required_rowwise, w8.required_columnwise, dy.dtype)
+            if needs_dw and high.wgrad:
+                wgrads.append(_Wgrad(e, state, dy, values[rows].detach()))
+            elif needs_dw:
+                x = operand_of(saved[3 * e : 3 * e + 3], granularity)
+                wgrads.append(_Wgrad(e, state, dy8.required_columnwise, x))
+        dw = None
+        if needs_dw:
+            dw = now_or_later(weight, partial(wgrad_by, weight, len(ctx.experts), partial(_add_wgrads, wgrads)))
+        return dx_mk, dw, None, None, None
+
+
+class _Expert(NamedTuple):
+    """An expert in one forward: its rows, and how its layer ran. `granularity`: of its kept input, None for values."""
+
+    rows: slice
+    state: LinearState
+    high: PerGemm
+    calibrating: bool
+    w8: WeightForm
+    granularity: Granularity | None
+
+
+class _Wgrad(NamedTuple):
+    """The operands of an expert's weight gradient."""
+
+    expert: int
+    state: LinearState
+    dy: Operand
+    x: Operand
+
+
+def _add_wgrads(wgrads: Sequence[_Wgrad], dw_enk: Tensor, *, accumulate: bool) -> None:
+    """Write dw to `dw_enk`, zero for experts without rows, or add it."""
+    if not accumulate:
+        dw_enk.zero_()
+    for expert, state, dy, x in wgrads:
+        add_wgrad(state, dy, x, dw_enk[expert])

@@ -1,0 +1,273 @@
+"""State of one linear layer: its plan, and where it runs in FP8 its quantizers, GEMM and the FP8 copies of its weight.
+
+A layer's state is made by `Fp8Manager.linear` together with the layer, and completed when the model has been built.
+What the operations around the layer need follows from the plan: `input_format` for the one before, `grad_handoff` for
+the one after. Nobody but the state changes its attributes.
+
+Shapes: n outputs, k inputs of the weight.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megafp8.gemm.dispatch import Fp8Gemm
+from megafp8.linear.packed_weight import PackedWeight
+from megafp8.linear.weight_forms import TransientWeight, WeightCopies, WeightForm, stored_copies
+from megafp8.numerics.quantizers import AmaxRecording, Calibrating, Observing, Quantizer
+from megafp8.numerics.recipes.base import RecipeQuantizer
+from megafp8.numerics.smoothing import ChannelScales
+from megafp8.numerics.sources import Plain, ScaledColumns
+from megafp8.numerics.tensor import QuantizedTensor, ScaledTensor
+from megafp8.plan import LinearPlan, LinearPrecision, LinearSite, PerGemm, plan_linear
+
+
+class Quantizers(NamedTuple):
+    """How each operand of a layer is quantized."""
+
+    input: Quantizer
+    weight: Quantizer
+    grad_output: Quantizer
+
+
+class InputFormat(NamedTuple):
+    """In which form a linear layer takes its input from the operation before it.
+
+    `quantizer`: quantizes it, None for values; `columnwise`: in both orientations, else rowwise alone. `alignment`: of
+    its rows (tokens). `smoothing`: what its channels are multiplied by before. `recompute`: the layer keeps what the
+    input was computed from instead of the input; `group`: the ranks whose slices of the tokens are then gathered.
+    """
+
+    quantizer: Quantizer | None
+    columnwise: bool = True
+    alignment: int = 1
+    smoothing: ChannelScales | None = None
+    recompute: bool = False
+    group: ProcessGroup | None = None
+
+
+class QuantizedGradHandoff:
+    """Where the operation after a linear layer leaves the output's gradient, quantized, in its backward."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        self.quantizer = quantizer
+        self.grad: QuantizedTensor | None = None
+
+    def take(self) -> QuantizedTensor | None:
+        grad, self.grad = self.grad, None
+        return grad
+
+
+class LinearState:
+    """State of the layer at `site`; `precision` None, for `high_reason`, keeps it in high precision.
+
+    `group`: the tensor-parallel ranks; `sharded_group`: those that hold slices of an activation sharded over them;
+    `token_group`: those over which the tokens of other activations are cut, None where this rank has all. The FP8
+    copies of the weight live from first use to `invalidate_weight`; under FSDP they are made anew for backward.
+    `frozen_weight`: no step changes the weight, so steps need not invalidate it. `watches_weight`: nobody calls
+    `invalidate_weight`, and the state sees for itself whether the weight has changed.
+    """
+
+    def __init__(
+        self,
+        site: LinearSite,
+        precision: LinearPrecision | None,
+        *,
+        high_reason: str = "",
+        smooth: bool = False,
+        group: ProcessGroup | None = None,
+        sharded_group: ProcessGroup | None = None,
+        token_group: ProcessGroup | None = None,
+        watches_weight: bool = False,
+    ) -> None:
+        self.site, self.precision = site, precision
+        self._high_reason, self._smooth = high_reason, smooth
+        self.group, self.sharded_group, self.token_group = group, sharded_group, token_group
+        self.plan = self._planned(calibrating=False)
+        self.smoothing: ChannelScales | None = None  # multiplies channels of the input, divides columns of the weight
+        self._quantizers: Quantizers | None = None
+        self._own_quantizers: Quantizers | None = None  # as the recipe made them, without what records them
+        self._gemm: Fp8Gemm | None = None
+        self.watches_weight = watches_weight
+        self._copies: WeightCopies | None = None
+        self._weight_recording: AmaxRecording | None = None
+        self.frozen_weight = False
+        self._gathered_weight: ScaledTensor | None = None
+        self.input_format: InputFormat | None = None
+        self.shard_grad_quantizer: Quantizer | None = None
+        self.high_precision = self.fast_accum = PerGemm(False, False, False)
+        self.packed_weight: PackedWeight | None = None
+        self.transient_weight = False  # the weight exists only while the layer runs: no copies of it are kept either
+        if precision is None:
+            self._follow_plan()
+
+    def complete(
+        self, quantizers: Quantizers, gemm: Fp8Gemm, smoothing: ChannelScales | None, observed: Quantizers | None
+    ) -> None:
+        """Set what is known once the whole model has been built; `observed`: the same quantizers with an observer.
+
+        Called by `Fp8Manager.materialize`.
+        """
+        self._gemm, self.smoothing, self._own_quantizers = gemm, smoothing, quantizers
+        self._weight_recording = quantizers.weight if isinstance(quantizers.weight, AmaxRecording) else None
+        self._quantizers = observed or quantizers
+        self.replan()
+
+    def replan(self, *, calibrating: bool = False) -> None:
+        """Replace the plan: calibration has ended or begun; `calibrating`: it has whatever the recipe says."""
+        self.plan = self._planned(calibrating=calibrating or self._calibrating)
+        self._follow_plan()
+
+    def replan_if_calibrated(self) -> None:
+        """Replace the plan where one of the layer's tensors began or ended its calibration."""
+        if self.plan.calibrating != self._calibrating:
+            self.replan()
+
+    @property
+    def _calibrating(self) -> bool:
+        assert self._own_quantizers is not None
+        return any(isinstance(q, Calibrating) and q.calibrating for q in self._own_quantizers)
+
+    def _planned(self, *, calibrating: bool) -> LinearPlan:
+        return plan_linear(
+            self.site, self.precision, high_reason=self._high_reason, calibrating=calibrating, smooth=self._smooth
+        )
+
+    def _follow_plan(self) -> None:
+        plan, group = self.plan, self.group if self.plan.gather else None
+        self.high_precision = PerGemm(*(gemm == "high" for gemm in plan.gemms))
+        self.fast_accum = PerGemm(*(gemm == "fp8 fast" for gemm in plan.gemms))
+        self.transient_weight = plan.weight in ("fsdp", "fsdp fp8")
+        recompute = plan.saved == "recompute"
+        self.input_format = InputFormat(None, recompute=recompute, group=group) if recompute else None
+        self.shard_grad_quantizer = None
+        if plan.input == "fused":
+            quantizer: Quantizer | None = self.quantizers.input
+            alignment, columnwise = 1, True
+            if plan.gather is not None:
+                assert self.sharded_group is not None
+                quantizer = self.quantizers.input.for_sharded_input(self.sharded_group)
+                assert quantizer is not None
+                alignment, columnwise = quantizer.shard_alignment, not quantizer.per_tensor
+            self.input_format = InputFormat(quantizer, columnwise, alignment, self.smoothing, recompute, group)
+        if plan.grad_output == "layer, then gather":
+            assert self.sharded_group is not None
+            self.shard_grad_quantizer = self.quantizers.grad_output.for_sharded_input(self.sharded_group)
+
+    @property
+    def quantizers(self) -> Quantizers:
+        assert self._quantizers is not None, "call Fp8Manager.materialize(device) once the model is built"
+        return self._quantizers
+
+    @property
+    def own_quantizers(self) -> Quantizers:
+        """The quantizers as the recipe made them, without their observers."""
+        assert self._own_quantizers is not None
+        return self._own_quantizers
+
+    @property
+    def has_observer(self) -> bool:
+        """Whether there is a recorder, which may want to see tensors that the layer quantizes."""
+        return self._quantizers is not self._own_quantizers
+
+    @property
+    def observed(self) -> bool:
+        """Whether the recorder wants to see the next tensors that the layer quantizes."""
+        return any(isinstance(q, Observing) and q.wanted for q in self.quantizers)
+
+    @property
+    def gemm(self) -> Fp8Gemm:
+        assert self._gemm is not None
+        return self._gemm
+
+    def record_amax(self, operand: str, x: Tensor) -> None:
+        """Take the amax of an operand, of any shape, for later scales, as calibration does."""
+        quantizer = getattr(self.own_quantizers, operand)
+        if isinstance(quantizer, RecipeQuantizer):
+            quantizer.record(x)
+
+    def grad_handoff(self) -> QuantizedGradHandoff | None:
+        """Where the next forward's consumer leaves the output's gradient; None where the layer quantizes it itself."""
+        return QuantizedGradHandoff(self.quantizers.grad_output) if self.plan.grad_output == "fused" else None
+
+    # --- weight -----------------------------------------------------------------------------------------------------
+
+    def records_weight(self) -> bool:
+        """Whether a cast of the weight changes the recipe's state now; not in evaluation."""
+        return self._weight_recording is not None and self._weight_recording.recording
+
+    def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> WeightForm:
+        """What FP8 GEMMs read of `weight` in this forward, and if `columnwise` in the backward that follows.
+
+        ValueError for a stored FP8 weight with other scales than the recipe's.
+        """
+        stored: ScaledTensor | None = getattr(weight, "scaled", None) if self.watches_weight else None
+        if stored is not None:  # an `Fp8Weight`
+            self._check_stored(stored)
+            return TransientWeight(partial(stored_copies, stored))
+        if self.transient_weight or (self.watches_weight and self._gathered_weight is not None):
+            return TransientWeight(partial(self.quantize_weight, weight))
+        self._copies = WeightCopies.current(self._copies, weight, self, columnwise=columnwise)
+        return self._copies
+
+    def take_copies(self, weight: Tensor, made: QuantizedTensor, *, recorded: bool) -> WeightCopies:
+        """Let `made` be the FP8 copies of `weight` as it is; `recorded`: their cast has recorded its amax, if any."""
+        self._copies = WeightCopies(weight, self)
+        self._copies.take(made, recorded=recorded and self.records_weight())
+        return self._copies
+
+    def quantize_weight(self, weight: Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        """New FP8 copies of `weight`, or where it is gathered in FP8 of that data."""
+        data = self._gathered_weight
+        if data is not None:
+            return stored_copies(data, rowwise=rowwise, columnwise=columnwise)
+        w = weight.detach()
+        source = Plain(w) if self.smoothing is None else ScaledColumns(w, self.smoothing.scale_inv_f)
+        return self.quantizers.weight(source, rowwise=rowwise, columnwise=columnwise)
+
+    def _check_stored(self, data: ScaledTensor) -> None:
+        wanted = self.own_quantizers.weight
+        assert isinstance(wanted, RecipeQuantizer)
+        if data.granularity is not wanted.granularity:
+            raise ValueError(
+                f"{self.site.name}: its weight is stored in FP8 with a scale for each {data.granularity.name}, and "
+                f"{wanted.recipe.name} scaling needs one for each {wanted.granularity.name}; give fp8.autocast the "
+                "recipe of fp8.model_init"
+            )
+
+    def set_gathered_weight(self, weight: ScaledTensor) -> None:
+        """Compute with `weight` `[n, k]`, gathered in FP8, from now on; the values are never read."""
+        self._gathered_weight = weight
+
+    def set_packed_weight(self, weight: PackedWeight) -> None:
+        """Compute with `weight` in high precision, without gradients, from now on; the parameter is never read."""
+        assert not self.plan.fp8, "the operation before the layer would quantize its input"
+        self.packed_weight = weight
+
+    @property
+    def gathered_weight(self) -> ScaledTensor | None:
+        """The weight as gathered in FP8, if it is."""
+        return self._gathered_weight
+
+    def set_gathered_data(self, data_nk: Tensor) -> None:
+        """The gathered weight's data lies in `data_nk` now."""
+        assert self._gathered_weight is not None, "gathered before it was quantized"
+        self._gathered_weight = self._gathered_weight._replace(data=data_nk)
+
+    def invalidate_weight(self) -> None:
+        """Forget the FP8 copies: the weight has changed."""
+        self._copies = None
+
+    def release_weight(self) -> None:
+        """Free the FP8 copies, also for graphs that need them: these quantize the weight again."""
+        if self._copies is not None:
+            self._copies.release()
+
+    @property
+    def weight_copies(self) -> WeightCopies | None:
+        """The FP8 copies of the weight as it is, if they have been made."""
+        return self._copies if self._copies is not None and self._copies.are_fresh else None

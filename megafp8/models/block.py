@@ -1,0 +1,305 @@
+"""A layer of the model: a mixer and a feed-forward network, and how they join the residual stream.
+
+What flows from layer to layer is the pair (stream, branch): the residual stream, and what is still to be added to it,
+so that the norm of the next layer adds both as it reads them.
+
+What a block keeps for its backward pass is its `BlockMemory`. Recomputed in full it is wrapped in torch's checkpoint
+and only its input is kept. That is safe with FP8 because what a forward pass leaves behind, an amax maximum and a
+cached weight, is the same the second time.
+
+Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megafp8.config import ModelConfig
+from megafp8.distributed.sharding import Init, unsharded
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.linear import linear
+from megafp8.linear.state import InputFormat
+from megafp8.models.context import BuildContext, replicated_parameter
+from megafp8.models.costs import AttentionWork, MicroBatch, Work, column_sums
+from megafp8.models.mixer import LayerInputs, Mixer, make_part
+from megafp8.models.mlp import MLP
+from megafp8.models.moe import MoE
+from megafp8.models.norms import Norm, block_norm, normalized
+from megafp8.models.recompute import KEEP_ALL, BlockMemory
+from megafp8.numerics.dropout_reference import Dropout, DropoutStream
+from megafp8.ops import dropout as dropouts
+from megafp8.plan import LinearSite, Neighbor
+
+_NO_NORM = Neighbor("residual stream", "none", "no norm is before the layer")
+_POST_NORM = Neighbor(
+    "residual stream", "none", "the residual stream is the norm's output, whose values are needed "
+    "(model.norm_position post)",
+)  # fmt: skip
+
+
+class Block(nn.Module):
+    """A mixer and a feed-forward network around the residual stream; subclasses say in which order, with which norms.
+
+    `norm_position` of the config says which norms there are: of the inputs of both, of their outputs, of both, or of
+    the sums after them.
+    """
+
+    def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
+        super().__init__()
+        name, spec = f"layers.{index}", config.layer(index)
+        self.index, self.multiplier, self.hidden_size = index, config.residual_multiplier, config.hidden_size
+        position = config.norm_position
+        of_inputs, of_outputs = position in ("pre", "both"), position in ("output", "both")
+        if not of_inputs:
+            memory = replace(memory, norms=False)
+
+        def norm(which: str, present: bool) -> Norm | None:
+            return block_norm(f"{name}.{which}", config, context) if present else None
+
+        def before(which: str) -> Neighbor:
+            return _POST_NORM if position == "post" else Neighbor(which, "any") if of_inputs else _NO_NORM
+
+        def part(record: Any, input: str) -> Any:
+            where = f"{name}.{record.tensor_prefix}"
+            return make_part(where, record, config, context, input=before(input), memory=memory)
+
+        self.attention_norm = norm("attention_norm", of_inputs or position == "post")
+        self.mixer: Mixer = part(spec.mixer, "attention_norm")
+        self.attention_output_norm = norm("attention_output_norm", of_outputs)
+        self.mlp_norm = norm("mlp_norm", of_inputs or position == "post")
+        self.ffn: MLP | MoE = part(spec.ffn, "mlp_norm")
+        self.mlp_output_norm = norm("mlp_output_norm", of_outputs)
+        self.attention_branch_dropout, self.mlp_branch_dropout = (
+            DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.{which}") for which in ("attention", "mlp")
+        )
+
+    def forward(
+        self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream and what is still to be added to it, in and out.
+
+        `dropout`: of the branch that comes in; that of the branch that goes out is `branch_dropout`.
+        """
+        raise NotImplementedError
+
+    def branch_dropout(self, inputs: LayerInputs) -> Dropout | None:
+        """Dropout of the branch that goes out."""
+        return self.mlp_branch_dropout.at(inputs.places)
+
+    @staticmethod
+    def _read(
+        norm: Norm | None, x_sbh: Tensor, branch_sbh: Tensor | None, form: InputFormat | None, dropout: Dropout | None
+    ) -> tuple[Tensor, Tensor | LinearInput]:
+        """`x + branch`, and what a part reads of it: its norm, or where there is none the sum itself.
+
+        `dropout`: of the branch.
+        """
+        if norm is not None:
+            return norm.residual(x_sbh, branch_sbh, form, dropout)
+        total_sbh = x_sbh if branch_sbh is None else dropouts.add(x_sbh, branch_sbh, dropout)
+        return total_sbh, total_sbh
+
+    def _mixed(self, x_sbh: Tensor | LinearInput, inputs: LayerInputs) -> Tensor:
+        """What the mixer adds to the residual stream."""
+        return self._output(self.mixer(x_sbh, inputs.mixers[self.index]), self.attention_output_norm)
+
+    def _output(self, y_sbh: Tensor, norm: Norm | None) -> Tensor:
+        """What a part whose output is `y_sbh` adds to the residual stream."""
+        y_sbh = y_sbh if norm is None else normalized(norm, y_sbh)
+        return y_sbh if self.multiplier == 1 else y_sbh * self.multiplier
+
+    # --- what it keeps and computes ---------------------------------------------------------------------------------
+
+    #: Sums of the residual stream and a branch that its norms keep, which parts do not.
+    kept_sums = 2
+
+    @property
+    def _norms(self) -> list[Norm]:
+        """Norms of the residual stream and of the parts' outputs."""
+        norms = (self.attention_norm, self.mlp_norm, self.attention_output_norm, self.mlp_output_norm)
+        return [norm for norm in norms if norm is not None]
+
+    def _stream(self, batch: MicroBatch) -> int:
+        """Bytes of the residual stream."""
+        return batch.own_tokens * self.hidden_size * batch.element
+
+    def input_bytes(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes that it keeps for its backward pass where it is recomputed in full."""
+        return {"block input": self._stream(batch)}
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes that it keeps for its backward pass, by tensor."""
+        outputs = sum(norm is not None for norm in (self.attention_output_norm, self.mlp_output_norm))
+        # Where a part reads the stream without a norm between, it is among the part's inputs.
+        sums = 0 if self.attention_norm is None else self.kept_sums
+        return {
+            "residual stream": self._stream(batch) * sums,
+            "norm statistics": sum(norm.statistics(batch) for norm in self._norms),
+            "outputs before their norms": self._stream(batch) * outputs,
+            **self.mixer.saved(batch),
+            **self.ffn.saved(batch),
+        }
+
+    def work(self, batch: MicroBatch) -> Work:
+        """What it computes beside linear layers and attention.
+
+        A norm reads the stream and a branch and writes their sum and its output; backward reads two gradients and the
+        input, and writes one.
+        """
+        norms = len(self._norms)
+        moved = 4.0 * norms * self._stream(batch)
+        own = Work(moved, moved, 6 + 2 * norms, column_sums(self, batch))
+        return own + self.mixer.work(batch) + self.ffn.work(batch)
+
+    def flops(self, batch: MicroBatch) -> float:
+        """Model FLOPs of its forward pass beside linear layers and softmax attention."""
+        return self.mixer.flops(batch) + self.ffn.flops(batch)
+
+    def attentions(self, batch: MicroBatch, *, windows: bool = True) -> list[AttentionWork]:
+        """Its softmax attention. `windows`: without, as if each token attended to all that its mask allows."""
+        return self.mixer.attention(batch, windows=windows)
+
+    def keys_and_values(self, batch: MicroBatch) -> int:
+        """Bytes of keys and values of this rank's tokens, which other context-parallel ranks need."""
+        return self.mixer.keys_and_values(batch)
+
+    def recomputed_bytes(self, batch: MicroBatch, memory: BlockMemory) -> int:
+        """What kernels read and write once more in backward, with selective recompute of `memory`."""
+        norms = 4 * self._stream(batch) if memory.norms else 0
+        return norms + (self.ffn.activation_bytes(batch) if memory.activation else 0)
+
+    def backward_bytes(self, batch: MicroBatch) -> int:
+        """Bytes that its backward needs at most beside what is saved.
+
+        Dropout's mask is not stored, but behind it the gradient of the feed-forward network's output is another tensor
+        than that of the residual stream.
+        """
+        streams = 2 if self.mlp_branch_dropout.p else 1
+        return streams * self._stream(batch) + max(self.ffn.backward_bytes(batch), self.mixer.backward_bytes(batch))
+
+
+class SequentialBlock(Block):
+    """The mixer adds to the stream, then the feed-forward network: x + f(norm(x)), x + norm(f(x)), or both norms."""
+
+    def forward(
+        self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        x_sbh, normed = self._read(self.attention_norm, x_sbh, branch_sbh, self.mixer.input_format, dropout)
+        mixed, own = self._mixed(normed, inputs), self.attention_branch_dropout.at(inputs.places)
+        x_sbh, normed = self._read(self.mlp_norm, x_sbh, mixed, self.ffn.input_format, own)
+        return x_sbh, self._output(self.ffn(normed), self.mlp_output_norm)
+
+
+class ParallelBlock(Block):
+    """Mixer and feed-forward network read the same sum, and both add to it (GPT-J, PaLM)."""
+
+    kept_sums = 1
+
+    def forward(
+        self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        x_sbh, normed = self._read(self.attention_norm, x_sbh, branch_sbh, self.mixer.input_format, dropout)
+        mixed, own = self._mixed(normed, inputs), self.attention_branch_dropout.at(inputs.places)
+        x_sbh, normed = self._read(self.mlp_norm, x_sbh, None, self.ffn.input_format, None)
+        y_sbh = self._output(self.ffn(normed), self.mlp_output_norm)
+        if own is None:
+            return x_sbh, y_sbh + mixed
+        return dropouts.add(x_sbh, mixed, own), y_sbh  # each branch has a dropout of its own
+
+
+class PostNormBlock(Block):
+    """norm(x + f(x)), twice (BERT): the stream that goes out is a norm's output, and no branch is left to add."""
+
+    def forward(
+        self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert branch_sbh is None
+        assert self.attention_norm is not None
+        assert self.mlp_norm is not None
+        own, of_ffn = (x.at(inputs.places) for x in (self.attention_branch_dropout, self.mlp_branch_dropout))
+        x_sbh = normalized(self.attention_norm, x_sbh, self._mixed(x_sbh, inputs), own)
+        return normalized(self.mlp_norm, x_sbh, self._output(self.ffn(x_sbh), None), of_ffn), None
+
+    def branch_dropout(self, inputs: LayerInputs) -> Dropout | None:
+        return None
+
+
+def block_class(config: ModelConfig) -> type[Block]:
+    """How the layers of a model join its residual stream."""
+    if config.norm_position == "post":
+        return PostNormBlock
+    return ParallelBlock if config.parallel_block else SequentialBlock
+
+
+class PredictionLayer(nn.Module):
+    """A depth of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2; Megatron-Core's layout).
+
+    From the previous depth's hidden states, as the output layer reads them, and the embeddings of the tokens that many
+    places ahead: the hidden states that the output layer predicts the tokens after those from. `[s, b, h]` all (`[s/t,
+    b, h]` sequence-parallel).
+    """
+
+    def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory) -> None:
+        super().__init__()
+        name, h = f"layers.{index}", config.hidden_size
+        self.projection = replicated_parameter(
+            context, unsharded(f"{name}.projection.weight", (h, 2 * h)), Init("normal", config.init_std)
+        )
+        reason = "whole on each rank, it stays in training.precision"
+        self.projection_state = context.fp8.linear(LinearSite(f"{name}.projection", 2 * h, h, high_precision=reason))
+        self.embedding_norm = block_norm(f"{name}.embedding_norm", config, context)
+        self.hidden_norm = block_norm(f"{name}.hidden_norm", config, context)
+        self.block = block_class(config)(index, config, context, memory)
+        self.final_norm = block_norm(f"{name}.final_norm", config, context)
+        self.dropout = DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.embedding")
+
+    def input_bytes(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes that it keeps for its backward pass where it is recomputed in full."""
+        return {"block input": 2 * self.block.input_bytes(batch)["block input"], **self._tokens(batch)}
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes that it keeps for its backward pass, by tensor."""
+        norms = (self.embedding_norm, self.hidden_norm, self.final_norm)
+        own = 5 * self.block.input_bytes(batch)["block input"]  # inputs of the norms and of the projection
+        own += sum(norm.statistics(batch) for norm in norms)
+        return {**self._tokens(batch), "multi-token prediction": own, **self.block.saved(batch)}
+
+    @staticmethod
+    def _tokens(batch: MicroBatch) -> dict[str, int]:
+        """Those that it embeds, int64."""
+        return {"tokens": 8 * batch.tokens}
+
+    def work(self, batch: MicroBatch) -> Work:
+        """As for `Block`, without its own norms."""
+        return self.block.work(batch)
+
+    def flops(self, batch: MicroBatch) -> float:
+        """As for `Block`."""
+        return self.block.flops(batch)
+
+    def attentions(self, batch: MicroBatch, *, windows: bool = True) -> list[AttentionWork]:
+        """As for `Block`."""
+        return self.block.attentions(batch, windows=windows)
+
+    def keys_and_values(self, batch: MicroBatch) -> int:
+        """As for `Block`."""
+        return self.block.keys_and_values(batch)
+
+    def recomputed_bytes(self, batch: MicroBatch, memory: BlockMemory) -> int:
+        """As for `Block`."""
+        return self.block.recomputed_bytes(batch, memory)
+
+    def backward_bytes(self, batch: MicroBatch) -> int:
+        """As for `Block`."""
+        return self.block.backward_bytes(batch)
+
+    def forward(self, hidden_sbh: Tensor, embedded_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        embedded_sbh = dropouts.add(None, embedded_sbh, self.dropout.at(inputs.places))
+        both = [normalized(self.embedding_norm, embedded_sbh), normalized(self.hidden_norm, hidden_sbh)]
+        x_sbh = linear(torch.cat(both, dim=-1), self.projection, self.projection_state)
+        x_sbh, branch_sbh = self.block(x_sbh, None, inputs)
+        return normalized(self.final_norm, x_sbh, branch_sbh, self.block.branch_dropout(inputs))

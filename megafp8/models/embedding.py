@@ -1,0 +1,84 @@
+"""The stem of a model: tokens -> residual stream.
+
+Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megafp8.config import ModelConfig
+from megafp8.distributed.sharding import Init, unsharded
+from megafp8.models.context import BuildContext, replicated_parameter
+from megafp8.models.norms import block_norm, normalized
+from megafp8.numerics.dropout_reference import DropoutStream, TokenPlaces
+from megafp8.ops import dropout as dropouts
+from megafp8.tensor_parallel.layers import VocabParallelEmbedding
+from megafp8.tensor_parallel.mappings import scatter_to_sequence_parallel
+
+
+def word_embedding(
+    config: ModelConfig, context: BuildContext, weight: nn.Parameter | None = None
+) -> VocabParallelEmbedding:
+    """The table of tokens. `weight`: one that is shared."""
+    return VocabParallelEmbedding(
+        "embedding.word",
+        config.padded_vocab_size,
+        config.hidden_size,
+        group=context.tensor,
+        init=Init("normal", config.init_std),
+        dtype=context.dtype,
+        device=context.device,
+        sequence_parallel=context.sequence_parallel,
+        multiplier=config.embedding_multiplier,
+        weight=weight,
+    )
+
+
+class Embedding(nn.Module):
+    """Tokens `[b, s]` -> residual stream `[s, b, h]` (`[s/t, b, h]` sequence-parallel).
+
+    Embeddings of learned positions and token types are added, and the sum is normalized, where the model has that.
+    `token_types_bs` is None where all are of type 0.
+    `places`: those of the residual stream's tokens; None: no dropout.
+    """
+
+    def __init__(self, config: ModelConfig, context: BuildContext, positions: int) -> None:
+        super().__init__()
+        self.context = context
+        self.word = word_embedding(config, context)
+        self.position: nn.Parameter | None = None
+        if config.position_embedding == "learned":
+            self.position = self._table("position", positions, config)
+        self.token_type = self._table("token_type", config.token_types, config) if config.token_types else None
+        self.norm = block_norm("embedding_norm", config, context) if config.embedding_norm else None
+        self.dropout = DropoutStream.of(config.hidden_dropout, context.seed, "embedding")
+
+    def _table(self, name: str, rows: int, config: ModelConfig) -> nn.Parameter:
+        shards = unsharded(f"embedding.{name}.weight", (rows, config.hidden_size))
+        return replicated_parameter(self.context, shards, Init("normal", config.init_std))
+
+    def forward(
+        self,
+        tokens_bs: Tensor,
+        position_ids_bs: Tensor | None,
+        places: TokenPlaces | None = None,
+        token_types_bs: Tensor | None = None,
+    ) -> Tensor:
+        x_sbh = self.word(tokens_bs)
+        if self.position is not None:
+            if position_ids_bs is None:
+                position_ids_bs = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)[None]
+            x_sbh = x_sbh + self._look_up(self.position, position_ids_bs)
+        if self.token_type is not None:
+            types_bs = torch.zeros_like(tokens_bs) if token_types_bs is None else token_types_bs
+            x_sbh = x_sbh + self._look_up(self.token_type, types_bs)
+        x_sbh = x_sbh if self.norm is None else normalized(self.norm, x_sbh)
+        return dropouts.add(None, x_sbh, self.dropout.at(places))
+
+    def _look_up(self, table: nn.Parameter, ids_bs: Tensor) -> Tensor:
+        ids_sb = ids_bs.transpose(0, 1)
+        if self.context.sequence_sharded:  # the table's gradient is then this rank's share: reduce_over_tp
+            ids_sb = scatter_to_sequence_parallel(ids_sb, self.context.tensor)
+        return nn.functional.embedding(ids_sb, table)

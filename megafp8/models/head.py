@@ -1,0 +1,97 @@
+"""The end of a model: final norm, output layer and loss; of BERT with its transform, and perhaps its binary head.
+
+Shapes: s sequence, b micro-batch, h hidden, v vocabulary, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from megafp8.config import ModelConfig
+from megafp8.distributed.sharding import Init
+from megafp8.models.bert import BinaryHead, HeadTransform
+from megafp8.models.context import BuildContext
+from megafp8.models.norms import block_norm, normalized
+from megafp8.numerics.dropout_reference import Dropout
+from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megafp8.tensor_parallel.layers import ColumnParallelLinear
+
+
+class Head(nn.Module):
+    """Final norm, output layer and loss of the last stage; of BERT with its transform, and perhaps its binary head."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext, tied: nn.Parameter | None, z_loss: float) -> None:
+        super().__init__()
+        self.context, self.vocab_size, self.z_loss = context, config.vocab_size, z_loss
+        self.scaling, self.softcap = config.logits_divisor, config.logit_softcap
+        if config.architecture == "t5" and config.tie_embeddings:
+            self.scaling *= math.sqrt(config.hidden_size)
+        self.norm = None if config.norm_position == "post" else block_norm("final_norm", config, context)
+        of_bert = config.architecture == "bert"
+        self.transform = HeadTransform(config, context) if of_bert else None
+        self.binary = BinaryHead(config, context) if config.binary_head else None
+        self.output = ColumnParallelLinear(
+            "output",
+            config.hidden_size,
+            config.padded_vocab_size,
+            init=Init("normal", config.init_std),
+            high_precision="the output layer stays in training.precision",
+            weight=tied,
+            bias=of_bert,
+            site=context.site(),
+            **context.linear_options(),
+        )
+
+    def _hidden(self, x_sbh: Tensor, branch_sbh: Tensor | None, dropout: Dropout | None = None) -> Tensor:
+        """The model's hidden states."""
+        if self.norm is None:
+            assert branch_sbh is None
+            return x_sbh
+        return normalized(self.norm, x_sbh, branch_sbh, dropout)
+
+    def logits(self, x_sbh: Tensor, branch_sbh: Tensor | None) -> Tensor:
+        """This rank's logits `[s, b, v/t]`."""
+        logits_sbv = self._uncapped(self._hidden(x_sbh, branch_sbh))
+        return logits_sbv if self.softcap is None else self.softcap * (logits_sbv / self.softcap).tanh()
+
+    def _uncapped(self, hidden_sbh: Tensor) -> Tensor:
+        """Logits before the soft cap. Their input, which is smaller, is scaled in their place."""
+        x_sbh = hidden_sbh if self.transform is None else self.transform(hidden_sbh)
+        logits_sbv: Tensor = self.output(x_sbh if self.scaling == 1 else x_sbh / self.scaling)
+        return logits_sbv
+
+    def forward(
+        self,
+        x_sbh: Tensor,
+        branch_sbh: Tensor | None,
+        labels_bs: Tensor | None,
+        look_ahead: Callable[[Tensor], Tensor] | None = None,
+        dropout: Dropout | None = None,
+    ) -> Tensor:
+        """Loss of each token, `[s, b]` float32; beside it, `[s, 2b]`, that of the binary head in the first row.
+
+        Without labels this rank's logits `[s, b, v/t]`. `look_ahead`: the output layer's input with that of all depths
+        of multi-token prediction, from that of the model. `dropout`: of the branch.
+        """
+        if labels_bs is None:
+            return self.logits(x_sbh, branch_sbh)
+        assert self.vocab_size is not None
+        hidden_sbh = self._hidden(x_sbh, branch_sbh, dropout)
+        b = hidden_sbh.shape[1]
+        token_labels_bs = labels_bs if self.binary is None else labels_bs[:b]
+        loss_sb = vocab_parallel_cross_entropy(
+            self._uncapped(hidden_sbh if look_ahead is None else look_ahead(hidden_sbh)),
+            token_labels_bs.transpose(0, 1).contiguous(),
+            self.context.tensor,
+            vocab_size=self.vocab_size,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
+        )
+        if self.binary is None:
+            return loss_sb
+        of_samples_1b = self.binary(hidden_sbh, labels_bs[b:, 0]).to(loss_sb.dtype).unsqueeze(0)
+        return torch.cat([loss_sb, nn.functional.pad(of_samples_1b, (0, 0, 0, len(loss_sb) - 1))], dim=1)

@@ -1,0 +1,207 @@
+"""What mixes the tokens of a layer: what a mixer reads of a micro-batch, keeps in generation, and answers about itself.
+
+A mixer is built from its record in the config (`megafp8.config.parts`) and knows nothing of where tokens come from.
+Whoever runs a stage passes `Tokens`: a micro-batch of training, a step of generation, or texts to score. From these a
+mixer takes what it reads besides the residual stream (`Mixer.inputs`), once for each micro-batch: rotary tables, masks,
+or the state that a sequence has got to. Layers that read equal tables share them.
+
+Shapes: s tokens of a micro-batch's sequences on this rank, b sequences, h hidden.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from megafp8.config import ModelConfig
+from megafp8.config.parts.base import PartConfig
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.state import InputFormat
+from megafp8.models.context import BuildContext
+from megafp8.models.costs import AttentionWork, MicroBatch, Work
+from megafp8.models.recompute import KEEP_ALL, BlockMemory
+from megafp8.ops.attention import CoreAttention
+from megafp8.plan import Neighbor
+
+if TYPE_CHECKING:
+    from megafp8.models.rotary import RotaryEmbedding
+
+T = TypeVar("T")
+
+State = tuple[Tensor, ...]
+"""What a recurrence knows of the tokens before: tensors `[b, ...]`."""
+
+Advance = Callable[[tuple[Tensor, ...], State, Tensor | None], tuple[Tensor, State]]
+"""A recurrence: from tensors `[s, b, ...]` and the state before these tokens to its outputs `[s, b, ...]` and the state
+after.
+
+The third argument: bool `[s, b]`, the tokens before which the state is set to zero; None where there are none."""
+
+
+class TokenCache(NamedTuple):
+    """What attention keeps of each token in generation: keys and values of `groups` heads of this rank.
+
+    `width`, `value_width`: channels of a head's key and value.
+    """
+
+    groups: int
+    width: int
+    value_width: int
+
+
+class StateCache(NamedTuple):
+    """What a recurrence keeps of each sequence in generation: tensors of these shapes and dtypes, zero at its start."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+class Recurrence(Protocol):
+    """Runs a layer's recurrence over the tokens of a micro-batch or a step, each sequence from its own state."""
+
+    def __call__(self, advance: Advance, xs: tuple[Tensor, ...], zeros: Callable[[int], State], /) -> Tensor:
+        """`zeros`: the state of so many sequences at their start. Outputs `[s, b, ...]`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tokens(ABC):
+    """The tokens that a stage computes, and how those of a sequence reach each other.
+
+    `positions`: int64 `[s]` or `[b, s]`. `length`: tokens of a whole sequence, on all context-parallel ranks.
+    `samples_b`: int64, the indices of the samples in the run; None: no dropout. `distance_bias_ar`: learned biases of
+    scores by distance (T5), as in `Scores`.
+    """
+
+    positions: Tensor
+    length: int
+    samples_b: Tensor | None = None
+    distance_bias_ar: Tensor | None = None
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """`make()`, once for all layers with an equal key."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def rotary(self, rope: RotaryEmbedding) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of these positions."""
+        return self.once(rope.key, lambda: rope.table(self.positions, self.length))
+
+    @abstractmethod
+    def attention(self, layer: int, window: int | None, *, causal: bool, positions: bool) -> CoreAttention:
+        """Softmax attention of layer `layer` with a sliding window. `positions`: scores depend on positions."""
+
+    @abstractmethod
+    def recurrence(self, layer: int) -> Recurrence:
+        """How the recurrence of layer `layer` runs over these tokens."""
+
+
+class MixerInputs(Protocol):
+    """What a mixer reads besides the residual stream."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Its tensors, which are not offloaded: all layers read them."""
+        ...
+
+
+@dataclass(frozen=True)
+class RecurrentInputs:
+    """What a recurrent mixer reads: how its recurrence runs over the tokens."""
+
+    recurrence: Recurrence
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return ()
+
+
+class Mixer(nn.Module, ABC):
+    """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape; built as `make_part` says."""
+
+    @property
+    def input_format(self) -> InputFormat | None:
+        """The form in which the norm before it gives its input; None: values."""
+        return None
+
+    @abstractmethod
+    def inputs(self, layer: int, tokens: Tokens) -> Any:
+        """What it reads besides the residual stream (`MixerInputs`), as the mixer of layer `layer`."""
+
+    @abstractmethod
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: Any) -> Tensor: ...
+
+    @property
+    @abstractmethod
+    def cache(self) -> TokenCache | StateCache:
+        """What it keeps in generation, on this rank."""
+
+    @abstractmethod
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes that it keeps for its backward pass, by tensor."""
+
+    @abstractmethod
+    def work(self, batch: MicroBatch) -> Work:
+        """What its kernels beside linear layers and softmax attention compute, read and write."""
+
+    def backward_bytes(self, batch: MicroBatch) -> int:
+        """Bytes that its backward needs at most beside what is saved and the gradient of the residual stream.
+
+        0 for what needs no more than a feed-forward network does.
+        """
+        return 0
+
+    def flops(self, batch: MicroBatch) -> float:
+        """Model FLOPs of its forward pass beside linear layers and softmax attention."""
+        return 0.0
+
+    def attention(self, batch: MicroBatch, *, windows: bool = True) -> list[AttentionWork]:
+        """Its softmax attention. `windows`: without, as if each token attended to all that its mask allows."""
+        return []
+
+    def keys_and_values(self, batch: MicroBatch) -> int:
+        """Bytes of what other context-parallel ranks need of this rank's tokens."""
+        return 0
+
+    def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
+        """Which kernels compute it, where there is a choice. `documents`: attention stays within them; `prefix`: a
+        sample's first tokens attend to each other both ways."""
+        return None
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What every block of a micro-batch reads besides the residual stream. `mixers`: by layer.
+
+    `places`: of the residual stream's tokens; None: no dropout in it.
+    """
+
+    mixers: Mapping[int, MixerInputs]
+    places: Any = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        tensors = [x for inputs in self.mixers.values() for x in inputs.tensors]
+        return tensors if self.places is None else [*tensors, *self.places.tensors]
+
+
+def make_part(
+    name: str,
+    record: PartConfig,
+    model: ModelConfig,
+    context: BuildContext,
+    *,
+    input: Neighbor,
+    memory: BlockMemory = KEEP_ALL,
+) -> Any:
+    """The module of a resolved record. `input`: the norm before it. `memory`: what is recomputed in backward."""
+    module, _, cls = record.module.partition(":")
+    return getattr(import_module(module), cls)(name, record, model, context, input=input, memory=memory)

@@ -1,0 +1,1 @@
+"""Formats, quantized tensors, quantizers and recipes: the specification, in plain PyTorch."""

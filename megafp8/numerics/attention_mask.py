@@ -1,0 +1,130 @@
+"""Which keys each query attends to, without a matrix: segments, causality, a window, a prefix.
+
+The keys of a query are a range (`key_ranges`), whatever the mask is made of; only users' boolean masks are no ranges.
+
+Shapes: s queries, t keys, b micro-batch, a heads; n segments of a sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megafp8.numerics.onnx_export import in_onnx_export
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMask:
+    """Which keys each query attends to: keys of its segment, and of these those that the other fields allow.
+
+    `cu_seqlens_q`, `cu_seqlens_k`: int32 `[b, n + 1]`, ascending from 0 to at most s and t. Segment i of sample j has
+    the queries `cu_seqlens_q[j, i]:cu_seqlens_q[j, i + 1]` and likewise keys, possibly none. Both None where a sample
+    is one segment; one tensor for both if no segment has other numbers of queries and keys.
+    `causal`: the last query of a segment attends to all of its keys, and each query before it to one less; a segment
+    then has at least as many keys as queries.
+    `window`: of the keys before this latest one, and of those after it if not `causal`, a query attends to those less
+    than `window` places away from it.
+    `square`: segments that have queries have as many keys, which makes kernels faster; never needed.
+    `prefix_b`: int `[b]`; with `causal`, all queries also attend to those keys of their segment that are among the
+    first `prefix_b` keys of the sample.
+    `visible`: bool `[1 or b, 1 or a, s, t]`, false where a query must not attend to a key besides; read as it is, so
+    kernels skip nothing for it.
+    `positions_bs`: int `[1 or b, s]`, for queries that are some tokens of the sequence of keys, as under context
+    parallelism: where each stands in it. `cu_seqlens_q` then is `cu_seqlens_k`, of the whole sequence.
+    """
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    causal: bool = True
+    window: int | None = None
+    square: bool = False
+    prefix_b: Tensor | None = None
+    visible: Tensor | None = None
+    positions_bs: Tensor | None = None
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """What a kernel computes from it once, for all layers."""
+
+    def __post_init__(self) -> None:
+        if self.prefix_b is not None and not self.causal:
+            raise ValueError("prefix_b: without causal all keys are visible anyway; leave it out, or set causal=True")
+        if self.prefix_b is not None and self.window is not None:
+            raise ValueError(f"prefix_b: not with window = {self.window}; use a boolean mask (visible) for both")
+        assert self.positions_bs is None or self.cu_seqlens_q is self.cu_seqlens_k
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        found = (self.cu_seqlens_q, self.cu_seqlens_k, self.prefix_b, self.visible, self.positions_bs)
+        return [x for x in found if x is not None]
+
+    def is_plain(self, s: int, t: int) -> bool:
+        """Whether s queries attend to all t keys, or to a causal triangle of as many keys."""
+        parts = (self.cu_seqlens_q, self.window, self.prefix_b, self.visible)
+        return all(part is None for part in parts) and (not self.causal or (s == t and self.positions_bs is None))
+
+
+CAUSAL = AttentionMask()
+
+
+def one_segment(s: int, device: torch.device) -> Tensor:
+    """`cu_seqlens` `[1, 2]` of sequences that are one segment of s tokens; made on the device, as graphs want it."""
+    return torch.arange(0, s + 1, s, dtype=torch.int32, device=device)[None]
+
+
+def causal_mask(cu_seqlens_bn: Tensor | None, window: int | None, s: int, device: torch.device) -> AttentionMask:
+    """Causal self-attention of sequences of s tokens, within documents and the `window` latest tokens if given.
+
+    `cu_seqlens_bn`: int32 `[b, n + 1]`, the first token of each document, and s.
+    """
+    if window is not None and window >= s:
+        window = None
+    if cu_seqlens_bn is None:
+        if window is None:
+            return CAUSAL
+        cu_seqlens_bn = one_segment(s, device)
+    return AttentionMask(cu_seqlens_bn, cu_seqlens_bn, window=window, square=True)
+
+
+def bidirectional_mask(cu_seqlens_bn: Tensor | None) -> AttentionMask:
+    """Self-attention of all tokens of a segment to each other; padding is a segment of its own."""
+    return AttentionMask(cu_seqlens_bn, cu_seqlens_bn, causal=False, square=True)
+
+
+def segments_of(i_bs: Tensor, ends_bn: Tensor) -> Tensor:
+    """The segment of each position, int64 `[b, s]`, by the ends of all: those that are not after it are counted."""
+    if in_onnx_export():  # ONNX has no search
+        return (ends_bn[:, None] <= i_bs[..., None]).sum(-1)
+    return torch.searchsorted(ends_bn.contiguous(), i_bs.contiguous(), right=True)
+
+
+def key_ranges(mask: AttentionMask, s: int, t: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First key of each query and the one after its last, int64 `[1 or b, s]`; 0 and 0 of queries without keys.
+
+    Without `mask.visible`. Does not synchronize the host.
+    """
+    i = torch.arange(s, device=device)[None] if mask.positions_bs is None else mask.positions_bs.long()
+    if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
+        start, stop = torch.zeros_like(i), torch.full_like(i, t)
+        latest = i if mask.positions_bs is not None else i + (t - s)
+    else:
+        ends_q, ends_k = mask.cu_seqlens_q.long(), mask.cu_seqlens_k.long()
+        rows = max(i.shape[0], ends_q.shape[0])
+        i, ends_q, ends_k = (x.expand(rows, -1).contiguous() for x in (i, ends_q, ends_k))
+        segment = segments_of(i, ends_q[:, 1:])
+        outside = segment == ends_q.shape[1] - 1
+        segment = segment.clamp(max=ends_q.shape[1] - 2)
+        start = ends_k.gather(1, segment)
+        stop = ends_k.gather(1, segment + 1).masked_fill(outside, 0)
+        latest = i + ends_k.gather(1, segment + 1) - ends_q.gather(1, segment + 1)
+    first, end = start, stop
+    if mask.window is not None:
+        first = torch.maximum(first, latest - mask.window + 1)
+        end = torch.minimum(end, latest + mask.window)
+    if mask.causal:
+        end = torch.minimum(end, latest + 1)
+    if mask.prefix_b is not None:
+        end = torch.maximum(end, torch.minimum(stop, mask.prefix_b.long()[:, None]))
+    some = end > first
+    return first * some, end * some

@@ -1,0 +1,121 @@
+"""Quantizers of an operand of all experts at once.
+
+A `GroupQuantizer` casts the rows of all experts as each expert's own quantizer would: the same bits, without the host
+knowing where they end. It is for recipes with one scale per tensor or row, or with blocks of 128.
+
+Shapes: e experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megafp8.distributed.collectives import all_reduce
+from megafp8.numerics import groups
+from megafp8.numerics.groups import RowGroups
+from megafp8.numerics.implementations import kernels
+from megafp8.numerics.quantizers import AmaxRecording, Quantizer
+from megafp8.numerics.recipes.base import RecipeQuantizer
+from megafp8.numerics.sources import Source
+from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, QuantizedTensor
+
+ALIGNMENTS: dict[Granularity, int] = {TENSOR: 16, ROW: 16, BLOCK_1X128: 128, BLOCK_128X128: 128}
+"""Granularities that kernels cast and multiply for all experts at once, if widths are multiples of this."""
+
+
+def together(tensors: Sequence[Tensor]) -> Tensor:
+    """`[e]`: a view of numbers `[]` that lie in one storage, equally far apart."""
+    first = tensors[0]
+    offsets = [tensor.storage_offset() for tensor in tensors]
+    stride = offsets[1] - offsets[0] if len(tensors) > 1 else 1
+    assert offsets == [offsets[0] + i * stride for i in range(len(tensors))]
+    assert all(tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for tensor in tensors)
+    return first.as_strided((len(tensors),), (stride,))
+
+
+class GroupQuantizer:
+    """Casts an operand of all experts, as `quantizers` would those of each; they are alike.
+
+    The scales and amaxes of recipes that remember some are views of the quantizers' own.
+    """
+
+    def __init__(self, quantizers: Sequence[RecipeQuantizer]) -> None:
+        self._first, self._quantizers = quantizers[0], quantizers
+
+    @classmethod
+    def join(cls, quantizers: Sequence[Quantizer]) -> GroupQuantizer | None:
+        """None unless they are alike, and of a granularity in `ALIGNMENTS`."""
+        own = [q for q in quantizers if isinstance(q, RecipeQuantizer)]
+        alike = len(own) == len(quantizers) and len({(type(q), q.recipe, q.tensor.group) for q in own}) == 1
+        return cls(own) if alike and own[0].granularity in ALIGNMENTS else None
+
+    @property
+    def alignment(self) -> int:
+        """What rows and columns of weights must be multiples of."""
+        return ALIGNMENTS[self._first.granularity]
+
+    @cached_property
+    def _known_scales(self) -> tuple[Tensor, Tensor]:
+        known = [q.known_scale for q in self._quantizers if q.known_scale is not None]
+        return together([scale for scale, _ in known]), together([inverse for _, inverse in known])
+
+    @cached_property
+    def _recorded_amaxes(self) -> Tensor:
+        return together([q.recorded_amax for q in self._quantizers if q.recorded_amax is not None])
+
+    def __call__(self, source: Source, row_groups: RowGroups, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        first, module = self._first, _implementation(source)
+        if first.granularity is BLOCK_128X128:  # of weights, whose rows are multiples of 128: no block has two experts
+            return first(source, rowwise=rowwise, columnwise=columnwise)
+        if first.granularity is not TENSOR:
+            cast, rule = module.cast_groups_1x128, first.rule
+            if first.granularity is ROW:
+                cast = partial(module.cast_groups_rows, token_group=first.tensor.token_group)
+            return cast(
+                source, first.fmt, row_groups, rowwise=rowwise, columnwise=columnwise, power_of_two=rule.power_of_two,
+                eps=rule.eps,
+            )  # fmt: skip
+        recording = first.recorded_amax is not None and isinstance(first, AmaxRecording) and first.recording
+        newest_amax_e = self._recorded_amaxes if recording else None
+        if first.known_scale is None:
+            amax_e = all_reduce(module.amax_of_groups(source, row_groups), first.tensor.group, "max")
+            if newest_amax_e is not None:
+                newest_amax_e.copy_(torch.maximum(newest_amax_e, amax_e))
+                newest_amax_e = None
+            scale_e = first.rule.scale(amax_e)
+            scale_inv_e = scale_e.reciprocal()
+        else:
+            scale_e, scale_inv_e = self._known_scales
+        return module.cast_groups(
+            source, scale_e, scale_inv_e, first.fmt, row_groups, rowwise=rowwise, columnwise=columnwise,
+            newest_amax_e=newest_amax_e,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RowsQuantizer:
+    """`of_groups` for the rows of `row_groups`, as a `Quantizer`: for the operation before or after a layer."""
+
+    of_groups: GroupQuantizer
+    row_groups: RowGroups
+    per_tensor: ClassVar[bool] = False
+    shard_alignment: ClassVar[int] = 1
+
+    def for_sharded_input(self, group: ProcessGroup) -> None:
+        """Experts' rows are whole on their rank."""
+
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        return self.of_groups(source, self.row_groups, rowwise=rowwise, columnwise=columnwise)
+
+
+def _implementation(source: Source) -> Any:
+    if source.device.type != "cuda":
+        return groups
+    return kernels("grouped_cast")

@@ -1,0 +1,147 @@
+"""NVFP4: four-bit values under two levels of scales (NVIDIA 2025, arXiv:2509.25149).
+
+E2M1 has eight magnitudes, so 16 neighbours share a block scale. That is itself only E4M3, so the tensor has one more,
+in fp32, which puts the largest block scale at E4M3's maximum. With S = 448·6 / amax of the tensor:
+
+    block scale b = E4M3(amax of the block · S / 6)        value = E2M1(x · S / b)        x ≈ value · b / S
+
+A matrix has b / S in fp32 as its scale_inv, which is what emulation multiplies by, and S beside it. Tensor cores take b
+itself; it is E4M3((b / S) · S), always: the two roundings are below 2^-12, also where b / S is subnormal, and E4M3's is
+below 2^-5. Blackwell's tensor cores multiply such matrices (`megafp8.gemm.scaled_mm`); elsewhere their product is
+emulated in fp32.
+
+Three measures keep training stable at four bits, each where it helps:
+  squares of 16×16 on weights, whose forward and backward casts then are transposes of each other, so that the gradient
+    belongs to the function that was computed;
+  a 16-point Hadamard transform of both operands of wgrad along the dim that is summed: it spreads an outlier over its
+    block, and leaves the product as it was because the transform is orthogonal;
+  stochastic rounding of gradients, which is right on average where rounding to nearest loses small values every time.
+
+What is given up: b is rounded to nearest, so the largest values of a block may lie up to 1/16 beyond 6 (further where b
+is subnormal) and saturate, under stochastic rounding too, which is unbiased within ±6.
+
+Edges. A tensor of zeros, or one that is not finite, has S = 1. A block whose scale rounds to zero (about 459,000 times
+smaller than the tensor's amax) is zeros. A block with an infinity or a NaN has the largest scale, 448: infinities
+saturate, and a NaN stays a NaN. Hardware's E2M1 cannot hold one, E4M3 can, and a broken step should show: on tensor
+cores the block's scale becomes the NaN (`megafp8.gemm.scaled_mm`).
+
+Shapes: r rows, c columns of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from megafp8.distributed.collectives import all_reduce
+from megafp8.numerics.formats import E2M1, E4M3
+from megafp8.numerics.quantize import amax, block_amax, quantize, scale_from_amax
+from megafp8.numerics.recipes.base import Built, Capabilities, Fp8Recipe, Fp8Tensor, PerOperand, RecipeQuantizer, option
+from megafp8.numerics.sources import Source
+from megafp8.numerics.stochastic_rounding import NoiseClock, TensorNoise, uniform
+from megafp8.numerics.tensor import BLOCK_1X16, BLOCK_16X16, QuantizedTensor, ScaledTensor, expand
+from megafp8.philox import Key
+
+_POINTS = 16
+
+
+def round_to_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:
+    """The value of E2M1 for each of x: fp32 to fp32 of that shape, saturating at ±6; NaN stays NaN.
+
+    To nearest, ties to the even mantissa; or, with `noise` uniform in [0, 1), up where the noise is below the fraction
+    of the step that x has gone, so that the mean is x.
+    """
+    magnitude = x.abs().clamp(max=E2M1.max)
+    step = torch.full_like(x, 0.5).masked_fill_(magnitude >= 2, 1.0).masked_fill_(magnitude >= 4, 2.0)
+    steps = magnitude / step  # exact; a value's count is even where its last bit is 0
+    whole = steps.round() if noise is None else steps.floor() + (noise < steps.frac())
+    return (whole * step).copysign(x)
+
+
+def hadamard_transform(x_rc: Tensor) -> Tensor:
+    """The orthogonal Hadamard transform of every 16 neighbours in a row: any float dtype to fp32 `[r, c]`.
+
+    A tail shorter than 16 stays as it is. Sums are taken in pairs, in an order that is the same everywhere.
+    """
+    r, c = x_rc.shape
+    whole = c - c % _POINTS
+    y = x_rc[:, :whole].float() * _POINTS**-0.5  # first, so that no sum overflows that need not
+    distance = 1
+    while distance < _POINTS:
+        a, b = y.view(r, whole // (2 * distance), 2, distance).unbind(2)
+        y = torch.stack([a + b, a - b], dim=2).view(r, whole)
+        distance *= 2
+    return torch.cat([y, x_rc[:, whole:].float()], dim=1)
+
+
+def quantize_nvfp4(
+    x_rc: Tensor, whole_amax: Tensor | None = None, *, weight: bool, stochastic: Key | None
+) -> ScaledTensor:
+    """x `[r, c]`, any float dtype, to E2M1 values `[r, c]` held in E4M3, scale_inv b / S, and S.
+
+    `whole_amax`: the amax, fp32 `[]`, of the tensor that x is a shard of; by default x is all of it. `weight`: blocks
+    of 16×16 instead of 1×16. `stochastic`: round stochastically, with the noise of this key.
+    """
+    x_rc = x_rc.float()
+    r, c = x_rc.shape
+    granularity = BLOCK_16X16 if weight else BLOCK_1X16
+    tensor_scale = scale_from_amax(amax(x_rc) if whole_amax is None else whole_amax, E4M3.max * E2M1.max)
+    block = block_amax(x_rc, granularity) * tensor_scale
+    # Tensor by tensor: CUDA divides by a number as a product with its reciprocal, which rounds twice.
+    block = quantize(block / torch.full_like(block, E2M1.max), torch.ones_like(block), E4M3).float()
+    block_rc = expand(block, granularity, r, c)
+    values = torch.where(block_rc == 0, 0.0, x_rc * tensor_scale / block_rc)
+    values = round_to_e2m1(values, None if stochastic is None else uniform(r, c, stochastic, x_rc.device))
+    return ScaledTensor(values.to(E2M1.dtype), block / tensor_scale, granularity, tensor_scale)
+
+
+@dataclass(eq=False)
+class NVFP4Quantizer(RecipeQuantizer):
+    """Casts under one scale for the whole tensor, of which ranks may hold shards. There is no fused kernel.
+
+    `noise`: round stochastically; it counts casts while `recording`.
+    """
+
+    noise: TensorNoise | None
+    recording: bool = True
+
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        x_rc, is_weight = source.values(), self.tensor.operand == "weight"
+        row_key, column_key = (None, None) if self.noise is None else self.noise.next_keys(advance=self.recording)
+        by_rows = self._cast(x_rc, row_key) if rowwise else None
+        if not columnwise:
+            return QuantizedTensor(by_rows, None)
+        x_cr = x_rc.t().contiguous()
+        return QuantizedTensor(by_rows, self._cast(x_cr if is_weight else hadamard_transform(x_cr), column_key))
+
+    def _cast(self, x_rc: Tensor, key: Key | None) -> ScaledTensor:
+        whole_amax = all_reduce(amax(x_rc), self.tensor.group, "max")
+        return quantize_nvfp4(x_rc, whole_amax, weight=self.tensor.operand == "weight", stochastic=key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4Scaling(Fp8Recipe):
+    """Four bits, a scale for each 16 neighbours and for each 16×16 weights, under one for the tensor.
+
+    Output gradients are rounded stochastically, and both operands of wgrad are Hadamard transforms.
+    """
+
+    name: ClassVar[str] = "nvfp4"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        granularity=PerOperand(input=BLOCK_1X16, weight=BLOCK_16X16, grad_output=BLOCK_1X16),
+        shard_alignment=None,  # noise and tensor scale are those of the whole
+        bits=4,
+        stochastic_rounding=True,
+    )
+
+    fp8_format: Literal["hybrid", "e4m3"] = option(
+        "e4m3", "'e4m3', which holds its four-bit values", lambda value: value == "e4m3", key="format"
+    )
+
+    def build(self, tensors: Sequence[Fp8Tensor], device: torch.device, clock: NoiseClock) -> Built:
+        noise = {t: clock.tensor(t.name, t.group) if t.operand == "grad_output" else None for t in tensors}
+        return Built({t.name: NVFP4Quantizer(self, t, noise[t]) for t in tensors}, clock)

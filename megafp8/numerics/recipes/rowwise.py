@@ -1,0 +1,83 @@
+"""Rowwise scaling: one scale for each row of each GEMM operand, that is for each token, input or output channel.
+
+With one scale per tensor, an outlier anywhere pushes small values everywhere below what FP8 can hold. With a scale per
+row it costs its row and no other. The price is the scales, to store and to multiply by in the GEMM, and a second cast:
+the rows of the transposed matrix hold other elements, so columnwise data is made from the original values, never from
+rowwise data.
+
+Under tensor parallelism a row of an operand that is cut along the dim of the product (the input and the weight of
+row-parallel layers in forward, others in backward) has a scale for each rank's part, as in torchao and Transformer
+Engine. So losses differ between tensor-parallel sizes by FP8's rounding.
+
+Shapes: r rows, c columns of a matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from megafp8.distributed.collectives import all_reduce
+from megafp8.numerics.formats import Format
+from megafp8.numerics.quantize import block_amax, quantize_blocks
+from megafp8.numerics.quantizers import implementation
+from megafp8.numerics.recipes.base import (
+    AmaxOptions,
+    Capabilities,
+    Fp8Tensor,
+    PerOperand,
+    fast_accumulation,
+    format_option,
+)
+from megafp8.numerics.sources import Source
+from megafp8.numerics.tensor import ROW, QuantizedTensor
+
+
+def amaxes(source: Source) -> tuple[Tensor, Tensor]:
+    """Largest magnitudes of the rows `[r]` and of the columns `[c]`, fp32, infinite where they are not finite."""
+    x_rc = source.values()
+    return block_amax(x_rc, ROW).squeeze(-1), block_amax(x_rc.t(), ROW).squeeze(-1)
+
+
+def cast_rows(
+    source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float,
+    amaxes: tuple[Tensor, Tensor] | None = None,
+) -> QuantizedTensor:  # fmt: skip
+    """Cast by one scale per row. `amaxes`: of the rows and columns of the tensor that the source is a shard of."""
+    x_rc = source.values()
+    amax_r, amax_c = (None, None) if amaxes is None else (amax.unsqueeze(-1) for amax in amaxes)
+    cast = partial(quantize_blocks, fmt=fmt, granularity=ROW, power_of_two=power_of_two, eps=eps)
+    return QuantizedTensor(
+        cast(x_rc, amax=amax_r) if rowwise else None,
+        cast(x_rc.t().contiguous(), amax=amax_c) if columnwise else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowwiseScaling(AmaxOptions):
+    """One scale for each row of each GEMM operand.
+
+    All in E4M3 by default: with a scale per row, gradients have no need of E5M2's range. To keep the weight gradient,
+    which sums over tokens, in high precision: `override_linear_precision`.
+    """
+
+    name: ClassVar[str] = "rowwise"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        granularity=PerOperand(ROW, ROW, ROW), shard_alignment=1, cast_passes=2
+    )
+
+    fp8_format: Literal["hybrid", "e4m3"] = format_option("e4m3")
+    use_fast_accum: tuple[bool, bool, bool] = fast_accumulation()
+
+    def cast(self, source: Source, tensor: Fp8Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        whole_amaxes = None
+        if columnwise and tensor.token_group is not None:  # a column's amax is over the tokens of all its ranks
+            whole_amaxes = implementation(amaxes, source)(source)
+            all_reduce(whole_amaxes[1], tensor.token_group, "max")
+        return implementation(cast_rows, source)(
+            source, self.format_of(tensor.operand), rowwise=rowwise, columnwise=columnwise,
+            power_of_two=self.power_of_two, eps=self.amax_epsilon, amaxes=whole_amaxes,
+        )  # fmt: skip

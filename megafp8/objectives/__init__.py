@@ -1,0 +1,83 @@
+"""What a model is trained to predict, one file each: from a sample of the data sets to a micro-batch.
+
+An objective makes of a sample a row of integers (`row`), in the process that reads it, and rows into a `Batch`
+(`batch`). A row is a function of the seed and of the sample's number in the run, so a resumed run, or one in another
+layout, trains on the same batches.
+
+To add an objective, add its keys to the section `data` in `megafp8/config/schema.py`, with the rules about them as
+`problems` of an `ObjectiveConfig`, and a file here that defines `OBJECTIVE = ObjectiveRecord(applies, build)`; the
+registry (`registry.py`) finds it. This package has what such a file imports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megafp8.config import Config, ConfigError, Problem
+from megafp8.data.sampler import Objective, Parts
+from megafp8.data.tokenizers import Tokenizer
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Objective",
+    "ObjectiveRecord",
+    "Parts",
+    "Problem",
+    "Tokenizer",
+    "generator_of",
+    "special_ids",
+]
+
+
+@dataclass(frozen=True)
+class ObjectiveRecord:
+    """When a config has an objective, and how it is made.
+
+    `build(config, tokenizer, source)` raises ConfigError, about a config that was read from `source`, if a token or a
+    property of the tokenizer is missing. `applies`: of at most one objective.
+    """
+
+    applies: Callable[[Config], bool]
+    build: Callable[[Config, Tokenizer | None, str], Objective]
+
+
+def generator_of(seed: int, index: int) -> np.random.Generator:
+    """Random numbers of sample number `index` of a run."""
+    return np.random.Generator(np.random.Philox(key=np.array([seed & (2**64 - 1), index], np.uint64)))
+
+
+def special_ids(
+    config: Config,
+    tokenizer: Tokenizer | None,
+    source: str,
+    given: Mapping[str, int | None],
+    names: Mapping[str, Sequence[str]],
+    section: str = "data.special_tokens",
+) -> dict[str, int]:
+    """Ids of special tokens: those `given`, else of the first of the `names` that the tokenizer has.
+
+    `names`: by key of `section`. Raises ConfigError naming those that are missing.
+    """
+    problems, found = [], {}
+    size = config.model.vocab_size
+    assert size is not None
+    for key, candidates in names.items():
+        ids = [given[key], *(None if tokenizer is None else tokenizer.id_of(name) for name in candidates)]
+        number = next((i for i in ids if i is not None), None)
+        if number is None:
+            rule = f"not given, and data.tokenizer has neither {' nor '.join(candidates)}"
+            works = f"give the id of a token for it below model.vocab_size ({size}), which may be enlarged for it"
+            problems.append(Problem(f"{section}.{key}", None, rule, works))
+        elif number >= size:
+            rule = f"model.vocab_size is {size}"
+            works = f"try model.vocab_size={number + 1}, or a smaller id"
+            problems.append(Problem(f"{section}.{key}", number, rule, works))
+        else:
+            found[key] = number
+    if problems:
+        raise ConfigError(source, problems)
+    return found

@@ -1,0 +1,53 @@
+"""Prediction of the next token, the objective of GPT.
+
+Shapes: b micro-batch, s sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megafp8.batch import Batch
+from megafp8.data.samples import documents_of, next_token_batch, padded
+from megafp8.objectives import Config, ObjectiveRecord, Parts, Tokenizer
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """The token after each of s tokens; `megafp8.data.samples.next_token_batch` has the options.
+
+    Each part is a document, whatever tokens end it: in many chat templates the token that ends a message is also the
+    tokenizer's end of a document.
+    """
+
+    seq_length: int
+    reset_at_documents: bool = False
+    mask_eod_loss: bool = False
+
+    def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
+        """Tokens `[s + 1]`; where an option needs it, also which document they are of, `[2, s + 1]`."""
+        tokens = padded(parts, self.seq_length + 1)
+        if not (self.reset_at_documents or self.mask_eod_loss):
+            return tokens
+        return np.stack([tokens, documents_of(parts, self.seq_length + 1)])
+
+    def batch(self, rows: Tensor) -> Batch:
+        tokens_and_documents = [rows] if rows.ndim == 2 else rows.unbind(1)
+        return next_token_batch(
+            *tokens_and_documents, reset_at_documents=self.reset_at_documents, mask_eod_loss=self.mask_eod_loss
+        )
+
+
+def next_token(config: Config, _tokenizer: Tokenizer | None = None, _source: str = "") -> NextToken:
+    """As the config has it."""
+    return NextToken(config.training.seq_length, config.data.reset_at_documents, config.data.mask_eod_loss)
+
+
+OBJECTIVE = ObjectiveRecord(
+    lambda config: config.model.architecture == "gpt" and config.data.loss_on is None and not config.data.objectives,
+    next_token,
+)

@@ -1,0 +1,63 @@
+"""Prefix language modelling: a sample's first tokens see each other, and the model predicts the others.
+
+    tokens    t0 t1 t2 | t3 t4 t5 t6        a prefix of 3
+    labels    t1 t2 t3   t4 t5 t6 t7
+    counts     0  0  1    1  1  1  1
+    t1 sees   t0 t1 t2                      the prefix, in both directions
+    t4 sees   t0 t1 t2   t3 t4              the prefix, and what is before it
+
+(Raffel et al. 2019, arXiv:1910.10683, section 3.2.1; UL2's S-denoising, arXiv:2205.05131; GLM.) The last token of the
+prefix predicts the first one after it; labels within the prefix do not count, since the model sees them. A prefix of
+one token is plain next-token prediction.
+
+Shapes: b micro-batch, s sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megafp8.batch import Batch
+from megafp8.objectives import Config, ObjectiveRecord, Parts, Tokenizer, generator_of
+from megafp8.objectives.next_token import NextToken, next_token
+
+
+@dataclass(frozen=True)
+class PrefixLM:
+    """`next_token` with prefixes whose length is drawn from `shortest` to `longest` tokens, all equally likely.
+
+    A length depends on the seed and on the sample's number in the run only.
+    """
+
+    next_token: NextToken
+    seed: int
+    shortest: int
+    longest: int
+
+    def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
+        """That of `next_token`, with the length of the prefix as the last column: `[s + 2]` or `[2, s + 2]`."""
+        length = generator_of(self.seed, index).integers(self.shortest, self.longest, endpoint=True)
+        row = self.next_token.row(parts, index)
+        return np.concatenate([row, np.full_like(row[..., :1], length)], axis=-1)
+
+    def batch(self, rows: Tensor) -> Batch:
+        """With `prefix`, and a loss mask."""
+        batch, prefix_b = self.next_token.batch(rows[..., :-1]), rows.flatten(1)[:, -1].contiguous()
+        counts_bs = (torch.arange(batch.tokens.shape[1]) >= prefix_b[:, None] - 1).float()
+        if batch.loss_mask is not None:
+            counts_bs = counts_bs * batch.loss_mask
+        return replace(batch, loss_mask=counts_bs, prefix=prefix_b)
+
+
+def _build(config: Config, _tokenizer: Tokenizer | None, _source: str) -> PrefixLM:
+    given = config.data.prefix_lm
+    assert given is not None
+    return PrefixLM(next_token(config), config.seed, given.min_length, given.max_length or config.training.seq_length)
+
+
+OBJECTIVE = ObjectiveRecord(lambda config: config.data.prefix_lm is not None, _build)

@@ -1,0 +1,120 @@
+"""Span corruption: spans of a text are replaced by sentinels, and the decoder restores them (T5).
+
+    text      t0 t1 t2 t3 t4 t5 t6 t7 t8 t9
+    encoder   t0 t1 <0> t4 t5 t6 <1> t8 t9 </s>
+    decoder   [PAD] <0> t2 t3 <1> t7                     reads
+    labels    <0> t2 t3 <1> t7 </s>                      predicts
+
+The number of tokens in spans, and of spans, is that of Raffel et al. (2019, arXiv:1910.10683) for the text's length, so
+all samples have the same lengths; which spans is drawn at random. The decoder's samples are padded at their end, where
+no label counts: its attention is causal, so no token sees the padding.
+
+Shapes: b micro-batch, s and d tokens of the encoder and the decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megafp8.batch import Batch
+from megafp8.objectives import (
+    Config,
+    ConfigError,
+    ObjectiveRecord,
+    Parts,
+    Problem,
+    Tokenizer,
+    generator_of,
+    special_ids,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class SpanCorruption:
+    """Samples of s tokens for the encoder and d for the decoder, of texts with `noise` tokens in `spans` spans.
+
+    `sentinels`: marks of the spans, at least as many. `end_id` ends both, `pad_id` fills up and begins the decoder's.
+    """
+
+    seq_length: int
+    decoder_length: int
+    seed: int
+    noise: int
+    spans: int
+    sentinels: Sequence[int]
+    end_id: int
+    pad_id: int
+
+    def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
+        """The encoder's tokens, the decoder's, its labels, and which count, one after the other: `[s + 3d]`."""
+        text = np.concatenate(parts).astype(np.int64)
+        generator, rest = generator_of(self.seed, index), len(text) - self.noise
+        lengths = np.stack([_divided(n, self.spans, generator) for n in (rest, self.noise)], axis=1).flatten()
+        pieces = np.split(text, np.cumsum(lengths)[:-1])  # kept, taken out, kept, ...
+        encoder: list[NDArray[np.int64]] = []
+        restored: list[NDArray[np.int64]] = []
+        for sentinel, kept, taken in zip(self.sentinels, pieces[::2], pieces[1::2]):
+            mark = np.array([sentinel])
+            encoder += [kept, mark]
+            restored += [mark, taken]
+        inputs, labels = (np.concatenate([*pieces, [self.end_id]]) for pieces in (encoder, restored))
+        lengths_of_row = (self.seq_length, *[self.decoder_length] * 3)
+        assert len(inputs) <= self.seq_length, f"{len(inputs)} tokens for an encoder of {self.seq_length}"
+        assert len(labels) <= self.decoder_length, f"{len(labels)} tokens for a decoder of {self.decoder_length}"
+        row = np.full(sum(lengths_of_row), self.pad_id, np.int64)
+        tokens_s, decoder_d, labels_d, counts_d = np.split(row, np.cumsum(lengths_of_row)[:-1])  # views
+        tokens_s[: len(inputs)] = inputs
+        decoder_d[1 : len(labels)] = labels[:-1]
+        labels_d[: len(labels)] = labels
+        counts_d[:] = np.arange(self.decoder_length) < len(labels)
+        return row
+
+    def batch(self, rows: Tensor) -> Batch:
+        d = self.decoder_length
+        tokens, decoder, labels, counts = (x.contiguous() for x in rows.split([self.seq_length, d, d, d], dim=1))
+        return Batch(tokens, labels, counts.float(), decoder_tokens=decoder)
+
+
+def _divided(total: int, parts: int, generator: np.random.Generator) -> NDArray[np.int64]:
+    """Lengths of `parts` parts of `total`, none empty, all divisions equally likely."""
+    cuts = np.sort(generator.permutation(total - 1)[: parts - 1]) + 1
+    return np.diff(cuts, prepend=0, append=total)
+
+
+def _build(config: Config, tokenizer: Tokenizer | None, source: str) -> SpanCorruption:
+    noise, spans = config.data.span_corruption.lengths(config.sample_tokens)
+    length = config.decoder_length
+    assert length is not None
+    names = {"sep": ("[SEP]", "</s>"), "pad": ("[PAD]", "<pad>")}
+    ids = special_ids(config, tokenizer, source, dict(config.data.special_tokens), names)
+    sentinels = _sentinels(config, tokenizer, spans, source)
+    return SpanCorruption(
+        config.training.seq_length, length, config.seed, noise, spans, sentinels, ids["sep"], ids["pad"]
+    )
+
+
+def _sentinels(config: Config, tokenizer: Tokenizer | None, spans: int, source: str) -> list[int]:
+    """Ids of the tokens that mark spans. Raises ConfigError if there are too few."""
+    size, given = config.model.vocab_size, config.data.special_tokens.sentinels
+    assert size is not None
+    if given is not None:
+        found = given
+    else:
+        found = []
+        while tokenizer is not None and (number := tokenizer.id_of(f"<extra_id_{len(found)}>")) is not None:
+            found.append(number)
+        found = found or [*range(size - 1, (0 if tokenizer is None else tokenizer.vocab_size) - 1, -1)][:spans]
+    if len(found) < spans or max(found) >= size or len(set(found)) < len(found):
+        rule = f"{len(found)} different ids below model.vocab_size ({size}), and a sample has {spans} spans"
+        more = size + spans - len(found)
+        works = f"try model.vocab_size={more}, give {spans} ids, or try a larger data.span_corruption.mean_span_length"
+        raise ConfigError(source, [Problem("data.special_tokens.sentinels", given, rule, works)])
+    return found
+
+
+OBJECTIVE = ObjectiveRecord(lambda config: config.model.architecture == "t5", _build)

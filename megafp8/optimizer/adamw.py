@@ -1,0 +1,63 @@
+"""AdamW: torch's fused kernel over all tensors, on CUDA and CPU, or NVIDIA apex's `FusedAdam` where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megafp8.optimizer.base import TensorOptimizer, Update
+from megafp8.section import Decay, PositiveFloat
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim import Optimizer
+
+
+class AdamW(Update):
+    """AdamW (Loshchilov & Hutter 2019)."""
+
+    moments: ClassVar[Mapping[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: PositiveFloat = 1e-8
+
+    @property
+    def decay_rates(self) -> Mapping[str, float]:
+        return {"optimizer.beta1": self.beta1, "optimizer.beta2": self.beta2}
+
+    def make(self, groups: list[dict[str, Any]], device: torch.device) -> TensorOptimizer:
+        import torch
+
+        chosen, _ = choose_adam(device)
+        options: dict[str, Any] = {"lr": 0.0, "betas": (self.beta1, self.beta2), "eps": self.eps}
+        options |= {"fused": True} if chosen is torch.optim.AdamW else {"adam_w_mode": True}
+        return chosen(groups, **options)
+
+    def describe(self, device: torch.device) -> str:
+        return choose_adam(device)[1]
+
+
+def _apex_fused_adam() -> tuple[type[Optimizer] | None, str]:
+    """NVIDIA apex's `FusedAdam` if it can run here, and what was found. PyPI's `apex` is an unrelated package."""
+    try:
+        from apex.multi_tensor_apply import multi_tensor_applier
+        from apex.optimizers import FusedAdam
+    except Exception as error:  # an unrelated or broken apex may fail in any way while it is imported
+        if isinstance(error, ModuleNotFoundError) and error.name == "apex":
+            return None, "NVIDIA apex is not installed"
+        return None, f"the installed apex is not a working NVIDIA apex ({type(error).__name__})"
+    if not multi_tensor_applier.available:
+        return None, "NVIDIA apex was built without its CUDA extensions"
+    return FusedAdam, "NVIDIA apex is installed"
+
+
+def choose_adam(device: torch.device) -> tuple[type[Optimizer], str]:
+    """The optimizer class to use on `device`, and the choice with its reason in one line for the log."""
+    import torch
+
+    if device.type != "cuda":
+        return torch.optim.AdamW, f"torch fused AdamW: apex has no kernels for {device.type}"
+    apex_class, found = _apex_fused_adam()
+    if apex_class is None:
+        return torch.optim.AdamW, f"torch fused AdamW: {found}"
+    return apex_class, f"apex FusedAdam: {found}"

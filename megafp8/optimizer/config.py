@@ -1,0 +1,80 @@
+"""The optimizer section of the config: the registry of optimizers, a name and a section of options for each."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megafp8.optimizer.adamw import AdamW
+from megafp8.optimizer.base import MatrixUpdate, Update
+from megafp8.optimizer.muon import Muon
+from megafp8.optimizer.param_groups import ParamGroup
+from megafp8.section import Count, Decay, NonNegative, PositiveFloat, PositiveInt, Section
+
+
+class OptimizerConfig(Section):
+    """The optimizer, and the learning-rate schedule."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon for the matrices of blocks and adamw for all other weights (docs/optimizers.md)."""
+    muon: Muon = Muon()
+    groups: list[ParamGroup] = []
+    """Weights with a learning rate or weight decay of their own. Default: none."""
+    learning_rate: PositiveFloat
+    """Peak learning rate."""
+    min_learning_rate: NonNegative = 0.0
+    """Learning rate at the end of the schedule."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape of the schedule after warm-up. wsd: warm-up, stable, decay."""
+    warmup_steps: Count = 0
+    """Number of steps of linear warm-up."""
+    warmup_from: NonNegative = 0.0
+    """Learning rate from which the warm-up rises. After a schedule that has ended, for example its
+    min_learning_rate."""
+    schedule_from: Count = 0
+    """Step at which the schedule begins, with its warm-up; earlier steps have the learning rate of that one. For a
+    schedule of a stage, or of a run that was continued after its schedule had ended."""
+    decay_until: PositiveInt | None = None
+    """Step at which the schedule reaches min_learning_rate, where it stays. Default: training.steps. Give it to train
+    longer or shorter than planned without changing the schedule."""
+    decay_steps: PositiveInt | None = None
+    """wsd: number of steps of the final decay. Default: a tenth of decay_until."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    beta1: Decay = 0.9
+    """Decay rate of Adam's first moment."""
+    beta2: Decay = 0.95
+    """Decay rate of Adam's second moment."""
+    eps: PositiveFloat = 1e-8
+    """Adam's epsilon."""
+    clip_grad_norm: NonNegative = 1.0
+    """Maximum global gradient norm. 0: no clipping."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which gradients travel between data-parallel ranks. bf16: half the traffic; sums over ranks are rounded
+    to 8 bits, sums over the micro-batches of a rank stay fp32."""
+    moments_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """Dtype in which Adam's two moments are stored. bf16 saves 4 bytes per parameter; fp8 saves 6, with a scale per
+    block of 128 and stochastic rounding. A resumed run may change it between bf16 and fp8 only."""
+    store_param_remainders: bool = False
+    """Store only the 16 bits of each fp32 master weight that its bf16 weight lacks: saves 2 bytes per parameter without
+    loss. Checkpoints hold fp32 masters either way. Not supported with fp8.param_gather or parallel.fsdp."""
+    average_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay rate of an exponential moving average of the weights (EMA), such as 0.9999, which checkpoints hold beside
+    them; 4 bytes per parameter, divided as the optimizer's state is. Training does not use it:
+    tools/average_checkpoints.py --moving writes it as weights (docs/stages.md). Default: none is kept."""
+
+    @property
+    def adamw(self) -> AdamW:
+        """Of all weights, or those that the chosen optimizer does not update. Its options have no section."""
+        return AdamW(beta1=self.beta1, beta2=self.beta2, eps=self.eps)
+
+    @property
+    def chosen(self) -> Update:
+        """The optimizer that `name` chooses."""
+        update: Update = getattr(self, self.name)
+        return update
+
+    def update(self, *, hidden_matrix: bool) -> Update:
+        """What updates a weight, given whether it is a hidden matrix (`param_groups.is_hidden_matrix`)."""
+        return self.chosen if hidden_matrix or not isinstance(self.chosen, MatrixUpdate) else self.adamw

@@ -1,0 +1,121 @@
+"""The strategy of data parallelism that the section `parallel` describes, built around a rank's stages.
+
+Under FSDP the embedding is needed in forward only, unless it ends with a norm, and the output layer from its forward
+right to its backward. A weight that several layers of a stage share stays gathered in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from megafp8.config import Config
+from megafp8.data_parallel.fp8_weight_shards import gathered_format
+from megafp8.data_parallel.fsdp import ShardedStages, ShardGroups, Unit
+from megafp8.data_parallel.grad_buffer import GradBuffer
+from megafp8.data_parallel.strategy import DataParallelStrategy, FullySharded, Replicated, Zero1
+from megafp8.distributed.sharding import spec_of
+from megafp8.dtypes import DTYPES
+from megafp8.linear.deferred_wgrad import WgradStore
+from megafp8.models.gpt import GPTStage
+from megafp8.models.moe import Experts
+from megafp8.parallel_state import ParallelState
+from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.tensor_parallel.random import initialize, initialize_parameters
+from megafp8.training.overlap import on_one_host
+
+
+def build_data_parallel(
+    config: Config, parallel: ParallelState, model: nn.ModuleList, wgrads: WgradStore, environment: Mapping[str, str]
+) -> DataParallelStrategy:
+    """The strategy of the stages in `model`, with initial values; under FSDP their blocks are on the meta device.
+
+    Call it after `Fp8Manager.materialize`. `wgrads`: of weight gradients that the pipeline schedule defers. Collective.
+    """
+    p, params, stages = config.parallel, list(model.parameters()), [*model]
+    trained = [param for param in params if param.requires_grad]
+    # Gradients of experts are summed over other ranks than those of the rest of the model.
+    other_ranks = parallel.expert_data.ranks != parallel.data_context.ranks
+    expert_group = parallel.expert_data.group if other_ranks and any(spec_of(x).expert for x in trained) else None
+    shared = [stage.shared_weight for stage in stages if p.pipeline > 1 and stage.shared_weight is not None]
+    tied = [weight for weight in shared if weight.requires_grad]
+    linears = [m for m in model.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))]
+    fp8_weights = {m.weight: (m.state, fmt) for m in linears if (fmt := gathered_format(m.state)) is not None}
+    options: dict[str, Any] = {
+        "tied": tied, "fp8_weights": fp8_weights, "expert_group": expert_group, "amax_group": parallel.amax.group,
+    }  # fmt: skip
+    if p.fsdp:
+        return FullySharded(
+            _sharded(config, parallel, stages),
+            group=parallel.fsdp_shard.group,
+            replicas=parallel.fsdp_replicate.size,
+            one_host=on_one_host(parallel.fsdp_shard, environment),
+            **options,
+        )
+    initialize_parameters(model, config.seed)
+    group = options["group"] = parallel.data_context.group
+    reduced = [(group, trained)]
+    if expert_group is not None:
+        others = [param for param in trained if not spec_of(param).expert]
+        reduced = [(group, others), (expert_group, [param for param in trained if spec_of(param).expert])]
+    buffers = [
+        GradBuffer(
+            members,
+            data_parallel_group=members_group,
+            bucket_elements=int(p.bucket_mib * 2**20 / 4),
+            device=parallel.device,
+            sharded=p.zero == 1,
+            own_bucket=tied,
+            fp8_bucket=fp8_weights.keys(),
+            reduce_dtype=DTYPES[config.optimizer.reduce_dtype],
+            wgrads=wgrads,
+        )
+        for members_group, members in reduced
+    ]
+    if p.zero == 0:
+        return Replicated(params, buffers, **options)
+    units = [unit for stage in stages for unit in stage.units] if p.overlap_param_gather else []
+    return Zero1(params, buffers, overlapped=units, **options)
+
+
+def _sharded(config: Config, parallel: ParallelState, stages: Sequence[GPTStage]) -> ShardedStages:
+    """`stages` sharded with FSDP, with initial values."""
+    dtype = DTYPES[config.training.precision]
+    sharded = ShardedStages(
+        [_units(stage, parallel) for stage in stages],
+        replicate_group=parallel.fsdp_replicate.group,
+        dtype=dtype,
+        reduce_dtype=DTYPES[config.optimizer.reduce_dtype],
+        device=parallel.device,
+    )
+    for rows in sharded.row_shards.values():
+        rounded = torch.empty(rows.values.shape, dtype=dtype, device=parallel.device)
+        initialize(rows.param, rounded, config.seed)
+        with torch.no_grad():
+            rows.values.copy_(rounded)
+    for stage in stages:
+        if isinstance(stage.embedding, FSDPModule) and stage.embedding.norm is None:
+            stage.embedding.set_unshard_in_backward(False)
+        if isinstance(stage.head, FSDPModule):
+            stage.head.set_reshard_after_forward(False)
+    return sharded
+
+
+def _units(stage: GPTStage, parallel: ParallelState) -> list[Unit]:
+    """Embedding, blocks and output layer but for those with a shared weight, and the stage; experts are inner units if
+    they are on other ranks."""
+    groups = ShardGroups(parallel.fsdp_shard.group, parallel.fsdp_shard_backward.group)
+    of_experts = ShardGroups(parallel.expert_shard.group, parallel.expert_shard_backward.group)
+
+    def unit(module: nn.Module) -> Unit:
+        experts = [m for m in module.modules() if isinstance(m, Experts)] if of_experts != groups else []
+        return Unit(module, groups, [Unit(m, of_experts) for m in experts])
+
+    def has_shared_weight(module: nn.Module) -> bool:
+        return any(param is stage.shared_weight for param in module.parameters())
+
+    return [*(unit(module) for module in stage.units if not has_shared_weight(module)), Unit(stage, groups)]

@@ -1,0 +1,51 @@
+"""Evaluations of the live model: the loss on documents for validation, and what `training.evaluate` asks for."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megafp8.data.blend import Blend
+from megafp8.distributed import activity
+from megafp8.training.inputs import Inputs
+from megafp8.training.observer import Observer
+from megafp8.training.trainer import Trainer
+
+TaskEvaluation = Callable[[int], Mapping[str, float]]
+"""What `training.evaluate` asks for, after a step: its metrics by name. Collective."""
+MakeEvaluation = Callable[[Trainer, Inputs, Path], TaskEvaluation]
+"""The evaluation of a trainer's live model, whose files go to the run folder."""
+
+
+class Evaluation(Observer):
+    """Evaluates after the steps that the config names, and after `last_step`. `tasks`: as `training.evaluate` says."""
+
+    def __init__(self, trainer: Trainer, inputs: Inputs, last_step: int, tasks: TaskEvaluation | None) -> None:
+        self._trainer, self._inputs, self._last_step, self._tasks = trainer, inputs, last_step, tasks
+
+    def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:
+        t, inputs, last = self._inputs.config.training, self._inputs, step == self._last_step
+        validates = t.eval_interval > 0 and (last or step % t.eval_interval == 0)
+        evaluates = t.evaluate is not None and (last or step % t.evaluate.interval == 0)
+        if not (validates or evaluates):
+            return {}
+        activity.enter("evaluation")
+        start, evaluations, fields = time.perf_counter(), dict[str, float](), dict[str, Any]()
+        if validates:
+            if inputs.validation is not None:
+                fields["validation_loss"] = self._loss(inputs.validation)
+            sets = {**inputs.validation_sources, **inputs.validation_sets}
+            evaluations |= {f"valid/{name}": self._loss(samples) for name, samples in sets.items()}
+        if evaluates and self._tasks is not None:
+            evaluations |= self._tasks(step)
+        activity.enter("after the step")
+        return fields | {"evaluations": evaluations, "evaluation_seconds": time.perf_counter() - start}
+
+    def _loss(self, samples: Blend) -> float:
+        """Mean loss over the first of `samples`, the same ones in every evaluation."""
+        stream = self._inputs.batches(samples, self._trainer.parallel)
+        losses = [self._trainer.evaluate(next(stream)) for _ in range(self._inputs.config.training.eval_steps)]
+        return math.fsum(x.mean * x.tokens for x in losses) / max(1, sum(x.tokens for x in losses))

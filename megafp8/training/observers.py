@@ -1,0 +1,83 @@
+"""The registry of observers of the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from megafp8.fp8.health import FILE_NAME as FP8_REPORT
+from megafp8.text_file import DiskErrorsLogged
+from megafp8.training import expert_load
+from megafp8.training.evaluation import Evaluation, TaskEvaluation
+from megafp8.training.expert_load import ExpertLoadMetrics
+from megafp8.training.inputs import Inputs
+from megafp8.training.metrics import Fp8ReportWriter, UnlessDiskFull, open_writers
+from megafp8.training.observer import Observer
+from megafp8.training.pipeline_trace import PipelineTrace
+from megafp8.training.profiling import Profiler
+from megafp8.training.replicas import ReplicaCheck
+from megafp8.training.resilience.faults import Faults
+from megafp8.training.resilience.hangs import ProgressWatch
+from megafp8.training.resilience.recompute import RecomputeCheck
+from megafp8.training.resilience.spikes import LossSpikes
+from megafp8.training.resilience.stragglers import Stragglers
+from megafp8.training.section_times import SectionTimer
+from megafp8.training.trainer import Trainer
+
+
+def open_observers(
+    trainer: Trainer,
+    inputs: Inputs,
+    folder: Path,
+    step: int,
+    last_step: int,
+    *,
+    faults: Faults,
+    spikes: LossSpikes,
+    tasks: TaskEvaluation | None,
+    write_error: Callable[[str], None],
+) -> list[Observer]:
+    """What watches a loop of `trainer` from `step` to `last_step`, in the order in which it is called.
+
+    `tasks`: the evaluation that `training.evaluate` asks for. `write_error`: to the log, of a process that then ends.
+    """
+    config, parallel = trainer.config, trainer.parallel
+    r, is_main, several = config.resilience, parallel.rank == 0, parallel.world_size > 1
+    found: list[Observer] = [
+        Profiler(config.profile, folder, parallel),  # its trace begins with a section
+        ProgressWatch(config, folder, parallel, step, write_error),
+    ]
+    if r.recompute_interval:
+        found.append(RecomputeCheck(trainer, r.recompute_interval, faults))
+    found += [faults, spikes]
+    if r.straggler_interval and several:
+        found.append(Stragglers(r.straggler_interval, parallel))
+    if config.model.moe is not None:
+        interval = config.logging.expert_load_interval
+        path = folder / expert_load.FILE_NAME if is_main and interval else None
+        found.append(ExpertLoadMetrics(lambda: trainer.expert_load, path, interval))
+    found += [Evaluation(trainer, inputs, last_step, tasks), PipelineTrace(trainer, folder)]
+    if is_main:
+        found += [SectionTimer(parallel.device), *_writers(trainer, folder, step)]
+    if config.training.replica_check_interval and several:
+        found.append(ReplicaCheck(trainer, step, config.training.replica_check_interval))
+    return found
+
+
+def _writers(trainer: Trainer, folder: Path, step: int) -> list[Observer]:
+    """Those of metrics, on rank 0; also writes the config to the run folder."""
+    config, settings = trainer.config, trainer.config.model_dump(mode="json")
+    name = "config.yaml" if not step else f"config-from-step-{step:08d}.yaml"
+    with DiskErrorsLogged(name):
+        (folder / name).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+    last, device = config.training.last_step, trainer.parallel.device
+    writers = open_writers(config.logging, folder, config.name, step, last, settings, device)
+    if trainer.fp8.recorder is not None:
+        writers.append(UnlessDiskFull(FP8_REPORT, Fp8ReportWriter(folder / FP8_REPORT, step)))
+    if config.logging.metrics_port is not None:
+        from megafp8.training.open_metrics import OpenMetricsWriter  # needs prometheus_client
+
+        writers.append(OpenMetricsWriter(config.name, folder, config.logging.metrics_port))
+    return writers

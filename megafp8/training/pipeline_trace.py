@@ -1,0 +1,30 @@
+"""The timeline of a traced step (`logging.pipeline_trace_step`), written to the run folder."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from megafp8.fp8.health import Record
+from megafp8.pipeline_parallel.trace import write_timeline
+from megafp8.text_file import DiskErrorsLogged
+from megafp8.training.observer import Observer, StepMetrics
+from megafp8.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class PipelineTrace(Observer):
+    """Writes pipeline_trace.json in `folder` after the traced step."""
+
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
+        self._trainer, self._path = trainer, folder / "pipeline_trace.json"
+
+    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+        timeline, self._trainer.timeline = self._trainer.timeline, None
+        if timeline is not None and self._trainer.parallel.rank == 0:
+            with DiskErrorsLogged(self._path.name):
+                write_timeline(timeline, self._trainer.plan.placement, self._path)
+            draw = f"python tools/plot_schedule.py --measured {self._path} --png schedule.png"
+            logger.info(f"pipeline trace of step {metrics.step}: {self._path}; to draw it: {draw}")

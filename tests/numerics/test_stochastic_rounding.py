@@ -1,0 +1,92 @@
+"""Noise of stochastic rounding: Philox in Python integers, and what it depends on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup, group
+
+from megafp8.numerics.step import end_step
+from megafp8.numerics.stochastic_rounding import NoiseClock, noise_key, uniform
+from megafp8.philox import Key
+from tests.test_philox import philox_by_hand
+from tests.world import World
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def uniform_by_hand(r: int, c: int, key: Key) -> list[list[float]]:
+    flat = [(philox_by_hand(i // 4, key)[i % 4] >> 8) / 2**24 for i in range(r * c)]
+    return [flat[i * c : (i + 1) * c] for i in range(r)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("key", [(0, 0), (0xFFFFFFFF, 0xFFFFFFFF), noise_key(1234, 7, "layers.0.mlp.down")])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 8), (0, 4), (4, 0)])
+def test_equals_python_integers(shape: tuple[int, int], key: Key, device: str) -> None:
+    noise = uniform(*shape, key, torch.device(device))
+    assert noise.dtype == torch.float32
+    assert noise.shape == shape
+    assert noise.tolist() == uniform_by_hand(*shape, key)
+
+
+def test_depends_on_seed_step_and_name() -> None:
+    keys = {noise_key(seed, step, name) for seed in (0, 1) for step in (0, 1, 10) for name in ("a", "b")}
+    assert len(keys) == 12
+    assert noise_key(1, 1, "a") == noise_key(1, 1, "a")
+
+
+def test_is_uniform() -> None:
+    noise = uniform(100, 1000, noise_key(0, 0, "x"), torch.device("cpu")).double()
+    assert noise.min() >= 0
+    assert noise.max() < 1
+    n = noise.numel()
+    counts = torch.histc(noise.flatten(), bins=50, min=0, max=1)
+    chi_squared = ((counts - n / 50) ** 2 / (n / 50)).sum().item()
+    assert abs(chi_squared - 49) < 5 * math.sqrt(2 * 49)
+    for a, b in [(noise[:, 1:], noise[:, :-1]), (noise[1:], noise[:-1]), (noise[:, 4:], noise[:, :-4])]:
+        correlation = 12 * ((a - 0.5) * (b - 0.5)).mean().item()
+        assert abs(correlation) < 5 / math.sqrt(a.numel())
+
+
+def test_every_cast_has_keys_of_its_own() -> None:
+    keys = []
+    for seed in (0, 1):
+        for replica in range(2):
+            clock = NoiseClock(seed, replica, 2)
+            for _ in range(2):
+                for noise in [clock.tensor("a", None), clock.tensor("b", None)]:
+                    keys += [key for _ in range(3) for key in noise.next_keys(advance=True)]
+                end_step([(clock, None)])
+    assert len(set(keys)) == len(keys) == 2 * 2 * 2 * 2 * 3 * 2
+
+
+def test_a_global_batch_rounds_alike_over_any_number_of_replicas() -> None:
+    def of_step(replicas: int) -> set[tuple[int, int]]:
+        noises = [NoiseClock(0, replica, replicas).tensor("a", None) for replica in range(replicas)]
+        return {key for noise in noises for _ in range(6 // replicas) for key in noise.next_keys(advance=True)}
+
+    assert of_step(1) == of_step(2) == of_step(3)
+    assert noise_key(0, 0, "a\x005\0rows") in of_step(2)
+
+
+def test_a_count_that_does_not_advance() -> None:
+    noise = NoiseClock(0, 0, 1).tensor("a", None)
+    assert noise.next_keys(advance=False) == noise.next_keys(advance=True) != noise.next_keys(advance=True)
+
+
+def _shards() -> list[tuple[int, int]]:
+    world = group.WORLD
+    assert isinstance(world, ProcessGroup)
+    clock = NoiseClock(0, 0, 1)
+    return [clock.tensor(*of).next_keys(advance=True)[0] for of in (("cut", world), ("whole", None))]
+
+
+def test_shards_of_a_tensor_differ_and_copies_do_not(world2: World) -> None:
+    first, second = world2.run(_shards)
+    assert first[0] != second[0]
+    assert first[1] == second[1]
+    ((alone, _),) = world2.run(_shards, ranks=1)
+    assert alone == NoiseClock(0, 0, 1).tensor("cut", None).next_keys(advance=True)[0]
