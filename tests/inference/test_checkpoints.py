@@ -92,6 +92,8 @@ LIVE = [
     "tp2 pp2 gpt2 dropout",
     "cp2 window",
     "mtp pp2 4-layers",
+    "hybrid tp2 delayed",
+    "hybrid pp2",
     "calibrated",
     "mxfp8 wide tp2",
     "custom",

@@ -48,6 +48,10 @@ LONGROPE = {
     "original_max_position_embeddings": 12,  # sequences of test_context_parallel are longer
 }
 LATENT = {"q_rank": 10, "kv_rank": 6, "nope_head_dim": 4, "rope_head_dim": 4, "value_head_dim": 3}
+DELTA_NET = {
+    "kind": "gated_delta_net", "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 4, "value_head_dim": 3,
+    "conv_kernel_size": 3,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-gqa-rope-scaling": LLAMA
@@ -117,6 +121,15 @@ MODELS: dict[str, dict[str, Any]] = {
             "full": {"mixer": {"position_embedding": "none"}, "ffn": {"ffn_hidden_size": 32, "activation": "gelu"}},
         },
         "pattern": ["local", "full"],
+    },
+    "hybrid": LLAMA
+    | DROPOUT
+    | {
+        "layer_kinds": {
+            "linear": {"mixer": DELTA_NET},
+            "local": {"mixer": {"sliding_window": 3, "rope_theta": 100.0, "head_dim": 8}},
+        },
+        "pattern": ["linear", "local"],
     },
     "latent": LLAMA | {"latent_attention": LATENT, "yarn": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
 }
@@ -246,13 +259,13 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
 @pytest.mark.parametrize("recompute", slow_but(["first", "selective"], "selective"))
 @pytest.mark.parametrize(("tp", "sequence_parallel"), slow_but([(1, False), (2, False), (2, True)], (2, True)))
 @pytest.mark.parametrize(
-    "name", ["llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent"]
+    "name", ["llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid"]
 )
 def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
     world4.run(_compare, MODELS[name], tp, sequence_parallel, recompute, ranks=tp)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "hybrid"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
 def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
     world4.run(_compare, MODELS[name], tp, sequence_parallel, "full", True, 0.01, ranks=tp)

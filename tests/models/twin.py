@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megafp8.config import ModelConfig
 from megafp8.config.parts import LayerKind
+from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
 
 Weights = dict[str, Tensor]
 
@@ -315,9 +316,50 @@ def _allowed(tokens: Tensor, documents: Tensor | None, window: int | None, prefi
     return allowed
 
 
+def _delta_net(
+    x: Tensor, w: Weights, name: str, record: GatedDeltaNetConfig, eps: float, documents: Tensor | None
+) -> Tensor:
+    """Gated DeltaNet of one token, head and channel after the other; the key head of value head a is a // (a / k)."""
+    (b, s, _), d, width, kernel = x.shape, record.key_head_dim, record.value_head_dim, record.conv_kernel_size
+    heads, per_key = record.num_value_heads, record.num_value_heads // record.num_key_heads
+    q, k, v, z, beta, decay = (_linear(x, w, f"{name}.{part}") for part in ("q", "k", "v", "z", "beta", "decay"))
+
+    def convolved(y: Tensor, part: str, row: int, i: int) -> Tensor:
+        total = torch.zeros_like(y[row, i])
+        for j in range(max(0, i - kernel + 1), i + 1):
+            if documents is None or documents[row, j] == documents[row, i]:
+                total = total + w[f"{name}.{part}_conv.weight"][:, 0, kernel - 1 - (i - j)] * y[row, j]
+        return total * total.sigmoid()
+
+    rows = []
+    for row in range(b):
+        states = [torch.zeros(d, width, dtype=x.dtype)] * heads
+        outputs = []
+        for i in range(s):
+            parts = {part: convolved(y, part, row, i) for part, y in (("q", q), ("k", k), ("v", v))}
+            of_token = []
+            for head in range(heads):
+                key = slice(head // per_key * d, (head // per_key + 1) * d)
+                query, found = (parts[p][key] / (parts[p][key].pow(2).sum() + 1e-6).sqrt() for p in "qk")
+                value, gate = (y[head * width : (head + 1) * width] for y in (parts["v"], z[row, i]))
+                rate = w[f"{name}.log_rate.weight"][head].exp()
+                forget = torch.exp(-rate * torch.log1p(decay[row, i, head].exp()))
+                begins = i == 0 or (documents is not None and bool(documents[row, i] != documents[row, i - 1]))
+                state = torch.zeros_like(states[head]) if begins else states[head] * forget
+                state = state + torch.outer(found, beta[row, i, head].sigmoid() * (value - found @ state))
+                states[head] = state
+                y = (query / math.sqrt(d)) @ state
+                y = y / (y.pow(2).mean() + eps).sqrt() * w[f"{name}.norm.weight"]
+                of_token.append(y * gate * gate.sigmoid())
+            outputs.append(torch.cat(of_token))
+        rows.append(torch.stack(outputs))
+    return _linear(torch.stack(rows), w, f"{name}.proj")
+
+
 def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
-    dropouts: Dropouts, *, sparse: bool, window: int | None,
+    dropouts: Dropouts, *, sparse: bool, window: int | None, delta_net: GatedDeltaNetConfig | None = None,
+    documents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     def norm(x: Tensor, which: str, there: bool) -> Tensor:
         return _norm(x, w, f"{name}.{which}", config, config.normalization) if there else x
@@ -327,7 +369,10 @@ def _block(
     def attention(x: Tensor) -> Tensor:
         attend = _attention if config.latent_attention is None else _latent_attention
         normed = norm(x, "attention_norm", of_inputs)
-        y = attend(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window)
+        if delta_net is not None:
+            y = _delta_net(normed, w, f"{name}.gated_delta_net", delta_net, config.norm_eps, documents)
+        else:
+            y = attend(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window)
         y = config.residual_multiplier * norm(y, "attention_output_norm", of_outputs)
         return dropouts.hidden(y, f"{name}.attention")
 
@@ -378,6 +423,7 @@ def twin_loss(
     # Keys of a kind of layer stand in the config of its layers.
     given = [[part.given for part in kind_of if part is not None] for kind_of in ((x.mixer, x.ffn) for x in kinds)]
     configs = [config.model_copy(update=dict(pair for keys in parts for pair in keys.items())) for parts in given]
+    delta_nets = [x.mixer if isinstance(x.mixer, GatedDeltaNetConfig) else None for x in kinds]
     windows = [None if i in config.full_attention_layers else x.sliding_window for i, x in enumerate(configs)]
     allowed = {window: _allowed(tokens, documents, window, prefix) for window in set(windows)}
     if positions is None:
@@ -395,6 +441,7 @@ def twin_loss(
         window = windows[layer]
         x = _block(
             x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, sparse=sparse, window=window,
+            delta_net=delta_nets[layer], documents=documents,
         )  # fmt: skip
     x = _norm(x, w, "final_norm", config, kind)
     found = [_cross_entropy(x, w, config, labels, z_loss)]

@@ -112,6 +112,9 @@ T5 = {
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "activation": "geglu_tanh",
 }  # fmt: skip
 LATENT = {"q_rank": 32, "kv_rank": 16, "nope_head_dim": 8, "rope_head_dim": 4, "value_head_dim": 8}
+DELTA_NET = {
+    "kind": "gated_delta_net", "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 8,
+}  # fmt: skip
 WORDS: dict[str, Sections] = {
     # models
     "4-layers": {"model": {"num_layers": 4}},
@@ -133,6 +136,7 @@ WORDS: dict[str, Sections] = {
     "gemma": {"model": {"norm_position": "both", "zero_centered_gamma": True, "embedding_multiplier": 8.0,
                         "activation": "geglu_tanh", "attention_softcap": 5.0, "logit_softcap": 10.0,
                         "sliding_window": 7, "full_attention_layers": [1], "rope_local_theta": 100.0}},
+    "hybrid": {"model": {"layer_kinds": {"linear": {"mixer": DELTA_NET}, "full": {}}, "pattern": ["linear", "full"]}},
     "bloom": {"model": {**_GPT2, "num_query_groups": 8, "position_embedding": "alibi", "embedding_norm": True}},
     "gpt-oss": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1},
                           "linear_bias": True, "attention_sinks": True, "activation": "clamped_swiglu",

@@ -29,6 +29,8 @@ QUICK = [
     ("few-rows delayed", "dp4 fsdp", ""),
 ]
 SLOW = [
+    ("hybrid delayed", "tp2 pp2", "dp2 fsdp"),
+    ("hybrid", "dp2 zero", "tp2"),
     ("4-layers no-clip delayed tied", "pp2 interleaved", "pp2 zb-v"),
     ("delayed smooth", "", "tp2 dp2 zero"),
     ("muon bf16 delayed", "tp2 pp2", "dp2 zero fp8-gather"),

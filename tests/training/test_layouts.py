@@ -88,10 +88,14 @@ QUICK_CASES = [
     "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 wide seq256 blockwise",
     "dp4 hsdp fp8-gather delayed",  # FP8 with fp32 sums
     "dp2 pp2 fp16 zero delayed",
+    "hybrid tp2 pp2 documents",
     "bert tp2 pp2 4-samples dropout", "t5 pp2 fp16 dropout",  # encoders
     "muon groups tp2 pp2 dp2 zero",
 ]  # fmt: skip
 SLOW_CASES = [
+    *product(["hybrid"], ["tp2", "tp2 no-sp", "pp2 zb-h1", "4-layers pp2 zb-v", "dp2 zero", "dp2 fsdp", "full"]),
+    *product(["hybrid"], ["offload", "tp2 selective", "tp2 fp64 delayed", "fp64 current dp2", "graphs", "moe dp2 ep2"]),
+    "hybrid muon dp2 zero",
     "dropout micro2 dp2 pp2 documents", "pp2 cp2 masked", "tp2 pp2 fp64 delayed", "dp2 fp64 delayed",
     "t5 tp2 fp64 delayed", "bert dp2 fp16 zero", "muon moe dp2 ep2 fsdp",
     *product(["muon"], ["tp2", "tp2 no-sp", "dp2", "dp2 zero", "dp2 fsdp", "pp2", "tp2 pp2 tied", "cp2", "dp4 hsdp"]),

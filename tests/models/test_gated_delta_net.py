@@ -1,0 +1,118 @@
+"""Gated DeltaNet in chunks against its recurrence and against transformers; whole models are in test_gpt.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megafp8.batch import Batch
+from megafp8.config import ModelConfig
+from megafp8.fp8 import Fp8Manager
+from megafp8.models.context import BuildContext
+from megafp8.models.gated_delta_net import convolve, in_chunks, recurrence
+from megafp8.models.gpt import GPTStage
+from megafp8.parallel_state import initialize_model_parallel
+from tests.models.weights import randomize
+from tests.world import World
+
+B, HEADS, D, W = 2, 3, 8, 5
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize(("s", "chunk", "documents"), [(37, 8, False), (64, 16, True), (5, 64, True), (1, 64, False)])
+def test_chunks_are_the_recurrence(s: int, chunk: int, documents: bool) -> None:
+    """Outputs, the state after, and gradients of everything, also of the state before."""
+    torch.manual_seed(0)
+    q, k, v, decay, beta = (_random(s, B, HEADS, *width) for width in ((D,), (D,), (W,), (), ()))
+    state = _random(B, HEADS, D, W)
+    starts = torch.rand(s, B) < 0.2 if documents else None
+    of_length_one = k / k.norm(dim=-1, keepdim=True)
+    rates = -torch.nn.functional.softplus(decay)
+    results = []
+    for compute in (recurrence, lambda *inputs: in_chunks(*inputs, chunk=chunk)):
+        y, after = compute(q, of_length_one, v, rates, beta.sigmoid(), state, starts)
+        weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+        loss = (y * weights).sum() + after.square().sum()
+        results.append((y, after, *torch.autograd.grad(loss, (q, k, v, decay, beta, state), retain_graph=True)))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_parts_of_a_sequence_continue_from_the_state() -> None:
+    """As in generation, whatever the parts are."""
+    torch.manual_seed(1)
+    x, weight = torch.randn(23, B, 6, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    whole, _ = convolve(x, weight, x.new_zeros(B, 3, 6), None)
+    parts, last = [], x.new_zeros(B, 3, 6)
+    for part in x.split([1, 1, 2, 19]):
+        y, last = convolve(part, weight, last, None)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-13, atol=1e-13)
+    expected = torch.nn.functional.conv1d(x.permute(1, 2, 0), weight[:, None], padding=3, groups=6)[..., :23]
+    torch.testing.assert_close(whole, expected.permute(2, 0, 1), rtol=1e-12, atol=1e-12)
+
+
+def _against_transformers(model: dict[str, Any]) -> float:
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    state = initialize_model_parallel(1)
+    config = ModelConfig(**model)
+    context = BuildContext(
+        state.tensor.group, Fp8Manager(None, amax_group=None), torch.float64, state.device, sequence_parallel=False
+    )
+    stage = GPTStage(config, context, layers=range(1), positions=0)
+    w = {name.removeprefix("layers.0.gated_delta_net."): x for name, x in randomize(stage, lambda piece: 0.3).items()}
+    record = config.layer_kinds["linear"].mixer
+    assert record is not None
+    theirs = Qwen3NextGatedDeltaNet(
+        Qwen3NextConfig(
+            hidden_size=config.hidden_size, linear_num_key_heads=record.num_key_heads,
+            linear_num_value_heads=record.num_value_heads, linear_key_head_dim=record.key_head_dim,
+            linear_value_head_dim=record.value_head_dim, linear_conv_kernel_dim=record.conv_kernel_size,
+            rms_norm_eps=config.norm_eps,
+        ),
+        layer_idx=0,
+    ).double()  # fmt: skip
+
+    def by_key_head(names: str) -> Tensor:
+        """Rows of projections, those of a key head together, as theirs are."""
+        rows = [w[f"{name}.weight"].unflatten(0, (record.num_key_heads, -1)) for name in names.split()]
+        return torch.cat(rows, dim=1).flatten(0, 1)
+
+    with torch.no_grad():
+        theirs.in_proj_qkvz.weight.copy_(by_key_head("q k v z"))
+        theirs.in_proj_ba.weight.copy_(by_key_head("beta decay"))
+        theirs.conv1d.weight.copy_(torch.cat([w[f"{part}_conv.weight"] for part in "qkv"]))
+        theirs.A_log.copy_(w["log_rate.weight"])
+        theirs.dt_bias.copy_(w["decay.bias"])
+        theirs.norm.weight.copy_(w["norm.weight"])
+        theirs.out_proj.weight.copy_(w["proj.weight"])
+    x_sbh = torch.randn(9, 2, config.hidden_size, dtype=torch.float64)
+    block = stage.all_blocks[0]
+    tokens = torch.zeros(2, 9, dtype=torch.int64)
+    found = block.mixer(x_sbh, stage.layer_inputs(Batch(tokens, tokens)).mixers[0])
+    expected = theirs(x_sbh.transpose(0, 1)).transpose(0, 1)
+    return (found - expected).abs().max().item() / expected.abs().max().item()
+
+
+def test_equals_qwen3_next(world2: World) -> None:
+    """The mixer of transformers, which computes the rule in fp32."""
+    mixer = {
+        "kind": "gated_delta_net",
+        "num_key_heads": 2,
+        "num_value_heads": 4,
+        "key_head_dim": 8,
+        "value_head_dim": 6,
+    }
+    model = {
+        "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32,
+        "layer_kinds": {"linear": {"mixer": mixer}}, "pattern": ["linear"],
+    }  # fmt: skip
+    assert world2.run(_against_transformers, model, ranks=1)[0] < 1e-5
