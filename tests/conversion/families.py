@@ -116,6 +116,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "llama-geglu": ("Llama", LLAMA | {"hidden_act": "gelu_pytorch_tanh"}),
     "qwen2-exact-geglu": ("Qwen2", LLAMA | {"hidden_act": "gelu", "rope_parameters": YARN_ROPE}),
+    "arcee": ("Arcee", LLAMA | {"rope_parameters": YARN_ROPE}),
     "mistral": ("Mistral", LLAMA | {"sliding_window": 5, "head_dim": 16}),
     "qwen2": ("Qwen2", LLAMA),
     "qwen2-window-tied": (
@@ -242,6 +243,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", SMALL | {"tie_embeddings": True, "num_query_groups": None, "head_dim": 6}),
     "llama-biases": ("llama", SMALL | {"linear_bias": True}),
     "llama-geglu": ("llama", SMALL | {"activation": "geglu_tanh"}),
+    "arcee": ("arcee", SMALL | {"activation": "squared_relu"}),
     "mistral": ("mistral", SMALL | {"sliding_window": 5}),
     "mistral-no-multiple": ("mistral", SMALL | {"hidden_size": 34, "head_dim": 6, "init_std": 1.5}),
     "qwen2": ("qwen2", SMALL | {"qkv_bias": True}),

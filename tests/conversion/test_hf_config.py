@@ -580,7 +580,7 @@ def test_every_family_is_tested() -> None:
 
 
 _FAMILIES = """
-    Llama Mistral Qwen2 Qwen3 GPT2 Olmo2 Gemma2 Gemma3
+    Llama Arcee Mistral Qwen2 Qwen3 GPT2 Olmo2 Gemma2 Gemma3
     Phi3 Granite OPT Bloom Glm Glm4 GPTNeoX
     Mixtral GraniteMoe GptOss Qwen3Moe Qwen2Moe Olmoe DeepseekV2 DeepseekV3
     Bert Roberta T5
