@@ -776,6 +776,31 @@ class PrefixLmConfig(ObjectiveConfig):
             yield Problem("data.prefix_lm.min_length", self.min_length, rule, f"try {min(longest, s)} or less")
 
 
+class FillInTheMiddleConfig(ObjectiveConfig):
+    """Documents rearranged so that a span comes after what is on both of its sides (Bavarian et al. 2022,
+    arXiv:2207.14255), each at a place drawn at random. Three tokens of a document give way to the marks."""
+
+    rate: Annotated[float, Field(gt=0, le=1), FLOAT] = 0.5
+    """Share of the documents of a sample that are rearranged."""
+    spm_rate: Annotated[float, Field(ge=0, le=1), FLOAT] = 0.5
+    """Share of these whose suffix comes before their prefix."""
+    prefix: Count | None = None
+    """Id of the mark before the prefix. Default: <|fim_prefix|>, <fim_prefix> or ▁<PRE> of data.tokenizer."""
+    middle: Count | None = None
+    """Id of the mark before the middle. Default: likewise, <|fim_middle|>, <fim_middle> or ▁<MID>."""
+    suffix: Count | None = None
+    """Id of the mark before the suffix. Default: likewise, <|fim_suffix|>, <fim_suffix> or ▁<SUF>."""
+
+    def problems(self, config: Config) -> Iterator[Problem]:
+        given, off = "data.fill_in_the_middle is set, and", "or leave data.fill_in_the_middle out"
+        if config.model.architecture != "gpt":
+            rule = f"{given} rearranged documents are for models that predict the next token"
+            yield Problem("model.architecture", config.model.architecture, rule, f"try gpt, {off}")
+        if config.data.loss_on is not None:
+            rule = f"{given} the loss mask is of documents as they are"
+            yield Problem("data.loss_on", config.data.loss_on, rule, f"leave it out, {off}")
+
+
 class ObjectCacheConfig(Section):
     """Local cache of data sets in object storage (docs/object-storage.md), which processes and runs may share."""
 
@@ -825,6 +850,9 @@ class DataConfig(Section):
     """Exclude the first token of each document from the loss."""
     prefix_lm: PrefixLmConfig | None = None
     """With model.architecture gpt: train as a prefix language model. Default: each token sees earlier ones only."""
+    fill_in_the_middle: FillInTheMiddleConfig | None = None
+    """With model.architecture gpt: rearrange documents, for models that complete text between other text, such as code.
+    Default: documents are as they are."""
     loss_on: Literal["answers", "all"] | None = None
     """Required for data sets with a loss mask, such as chats. answers: only tokens that the mask names are learned, the
     answers of chats and completions of prompts; the loss is their mean over the global batch. all: all tokens are.
