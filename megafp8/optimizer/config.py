@@ -8,6 +8,7 @@ from pydantic import Field
 
 from megafp8.optimizer.adamw import AdamW
 from megafp8.optimizer.base import MatrixUpdate, Update
+from megafp8.optimizer.lion import Lion
 from megafp8.optimizer.muon import Muon
 from megafp8.optimizer.param_groups import ParamGroup
 from megafp8.section import Count, Decay, NonNegative, PositiveFloat, PositiveInt, Section
@@ -16,8 +17,9 @@ from megafp8.section import Count, Decay, NonNegative, PositiveFloat, PositiveIn
 class OptimizerConfig(Section):
     """The optimizer, and the learning-rate schedule."""
 
-    name: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon for the matrices of blocks and adamw for all other weights (docs/optimizers.md)."""
+    name: Literal["adamw", "lion", "muon"] = "adamw"
+    """adamw, lion, or muon for the matrices of blocks and adamw for all other weights (docs/optimizers.md)."""
+    lion: Lion = Lion()
     muon: Muon = Muon()
     groups: list[ParamGroup] = []
     """Weights with a learning rate or weight decay of their own. Default: none."""

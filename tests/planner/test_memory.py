@@ -293,6 +293,7 @@ def test_state_of_a_rank(world4: World, ranks: int) -> None:
         ],
         ["fp8.recipe=delayed", "training.precision=bf16", "lora.rank=4", "model.tie_embeddings=true"],
         ["optimizer.name=muon", "model.moe={num_experts: 8}", "optimizer.average_decay=0.9"],
+        ["optimizer.name=lion", "training.precision=bf16", "optimizer.moments_dtype=fp8"],
     ):
         for measured, planned in world4.run(_state, [*layout, *options], ranks=ranks):
             assert measured == planned, options

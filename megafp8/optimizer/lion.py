@@ -1,0 +1,64 @@
+"""Lion: the sign of a mean of momentum and gradient, with one moment.
+
+With momentum M, gradient G, learning rate η and decay λ (Chen et al. 2023, arXiv:2302.06675, algorithm 2):
+
+    W ← (1 - η λ) W - η sign(β1 M + (1 - β1) G)        M ← β2 M + (1 - β2) G
+
+Every element of an update has the size η, more than most of AdamW's have, so the paper uses learning rates 3 to 10
+times smaller than AdamW's, and λ as many times larger. Memory in an update: 4 bytes an element for the signs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megafp8.optimizer.base import Update
+from megafp8.section import Decay
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class Lion(Update):
+    """Lion (Chen et al. 2023), which updates all weights by signs."""
+
+    moments: ClassVar[Mapping[str, bool]] = {"exp_avg": True}
+    beta1: Decay = 0.9
+    """Share of the momentum in the mean whose sign is the update."""
+    beta2: Decay = 0.99
+    """Decay rate of the momentum."""
+
+    @property
+    def decay_rates(self) -> Mapping[str, float]:
+        return {"optimizer.lion.beta2": self.beta2}
+
+    def make(self, groups: list[dict[str, Any]], device: torch.device) -> LionOptimizer:
+        return LionOptimizer(self, groups)
+
+
+class LionOptimizer:
+    """Lion over flat fp32 tensors, with the interface of torch's optimizers."""
+
+    def __init__(self, options: Lion, groups: list[dict[str, Any]]) -> None:
+        self._options, self.param_groups = options, groups
+        self.state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+
+    def step(self) -> None:
+        """One update."""
+        import torch
+
+        with torch.no_grad():
+            for group in self.param_groups:
+                weights: list[Tensor] = group["params"]
+                if not weights:
+                    continue
+                gradients = [weight.grad for weight in weights if weight.grad is not None]
+                momenta = [self.state[weight]["exp_avg"] for weight in weights]
+                signs = torch._foreach_lerp(momenta, gradients, 1 - self._options.beta1)
+                torch._foreach_sign_(signs)
+                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(weights, signs, alpha=-group["lr"])
+                torch._foreach_lerp_(momenta, gradients, 1 - self._options.beta2)
