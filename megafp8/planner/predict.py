@@ -225,7 +225,10 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
     groups = ((rank.others, data, p.tensor), (rank.experts, of_expert_data, p.expert_ranks))
     sharded, element = p.zero or p.fsdp, ELEMENT[config.training.precision]
     sent = ELEMENT[optimizer.reduce_dtype]
-    moments = len(optimizer.update(hidden_matrix=False).moments) * ELEMENT[optimizer.moments_dtype]
+    # Moments are read and written in fp32; those stored in less are also loaded into fp32 before and stored after.
+    stored = ELEMENT[optimizer.moments_dtype]
+    of_moment = 8 if stored == 4 else 8 + 2 * (stored + 4)
+    moments = len(optimizer.update(hidden_matrix=False).moments) * of_moment
     reduce = gather = tail = owned = 0.0
     for count, size, stride in groups:
         ranks = max(1, size // p.fsdp_replicas) if p.fsdp else size
@@ -247,9 +250,7 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
     }
     # Gradients are read for their norm and for the update, and zeroed; master weights and moments read and written.
     average = 12 if optimizer.average_decay is not None else 0
-    moved = owned * (8 + 8 + 2 * moments + element + average) + (rank.others + rank.experts) * 4 / (
-        data if p.fsdp else 1
-    )
+    moved = owned * (8 + 8 + moments + element + average) + (rank.others + rank.experts) * 4 / (data if p.fsdp else 1)
     found["optimizer"] = moved / (gpu.ceilings.bandwidth * gpu.optimizer)
     if rank.update_flops > 0:  # its ranks share the work, and each sends its parts and receives them again
         of_stage = cluster.gpus // p.pipeline

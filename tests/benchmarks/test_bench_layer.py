@@ -146,12 +146,12 @@ def broken(part: str, factor: float) -> Callable[[Problem], Layers]:
     return build
 
 
-PARTS = ["attention_norm", "attention.qkv", "attention.proj", "mlp_norm", "mlp.up", "mlp.down"]
+PARTS = ["attention_norm", "mixer.qkv", "mixer.proj", "mlp_norm", "ffn.up", "ffn.down"]
 
 
 @pytest.mark.parametrize(
     ("part", "factor"),
-    slow_but([*itertools.product(PARTS, [0.0, math.nan])], ("attention.qkv", 0.0), ("mlp_norm", math.nan)),
+    slow_but([*itertools.product(PARTS, [0.0, math.nan])], ("mixer.qkv", 0.0), ("mlp_norm", math.nan)),
 )
 def test_a_wrong_layer_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, factor: float, capsys: pytest.CaptureFixture[str]
