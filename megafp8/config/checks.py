@@ -62,6 +62,8 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _profile,
     )
     rules_on_ranks = (_counts, _batch, _fsdp_replicas, expert_ranks, resilience_checks.faults, _profiled_ranks)
+    if problems := [*_pattern(config.model)]:
+        raise ConfigError(source, problems)
     problems = [problem for rule in rules for problem in rule(config)]
     problems += [problem for rule in rules_on_ranks for problem in rule(config, world_size)]
     if problems:
@@ -207,17 +209,11 @@ def _windows(config: Config) -> Iterator[Problem]:
         yield Problem("model.full_attention_layers", full, f"not some of the {layers} layers in order", works)
 
 
-def _layer_kinds(config: Config) -> Iterator[Problem]:
-    m = config.model
+def _pattern(m: ModelConfig) -> Iterator[Problem]:
+    """Rules about the names in a pattern, without which no layer is known."""
     if bool(m.layer_kinds) != bool(m.pattern):
         key, other = ("layer_kinds", "pattern") if m.layer_kinds else ("pattern", "layer_kinds")
         yield Problem(f"model.{key}", [*getattr(m, key)], f"there is no model.{other}", "give both, or neither")
-        return
-    if not m.pattern:
-        return
-    if m.architecture != "gpt":
-        rule = f"model.architecture is {m.architecture}, whose layers are alike"
-        yield Problem("model.pattern", m.pattern, rule, "leave it out, with model.layer_kinds")
         return
     for entry in m.pattern:
         match = re.fullmatch(r"\s*([^\s*]+)\s*(\*\s*[1-9]\d{0,4}\s*)?", entry)
@@ -225,7 +221,16 @@ def _layer_kinds(config: Config) -> Iterator[Problem]:
             near = difflib.get_close_matches(entry, m.layer_kinds, n=1) or [*m.layer_kinds]
             rule = f"none of model.layer_kinds ({', '.join(m.layer_kinds)}), with a count or without"
             yield Problem("model.pattern", entry, rule, f"try {near[0]}, or {near[0]} * 3")
-            return
+
+
+def _layer_kinds(config: Config) -> Iterator[Problem]:
+    m = config.model
+    if not m.pattern:
+        return
+    if m.architecture != "gpt":
+        rule = f"model.architecture is {m.architecture}, whose layers are alike"
+        yield Problem("model.pattern", m.pattern, rule, "leave it out, with model.layer_kinds")
+        return
     named = {entry.partition("*")[0].strip() for entry in m.pattern}
     if unused := [name for name in m.layer_kinds if name not in named]:
         rule = "model.pattern does not name it"

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megafp8.config import Config, ConfigError, TokenizerConfig, check_layout, load_config
+from megafp8.config import Config, ConfigError, ModelConfig, TokenizerConfig, check_layout, load_config
+from megafp8.conversion.hf_config import differences
 from megafp8.pipeline_parallel.registry import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -243,6 +244,31 @@ def test_files_that_are_not_a_config(tmp_path: Path) -> None:
 TWO_BY_TWO = ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]
 
 
+NET = "kind: gated_delta_net, num_key_heads: 2, num_value_heads: 4"
+PATTERNS: list[tuple[list[str], int, str]] = [
+    (["model.pattern=[a]"], 1, "model.pattern = ['a']: there is no model.layer_kinds; give both, or neither"),
+    (["model.layer_kinds={near: {}}", "model.pattern=[nar]"], 1,
+     "model.pattern = 'nar': none of model.layer_kinds (near), with a count or without; try near, or near * 3"),
+    (["model.layer_kinds={a: {}}", "model.pattern=[a * 0]"], 1, "model.pattern = 'a * 0': none of model.layer_kinds"),
+    (["model.layer_kinds={a: {}, b: {}}", "model.pattern=[a]"], 1, "model.layer_kinds.b = 'given': model.pattern does"),
+    (["model.layer_kinds={a: {}}", "model.pattern=[a]", "model.full_attention_layers=[0]", "model.sliding_window=8"], 1,
+     "model.full_attention_layers = [0]: model.pattern says which layers are of which kind; leave it out"),
+    (["model.layer_kinds={a: {ffn: {kind: moe}}}", "model.pattern=[a]"], 1,
+     "model.layer_kinds.a.ffn.kind = 'moe': there is no section model.moe; give it"),
+    (["model.layer_kinds={a: {mixer: {num_query_groups: 3}}}", "model.pattern=[a]"], 1,
+     "model.layer_kinds.a.mixer.num_query_groups = 3: model.num_attention_heads"),
+    (["model.layer_kinds={a: {mixer: {position_embedding: learned}}}", "model.pattern=[a]"], 1,
+     "model.layer_kinds.a.mixer.position_embedding = 'learned': it belongs to the whole model; try rope, alibi or"),
+    (["model.layer_kinds={a: {ffn: {ffn_hidden_size: 65}}}", "model.pattern=[a]", "parallel.tensor=2"], 2,
+     "parallel.tensor = 2: model.layer_kinds.a.ffn.ffn_hidden_size (65) is not a multiple of it"),
+    ([f"model.layer_kinds={{a: {{mixer: {{{NET}}}}}}}", "model.pattern=[a]", "parallel.context=2"], 2,
+     "parallel.context = 2: layers of model.layer_kinds.a.mixer pass a state from token to token"),
+    ([f"model.layer_kinds={{a: {{mixer: {{{NET}}}}}}}", "model.pattern=[a]", "data.prefix_lm={}"], 1,
+     "data.prefix_lm = 'set': layers of model.layer_kinds.a.mixer see earlier tokens only"),
+    (["model.layer_kinds={a: {mixer: {kind: gated_delta_net, num_key_heads: 3, num_value_heads: 4}}}",
+      "model.pattern=[a]"], 1,
+     "model.layer_kinds.a.mixer.num_key_heads = 3: model.layer_kinds.a.mixer.num_value_heads (4) is not a multiple"),
+]  # fmt: skip
 EIGHT = "model.moe={num_experts: 8}"
 EXPERTS: list[tuple[list[str], int, str]] = [
     (["model.moe={num_experts: 4, top_k: 5}"], 1,
@@ -357,6 +383,7 @@ RESILIENCE = [
 CASES: list[tuple[list[str], int, str]] = [
     *RESILIENCE,
     *EXPERTS,
+    *PATTERNS,
     *LATENT_ATTENTION,
     (["parallel.tensor=3"], 3, "parallel.tensor = 3: model.num_attention_heads (8) is not a multiple of it; try"),
     (["parallel.tensor=2"], 3, "the world has 3 ranks, not a multiple of 2; start 4 processes"),
@@ -536,3 +563,26 @@ def test_every_field_is_documented_in_the_schema() -> None:
         if "description" not in description and "$ref" not in description
     ]
     assert undocumented == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "pattern"),
+    [
+        ({"sliding_window": 8, "full_attention_layers": [1, 3]},
+         {"layer_kinds": {"local": {"mixer": {"sliding_window": 8}}, "full": {}}, "pattern": ["local", "full"]}),
+        ({"sliding_window": 8, "full_attention_layers": [3], "rope_local_theta": 100.0, "rope_interpolation_factor": 8},
+         {"layer_kinds": {"local": {"mixer": {"sliding_window": 8, "rope_theta": 100, "rope_interpolation_factor": 1}},
+                          "full": {"mixer": {"sliding_window": None}}},
+          "rope_interpolation_factor": 8, "pattern": ["local * 3", "full"]}),
+        ({"moe": {"num_experts": 4, "first_dense_layers": 1}},
+         {"layer_kinds": {"dense": {"ffn": {"kind": "mlp"}}, "sparse": {"ffn": {"kind": "moe"}}},
+          "moe": {"num_experts": 4}, "pattern": ["dense", "sparse * 3"]}),
+    ],
+)  # fmt: skip
+def test_patterns_that_other_keys_can_say(keys: dict[str, Any], pattern: dict[str, Any]) -> None:
+    """The layers are the same, and conversion sees the same model."""
+    size = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+    model, alike = ModelConfig(**size, **keys), ModelConfig(**size, **pattern)
+    assert [alike.layer(i) for i in range(4)] == [model.layer(i) for i in range(4)]
+    assert differences(alike, model) == []
+    assert ModelConfig.model_validate(alike.model_dump(mode="json")) == alike
