@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from benchmarks import untrusted_files
 from benchmarks.untrusted_files import Case
 
+ROOT = Path(__file__).resolve().parents[2]
 
-def test_a_part_of_the_trial(capsys: pytest.CaptureFixture[str]) -> None:
-    assert untrusted_files.main(["--every", "600", "--crafted", "100", "--workers", "1"]) == 0, capsys.readouterr().out
-    assert "| crafted pickles | 50 |" in capsys.readouterr().out
+
+def _in_a_process(*arguments: str) -> str:
+    """What Python prints with these arguments, in a process of its own: the trial forks, which needs one thread."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_a_part_of_the_trial() -> None:
+    options = ["--every", "600", "--crafted", "100", "--workers", "1"]
+    assert "| crafted pickles | 50 |" in _in_a_process("-m", "benchmarks.untrusted_files", *options)
 
 
 def _patch(_: Path) -> None:
@@ -41,10 +52,17 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_the_trial_sees_what_it_looks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pristine = tmp_path / "pristine"
+def trial_of_bad_readers(folder: str) -> None:
+    """Print the problem that the trial sees with each reader of `BAD`, as JSON."""
+    pristine = Path(folder) / "pristine"
     untrusted_files.make_checkpoints(pristine)
     cases = [Case("crafted x", name, lambda folder: folder / "x", read) for name, (read, _) in BAD.items()]
-    results = untrusted_files.run(cases, pristine, tmp_path, 1)
-    for case, result in zip(cases, results, strict=True):
-        assert re.search(BAD[case.name][1], result["problem"]), (case.name, result)
+    print(json.dumps([result["problem"] for result in untrusted_files.run(cases, pristine, Path(folder), 1)]))
+
+
+def test_the_trial_sees_what_it_looks_for(tmp_path: Path) -> None:
+    module = "tests.benchmarks.test_untrusted_files"
+    printed = _in_a_process("-c", f"import {module} as x; x.trial_of_bad_readers({str(tmp_path)!r})")
+    problems = json.loads(printed.splitlines()[-1])
+    for (name, (_, expected)), problem in zip(BAD.items(), problems, strict=True):
+        assert re.search(expected, problem), (name, problem)
