@@ -291,6 +291,8 @@ def initialize_model_parallel(
     group is built, where the sizes do not fit the world.
     """
     global _STATE
+    if _DESTROYED:
+        _forget_meshes()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = device or torch.device("cpu")
     grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
@@ -364,8 +366,6 @@ def rejoin(device_type: str, timeout_seconds: float = 600.0) -> None:
 
     Nothing that holds a group may be used after this.
     """
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # takes a second, which few jobs need
-
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # Groups get the same names as before, under which the store has addresses that are no longer valid.
@@ -374,23 +374,31 @@ def rejoin(device_type: str, timeout_seconds: float = 600.0) -> None:
         torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1))  # until all ranks are done with the groups, on the host
     destroy_model_parallel()
-    # Meshes of the same ranks are equal, so these results have the groups that were destroyed.
-    _clear_sharding_prop_cache()
     timeout = datetime.timedelta(seconds=timeout_seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def destroy_model_parallel() -> None:
     """Forget the groups and leave the job."""
-    global _STATE
+    global _STATE, _DESTROYED
     _STATE = None
     if dist.is_initialized():
         dist.destroy_process_group()
+        _DESTROYED = True
+
+
+def _forget_meshes() -> None:
+    """Clear what torch remembers of operations on DTensors: meshes of the same ranks are equal, so the results that it
+    would return have groups of an earlier job in this process."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # takes a second, which few jobs need
+
+    _clear_sharding_prop_cache()
 
 
 # --- Megatron-LM's accessor names, for scripts ---------------------------------------------------------------------
 
 _STATE: ParallelState | None = None
+_DESTROYED = False  # groups, at least once in this process
 
 
 def model_parallel_is_initialized() -> bool:
