@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from megafp8.numerics.recipes.base import Fp8Recipe
@@ -64,6 +64,12 @@ def current() -> Autocast:
     own attributes, and would take the layer to be outside. The compiled layer checks that of its thread when it runs.
     """
     return _newest.context if torch.compiler.is_compiling() else _current.context
+
+
+def in_torch_autocast_dtype(x: Tensor) -> Tensor:
+    """x as `torch.autocast` wants it: in its dtype within one, else as it is."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 @contextmanager

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megafp8.fp8.autocast import current
+from megafp8.fp8.autocast import current, in_torch_autocast_dtype
 from megafp8.fp8.standalone import VALUES, StandaloneLinear, input_quantizer, layer_of
 from megafp8.linear.fusion import as_matrix
 from megafp8.linear.gemms import HIGH_PRECISION, dgrad, fp8_weight, fprop, quantize_grad_output, quantize_input, wgrad
@@ -55,8 +55,7 @@ def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Stand
     context = current()
     if not context.enabled and not context.calibrating:
         return F.linear(x, weight, bias)
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = in_torch_autocast_dtype(x)
     saved_format = layer.saved_format.get(context.recipe_key, VALUES) if context.enabled else VALUES
     grad = torch.is_grad_enabled()
     needs_dx, needs_dw = grad and x.requires_grad, grad and weight.requires_grad

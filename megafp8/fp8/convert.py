@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from typing import Any, cast, get_args
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megafp8.fp8.autocast import in_torch_autocast_dtype
 from megafp8.fp8.compiled_linear import compiled_linear
 from megafp8.fp8.converted_experts import are_experts, convert_experts
 from megafp8.fp8.manager import Fp8Manager
@@ -38,7 +38,6 @@ from megafp8.plan import LinearSite
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 16
-_enabled: ContextVar[bool] = ContextVar("megafp8.fp8.autocast", default=False)
 
 
 def convert(
@@ -85,7 +84,8 @@ def convert(
     chosen = {name: m for name, m in found.items() if not any(fnmatchcase(name, pattern) for pattern in skip)}
     if module_filter_fn is not None:
         chosen = {name: module for name, module in chosen.items() if module_filter_fn(module, name)}
-    fitting = {name: m for name, m in chosen.items() if not any(dim % _ALIGNMENT for dim in _dims(m))}
+    unfit = {name: _dims(m) for name, m in chosen.items() if any(dim % _ALIGNMENT for dim in _dims(m))}
+    fitting = {name: m for name, m in chosen.items() if name not in unfit}
     if not fitting:
         raise ValueError(
             f"{type(model).__name__} has no nn.Linear to convert: {len(found)} in all, {len(chosen)} not skipped, "
@@ -114,11 +114,9 @@ def convert(
             half = len(sites[name]) // 2
             up, down = (StandaloneExperts(layers, part) for part in (sites[name][:half], sites[name][half:]))
             convert_experts(module, up, down)
-    unfit = ", ".join(
-        f"{name} {_dims(module)}" for name, module in chosen.items() if any(d % _ALIGNMENT for d in _dims(module))
-    )
     if unfit:
-        logger.warning("left in high precision, as dims are not multiples of %d: %s", _ALIGNMENT, unfit)
+        layer_dims = ", ".join(f"{name} {dims}" for name, dims in unfit.items())
+        logger.warning("left in high precision, as dims are not multiples of %d: %s", _ALIGNMENT, layer_dims)
     logger.info("%s: %d of %d linear layers in FP8", type(recipe).__name__, len(fitting), len(found))
     return model
 
@@ -210,18 +208,16 @@ class Fp8LinearModule(nn.Linear):
 
 @torch._disable_dynamo  # the public torch.compiler.disable would import all of it here, which takes a second
 def _forward(layer: Fp8LinearModule, x: Tensor) -> Tensor:
-    device = x.device.type
     with layer.fp8.running(x.device, training=layer.training) as state:
         if state is None or x.numel() == 0:  # an expert may have no tokens, and a GEMM no rows
             return F.linear(x, layer.weight, layer.bias)
-        weight, autocast = cast(nn.Parameter, layer.weight), torch.is_autocast_enabled(device)
-        values = x.to(torch.get_autocast_dtype(device)) if autocast else x
+        weight, values = cast(nn.Parameter, layer.weight), in_torch_autocast_dtype(x)
         columnwise = weight.requires_grad and torch.is_grad_enabled()
         x8 = layer.fp8.layers.quantized_input(x, state, dtype=values.dtype, columnwise=columnwise)
         fused = LinearInput(values, x8, None)
-        if not autocast:
+        if not torch.is_autocast_enabled(x.device.type):
             return linear(fused, weight, state, bias=layer.bias)
-        with torch.autocast(device, enabled=False):  # it would reach into the emulated GEMM
+        with torch.autocast(x.device.type, enabled=False):  # it would reach into the emulated GEMM
             return linear(fused, weight, state, bias=layer.bias)
 
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from megafp8.fp8.autocast import in_torch_autocast_dtype
 from megafp8.fp8.standalone import StandaloneExperts
 from megafp8.linear.grouped_linear import grouped_linear
 from megafp8.numerics.groups import RowGroups
@@ -40,9 +41,7 @@ def convert_experts(module: nn.Module, up: StandaloneExperts, down: StandaloneEx
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Tokens `[t, h]`, the experts of each `[t, k]` and their weights `[t, k]` -> `[t, h]`."""
     device, training = hidden_states.device, self.training
-    x_th = hidden_states
-    if torch.is_autocast_enabled(device.type):
-        x_th = x_th.to(torch.get_autocast_dtype(device.type))
+    x_th = in_torch_autocast_dtype(hidden_states)
     order_m = top_k_index.flatten().argsort(stable=True)
     token_m = order_m // top_k_index.shape[1]
     ends_e = torch.bincount(top_k_index.flatten(), minlength=self.num_experts).cumsum(0).to(torch.int32)

@@ -27,7 +27,7 @@ Shapes: r rows (tokens) of a rank's slice, c columns, t ranks.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,11 @@ class TPComm(NamedTuple):
 
     input: TPOverlap = NO_COMM
     output: TPOverlap = NO_COMM
+
+    @classmethod
+    def of(cls, parallel: Literal["column", "row"], overlap: TPOverlap) -> TPComm:
+        """That of a layer whose weight is sharded by columns, which gathers x, or by rows, which sums y."""
+        return cls(input=overlap) if parallel == "column" else cls(output=overlap)
 
 
 LOCAL_COMM = TPComm()

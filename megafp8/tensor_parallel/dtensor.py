@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from torch.nn import functional as F
 
 from megafp8.distributed import collectives
 from megafp8.distributed.tp_overlap import default_overlap
+from megafp8.fp8.autocast import in_torch_autocast_dtype
 from megafp8.fp8.convert import Fp8LinearModule
 from megafp8.fp8.standalone import StandaloneLinear
 from megafp8.linear.autograd import once_differentiable
@@ -53,10 +54,8 @@ class Fp8ColwiseParallel(ParallelStyle):
     """Shards an FP8 layer's outputs: x whole on each rank, or from `PrepareFp8ModuleInput`, to y `[..., n/t]`."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        group = _shard(module, device_mesh, {"weight": Shard(0), "bias": Shard(0)}, "column", sequence_parallel=False)
-        overlap = default_overlap(group, sequence_parallel=False)
+        _shard(module, device_mesh, {"weight": Shard(0), "bias": Shard(0)}, "column", sequence_parallel=False)
         module.__class__ = _Colwise
-        module.comm = TPComm(input=overlap)  # type: ignore[assignment]
         return module
 
 
@@ -70,10 +69,8 @@ class Fp8RowwiseParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layouts: dict[str, Placement] = {"weight": Shard(1), "bias": Replicate()}
-        group = _shard(module, device_mesh, layouts, "row", sequence_parallel=self.sequence_parallel)
-        overlap = default_overlap(group, sequence_parallel=self.sequence_parallel)
+        _shard(module, device_mesh, layouts, "row", sequence_parallel=self.sequence_parallel)
         module.__class__ = _Rowwise
-        module.comm = TPComm(output=overlap)  # type: ignore[assignment]
         module.sequence_parallel = self.sequence_parallel  # type: ignore[assignment]
         return module
 
@@ -95,9 +92,14 @@ class PrepareFp8ModuleInput(ParallelStyle):
 
 
 def _shard(
-    module: nn.Module, mesh: DeviceMesh, layouts: dict[str, Placement], parallel: Any, *, sequence_parallel: bool
-) -> ProcessGroup:
-    """Make DTensors of the parameters of an FP8 layer, and let its state know the ranks; returns these."""
+    module: nn.Module,
+    mesh: DeviceMesh,
+    layouts: dict[str, Placement],
+    parallel: Literal["column", "row"],
+    *,
+    sequence_parallel: bool,
+) -> None:
+    """Make DTensors of the parameters of an FP8 layer, and tell its state and the layer how ranks communicate."""
     if type(module) is not Fp8LinearModule:
         raise ValueError(
             f"{type(module).__name__} is no converted nn.Linear; call megafp8.fp8.convert before parallelize_module, "
@@ -109,7 +111,7 @@ def _shard(
         module.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))
     site = replace(fp8.site, parallel=parallel, tensor_parallel=group.size(), sequence_parallel=sequence_parallel)
     fp8.shard(site, group)
-    return group
+    module.comm = TPComm.of(parallel, default_overlap(group, sequence_parallel=sequence_parallel))
 
 
 def _local(param: nn.Parameter | Tensor | None, *, partial_grad: bool = False) -> Any:
@@ -126,8 +128,8 @@ class _Parallel(Fp8LinearModule):
     def _run(self, x: Tensor, bias: Tensor | None, fallback: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """In FP8, or `fallback(x, weight)`; plus the bias."""
         device, weight = x.device, _local(self.weight)
-        if torch.is_autocast_enabled(device.type):
-            x = x.to(torch.get_autocast_dtype(device.type)) if getattr(x, "gathered", None) is None else x
+        if getattr(x, "gathered", None) is None:
+            x = in_torch_autocast_dtype(x)
         with torch.autocast(device.type, enabled=False), self.fp8.running(device, training=self.training) as state:
             if state is None:
                 y = fallback(x, weight.to(x.dtype))
@@ -192,8 +194,7 @@ def _prepare(
 def _gather(module: nn.Module, x: Tensor, group: ProcessGroup) -> Tensor:
     """`[b, s/t, k]` -> `[b, s, k]`, in FP8 if all column-parallel layers of `module` can take it so."""
     layers = [m.fp8 for m in module.modules() if isinstance(m, _Colwise)]
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = in_torch_autocast_dtype(x)
     if layers:
         with layers[0].running(x.device, training=module.training) as state:
             context, pool = layers[0].last, layers[0].layers
