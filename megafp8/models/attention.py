@@ -22,7 +22,6 @@ from megafp8.config import AttentionConfig, ModelConfig
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat
-from megafp8.models.alibi import alibi_bias
 from megafp8.models.context import BuildContext
 from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
 from megafp8.models.mixer import Mixer, TokenCache, Tokens
@@ -30,7 +29,7 @@ from megafp8.models.norms import Norm, ProjectionNorms
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import RotaryEmbedding
 from megafp8.numerics.attention_mask import AttentionMask
-from megafp8.numerics.attention_scores import AttentionDropout, Scores
+from megafp8.numerics.attention_scores import AttentionDropout, Scores, alibi_slopes
 from megafp8.ops import attention
 from megafp8.ops.attention import CoreAttention
 from megafp8.ops.rotary import rotate_and_split, rotate_heads
@@ -155,15 +154,21 @@ class Attention(Mixer):
 
     def scores(self, tokens: int, learned_bias_ar: Tensor | None = None) -> Scores:
         """How scores of whole sequences of so many tokens are computed, without dropout."""
-        bias_ar, record, context = learned_bias_ar, self.record, self.context
-        if record.position_embedding == "alibi":
-            key = ("alibi", record.num_attention_heads, tokens)
-            if key not in context.constants:
-                context.constants[key] = alibi_bias(
-                    tokens, record.num_attention_heads, context.tensor, context.dtype, context.buffer_device
-                )
-            bias_ar = context.constants[key]
+        record = self.record
+        bias_ar = self._alibi_bias(tokens) if record.position_embedding == "alibi" else learned_bias_ar
         return Scores(record.attention_scale, record.attention_softcap, bias_ar)
+
+    def _alibi_bias(self, s: int) -> Tensor:
+        """`Scores.distance_bias_ar` of this rank's heads, `[a, 2s - 1]`, fp32 or wider."""
+        context, heads = self.context, self.record.num_attention_heads
+        key = ("alibi", heads, s)
+        if key not in context.constants:
+            options: dict[str, Any] = {
+                "dtype": torch.promote_types(context.dtype, torch.float32), "device": context.buffer_device,
+            }  # fmt: skip
+            slopes_a = torch.tensor(alibi_slopes(heads)[context.tensor.rank() * self.heads :][: self.heads], **options)
+            context.constants[key] = slopes_a.unsqueeze(1) * torch.arange(1 - s, s, **options)
+        return context.constants[key]
 
     def inputs(self, layer: int, tokens: Tokens) -> AttentionInputs:
         scores = self.dropout.added_to(self.scores(tokens.length, tokens.distance_bias_ar), tokens.samples_b)

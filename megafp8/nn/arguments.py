@@ -71,10 +71,13 @@ REFUSED: Mapping[str, Refusal] = {
 }  # fmt: skip
 
 
-def refuse(module: object, **arguments: Any) -> None:
-    """ValueError for an argument, of a module or function, in `REFUSED` with a value that would change something."""
-    for name, value in arguments.items():
-        accepted, reason = REFUSED[name]
+def refuse(module: object, arguments: Mapping[str, Any]) -> None:
+    """ValueError for one of the `arguments` that is in `REFUSED` and has a value that would change something.
+
+    `arguments`: those of a module or function by name, as `locals()` gives them at its first line.
+    """
+    for name, (accepted, reason) in REFUSED.items():
+        value = arguments.get(name, accepted[0])
         if not any(value is x or (isinstance(value, type(x)) and value == x) for x in accepted):
             shown = type(value).__name__ if hasattr(value, "shape") else repr(value)
             what = getattr(module, "__name__", type(module).__name__)

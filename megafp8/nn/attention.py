@@ -21,7 +21,6 @@ Shapes: s queries, t keys, b micro-batch, a query heads, g key-value heads of th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -36,7 +35,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from megafp8.nn.arguments import chosen, divided, refuse, require
 from megafp8.nn.base import RngTracker, default_device, forked, opaque
 from megafp8.numerics.attention_mask import AttentionMask, segments_of
-from megafp8.numerics.attention_scores import AttentionDropout, Scores
+from megafp8.numerics.attention_scores import AttentionDropout, Scores, alibi_slopes
 from megafp8.numerics.onnx_export import in_onnx_export
 from megafp8.ops.attention import attention
 from megafp8.philox import key_of
@@ -109,11 +108,8 @@ class DotProductAttention(nn.Module):
         return_max_logit: bool | None = False,
         name: str | None = None,
     ) -> None:
+        refuse(self, locals())
         super().__init__()
-        refuse(
-            self, cp_group=cp_group, cp_global_ranks=cp_global_ranks, cp_stream=cp_stream,
-            return_max_logit=return_max_logit,
-        )  # fmt: skip
         require(self, "qkv_format", qkv_format, FORMATS)
         require(self, "attention_type", attention_type, ("self", "cross"))
         require(self, "softmax_type", softmax_type, ("vanilla", "off-by-one", "learnable"))
@@ -177,12 +173,7 @@ class DotProductAttention(nn.Module):
         `attention_mask`: true is masked. With "padding", `[b, 1, 1, s]`, for queries and keys one each where they
         differ; or the lengths as `cu_seqlens_q` and `cu_seqlens_kv` `[b + 1]`.
         """
-        refuse(
-            self, inference_params=inference_params, fp8_output=fp8_output, bf16_backward=bf16_backward,
-            num_splits=num_splits, score_mod=score_mod, score_mod_bprop=score_mod_bprop,
-            score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors, qkv_layer=qkv_layer,
-            kv_layer=kv_layer, thd_attention_policies=thd_attention_policies,
-        )  # fmt: skip
+        refuse(self, locals())
         if query_layer is None or key_layer is None or value_layer is None:
             raise ValueError("DotProductAttention: give query_layer, key_layer and value_layer")
         form = chosen(qkv_format, self.qkv_format)
@@ -192,7 +183,7 @@ class DotProductAttention(nn.Module):
                 f"DotProductAttention: query_layer {list(query_layer.shape)} and key_layer {list(key_layer.shape)} do "
                 f"not have the {self.heads} and {self.groups} heads of this rank"
             )
-        q, k, v = (_sequence_first(x, form) for x in (query_layer, key_layer, value_layer))
+        q, k, v = (sequence_first(x, form) for x in (query_layer, key_layer, value_layer))
         given = _Given(
             module=self,
             kind=mask_type(self, chosen(attn_mask_type, self.attn_mask_type)),
@@ -226,9 +217,7 @@ class DotProductAttention(nn.Module):
             y = recomputed(_core, q, k, v, mask, sink, scores, use_reentrant=False, preserve_rng_state=False)
         else:
             y = _core(q, k, v, mask, sink, scores)
-        y = given.without_padding(y)
-        y = y.squeeze(1) if form == "thd" else y.transpose(0, 1) if form == "bshd" else y
-        return y.flatten(-2)
+        return in_format(given.without_padding(y), form).flatten(-2)
 
     def _dropout(self, q_sbad: Tensor) -> AttentionDropout | None:
         """Numbers of this call's dropout: one for each sample, of the device's generator, which CUDA graphs replay."""
@@ -252,7 +241,7 @@ class DotProductAttention(nn.Module):
         if given.packed or "padding" in given.kind:
             raise ValueError("DotProductAttention: alibi needs samples of one length, in sbhd or bshd without padding")
         if slopes is None:
-            slopes = alibi_slopes(self.heads, q.device)
+            slopes = _alibi_slopes(self.heads, q.device)
         if slopes.dim() != 1:
             raise ValueError(f"DotProductAttention: alibi_slopes is {list(slopes.shape)}; it must be one for each head")
         distance = torch.arange(1 - s, t, device=q.device)  # of the key from the query
@@ -262,16 +251,19 @@ class DotProductAttention(nn.Module):
 
 
 @cache
-def alibi_slopes(heads: int, device: torch.device) -> Tensor:
-    """Slopes of ALiBi, fp32 `[a]`: a geometric series, and of twice as many heads every other where a is no 2^n."""
-    n = 2 ** math.floor(math.log2(heads))
-    slopes = [2.0 ** (-8 * (i + 1) / n) for i in range(n)]
-    slopes += [2.0 ** (-4 * (2 * i + 1) / n) for i in range(heads - n)]
-    return torch.tensor(slopes, device=device)
+def _alibi_slopes(heads: int, device: torch.device) -> Tensor:
+    """`[a]`, fp32, copied to the device once, as a CUDA graph must not."""
+    return torch.tensor(alibi_slopes(heads), device=device)
 
 
-def _sequence_first(x: Tensor, form: str) -> Tensor:
+def sequence_first(x: Tensor, form: str) -> Tensor:
+    """Heads `[s, b, a, d]` of those in the format `form`; all tokens of thd are one sample."""
     return x.unsqueeze(1) if form == "thd" else x.transpose(0, 1) if form == "bshd" else x
+
+
+def in_format(x_sbad: Tensor, form: str) -> Tensor:
+    """The inverse of `sequence_first`."""
+    return x_sbad.squeeze(1) if form == "thd" else x_sbad.transpose(0, 1) if form == "bshd" else x_sbad
 
 
 def _core(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor | None, scores: Scores) -> Tensor:

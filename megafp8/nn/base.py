@@ -5,8 +5,8 @@
 
 *Tensor parallelism.* `tp_size` gives the shapes, `tp_group` or later `set_tensor_parallel_group` the ranks.
 
-*FP8.* Each linear layer of a module is a `Gemm`. Outside `fp8.autocast` it runs in high precision. Within
-`fp8.model_init` its weight is constructed as an `Fp8Weight`.
+*FP8.* Each linear layer of a module is a `Gemm`, with the names of its parameters. Outside `fp8.autocast` it runs in
+high precision. Within `fp8.model_init` its weight is constructed as an `Fp8Weight`.
 
 Shapes: n outputs, k inputs of a weight.
 """
@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
 from megafp8.distributed.tp_overlap import default_overlap
+from megafp8.fp8.autocast import in_torch_autocast_dtype
 from megafp8.fp8.model_init import current_model_init
 from megafp8.fp8.onnx import QdqLinear, exported
 from megafp8.fp8.standalone import StandaloneLayers, StandaloneLinear
@@ -84,6 +85,11 @@ def opaque(forward: F) -> F:
     return cast(F, call)
 
 
+def part_name(name: str | None, part: str) -> str | None:
+    """The name of a part of the module `name`, if that has one."""
+    return None if name is None else f"{name}.{part}"
+
+
 class _Init(NamedTuple):
     """How a parameter is initialized."""
 
@@ -95,6 +101,16 @@ class _Init(NamedTuple):
     def __call__(self, parameter: nn.Parameter) -> None:
         with forked(self.tracker, self.tracker_name):
             self.method(parameter)
+
+
+class Composite(nn.Module):
+    """A module of modules, of which some are sharded over tensor-parallel ranks."""
+
+    def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
+        """The ranks over which the module is sharded, where they were not known when it was made."""
+        for module in self.children():
+            if isinstance(module, Composite) or (isinstance(module, Module) and module.fp8_layers is not None):
+                module.set_tensor_parallel_group(tp_group)
 
 
 class Module(nn.Module):
@@ -215,7 +231,12 @@ class Module(nn.Module):
         if self.device.type != "meta":
             self.reset_parameters()
 
-    def weight_of(self, names: Sequence[str]) -> Tensor:
+    def set_empty(self, names: Sequence[str]) -> None:
+        """Set attributes that stand for biases that the module does not have."""
+        for name in names:
+            setattr(self, name, torch.empty(0, dtype=self.params_dtype, device=self.device))
+
+    def joined_parameters(self, names: Sequence[str]) -> Tensor:
         """The parameters `names` as one tensor."""
         if len(names) == 1:
             return self.get_parameter(names[0])
@@ -313,13 +334,19 @@ def _read_state(state: Tensor) -> dict[str, Tensor]:
 
 
 class Gemm:
-    """One linear layer of a module: where it stands, how it communicates, and its FP8 state.
+    """One linear layer of a module: where it stands, how it communicates, its FP8 state, and its parameters' names.
 
     `site`: fields of its `LinearSite`. `fuse_wgrad_accumulation`: wgrad is added to the weight's `main_grad`.
     """
 
     def __init__(
-        self, module: Module, name: str, parallel_mode: str | None, *, fuse_wgrad_accumulation: bool, **site: Any
+        self,
+        module: Module,
+        name: str,
+        parallel_mode: str | None,
+        *,
+        fuse_wgrad_accumulation: bool = False,
+        **site: Any,
     ) -> None:
         require(module, "parallel_mode", parallel_mode, PARALLEL_MODES)
         sharded = parallel_mode is not None and module.tp_size > 1
@@ -336,59 +363,95 @@ class Gemm:
         self.linear: StandaloneLinear | None = None
         self._group: ProcessGroup | None = None
         self._comm = LOCAL_COMM
+        self.weight_names, self.bias_names, self.has_bias = tuple[str, ...](), tuple[str, ...](), False
         module._gemms.append(self)
+
+    def new_parameters(
+        self,
+        rows: Mapping[str, int],
+        inputs: int,
+        init_method: InitMethod | None,
+        tracker: RngTracker | None,
+        tracker_name: str | None = None,
+        *,
+        bias: bool,
+    ) -> None:
+        """Register weight and bias: `weight` and `bias` behind each prefix in `rows`, with its rows on this rank.
+
+        Without `bias` it is empty, and no parameter.
+        """
+        module, site = self.module, self.site
+        self.weight_names = module.new_parameters(
+            {f"{prefix}weight": (n, inputs) for prefix, n in rows.items()}, init_method or default_init,
+            tracker=tracker, tracker_name=tracker_name, gemm=self,
+            partition_dim={None: None, "column": 0, "row": 1}[site.parallel],
+        )  # fmt: skip
+        self.bias_names, self.has_bias = tuple(f"{prefix}bias" for prefix in rows), bias
+        if not bias:
+            module.set_empty(self.bias_names)
+            return
+        module.new_parameters(
+            {name: (n,) for name, n in zip(self.bias_names, rows.values(), strict=True)}, nn.init.zeros_,
+            partition_dim=0 if site.parallel == "column" else None,
+            sequence_parallel=site.parallel == "row" and site.sequence_parallel,
+        )  # fmt: skip
+
+    def bias(self) -> Tensor:
+        """The bias; empty where there is none."""
+        if not self.has_bias:
+            return getattr(self.module, self.bias_names[0])
+        return self.module.joined_parameters(self.bias_names)
 
     def comm(self) -> TPComm:
         """Communication at the layer's ends."""
-        group = self.module.required_group() if self.site.parallel is not None else None
-        if group is not None and group is not self._group:
-            overlap = default_overlap(group, sequence_parallel=self.site.sequence_parallel)
+        parallel = self.site.parallel
+        group = None if parallel is None else self.module.required_group()
+        if parallel is not None and group is not None and group is not self._group:
             self._group = group
-            self._comm = TPComm(input=overlap) if self.site.parallel == "column" else TPComm(output=overlap)
+            overlap = default_overlap(group, sequence_parallel=self.site.sequence_parallel)
+            self._comm = TPComm.of(parallel, overlap)
         return self._comm
 
     @contextmanager
-    def running(
-        self, x: Tensor, weight_names: Sequence[str], is_first_microbatch: bool | None
-    ) -> Iterator[RunningGemm]:
+    def running(self, x: Tensor, is_first_microbatch: bool | None) -> Iterator[RunningGemm]:
         """Context of one forward, of an input on x's device."""
         module, linear = self.module, self.linear
         assert linear is not None
         if is_first_microbatch and torch._C._current_graph_task_id() == -1:  # not of a recomputed forward
             linear.release_weight()
-        weight = module.weight_of(weight_names)
+        weight = module.joined_parameters(self.weight_names)
+        bias = self.bias() if self.site.adds_bias else None
         if in_onnx_export():
-            if weight_names[0] in module._fp8_formats:
+            if self.weight_names[0] in module._fp8_formats:
                 raise ValueError(
                     f"{type(module).__name__}: weights of fp8.model_init are not exported to ONNX; load the state_dict "
                     "into a module that was constructed outside of it, and export that"
                 )
-            yield RunningGemm(weight, self._high_precision, self.comm(), exported(linear, x.device))
+            yield RunningGemm(weight, bias, self._high_precision, self.comm(), exported(linear, x.device))
             return
         if self.fuse_wgrad_accumulation:
             MainGradSink.give(module, weight, overwrite=bool(is_first_microbatch) and module.training)
         with linear.running(x.device, training=module.training) as state:
             if state is not None:
                 check_fp8_dims(module, self.site.name, tuple(weight.shape))
-            yield RunningGemm(weight, state or self._high_precision, self.comm())
+            yield RunningGemm(weight, bias, state or self._high_precision, self.comm())
 
 
 class RunningGemm(NamedTuple):
-    """A linear layer in one forward."""
+    """A linear layer in one forward. `bias`: where the layer adds it."""
 
     weight: Tensor
+    bias: Tensor | None
     state: LinearState
     comm: TPComm
     qdq: QdqLinear | None = None  # in FP8, in a forward that is exported to ONNX
 
-    def __call__(
-        self, x: Tensor | LinearInput, handoff: QuantizedGradHandoff | None = None, bias: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, x: Tensor | LinearInput, handoff: QuantizedGradHandoff | None = None) -> Tensor:
         """`x weightᵀ + bias`."""
         if self.qdq is not None:
             assert isinstance(x, Tensor)
-            return with_bias(self.qdq(x), bias)
-        return linear(x, self.weight, self.state, bias=bias, handoff=handoff, comm=self.comm)  # type: ignore[arg-type]
+            return with_bias(self.qdq(x), self.bias)
+        return linear(x, self.weight, self.state, bias=self.bias, handoff=handoff, comm=self.comm)  # type: ignore[arg-type]
 
 
 class MainGradSink:
@@ -436,12 +499,12 @@ def check_fp8_dims(module: nn.Module, layer: str, shape: tuple[int, ...]) -> Non
 @contextmanager
 def autocast_input(x: Tensor) -> Iterator[Tensor]:
     """x as torch.autocast wants it, in a context where autocast reaches no further."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        yield x
+    values = in_torch_autocast_dtype(x)
+    if not torch.is_autocast_enabled(x.device.type):
+        yield values
         return
-    with torch.autocast(device, enabled=False):
-        yield x.to(torch.get_autocast_dtype(device))
+    with torch.autocast(x.device.type, enabled=False):
+        yield values
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

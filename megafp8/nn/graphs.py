@@ -107,13 +107,7 @@ def make_graphed_callables(
     sharded over ranks, hooks of modules within a module, gradients rounded stochastically, another order of passes,
     arguments or contexts other than said here.
     """
-    refuse(
-        make_graphed_callables, _order=_order, _num_layers_per_chunk=_num_layers_per_chunk, pool=pool,
-        retain_graph_in_backward=retain_graph_in_backward,
-        _reuse_graph_input_output_buffers=_reuse_graph_input_output_buffers,
-        clone_param_grads_on_return=clone_param_grads_on_return, pre_warmup_hook=pre_warmup_hook,
-        post_warmup_hook=post_warmup_hook, capture_time_hooks=capture_time_hooks,
-    )  # fmt: skip
+    refuse(make_graphed_callables, locals())
     several = modules if isinstance(modules, tuple) else (modules,)
     if not isinstance(modules, tuple):
         sample_args, sample_kwargs = (sample_args,), None if sample_kwargs is None else (sample_kwargs,)  # type: ignore[assignment]
@@ -248,7 +242,6 @@ class Arguments:
             (tuple(x.shape), x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else (type(x), x)
             for x in leaves
         ]
-        self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         self._leaves = leaves
 
     def check(self, given: Arguments, name: str) -> None:
@@ -266,7 +259,7 @@ class Arguments:
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call with `tensors` instead of its own."""
         rest = iter(tensors)
-        leaves = [next(rest) if tensor else leaf for tensor, leaf in zip(self._is_tensor, self._leaves, strict=True)]
+        leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self.spec)
 
 

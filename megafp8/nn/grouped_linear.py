@@ -64,11 +64,7 @@ class GroupedLinear(Module):
         name: str | None = None,
         use_grouped_tensor: bool | None = None,
     ) -> None:
-        refuse(
-            self, ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag, delay_wgrad_compute=delay_wgrad_compute,
-            single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias,
-            use_grouped_tensor=use_grouped_tensor,
-        )  # fmt: skip
+        refuse(self, locals())
         require(self, "parallel_mode", parallel_mode, PARALLEL_MODES)
         super().__init__(
             params_dtype=params_dtype, device=device, tp_group=tp_group, tp_size=tp_size,
@@ -97,10 +93,9 @@ class GroupedLinear(Module):
         if bias:
             self.new_parameters({f"bias{i}": (out_features,) for i in range(num_gemms)}, nn.init.zeros_)
         else:
-            for i in range(num_gemms):
-                setattr(self, f"bias{i}", torch.empty(0, dtype=self.params_dtype, device=self.device))
+            self.set_empty([f"bias{i}" for i in range(num_gemms)])
         for i in range(num_gemms):
-            Gemm(self, f"expert{i}", None, fuse_wgrad_accumulation=False, expert=True)
+            Gemm(self, f"expert{i}", None, expert=True)
         self.finish()
         assert self.fp8_layers is not None
         self.experts = StandaloneExperts(self.fp8_layers, list(self.fp8_layers.layers))
@@ -115,16 +110,13 @@ class GroupedLinear(Module):
         dgrad_out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         """`[..., k]` of sum(m_splits) rows -> `[..., n]`, and the biases with `return_bias`."""
-        refuse(self, out=out, dgrad_out=dgrad_out)
-        if len(m_splits) != self.num_gemms:
-            raise ValueError(
-                f"GroupedLinear: m_splits has {len(m_splits)} numbers of rows; num_gemms is {self.num_gemms}"
-            )
+        refuse(self, locals())
+        _check_splits(self, self.num_gemms, m_splits)
         with autocast_input(inp) as x, self.experts.running(x.device, training=self.training) as state:
             x_mk = x.reshape(-1, x.shape[-1]).contiguous()
             sizes_e = torch.as_tensor(m_splits, dtype=torch.int32, device=x.device)
             groups = RowGroups.of(sizes_e.cumsum(0, dtype=torch.int32), len(x_mk))
-            weight: Any = self.weight_of(self.weight_names)
+            weight: Any = self.joined_parameters(self.weight_names)
             if state is not None:
                 check_fp8_dims(self, "each expert", (self.out_features, self.in_features))
                 if is_first_microbatch and torch._C._current_graph_task_id() == -1:  # not of a recomputed forward
@@ -138,6 +130,14 @@ class GroupedLinear(Module):
             return (y, [bias.to(y.dtype) for bias in biases]) if self.return_bias else y
 
 
+def _check_splits(module: nn.Module, num_gemms: int, m_splits: Tensor | Sequence[int]) -> None:
+    """ValueError unless there is one number of rows for each weight."""
+    if len(m_splits) != num_gemms:
+        raise ValueError(
+            f"{type(module).__name__}: m_splits has {len(m_splits)} numbers of rows; num_gemms is {num_gemms}"
+        )
+
+
 class _Padded(nn.Module):
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
@@ -145,10 +145,7 @@ class _Padded(nn.Module):
 
     def padded(self, m_splits: Sequence[int]) -> list[int]:
         """The rows of each expert, rounded up to `align_size`."""
-        if len(m_splits) != self.num_gemms:
-            raise ValueError(
-                f"{type(self).__name__}: m_splits has {len(m_splits)} numbers of rows; num_gemms is {self.num_gemms}"
-            )
+        _check_splits(self, self.num_gemms, m_splits)
         if self.align_size is None:
             recipe = current().recipe
             self.align_size = {"mxfp8": 32, "nvfp4": 128}.get("" if recipe is None else recipe.name, 16)

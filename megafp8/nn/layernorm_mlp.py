@@ -7,31 +7,18 @@ Shapes: x `[..., h]`, the first dim being the sequence where it is sharded; f ML
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from megafp8.linear.fusion import LinearInput
-from megafp8.linear.state import QuantizedGradHandoff
 from megafp8.nn.arguments import divided, refuse, require
-from megafp8.nn.base import (
-    Gemm,
-    InitMethod,
-    Module,
-    RngTracker,
-    RunningGemm,
-    autocast_input,
-    default_init,
-    opaque,
-)
+from megafp8.nn.base import Gemm, InitMethod, Module, RngTracker, autocast_input, opaque
 from megafp8.nn.norm import InputNorm
 from megafp8.ops.mlp import is_fused, mlp
 from megafp8.plan import Neighbor
-from megafp8.tensor_parallel.mappings import gather_from_sequence_parallel
 
 ACTIVATIONS = {
     "gelu": "gelu_tanh",
@@ -86,53 +73,35 @@ class LayerNormMLP(Module):
         symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
     ) -> None:
-        refuse(
-            self, activation_params=activation_params, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs,
-            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad, ub_bulk_dgrad=ub_bulk_dgrad, ub_bulk_wgrad=ub_bulk_wgrad,
-            delay_wgrad_compute=delay_wgrad_compute, symmetric_ar_type=symmetric_ar_type,
-        )  # fmt: skip
+        refuse(self, locals())
         require(self, "activation", activation, tuple(ACTIVATIONS))
         super().__init__(
             params_dtype=params_dtype, device=device, tp_group=tp_group, tp_size=tp_size,
             sequence_parallel=sequence_parallel, name=name,
         )  # fmt: skip
-        self.use_bias, self.return_bias, self.set_parallel_mode = bias, return_bias, set_parallel_mode
-        self.return_layernorm_output = return_layernorm_output
-        self.return_layernorm_output_gathered = return_layernorm_output_gathered
-        self.checkpoint = checkpoint
+        self.return_bias, self.checkpoint = return_bias, checkpoint
         self.kind, gated = ACTIVATIONS[activation], "glu" in activation
         fused = is_fused(self.kind)
         self.activation_adds_bias = bias and fused and not gated
         f = divided(self, "ffn_hidden_size", ffn_hidden_size, self.tp_size)
-        fc1_size = 2 * f if gated else f
 
-        self.norm = InputNorm(self, hidden_size, normalization, eps, zero_centered_gamma)
+        self.norm = InputNorm(
+            self, hidden_size, normalization, eps, zero_centered=zero_centered_gamma, returned=return_layernorm_output,
+            gathered=return_layernorm_output_gathered,
+        )  # fmt: skip
         neighbor = Neighbor(activation, "any" if fused else "none", f"{activation} has no fused kernel")
         self.fc1 = Gemm(
             self, "fc1", "column" if set_parallel_mode else None, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             adds_bias=bias and not self.activation_adds_bias,
-            before=self.norm.neighbor(values_needed=return_layernorm_output), after=neighbor,
+            before=self.norm.neighbor, after=neighbor,
         )  # fmt: skip
         self.fc2 = Gemm(
             self, "fc2", "row" if set_parallel_mode else None, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             adds_bias=bias and not return_bias, before=neighbor,
         )  # fmt: skip
-        sharded = set_parallel_mode and self.tp_size > 1
-        for layer, gemm, shape, method, dim in (
-            ("fc1", self.fc1, (fc1_size, hidden_size), init_method, 0),
-            ("fc2", self.fc2, (hidden_size, f), output_layer_init_method, 1),
-        ):
-            self.new_parameters(
-                {f"{layer}_weight": shape}, method or default_init, tracker=get_rng_state_tracker,
-                partition_dim=dim if sharded else None, gemm=gemm,
-            )  # fmt: skip
-            if bias:
-                self.new_parameters(
-                    {f"{layer}_bias": shape[:1]}, nn.init.zeros_, partition_dim=0 if sharded and dim == 0 else None,
-                    sequence_parallel=sharded and dim == 1 and self.sequence_parallel,
-                )  # fmt: skip
-            else:
-                setattr(self, f"{layer}_bias", torch.empty(0, dtype=self.params_dtype, device=self.device))
+        rows, tracker = {"fc1_": 2 * f if gated else f}, get_rng_state_tracker
+        self.fc1.new_parameters(rows, hidden_size, init_method, tracker, bias=bias)
+        self.fc2.new_parameters({"fc2_": hidden_size}, f, output_layer_init_method, tracker, bias=bias)
         self.finish()
 
     @opaque
@@ -142,32 +111,15 @@ class LayerNormMLP(Module):
             return self._forward(inp, is_first_microbatch)
         return recomputed(self._forward, inp, is_first_microbatch, use_reentrant=False, preserve_rng_state=False)
 
-    def bias_of(self, layer: str) -> Tensor:
-        """The bias of "fc1" or "fc2"; empty where there is none."""
-        return getattr(self, f"{layer}_bias")
-
     def _forward(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
         with (
             autocast_input(inp) as x,
-            self.fc1.running(x, ["fc1_weight"], is_first_microbatch) as fc1,
-            self.fc2.running(x, ["fc2_weight"], is_first_microbatch) as fc2,
+            self.fc1.running(x, is_first_microbatch) as fc1,
+            self.fc2.running(x, is_first_microbatch) as fc2,
         ):
             normed = self.norm(x, fc1.state.input_format)
-            down = partial(fc2.__call__, bias=self.bias_of("fc2") if self.use_bias and not self.return_bias else None)
-            y: Tensor = mlp(self.kind, partial(self._fc1, fc1, normed), down, fc1.state, fc2.state)
-            results: list[Any] = [y]
-            if self.return_bias:
-                results.append(self.bias_of("fc2").to(y.dtype))
-            if self.return_layernorm_output:
-                assert isinstance(normed, Tensor)
-                gathered = self.return_layernorm_output_gathered and self.fc1.site.sequence_parallel
-                results.append(gather_from_sequence_parallel(normed, self.required_group()) if gathered else normed)
-            return y if len(results) == 1 else tuple(results)
-
-    def _fc1(
-        self, fc1: RunningGemm, x: Tensor | LinearInput, handoff: QuantizedGradHandoff | None
-    ) -> tuple[Tensor, Tensor | None]:
-        bias = self.bias_of("fc1") if self.use_bias else None
-        if self.activation_adds_bias:
-            return fc1(x, handoff), bias
-        return fc1(x, handoff, bias), None
+            activation_bias = self.fc1.bias() if self.activation_adds_bias else None
+            y: Tensor = mlp(
+                self.kind, lambda handoff: (fc1(normed, handoff), activation_bias), fc2.__call__, fc1.state, fc2.state
+            )
+            return self.norm.results(y, self.fc2.bias() if self.return_bias else None, normed, self.fc1.site)

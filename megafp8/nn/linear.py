@@ -9,27 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.linear.fusion import LinearInput, Recompute, RecomputedInput, as_matrix
 from megafp8.linear.state import LinearState
 from megafp8.nn.arguments import divided, refuse
-from megafp8.nn.base import (
-    Gemm,
-    InitMethod,
-    Module,
-    RngTracker,
-    RunningGemm,
-    autocast_input,
-    default_init,
-    joined,
-    opaque,
-)
+from megafp8.nn.base import Gemm, InitMethod, Module, RngTracker, autocast_input, opaque
 from megafp8.nn.norm import InputNorm
 from megafp8.numerics.sources import Plain
 from megafp8.plan import UNKNOWN, Neighbor
-from megafp8.tensor_parallel.mappings import gather_from_sequence_parallel
 
 
 class _LinearBase(Module):
@@ -52,14 +41,9 @@ class _LinearBase(Module):
         recompute_input: bool = False,
     ) -> None:
         self.gemm = Gemm(
-            self,
-            "linear",
-            parallel_mode,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            adds_bias=bias and not return_bias,
-            before=before,
-            recompute_input=recompute_input,
-        )
+            self, "linear", parallel_mode, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            adds_bias=bias and not return_bias, before=before, recompute_input=recompute_input,
+        )  # fmt: skip
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.parallel_mode = bias, return_bias, parallel_mode
         sizes = self._split(out_features, parameters_split)
@@ -68,26 +52,9 @@ class _LinearBase(Module):
             sizes = {name: divided(self, f"the size of {name!r}", n, self.tp_size) for name, n in sizes.items()}
         elif parallel_mode == "row":
             self.in_features = divided(self, "in_features", in_features, self.tp_size)
-        sharded = self.tp_size > 1 and parallel_mode is not None
-        self.weight_names = self.new_parameters(
-            {f"{name}weight": (n, self.in_features) for name, n in sizes.items()},
-            init_method or default_init,
-            tracker=get_rng_state_tracker,
-            tracker_name=rng_tracker_name,
-            partition_dim=None if not sharded else 0 if parallel_mode == "column" else 1,
-            gemm=self.gemm,
+        self.gemm.new_parameters(
+            sizes, self.in_features, init_method, get_rng_state_tracker, rng_tracker_name, bias=bias
         )
-        self.bias_names: tuple[str, ...] = tuple(f"{name}bias" for name in sizes)
-        if bias:
-            self.new_parameters(
-                {f"{name}bias": (n,) for name, n in sizes.items()},
-                nn.init.zeros_,
-                partition_dim=0 if sharded and parallel_mode == "column" else None,
-                sequence_parallel=parallel_mode == "row" and self.sequence_parallel,
-            )
-        else:
-            for name in self.bias_names:
-                setattr(self, name, torch.empty(0, dtype=self.params_dtype, device=self.device))
 
     def _split(self, out_features: int, split: Sequence[str] | dict[str, int] | None) -> dict[str, int]:
         """Rows of each parameter, of all ranks, by the prefix of its name."""
@@ -104,17 +71,6 @@ class _LinearBase(Module):
                 f"out_features is {out_features}"
             )
         return {f"{name.rstrip('_')}_": n for name, n in split.items()}
-
-    @property
-    def whole_bias(self) -> Tensor:
-        """The bias; empty where there is none."""
-        if not self.use_bias or len(self.bias_names) == 1:
-            return getattr(self, self.bias_names[0])
-        return joined([self.get_parameter(name) for name in self.bias_names])
-
-    def _product(self, gemm: RunningGemm, x: Tensor | LinearInput) -> Tensor:
-        """`x wᵀ`, and the bias unless it is returned."""
-        return gemm(x, bias=self.whole_bias if self.use_bias and not self.return_bias else None)
 
     def extra_repr(self) -> str:
         """As nn.Linear's."""
@@ -157,11 +113,7 @@ class Linear(_LinearBase):
         save_original_input: bool = False,
         name: str | None = None,
     ) -> None:
-        refuse(
-            self, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
-            ub_bulk_dgrad=ub_bulk_dgrad, ub_bulk_wgrad=ub_bulk_wgrad, delay_wgrad_compute=delay_wgrad_compute,
-            symmetric_ar_type=symmetric_ar_type,
-        )  # fmt: skip
+        refuse(self, locals())
         super().__init__(
             params_dtype=params_dtype, device=device, tp_group=tp_group, tp_size=tp_size,
             sequence_parallel=sequence_parallel, name=name or ub_name,
@@ -184,10 +136,10 @@ class Linear(_LinearBase):
         fp8_grad: bool | None = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`[..., k]` -> `[..., n]`, and the bias with `return_bias`."""
-        refuse(self, fp8_output=fp8_output, fp8_grad=fp8_grad)
-        with autocast_input(inp) as x, self.gemm.running(x, self.weight_names, is_first_microbatch) as gemm:
-            y = self._product(gemm, self._kept(x, gemm.state) if self.save_original_input else x)
-            return (y, self.whole_bias.to(y.dtype)) if self.return_bias else y
+        refuse(self, locals())
+        with autocast_input(inp) as x, self.gemm.running(x, is_first_microbatch) as gemm:
+            y = gemm(self._kept(x, gemm.state) if self.save_original_input else x)
+            return (y, self.gemm.bias().to(y.dtype)) if self.return_bias else y
 
     def _kept(self, x: Tensor, state: LinearState) -> Tensor | LinearInput:
         """x, which backward quantizes once more."""
@@ -235,24 +187,21 @@ class LayerNormLinear(_LinearBase):
         symmetric_ar_type: str | None = None,
         name: str | None = None,
     ) -> None:
-        refuse(
-            self, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
-            ub_bulk_dgrad=ub_bulk_dgrad, ub_bulk_wgrad=ub_bulk_wgrad, delay_wgrad_compute=delay_wgrad_compute,
-            symmetric_ar_type=symmetric_ar_type,
-        )  # fmt: skip
+        refuse(self, locals())
         super().__init__(
             params_dtype=params_dtype, device=device, tp_group=tp_group, tp_size=tp_size,
             sequence_parallel=sequence_parallel, name=name or ub_name,
         )  # fmt: skip
-        self.return_layernorm_output = return_layernorm_output
-        self.return_layernorm_output_gathered = return_layernorm_output_gathered
-        self.norm = InputNorm(self, in_features, normalization, eps, zero_centered_gamma)
+        self.norm = InputNorm(
+            self, in_features, normalization, eps, zero_centered=zero_centered_gamma, returned=return_layernorm_output,
+            gathered=return_layernorm_output_gathered,
+        )  # fmt: skip
         self._make_linear(
             in_features, out_features, init_method=init_method, bias=bias, return_bias=return_bias,
             parallel_mode=parallel_mode, parameters_split=parameters_split,
             get_rng_state_tracker=get_rng_state_tracker, rng_tracker_name=None,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            before=self.norm.neighbor(values_needed=return_layernorm_output),
+            before=self.norm.neighbor,
         )  # fmt: skip
         self.finish()
 
@@ -265,18 +214,8 @@ class LayerNormLinear(_LinearBase):
         fp8_grad: bool | None = False,
     ) -> Any:
         """`[..., k]` -> `[..., n]`; then the bias with `return_bias`; then the norm's output, if it is returned."""
-        refuse(self, fp8_output=fp8_output, fp8_grad=fp8_grad)
-        with autocast_input(inp) as x, self.gemm.running(x, self.weight_names, is_first_microbatch) as gemm:
+        refuse(self, locals())
+        with autocast_input(inp) as x, self.gemm.running(x, is_first_microbatch) as gemm:
             normed = self.norm(x, gemm.state.input_format)
-            y = self._product(gemm, normed)
-            results: list[Any] = [y]
-            if self.return_bias:
-                results.append(self.whole_bias.to(y.dtype))
-            if self.return_layernorm_output:
-                assert isinstance(normed, Tensor)
-                results.append(self._returned(normed))
-            return y if len(results) == 1 else tuple(results)
-
-    def _returned(self, normed: Tensor) -> Tensor:
-        gathered = self.return_layernorm_output_gathered and self.sequence_parallel and self.parallel_mode == "column"
-        return gather_from_sequence_parallel(normed, self.required_group()) if gathered else normed
+            returned_bias = self.gemm.bias() if self.return_bias else None
+            return self.norm.results(gemm(normed), returned_bias, normed, self.gemm.site)

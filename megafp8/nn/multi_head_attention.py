@@ -8,15 +8,16 @@ Shapes: s sequence, b micro-batch, h hidden, a query heads, g key-value heads of
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.nn.arguments import chosen, refuse, require
+from megafp8.nn.arguments import refuse, require
 from megafp8.nn.attention import FORMATS, DotProductAttention, MaskTensor, Window, mask_type
-from megafp8.nn.base import InitMethod, RngTracker
+from megafp8.nn.base import Composite, InitMethod, RngTracker, part_name
 from megafp8.nn.linear import LayerNormLinear, Linear
 from megafp8.nn.norm import LayerNorm, RMSNorm
 from megafp8.nn.rotary import Rotary, apply_rotary
@@ -37,7 +38,7 @@ class L2Normalization(nn.Module):
         return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(Composite):
     """Attention with its projections. The arguments are Transformer Engine's.
 
     `attention_type`: "self", or "cross" with keys and values of `encoder_output`. `input_layernorm`: a norm before the
@@ -91,11 +92,8 @@ class MultiheadAttention(nn.Module):
         micro_batch_size: int | None = None,
         softmax_type: str = "vanilla",
     ) -> None:
+        refuse(self, locals())
         super().__init__()
-        refuse(
-            self, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
-            ub_bulk_dgrad=ub_bulk_dgrad, ub_bulk_wgrad=ub_bulk_wgrad,
-        )  # fmt: skip
         require(self, "attention_type", attention_type, ("self", "cross"))
         require(self, "qkv_format", qkv_format, FORMATS)
         require(self, "qk_norm_type", qk_norm_type, QK_NORMS)
@@ -111,14 +109,10 @@ class MultiheadAttention(nn.Module):
         self.attention_type, self.qkv_format, self.d = attention_type, qkv_format, d
         self.input_layernorm, self.return_bias = input_layernorm, return_bias
         self.return_layernorm_output = return_layernorm_output
-        self.attn_mask_type, self.window_size = mask_type(self, attn_mask_type), window_size
-        self.bottom_right_diagonal, self.softcap = bottom_right_diagonal, softcap
         self.interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
 
-        def named(part: str) -> str | None:
-            return None if name is None else f"{name}.{part}"
-
+        named = partial(part_name, name)
         common: dict[str, Any] = {
             "bias": bias, "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "tp_group": tp_group, "tp_size": tp_size,
             "get_rng_state_tracker": get_rng_state_tracker, "sequence_parallel": sequence_parallel,
@@ -154,8 +148,10 @@ class MultiheadAttention(nn.Module):
         self.q_norm, self.k_norm = self._qk_norms(qk_norm_type, qk_norm_eps, params_dtype, device)
         self.core_attention = DotProductAttention(
             num_attention_heads, d, num_gqa_groups=groups, attention_dropout=attention_dropout, qkv_format=qkv_format,
-            tp_size=ranks, get_rng_state_tracker=get_rng_state_tracker, layer_number=layer_number,
-            attention_type=attention_type, softmax_type=softmax_type, name=named("core_attention"),
+            attn_mask_type=mask_type(self, attn_mask_type), window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal, softcap=softcap, tp_size=ranks,
+            get_rng_state_tracker=get_rng_state_tracker, layer_number=layer_number, attention_type=attention_type,
+            softmax_type=softmax_type, name=named("core_attention"),
         )  # fmt: skip
         self.proj = Linear(
             q_size, hidden_size, init_method=output_layer_init_method, return_bias=return_bias,
@@ -173,12 +169,6 @@ class MultiheadAttention(nn.Module):
             return norm, norm
         made = RMSNorm if kind == "RMSNorm" else LayerNorm
         return made(self.d, eps, dtype=dtype, device=device), made(self.d, eps, dtype=dtype, device=device)
-
-    def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
-        """The ranks over which the module is sharded, where they were not known when it was made."""
-        for module in self.children():
-            if isinstance(module, (Linear, LayerNormLinear)):
-                module.set_tensor_parallel_group(tp_group)
 
     def forward(
         self,
@@ -208,7 +198,7 @@ class MultiheadAttention(nn.Module):
         softcap: float | None = None,
     ) -> Any:
         """`[s, b, h]`, or as `qkv_format` says, -> the same; then the bias and the norm's output, if returned."""
-        refuse(self, inference_params=inference_params, thd_attention_policies=thd_attention_policies)
+        refuse(self, {"inference_params": inference_params, "thd_attention_policies": thd_attention_policies})
         normed: Tensor | None = None
         if self.attention_type == "self":
             layer: Any = self.layernorm_qkv if self.input_layernorm else self.qkv
@@ -240,10 +230,8 @@ class MultiheadAttention(nn.Module):
             q, k, v, attention_mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
             cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
             max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv,
-            attn_mask_type=chosen(attn_mask_type, self.attn_mask_type),
-            window_size=chosen(window_size, self.window_size),
-            bottom_right_diagonal=chosen(bottom_right_diagonal, self.bottom_right_diagonal),
-            softcap=chosen(softcap, self.softcap), checkpoint_core_attention=checkpoint_core_attention,
+            attn_mask_type=attn_mask_type, window_size=window_size, bottom_right_diagonal=bottom_right_diagonal,
+            softcap=softcap, checkpoint_core_attention=checkpoint_core_attention,
             core_attention_bias_type=core_attention_bias_type, core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes, fast_zero_fill=fast_zero_fill, pad_between_seqs=pad_between_seqs,
             thd_attention_policy_dispatch=thd_attention_policy_dispatch,

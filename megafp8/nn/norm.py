@@ -1,6 +1,7 @@
 """`LayerNorm` and `RMSNorm`, and the norm at the input of a module, fused with the cast of its output.
 
-A zero-centred weight is stored less 1, so that weight decay pulls it to 1; 1 is added in fp32 or wider.
+A zero-centred weight is stored less 1, so that weight decay pulls it to 1; 1 is added in fp32 or wider, outside the
+norm's kernel, so that in torch.inference_mode on a CPU the sum is not rounded either.
 """
 
 from __future__ import annotations
@@ -16,47 +17,59 @@ from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat
 from megafp8.nn.arguments import require
 from megafp8.nn.base import Module, autocast_input, opaque
+from megafp8.numerics.sources import norm_factor
 from megafp8.ops.norm import norm
-from megafp8.plan import Neighbor
+from megafp8.plan import LinearSite, Neighbor
+from megafp8.tensor_parallel.mappings import gather_from_sequence_parallel
 
 NORMS = ("LayerNorm", "RMSNorm")
 
 
-def _effective(weight: Tensor, zero_centered: bool) -> Tensor:
-    """What the normalized channels are multiplied by."""
-    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1 if zero_centered else weight
+def _new_parameters(
+    module: Module, prefix: str, shape: tuple[int, ...], *, bias: bool, zero_centered: bool, sequence_parallel: bool
+) -> None:
+    """Register a norm's weight and bias, which is None without."""
+    first = nn.init.zeros_ if zero_centered else nn.init.ones_
+    module.new_parameters({f"{prefix}weight": shape}, first, sequence_parallel=sequence_parallel)
+    if bias:
+        module.new_parameters({f"{prefix}bias": shape}, nn.init.zeros_, sequence_parallel=sequence_parallel)
+    else:
+        module.register_parameter(f"{prefix}bias", None)
 
 
 class InputNorm:
-    """The norm of a module's input, with its parameters `layer_norm_weight` and, of LayerNorm, `layer_norm_bias`."""
+    """The norm of a module's input, with its parameters `layer_norm_weight` and, of LayerNorm, `layer_norm_bias`.
 
-    def __init__(self, module: Module, size: int, normalization: str, eps: float, zero_centered_gamma: bool) -> None:
-        require(module, "normalization", normalization, NORMS)
-        self.module, self.normalization, self.eps, self.zero_centered_gamma = (
-            module,
-            normalization,
-            eps,
-            zero_centered_gamma,
-        )
-        sequence_parallel = module.sequence_parallel
-        first = nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
-        module.new_parameters({"layer_norm_weight": (size,)}, first, sequence_parallel=sequence_parallel)
-        if normalization == "LayerNorm":
-            module.new_parameters({"layer_norm_bias": (size,)}, nn.init.zeros_, sequence_parallel=sequence_parallel)
-        else:
-            module.register_parameter("layer_norm_bias", None)
+    `returned`: the module returns its output, too, and `gathered`: of the tokens of all ranks, if these are gathered.
+    """
 
-    def neighbor(self, *, values_needed: bool) -> Neighbor:
-        """What the layer after it is told."""
-        if values_needed:
-            return Neighbor(self.normalization, "none", "the norm's output is returned")
-        return Neighbor(self.normalization, "any")
+    def __init__(
+        self, module: Module, size: int, kind: str, eps: float, *, zero_centered: bool, returned: bool, gathered: bool
+    ) -> None:
+        require(module, "normalization", kind, NORMS)
+        self.module, self.eps, self.zero_centered = module, eps, zero_centered
+        self.returned, self.gathered = returned, gathered
+        self.neighbor = Neighbor(kind, "none", "the norm's output is returned") if returned else Neighbor(kind, "any")
+        _new_parameters(
+            module, "layer_norm_", (size,), bias=kind == "LayerNorm", zero_centered=zero_centered,
+            sequence_parallel=module.sequence_parallel,
+        )  # fmt: skip
 
     def __call__(self, x: Tensor, form: InputFormat | None) -> Tensor | LinearInput:
         """The norm of x as the layer after it takes its input (`form`)."""
         module: Any = self.module
-        weight = _effective(module.layer_norm_weight, self.zero_centered_gamma)
-        return norm(x, None, weight, module.layer_norm_bias, self.eps, form)[1]
+        weight, bias = module.layer_norm_weight, module.layer_norm_bias
+        return norm(x, None, norm_factor(weight, True) if self.zero_centered else weight, bias, self.eps, form)[1]
+
+    def results(self, y: Tensor, bias: Tensor | None, normed: Tensor | LinearInput, site: LinearSite) -> Any:
+        """What the module returns: y, the bias if given, the norm's output, read by the layer at `site`, if wanted."""
+        results = [y] if bias is None else [y, bias.to(y.dtype)]
+        if self.returned:
+            assert isinstance(normed, Tensor)
+            if self.gathered and site.parallel == "column" and site.sequence_parallel:
+                normed = gather_from_sequence_parallel(normed, self.module.required_group())
+            results.append(normed)
+        return y if len(results) == 1 else tuple(results)
 
 
 class _Norm(Module):
@@ -88,13 +101,10 @@ class _Norm(Module):
         shape = hidden_size if normalized_shape is None else normalized_shape
         self.normalized_shape = (shape,) if isinstance(shape, int) else tuple(shape or ())
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        first = nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
-        marked = bool(sequence_parallel)
-        self.new_parameters({"weight": self.normalized_shape}, first, sequence_parallel=marked)
-        if self.centered:
-            self.new_parameters({"bias": self.normalized_shape}, nn.init.zeros_, sequence_parallel=marked)
-        else:
-            self.register_parameter("bias", None)
+        _new_parameters(
+            self, "", self.normalized_shape, bias=self.centered, zero_centered=zero_centered_gamma,
+            sequence_parallel=bool(sequence_parallel),
+        )  # fmt: skip
         self.finish()
 
     @opaque
@@ -106,10 +116,10 @@ class _Norm(Module):
                 f"{type(self).__name__}: the input is {list(input.shape)}; it must end with {list(normalized)}"
             )
         module: Any = self
-        weight = _effective(module.weight, self.zero_centered_gamma).flatten()
+        weight = norm_factor(module.weight, True) if self.zero_centered_gamma else module.weight
         bias = module.bias.flatten() if self.centered else None
         with autocast_input(input) as x:
-            _, y = norm(x.reshape(*lead, math.prod(normalized)), None, weight, bias, self.eps, None)
+            _, y = norm(x.reshape(*lead, math.prod(normalized)), None, weight.flatten(), bias, self.eps, None)
             assert isinstance(y, Tensor)
             return y.view(x.shape)
 

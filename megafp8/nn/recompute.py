@@ -47,37 +47,30 @@ class CudaRNGStatesTracker:
         if name in self._states:
             raise ValueError(f"name: there is a state {name!r} already")
         self._seeds.add(seed)
-        before = _rng_state()
-        if torch.cuda.is_available():
-            torch.cuda.manual_seed(seed)
-        else:
-            torch.manual_seed(seed)
-        self._states[name] = _rng_state()
-        _set_rng_state(before)
+        random = _generator()
+        before = random.get_rng_state()
+        random.manual_seed(seed)
+        self._states[name] = random.get_rng_state()
+        random.set_rng_state(before)
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
         """Context that draws from the state `name`, which goes on where it was left."""
         if name not in self._states:
             raise ValueError(f"fork: there is no state {name!r}, but {', '.join(self._states) or 'none'}; add it first")
-        before = _rng_state()
-        _set_rng_state(self._states[name])
+        random = _generator()
+        before = random.get_rng_state()
+        random.set_rng_state(self._states[name])
         try:
             yield
         finally:
-            self._states[name] = _rng_state()
-            _set_rng_state(before)
+            self._states[name] = random.get_rng_state()
+            random.set_rng_state(before)
 
 
-def _rng_state() -> Tensor:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
-
-
-def _set_rng_state(state: Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
+def _generator() -> Any:
+    """The module whose `get_rng_state`, `set_rng_state` and `manual_seed` are of the default device's generator."""
+    return torch.cuda if torch.cuda.is_available() else torch
 
 
 def checkpoint(

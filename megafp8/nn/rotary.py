@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megafp8.nn.attention import in_format, sequence_first
 from megafp8.nn.base import default_device
 from megafp8.ops.rotary import rotate_heads
 
@@ -61,7 +62,7 @@ class Rotary(NamedTuple):
 
 def apply_rotary(x: Tensor, angles: Tensor, form: Rotary, cu_seqlens: Tensor | None = None) -> Tensor:
     """Heads rotated by `angles` `[s, 1, 1, r]`; of sequences that follow each other, each from its own start."""
-    x_sbad = x.unsqueeze(1) if form.qkv_format == "thd" else x.transpose(0, 1) if form.qkv_format == "bshd" else x
+    x_sbad = sequence_first(x, form.qkv_format)
     r = angles.shape[-1]
     if r > x.shape[-1]:
         raise ValueError(f"rotary_pos_emb has {r} channels, and a head {x.shape[-1]}; it must have as many or less")
@@ -86,4 +87,4 @@ def apply_rotary(x: Tensor, angles: Tensor, form: Rotary, cu_seqlens: Tensor | N
     if form.interleaved:
         rotated = rotated.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
     y = rotated if r == x.shape[-1] else torch.cat([rotated, x_sbad[..., r:]], dim=-1)
-    return y.squeeze(1) if form.qkv_format == "thd" else y.transpose(0, 1) if form.qkv_format == "bshd" else y
+    return in_format(y, form.qkv_format)

@@ -12,16 +12,18 @@ Shapes: s sequence, b micro-batch, h hidden.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from megafp8.fp8.autocast import in_torch_autocast_dtype
 from megafp8.nn.arguments import chosen, refuse, require
 from megafp8.nn.attention import MaskTensor, Window, mask_type
-from megafp8.nn.base import InitMethod, RngTracker
+from megafp8.nn.base import Composite, InitMethod, RngTracker, part_name
 from megafp8.nn.layernorm_mlp import LayerNormMLP
 from megafp8.nn.multi_head_attention import MultiheadAttention
 from megafp8.nn.norm import LayerNorm, RMSNorm
@@ -34,7 +36,7 @@ def drop_path(x: Tensor, p: float, batch_dim: int) -> Tensor:
     return x * (kept.to(x.dtype) / (1 - p))
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(Composite):
     """A block of a transformer. The arguments are Transformer Engine's.
 
     `layer_type`: "encoder", or "decoder", which also attends to `encoder_output`. `drop_path_rate`: of samples for
@@ -99,7 +101,7 @@ class TransformerLayer(nn.Module):
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
-        refuse(self, ub_tp_comm_overlap=ub_tp_comm_overlap)  # without it ub_overlap_ag and the others mean nothing
+        refuse(self, {"ub_tp_comm_overlap": ub_tp_comm_overlap})  # without it ub_overlap_ag and the others mean nothing
         require(self, "layer_type", layer_type, ("encoder", "decoder"))
         for other, given in (
             ("layer_type='decoder'", layer_type == "decoder"),
@@ -116,18 +118,14 @@ class TransformerLayer(nn.Module):
         self.tp_size = tp_size if tp_group is None else tp_group.size()
         self.sequence_parallel, self.seq_length = sequence_parallel and self.tp_size > 1, seq_length
         self.layer_type, self.attn_input_format = layer_type, attn_input_format
-        self.self_attn_mask_type = mask_type(self, self_attn_mask_type)
-        self.enc_dec_attn_mask_type = mask_type(self, enc_dec_attn_mask_type)
-        self.window_size, self.enc_dec_window_size = window_size, enc_dec_window_size
-        self.bottom_right_diagonal = bottom_right_diagonal
-        self.enc_dec_bottom_right_diagonal = enc_dec_bottom_right_diagonal
-        self.softcap, self.hidden_dropout, self.drop_path_rate = softcap, hidden_dropout, drop_path_rate
+        self_attn_mask_type, enc_dec_attn_mask_type = (
+            mask_type(self, kind) for kind in (self_attn_mask_type, enc_dec_attn_mask_type)
+        )
+        self.hidden_dropout, self.drop_path_rate = hidden_dropout, drop_path_rate
         self.post_norm_residual = apply_residual_connection_post_layernorm
         self.output_layernorm, self.parallel_attention_mlp = output_layernorm, parallel_attention_mlp
 
-        def named(part: str) -> str | None:
-            return None if name is None else f"{name}.{part}"
-
+        named = partial(part_name, name)
         common: dict[str, Any] = {
             "init_method": init_method, "output_layer_init_method": output_layer_init_method, "tp_group": tp_group,
             "tp_size": tp_size, "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
@@ -142,16 +140,19 @@ class TransformerLayer(nn.Module):
             "fuse_qkv_params": fuse_qkv_params, "rotary_pos_interleaved": rotary_pos_interleaved,
             "qkv_weight_interleaved": qkv_weight_interleaved, "qkv_format": attn_input_format,
             "qk_norm_type": qk_norm_type, "qk_norm_eps": qk_norm_eps, "qk_norm_before_rope": qk_norm_before_rope,
-            "softmax_type": softmax_type,
+            "softmax_type": softmax_type, "softcap": softcap,
         }  # fmt: skip
         self.self_attention = MultiheadAttention(
-            hidden_size, num_attention_heads, input_layernorm=not output_layernorm, name=named("self_attention"),
-            **attention,
+            hidden_size, num_attention_heads, input_layernorm=not output_layernorm, attn_mask_type=self_attn_mask_type,
+            window_size=window_size, bottom_right_diagonal=bottom_right_diagonal,
+            name=named("self_attention"), **attention,
         )  # fmt: skip
         if layer_type == "decoder":
             self.inter_attention = MultiheadAttention(
                 hidden_size, num_attention_heads, input_layernorm=True, attention_type="cross",
-                name=named("inter_attention"), **attention,
+                attn_mask_type=enc_dec_attn_mask_type, window_size=enc_dec_window_size,
+                bottom_right_diagonal=enc_dec_bottom_right_diagonal, name=named("inter_attention"),
+                **attention,
             )  # fmt: skip
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation,
@@ -162,12 +163,6 @@ class TransformerLayer(nn.Module):
             self.layernorm = made(
                 hidden_size, layernorm_epsilon, self.sequence_parallel, params_dtype, zero_centered_gamma, device=device
             )
-
-    def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
-        """The ranks over which the layer is sharded, where they were not known when it was made."""
-        for module in self.children():
-            if isinstance(module, (MultiheadAttention, LayerNormMLP)):
-                module.set_tensor_parallel_group(tp_group)
 
     def forward(
         self,
@@ -207,25 +202,19 @@ class TransformerLayer(nn.Module):
                 f"TransformerLayer: hidden_states are {list(hidden_states.shape)}; with sequence_parallel the first "
                 f"dim must be seq_length / tp_size = {self.seq_length} / {self.tp_size}"
             )
-        x = hidden_states
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
+        x = in_torch_autocast_dtype(hidden_states)
         common: dict[str, Any] = {
             "is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": checkpoint_core_attention,
             "inference_params": inference_params, "rotary_pos_emb": rotary_pos_emb,
             "core_attention_bias_type": core_attention_bias_type, "core_attention_bias": core_attention_bias,
             "alibi_slopes": alibi_slopes, "fast_zero_fill": fast_zero_fill, "pad_between_seqs": pad_between_seqs,
             "thd_attention_policies": thd_attention_policies,
-            "thd_attention_policy_dispatch": thd_attention_policy_dispatch,
-            "softcap": chosen(softcap, self.softcap),
+            "thd_attention_policy_dispatch": thd_attention_policy_dispatch, "softcap": softcap,
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_q_padded": cu_seqlens_q_padded, "max_seqlen_q": max_seqlen_q,
         }  # fmt: skip
         attended = self.self_attention(
-            x, attention_mask,
-            attn_mask_type=chosen(self_attn_mask_type, self.self_attn_mask_type),
-            window_size=chosen(window_size, self.window_size),
-            bottom_right_diagonal=chosen(bottom_right_diagonal, self.bottom_right_diagonal),
+            x, attention_mask, attn_mask_type=self_attn_mask_type, window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
             cu_seqlens_kv=cu_seqlens_q, cu_seqlens_kv_padded=cu_seqlens_q_padded, max_seqlen_kv=max_seqlen_q, **common,
         )  # fmt: skip
         if self.parallel_attention_mlp:
@@ -233,10 +222,8 @@ class TransformerLayer(nn.Module):
         x = self._add_branch(x, attended)
         if self.layer_type == "decoder":
             attended = self.inter_attention(
-                x, enc_dec_attn_mask, encoder_output,
-                attn_mask_type=chosen(enc_dec_attn_mask_type, self.enc_dec_attn_mask_type),
-                window_size=chosen(enc_dec_window_size, self.enc_dec_window_size),
-                bottom_right_diagonal=chosen(enc_dec_bottom_right_diagonal, self.enc_dec_bottom_right_diagonal),
+                x, enc_dec_attn_mask, encoder_output, attn_mask_type=enc_dec_attn_mask_type,
+                window_size=enc_dec_window_size, bottom_right_diagonal=enc_dec_bottom_right_diagonal,
                 cu_seqlens_kv=cu_seqlens_kv, cu_seqlens_kv_padded=cu_seqlens_kv_padded, max_seqlen_kv=max_seqlen_kv,
                 **common,
             )  # fmt: skip

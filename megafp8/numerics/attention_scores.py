@@ -105,3 +105,14 @@ def kept(dropout: AttentionDropout, sample: Tensor, heads: int, i_s: Tensor, key
     start = keys.start % 4
     word_ast = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)
     return word_ast[..., start : start + keys.stop - keys.start] >= dropout.threshold
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Slopes of ALiBi (Press et al. 2021, arXiv:2108.12409), by which heads' scores fall with the distance of tokens.
+
+    2^(-8 i / n) of head i of n, counted from 1. If n is no power of two, the first heads have the slopes of the largest
+    power of two below n, and the others those between, of twice that power.
+    """
+    power = 1 << (heads.bit_length() - 1)
+    between = [2 ** (-4 * i / power) for i in range(1, 2 * power, 2)]
+    return [*(2 ** (-8 * i / power) for i in range(1, power + 1)), *between[: heads - power]]

@@ -131,7 +131,7 @@ def _unfused(
     total = x if branch is None else x + branch
     factor = norm_factor(weight, zero_centered).to(x.dtype) if zero_centered else weight
     if bias is not None:
-        return total, F.layer_norm(total, weight.shape, factor, bias, eps)
+        return total, F.layer_norm(total, weight.shape, factor, bias.to(factor.dtype), eps)  # torch wants one dtype
     return total, F.rms_norm(total, weight.shape, factor, eps)
 
 

@@ -13,10 +13,9 @@ from megafp8.inference.paged_cache import PagedCache
 from megafp8.inference.scheduler import Chunk, GrowingSequence
 from megafp8.kernels import paged_attention
 from megafp8.kernels.arithmetic import INTERPRETED
-from megafp8.models.alibi import alibi_slopes
 from megafp8.models.mixer import TokenCache
 from megafp8.numerics.attention_mask import causal_mask
-from megafp8.numerics.attention_scores import Scores
+from megafp8.numerics.attention_scores import Scores, alibi_slopes
 from megafp8.ops.attention import attention
 
 HEADS, GROUPS, D, PAGE, LAYER = 4, 2, 8, 3, 5

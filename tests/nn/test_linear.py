@@ -62,6 +62,16 @@ def test_norms(kind: str, zero_centered: bool) -> None:
         module(random(3, K))
 
 
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_zero_centered_norms_of_16_bits_in_inference_mode(kind: str) -> None:
+    """PyTorch's ops compute them there, of 1 + weight in fp32 as in training."""
+    module = randomized(getattr(nn, kind)(K, zero_centered_gamma=True, dtype=torch.bfloat16, device="cpu"))
+    x = random(5, K).bfloat16()
+    with torch.inference_mode():
+        y = module(x)
+    torch.testing.assert_close(y, module(x).detach())
+
+
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("split", SPLITS[:2])
 def test_layernorm_linear(normalization: str, split: Any) -> None:
