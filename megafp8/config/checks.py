@@ -255,8 +255,8 @@ def _layer_kinds(config: Config) -> Iterator[Problem]:
 def split_widths(m: ModelConfig) -> dict[str, int]:
     """Numbers that tensor parallelism divides, by path."""
     widths: dict[str, int] = {}
-    names = m.layer_names or [""] * m.num_layers
-    for index, name in enumerate(names):
+    for index in range(m.num_layers):
+        name = m.kind_name(index)
         for part, record in zip(("mixer", "ffn"), m.layer(index), strict=True):
             given = getattr(m.layer_kinds[name], part) if name else None
             for key, value in record.widths(m).items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
@@ -37,6 +38,13 @@ from megafp8.section import (
 def _placement(value: object) -> object:
     """`value`, except that "turns", which earlier versions wrote for "loop", is read as that."""
     return "loop" if value == "turns" else value
+
+
+@lru_cache(maxsize=16)
+def _expanded(pattern: tuple[str, ...]) -> tuple[str, ...]:
+    """The names in a pattern, each as often as its count says."""
+    entries = (entry.partition("*") for entry in pattern)
+    return tuple(name.strip() for name, _, count in entries for _ in range(int(count or 1)))
 
 
 class MupConfig(Section):
@@ -260,19 +268,16 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
         """Whether the last pipeline stage needs the embedding's weight, too."""
         return self.tie_embeddings or self.mtp_num_layers > 0
 
-    @property
-    def layer_names(self) -> list[str]:
-        """The name of each layer's kind; empty without a pattern."""
-        names: list[str] = []
-        for entry in self.pattern:
-            name, _, count = entry.partition("*")
-            names += [name.strip()] * int(count or 1)
-        return [names[i % len(names)] for i in range(self.num_layers)] if names else []
+    def kind_name(self, layer: int) -> str:
+        """The name of a layer's kind; empty without a pattern."""
+        names = _expanded(tuple(self.pattern))
+        return names[layer % len(names)] if names else ""
 
     def layer(self, index: int) -> LayerSpec:
         """The parts of a layer: resolved records. Layers of multi-token prediction are like the last one."""
         within = min(index, self.num_layers - 1)
-        kind = self.layer_kinds[self.layer_names[within]] if self.pattern else LayerKind()
+        name = self.kind_name(within)
+        kind = self.layer_kinds[name] if name else LayerKind()
         mixer, ffn = kind.mixer, kind.ffn
         window = None if within in self.full_attention_layers else self.sliding_window
         if mixer is None and self.latent_attention is None:
@@ -329,10 +334,6 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     def layer_kind(self, layer: int) -> tuple[Any, ...]:
         """Equal for layers that differ in their number alone; hashable."""
         return self.is_decoder(layer), layer >= self.num_blocks, *map(repr, self.layer(layer))
-
-    def window_of(self, layer: int) -> int | None:
-        """The sliding window of a layer; None where it attends to all earlier tokens."""
-        return getattr(self.layer(layer).mixer, "sliding_window", None)
 
     @property
     def ffn_size(self) -> int:

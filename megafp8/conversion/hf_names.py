@@ -10,8 +10,8 @@ first the first channel of each pair, then the second ones, pairs that are rotat
 have the same order, scores do not depend on it. In latent attention both rotate neighbouring channels.
 
 A table of names has one entry for a module of ours, whose parameters have the same names in theirs, or for a parameter.
-Tables here have the names that most families use, by the part of the network that has the tensors; `in_layers` puts
-them into a family's layers, and a family's file has the names that differ.
+The names that most families use are with each kind of part (`config.parts`), and here those of the rest of the network;
+`in_layers` puts them into a family's layers, and a family's file has the names that differ.
 
 Shapes: n rows of a tensor of ours.
 """
@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megafp8.config import ModelConfig
+from megafp8.config import AttentionConfig, MlpConfig, ModelConfig, MoeFfnConfig
 from megafp8.config.activations import ACTIVATIONS
+from megafp8.config.parts.base import PartConfig
 from megafp8.distributed.sharding import Shape
 
 _NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+|(?<=decoder\.)\d+")
@@ -56,28 +57,6 @@ OUTPUT_NORMS = {
     "attention_output_norm": "post_attention_layernorm",
     "mlp_output_norm": "post_feedforward_layernorm",
 }
-ATTENTION = {
-    **{f"attention.{x}": f"self_attn.{x}_proj" for x in "qkv"},
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "attention.sink.weight": "self_attn.sinks",
-    "attention.proj": "self_attn.o_proj",
-}
-LATENT_ATTENTION = {
-    "attention.q_down": "self_attn.q_a_proj",
-    "attention.q_norm": "self_attn.q_a_layernorm",
-    "attention.q_up": "self_attn.q_b_proj",
-    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
-    "attention.kv_norm": "self_attn.kv_a_layernorm",
-    "attention.kv_up": "self_attn.kv_b_proj",
-}
-MLP = {f"mlp.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
-MOE = {
-    "mlp.router": "mlp.gate",
-    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
-    **{f"mlp.experts.*.{x}": f"mlp.experts.*.{x}_proj" for x in ("gate", "up", "down")},
-    **{f"mlp.shared.{x}": f"mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")},
-}
 MULTI_TOKEN_PREDICTION = {
     "embedding_norm": "enorm",
     "hidden_norm": "hnorm",
@@ -97,7 +76,13 @@ def in_layers(theirs: str, *parts: Names, ours: str = "layers.*") -> dict[str, s
     return {f"{ours}.{name}": place._replace(name=f"{theirs}.{place.name}") for name, place in places.items()}
 
 
-LLAMA: Names = {**EMBEDDING, **HEAD, **in_layers("model.layers.*", NORMS, ATTENTION, MLP, MOE)}
+def usual(*parts: type[PartConfig]) -> Names:
+    """The names that most families use for the tensors of these parts."""
+    return {f"{part.tensor_prefix}.{ours}": theirs for part in parts for ours, theirs in part.hugging_face.items()}
+
+
+_PARTS = usual(AttentionConfig, MlpConfig, MoeFfnConfig)
+LLAMA: Names = {**EMBEDDING, **HEAD, **in_layers("model.layers.*", NORMS, _PARTS)}
 QKV = ("attention.q", "attention.k", "attention.v")
 
 

@@ -50,30 +50,16 @@ from typing import NamedTuple
 
 from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
+from megafp8.config.parts import PARTS
 from megafp8.distributed.sharding import Shape
 
-# By the part of the network that has the tensors: names of modules of ours, or of parameters, in theirs.
+# Names of modules of ours, or of parameters, in theirs; those of mixers and feed-forward networks are with each part.
 EMBEDDING = {
     "embedding.word": "embedding.word_embeddings",
     "embedding.position": "embedding.position_embeddings",
     "embedding.token_type": "embedding.tokentype_embeddings",
 }
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "pre_mlp_layernorm"}
-ATTENTION = {
-    **{f"attention.{x}": "self_attention.linear_qkv" for x in "qkv"},
-    **{f"attention.{x}_norm": f"self_attention.{x}_layernorm" for x in "qk"},
-    "attention.sink.weight": "self_attention.core_attention.softmax_offset",
-    "attention.proj": "self_attention.linear_proj",
-}
-_MLP_LAYERS = {"gate": "linear_fc1", "up": "linear_fc1", "down": "linear_fc2"}
-MLP = {f"mlp.{ours}": f"mlp.{theirs}" for ours, theirs in _MLP_LAYERS.items()}
-MOE = {
-    "mlp.router": "mlp.router",
-    "mlp.router.bias": "mlp.router.expert_bias",
-    **{f"mlp.experts.*.{ours}": f"mlp.experts.local_experts.*.{theirs}" for ours, theirs in _MLP_LAYERS.items()},
-    **{f"mlp.shared.{ours}": f"mlp.shared_experts.{theirs}" for ours, theirs in _MLP_LAYERS.items()},
-    "mlp.shared_gate.weight": "mlp.shared_experts.gate_weight",
-}
 HEAD = {"final_norm": "decoder.final_layernorm", "output": "output_layer"}
 PRETRAINING_HEAD = {
     "transform": "lm_head.dense",
@@ -82,7 +68,7 @@ PRETRAINING_HEAD = {
     "binary_head": "binary_head",
 }
 _OUTER = EMBEDDING | HEAD | PRETRAINING_HEAD
-_LAYER = NORMS | ATTENTION | MLP | MOE
+_LAYER = NORMS | {f"{part.tensor_prefix}.{ours}": name for part in PARTS for ours, name in part.megatron.items()}
 OUTPUT = "output_layer.weight"
 _VOCABULARY = ("embedding.word_embeddings.weight", OUTPUT, "output_layer.bias")
 _SINK = "core_attention.softmax_offset"

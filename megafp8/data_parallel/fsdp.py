@@ -31,8 +31,8 @@ late, after tokens have been exchanged, and in a block's backward it is needed f
 send and how to convert the result (`fsdp_pre_all_gather`, `fsdp_post_all_gather`; it looks for them again right before
 the first forward, so they may be set later).
 
-Blocks are built on the meta device (`BuildContext.blocks_on_meta`) and a rank initializes its rows only: no rank ever
-holds a whole block's values except while computing with them.
+Blocks are built on the meta device and a rank initializes its rows only: no rank ever holds a whole block's values
+except while computing with them.
 """
 
 from __future__ import annotations

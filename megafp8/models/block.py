@@ -25,9 +25,7 @@ from megafp8.linear.linear import linear
 from megafp8.linear.state import InputFormat
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.costs import AttentionWork, MicroBatch, Work, column_sums
-from megafp8.models.mixer import LayerInputs, Mixer, make_part
-from megafp8.models.mlp import MLP
-from megafp8.models.moe import MoE
+from megafp8.models.mixer import FeedForward, LayerInputs, Mixer, make_part
 from megafp8.models.norms import Norm, block_norm, normalized
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.numerics.dropout_reference import Dropout, DropoutStream
@@ -71,7 +69,7 @@ class Block(nn.Module):
         self.mixer: Mixer = part(spec.mixer, "attention_norm")
         self.attention_output_norm = norm("attention_output_norm", of_outputs)
         self.mlp_norm = norm("mlp_norm", of_inputs or position == "post")
-        self.ffn: MLP | MoE = part(spec.ffn, "mlp_norm")
+        self.ffn: FeedForward = part(spec.ffn, "mlp_norm")
         self.mlp_output_norm = norm("mlp_output_norm", of_outputs)
         self.attention_branch_dropout, self.mlp_branch_dropout = (
             DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.{which}") for which in ("attention", "mlp")
@@ -111,6 +109,11 @@ class Block(nn.Module):
         """What a part whose output is `y_sbh` adds to the residual stream."""
         y_sbh = y_sbh if norm is None else normalized(norm, y_sbh)
         return y_sbh if self.multiplier == 1 else y_sbh * self.multiplier
+
+    @property
+    def block(self) -> Block:
+        """The block of this layer: itself, as a `PredictionLayer` has one."""
+        return self
 
     # --- what it keeps and computes ---------------------------------------------------------------------------------
 
@@ -162,10 +165,6 @@ class Block(nn.Module):
     def attentions(self, batch: MicroBatch, *, windows: bool = True) -> list[AttentionWork]:
         """Its softmax attention. `windows`: without, as if each token attended to all that its mask allows."""
         return self.mixer.attention(batch, windows=windows)
-
-    def keys_and_values(self, batch: MicroBatch) -> int:
-        """Bytes of keys and values of this rank's tokens, which other context-parallel ranks need."""
-        return self.mixer.keys_and_values(batch)
 
     def recomputed_bytes(self, batch: MicroBatch, memory: BlockMemory) -> int:
         """What kernels read and write once more in backward, with selective recompute of `memory`."""
@@ -272,30 +271,6 @@ class PredictionLayer(nn.Module):
     def _tokens(batch: MicroBatch) -> dict[str, int]:
         """Those that it embeds, int64."""
         return {"tokens": 8 * batch.tokens}
-
-    def work(self, batch: MicroBatch) -> Work:
-        """As for `Block`, without its own norms."""
-        return self.block.work(batch)
-
-    def flops(self, batch: MicroBatch) -> float:
-        """As for `Block`."""
-        return self.block.flops(batch)
-
-    def attentions(self, batch: MicroBatch, *, windows: bool = True) -> list[AttentionWork]:
-        """As for `Block`."""
-        return self.block.attentions(batch, windows=windows)
-
-    def keys_and_values(self, batch: MicroBatch) -> int:
-        """As for `Block`."""
-        return self.block.keys_and_values(batch)
-
-    def recomputed_bytes(self, batch: MicroBatch, memory: BlockMemory) -> int:
-        """As for `Block`."""
-        return self.block.recomputed_bytes(batch, memory)
-
-    def backward_bytes(self, batch: MicroBatch) -> int:
-        """As for `Block`."""
-        return self.block.backward_bytes(batch)
 
     def forward(self, hidden_sbh: Tensor, embedded_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         embedded_sbh = dropouts.add(None, embedded_sbh, self.dropout.at(inputs.places))

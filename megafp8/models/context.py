@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8.config import Config
+from megafp8.data_parallel.plan import plan_type
 from megafp8.distributed.sharding import Init, ParamShard, ParamSpec, set_spec, stack_rows
 from megafp8.distributed.tp_overlap import NO_COMM, TPOverlap
 from megafp8.expert_parallel.own_rows import RowBound
@@ -25,9 +26,9 @@ class BuildContext:
 
     `sequence_parallel` is what the config says; with a tensor group of one rank it has no effect. `context_parallel`:
     the ranks that share the tokens of the same sequences; None where this rank has whole ones. `tp_overlap`: overlap of
-    tensor-parallel communication with GEMMs; None: one collective at a time. `blocks_on_meta`: weights of blocks are
-    allocated later (FSDP). `tokens`: of a micro-batch on this rank between tensor-parallel regions; None where they
-    vary. `weight_storage`, `param_gather`: see `megafp8.plan.LinearSite`.
+    tensor-parallel communication with GEMMs; None: one collective at a time. `tokens`: of a micro-batch on this rank
+    between tensor-parallel regions; None where they vary. `weight_storage`, `param_gather`: see
+    `megafp8.plan.LinearSite`.
 
     For experts: `expert`: the ranks over which a layer's are divided; None where this rank has all. `expert_tensor`:
     those of them over which each expert is cut. `expert_amax`: the ranks that hold the same experts; `expert_rows`:
@@ -48,7 +49,6 @@ class BuildContext:
     sequence_parallel: bool
     context_parallel: ProcessGroup | None = None
     tp_overlap: TPOverlap | None = None
-    blocks_on_meta: bool = False
     tokens: int | None = None
     weight_storage: WeightStorage = "resident"
     param_gather: bool = False
@@ -141,7 +141,7 @@ def lora_of(config: Config) -> Lora | None:
 
 def weight_storage(config: Config) -> WeightStorage:
     """Where a rank's weights are between steps."""
-    return "fsdp" if config.parallel.fsdp else "zero" if config.parallel.zero else "resident"
+    return plan_type(config.parallel.zero, config.parallel.fsdp).weight_storage
 
 
 def planning_context(config: Config, fp8: Fp8Manager) -> BuildContext:

@@ -127,6 +127,18 @@ class AttentionWork(NamedTuple):
     modified: bool
 
 
+class TokenExchange(NamedTuple):
+    """Tokens of a micro-batch that travel between `ranks` neighbouring ranks to their experts, or back.
+
+    `tokens`: bytes of this rank's own; `received`: bytes from other ranks. `gathered`: all ranks get all tokens.
+    """
+
+    ranks: int
+    tokens: int
+    received: float
+    gathered: bool
+
+
 def pairs_of(length: int, window: int | None, *, causal: bool) -> float:
     """Pairs of a query and a key in a sequence; `window`: keys of a query at most."""
     if window is not None and window < length:

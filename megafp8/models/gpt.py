@@ -35,7 +35,6 @@ from megafp8.models.context import BuildContext
 from megafp8.models.embedding import Embedding, word_embedding
 from megafp8.models.head import Head
 from megafp8.models.mixer import Advance, LayerInputs, Recurrence, State, Tokens
-from megafp8.models.moe import MoE
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.router import Router
 from megafp8.numerics.attention_mask import AttentionMask, bidirectional_mask, causal_mask
@@ -122,7 +121,7 @@ class GPTStage(nn.Module):
         first, last = layers.start == 0, layers.stop == config.layers.stop
         self.embedding = Embedding(config, context, positions) if first else None
         of_blocks = context
-        if context.blocks_on_meta:
+        if context.weight_storage == "fsdp":  # which allocates a rank's rows alone
             of_blocks = replace(context, device=torch.device("meta"), real_device=context.device)
         self.blocks, self.mtp = nn.ModuleList(), nn.ModuleList()
         for i, own in zip(layers, self.memory, strict=True) if blocks else ():
@@ -167,7 +166,7 @@ class GPTStage(nn.Module):
     @property
     def routers(self) -> dict[int, Router]:
         """By layer, those of the blocks with experts."""
-        return {block.index: block.ffn.router for block in self.all_blocks if isinstance(block.ffn, MoE)}
+        return {block.index: router for block in self.all_blocks for router in block.ffn.routers}
 
     @property
     def all_blocks(self) -> list[Block]:
@@ -203,9 +202,9 @@ class GPTStage(nn.Module):
         )
         return self.inputs_of(tokens, self._places(s, batch.cu_seqlens, batch.samples))
 
-    def inputs_of(self, tokens: Tokens, places: TokenPlaces | None = None) -> LayerInputs:
-        """What blocks read besides the residual stream of these tokens. `places`: as in `LayerInputs`."""
-        mixers = {block.index: block.mixer.inputs(block.index, tokens) for block in self.all_blocks}
+    def inputs_of(self, tokens: Tokens, places: TokenPlaces | None = None, which: slice = slice(None)) -> LayerInputs:
+        """What the blocks `which` read besides the residual stream of these tokens. `places`: as in `LayerInputs`."""
+        mixers = {block.index: block.mixer.inputs(block.index, tokens) for block in self.all_blocks[which]}
         return LayerInputs(mixers, places)
 
     def _places(self, s: int, cu_seqlens_bn: Tensor | None, samples_b: Tensor | None) -> TokenPlaces | None:

@@ -31,8 +31,8 @@ class Head(nn.Module):
         if config.architecture == "t5" and config.tie_embeddings:
             self.scaling *= math.sqrt(config.hidden_size)
         self.norm = None if config.norm_position == "post" else block_norm("final_norm", config, context)
-        of_bert = config.architecture == "bert"
-        self.transform = HeadTransform(config, context) if of_bert else None
+        transforms = config.head_activation is not None
+        self.transform = HeadTransform(config, context) if transforms else None
         self.binary = BinaryHead(config, context) if config.binary_head else None
         self.output = ColumnParallelLinear(
             "output",
@@ -41,7 +41,7 @@ class Head(nn.Module):
             init=Init("normal", config.init_std),
             high_precision="the output layer stays in training.precision",
             weight=tied,
-            bias=of_bert,
+            bias=transforms,
             site=context.site(),
             **context.linear_options(),
         )

@@ -1,6 +1,6 @@
-"""What mixes the tokens of a layer: what a mixer reads of a micro-batch, keeps in generation, and answers about itself.
+"""The parts of a layer, mixer and feed-forward network: what they read of a micro-batch and answer about themselves.
 
-A mixer is built from its record in the config (`megafp8.config.parts`) and knows nothing of where tokens come from.
+A part is built from its record in the config (`megafp8.config.parts`) and knows nothing of where tokens come from.
 Whoever runs a stage passes `Tokens`: a micro-batch of training, a step of generation, or texts to score. From these a
 mixer takes what it reads besides the residual stream (`Mixer.inputs`), once for each micro-batch: rotary tables, masks,
 or the state that a sequence has got to. Layers that read equal tables share them.
@@ -21,16 +21,18 @@ from torch import Tensor, nn
 
 from megafp8.config import ModelConfig
 from megafp8.config.parts.base import PartConfig
+from megafp8.fp8.speed_model import LinearSize
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat
 from megafp8.models.context import BuildContext
-from megafp8.models.costs import AttentionWork, MicroBatch, Work
+from megafp8.models.costs import AttentionWork, MicroBatch, TokenExchange, Work
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.ops.attention import CoreAttention
 from megafp8.plan import Neighbor
 
 if TYPE_CHECKING:
     from megafp8.models.rotary import RotaryEmbedding
+    from megafp8.models.router import Router
 
 T = TypeVar("T")
 
@@ -124,13 +126,36 @@ class RecurrentInputs:
         return ()
 
 
-class Mixer(nn.Module, ABC):
+class Part(nn.Module, ABC):
     """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape; built as `make_part` says."""
 
     @property
     def input_format(self) -> InputFormat | None:
         """The form in which the norm before it gives its input; None: values."""
         return None
+
+    @abstractmethod
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes that it keeps for its backward pass, by tensor."""
+
+    @abstractmethod
+    def work(self, batch: MicroBatch) -> Work:
+        """What its kernels beside linear layers and softmax attention compute, read and write."""
+
+    def backward_bytes(self, batch: MicroBatch) -> int:
+        """Bytes that its backward needs at most beside what is saved and the gradient of the residual stream.
+
+        0 for what needs no more than the other part of its layer does.
+        """
+        return 0
+
+    def flops(self, batch: MicroBatch) -> float:
+        """Model FLOPs of its forward pass beside linear layers and softmax attention."""
+        return 0.0
+
+
+class Mixer(Part):
+    """A part that mixes tokens."""
 
     @abstractmethod
     def inputs(self, layer: int, tokens: Tokens) -> Any:
@@ -144,25 +169,6 @@ class Mixer(nn.Module, ABC):
     def cache(self) -> TokenCache | StateCache:
         """What it keeps in generation, on this rank."""
 
-    @abstractmethod
-    def saved(self, batch: MicroBatch) -> dict[str, int]:
-        """Bytes that it keeps for its backward pass, by tensor."""
-
-    @abstractmethod
-    def work(self, batch: MicroBatch) -> Work:
-        """What its kernels beside linear layers and softmax attention compute, read and write."""
-
-    def backward_bytes(self, batch: MicroBatch) -> int:
-        """Bytes that its backward needs at most beside what is saved and the gradient of the residual stream.
-
-        0 for what needs no more than a feed-forward network does.
-        """
-        return 0
-
-    def flops(self, batch: MicroBatch) -> float:
-        """Model FLOPs of its forward pass beside linear layers and softmax attention."""
-        return 0.0
-
     def attention(self, batch: MicroBatch, *, windows: bool = True) -> list[AttentionWork]:
         """Its softmax attention. `windows`: without, as if each token attended to all that its mask allows."""
         return []
@@ -174,6 +180,38 @@ class Mixer(nn.Module, ABC):
     def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
         """Which kernels compute it, where there is a choice. `documents`: attention stays within them; `prefix`: a
         sample's first tokens attend to each other both ways."""
+        return None
+
+
+class FeedForward(Part):
+    """A part that computes each token by itself; one with experts says how tokens get to them."""
+
+    @abstractmethod
+    def forward(self, x_sbh: Tensor | LinearInput) -> Tensor: ...
+
+    @abstractmethod
+    def activation_bytes(self, batch: MicroBatch) -> int:
+        """Bytes that its activation reads and writes once more where it is recomputed."""
+
+    @property
+    def routers(self) -> Sequence[Router]:
+        """Its routers, whose losses and loads a job watches."""
+        return ()
+
+    def router_gemms(self, batch: MicroBatch) -> list[LinearSize]:
+        """The GEMMs of its routers, as so many of training.precision."""
+        return []
+
+    def rows(self, batch: MicroBatch) -> int:
+        """Rows of this rank's experts if the load is even."""
+        return 0
+
+    def reserved_rows(self, batch: MicroBatch) -> int:
+        """Rows of this rank's experts that buffers have room for."""
+        return 0
+
+    def exchange(self, batch: MicroBatch) -> TokenExchange | None:
+        """What ranks send each other on the tokens' way to experts, and once more on the way back."""
         return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megafp8.config import MlpConfig, ModelConfig
 from megafp8.config.activations import ACTIVATIONS
@@ -18,17 +18,15 @@ from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat, QuantizedGradHandoff
 from megafp8.models.context import BuildContext
 from megafp8.models.costs import MicroBatch, Work
+from megafp8.models.mixer import FeedForward
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.ops.mlp import mlp
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
-class MLP(nn.Module):
-    """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape.
-
-    `input`: the norm before it. `memory`: what is recomputed in backward.
-    """
+class MLP(FeedForward):
+    """Two linear layers with an activation between them; of a gated activation the first has gate and up."""
 
     def __init__(
         self,
@@ -70,11 +68,9 @@ class MLP(nn.Module):
 
     @property
     def input_format(self) -> InputFormat | None:
-        """The form in which the norm before it gives its input."""
         return self.up.state.input_format
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        """Bytes by tensor."""
         up, down = self.up.state, self.down.state
         saved = {"up input": batch.saved_input(up), "up output": batch.tokens * up.site.outputs * batch.element}
         if self.activation.gated and not self.activation.fused:
@@ -82,12 +78,7 @@ class MLP(nn.Module):
         saved["down input"] = batch.saved_input(down)
         return saved
 
-    def flops(self, batch: MicroBatch) -> float:
-        """Model FLOPs beside its linear layers: none."""
-        return 0.0
-
     def activation_bytes(self, batch: MicroBatch) -> int:
-        """What the activation reads and writes, if it is one kernel."""
         return batch.tokens * (self.up.state.site.outputs + self.down.state.site.inputs) * batch.element
 
     def work(self, batch: MicroBatch) -> Work:
@@ -97,7 +88,7 @@ class MLP(nn.Module):
         return Work(passes * forward, passes * (forward + of_input))
 
     def backward_bytes(self, batch: MicroBatch) -> int:
-        """What its backward needs at most beside what is saved and the gradient of the residual stream.
+        """As for any part.
 
         These are the gradients of the activation's output and input, the latter FP8 in both orientations if it is
         fused with the cast, and that of its own input, of all tokens.

@@ -34,6 +34,7 @@ from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init, shard_dim, unsharded
 from megafp8.expert_parallel.exchange import exchange
 from megafp8.expert_parallel.own_rows import MARGIN, RowBound, own_rows
+from megafp8.fp8.speed_model import LinearSize
 from megafp8.linear.autograd import once_differentiable
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.group_state import GroupState
@@ -41,7 +42,8 @@ from megafp8.linear.grouped_linear import grouped_linear
 from megafp8.linear.linear import high_precision_linear
 from megafp8.linear.state import LinearState
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
-from megafp8.models.costs import MicroBatch, Work, fp8_bytes
+from megafp8.models.costs import MicroBatch, TokenExchange, Work, fp8_bytes
+from megafp8.models.mixer import FeedForward
 from megafp8.models.mlp import MLP
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.router import Router
@@ -177,10 +179,10 @@ class SharedExpert(nn.Module):
         return high_precision_linear(x_sbh, self.gate).sigmoid() * y_sbh
 
 
-class MoE(nn.Module):
-    """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape. Tokens are not replicated over ranks.
+class MoE(FeedForward):
+    """Experts, of which each token goes to a few. It reads the norm's values, whatever `input` could give.
 
-    It reads the norm's values, whatever `input` could give.
+    Tokens are not replicated over ranks.
     """
 
     def __init__(
@@ -208,8 +210,9 @@ class MoE(nn.Module):
         if config.moe.shared_ffn_hidden_size is not None:
             self.shared = SharedExpert(f"{name}.shared", config, context, memory)
 
-    #: The form in which the norm before it gives its input: values.
-    input_format = None
+    @property
+    def routers(self) -> Sequence[Router]:
+        return (self.router,)
 
     def flops(self, batch: MicroBatch) -> float:
         """Model FLOPs of the router, the shared expert's gate and the experts that tokens go to, forward.
@@ -222,7 +225,6 @@ class MoE(nn.Module):
         return 2.0 * batch.tokens * weights
 
     def rows(self, batch: MicroBatch) -> int:
-        """Rows of this rank's experts if the load is even."""
         return batch.own_tokens * self.router.moe.top_k * self.parts
 
     def reserved_rows(self, batch: MicroBatch) -> int:
@@ -281,15 +283,21 @@ class MoE(nn.Module):
         return experts if self.shared is None else experts + self.shared.mlp.work(batch)
 
     def backward_bytes(self, batch: MicroBatch) -> int:
-        """What its backward needs at most beside what is saved and the gradient of the residual stream: in experts."""
+        """Gradients of the inputs and outputs of experts."""
         sites = [group.states[0].site for group in (self.experts.up_state, self.experts.down_state)]
         return self.reserved_rows(batch) * sum(x.inputs + x.outputs for x in sites) * batch.element
 
-    def received(self, batch: MicroBatch) -> float:
-        """Bytes of tokens that this rank receives from others on their way to experts, or back."""
+    def router_gemms(self, batch: MicroBatch) -> list[LinearSize]:
+        """Three products of bf16 make one of fp32."""
+        return [LinearSize(batch.own_tokens, self.router.weight.shape[1], 3 * self.num_experts)]
+
+    def exchange(self, batch: MicroBatch) -> TokenExchange | None:
         ranks = collectives.size(self.group)
-        tokens = batch.own_tokens * self.experts.up_state.states[0].site.inputs * batch.element
-        return tokens * (ranks - 1) * (1 if self.gathers_tokens else self.router.moe.top_k / ranks)
+        if ranks == 1:
+            return None
+        tokens = batch.own_tokens * self.router.weight.shape[1] * batch.element
+        received = tokens * (ranks - 1) * (1 if self.gathers_tokens else self.router.moe.top_k / ranks)
+        return TokenExchange(ranks, tokens, received, self.gathers_tokens)
 
     def forward(self, x_sbh: Tensor | LinearInput) -> Tensor:
         assert isinstance(x_sbh, Tensor)

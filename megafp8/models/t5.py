@@ -310,14 +310,16 @@ class T5Stage(GPTStage):
             encoder_sbh = dropouts.add(None, encoder_sbh, self.encoder_dropout.at(of_encoder))
         branch_dbh: Tensor | None = None
         dropout: Dropout | None = None
+        encoder, decoder = slice(self.encoder_blocks), slice(self.encoder_blocks, None)
         with fastest_backends():
             if self.encoder_blocks:
-                inputs = self.inputs_of(self._tokens(biases[0], s, samples_b, bidirectional=True), of_encoder)
-                encoder_sbh = self._encode(encoder_sbh, inputs)
+                tokens = self._tokens(biases[0], s, samples_b, bidirectional=True)
+                encoder_sbh = self._encode(encoder_sbh, self.inputs_of(tokens, of_encoder, encoder))
             if self.encoder_blocks < len(self.blocks):
-                inputs = self.inputs_of(self._tokens(biases[1], d, samples_b, bidirectional=False), of_decoder)
-                inputs = DecoderInputs(inputs.mixers, of_decoder, encoder_sbh=encoder_sbh, samples_b=samples_b)
-                x_dbh, branch_dbh = self._run_blocks(x_dbh, inputs, None, slice(self.encoder_blocks, None))
+                tokens = self._tokens(biases[1], d, samples_b, bidirectional=False)
+                mixers = self.inputs_of(tokens, of_decoder, decoder).mixers
+                inputs = DecoderInputs(mixers, of_decoder, encoder_sbh=encoder_sbh, samples_b=samples_b)
+                x_dbh, branch_dbh = self._run_blocks(x_dbh, inputs, None, decoder)
                 dropout = self._branch_dropout(inputs)
             if self.head is not None:
                 return self.head(x_dbh, branch_dbh, batch.labels, None, dropout)

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from megafp8.config import Config
 from megafp8.fp8.speed_model import BF16, FP8, LinearSize, cast_seconds, gemm_seconds, granularities
 from megafp8.models.costs import ELEMENT, AttentionWork
-from megafp8.models.moe import MoE
 from megafp8.models.recompute import BlockMemory
 from megafp8.numerics.recipes.base import GEMMS
 from megafp8.numerics.tensor import TENSOR
@@ -25,6 +24,7 @@ from megafp8.plan import LinearPlan
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import BlockElements, block_elements
 from megafp8.planner.outline import LinearLayer, ModelOutline
+from megafp8.planner.stages import data_parallel_plans, gathers_blocks
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def summed(costs: Iterator[Costs] | list[Costs]) -> Costs:
 
 
 def block_costs(outline: ModelOutline, cluster: Cluster, index: int, memory: BlockMemory) -> Costs:
-    """Of block `index` and what it communicates, as `memory` recomputes it."""
+    """Seconds of block `index` and of its communication, recomputed as `memory` says."""
     return _Block(outline, cluster, index).costs(memory)
 
 
@@ -68,12 +68,12 @@ class _Block:
     """The terms of one block."""
 
     def __init__(self, outline: ModelOutline, cluster: Cluster, index: int) -> None:
-        self.config, self.outline, self.cluster, self.index = outline.config, outline, cluster, index
+        self.config, self.outline, self.cluster = outline.config, outline, cluster
         self.layer, self.batch, self.gpu = outline.layers[index], outline.batch_of(index), cluster.gpu
+        self.block, self.ffn = self.layer.block, self.layer.block.ffn
         self.in_block = [(self._size(x), x) for x in self.layer.in_block]
-        self.work = self.layer.module.work(self.batch)
+        self.work = self.block.work(self.batch)
         self.copy = self.gpu.ceilings.bandwidth * self.gpu.elementwise
-        self.moes = [x for x in self.layer.module.modules() if isinstance(x, MoE)]
 
     def _size(self, layer: LinearLayer) -> LinearSize:
         return LinearSize(self.batch.tokens_of(layer.site), layer.site.inputs, layer.site.outputs)
@@ -90,19 +90,18 @@ class _Block:
             "elementwise": self.elementwise(),
             "tensor": self.tensor(),
             "context": self.context(),
+            "experts": self.expert_gemms(),
+            "expert": self.exchange(),
         }
-        if self.moes:
-            found |= {"experts": self.expert_gemms(), "expert": self.exchange()}
-        if self.config.parallel.fsdp:
-            compute = summed([found])
-            found["fsdp"] = self.fsdp(sum((phases for phases in compute.values()), Phases()))
+        if gathers_blocks(self.config):
+            found["fsdp"] = self.gathers(sum(found.values(), Phases()))
         found["recompute"] = Phases(backward=self.recompute(found, memory))
         return {term: phases for term, phases in found.items() if phases.total}
 
     def recompute(self, found: Costs, memory: BlockMemory) -> float:
         if memory.full:
             return sum(phases.forward for term, phases in found.items() if term != "fsdp")
-        again = self.layer.module.recomputed_bytes(self.batch, memory) / self.copy
+        again = self.block.recomputed_bytes(self.batch, memory) / self.copy
         return again + (self.attention().forward if memory.attention else 0.0)
 
     # --- computation ------------------------------------------------------------------------------------------------
@@ -112,17 +111,13 @@ class _Block:
         for size, layer in self.in_block:
             total += self._linear(size, layer.plan)
         for size in self._high_precision():
-            total += self._in_bf16(size)
+            total += in_high_precision(self.config, self.cluster, size)
         return total
 
     def _high_precision(self) -> Iterator[LinearSize]:
         """Linear layers that are never FP8."""
         yield from (self._size(layer) for layer in self.layer.linears if layer.site.high_precision)
-        for moe in self.moes:  # three bf16 products make one of fp32
-            yield LinearSize(self.batch.own_tokens, self.config.model.hidden_size, 3 * moe.num_experts)
-
-    def _in_bf16(self, size: LinearSize) -> Phases:
-        return in_high_precision(self.config, self.cluster, size)
+        yield from self.ffn.router_gemms(self.batch)
 
     def _linear(self, size: LinearSize, plan: LinearPlan) -> Phases:
         return Phases(*(self._gemm(size, plan, gemm, how) for gemm, how in zip(GEMMS, plan.gemms, strict=True)))
@@ -145,7 +140,7 @@ class _Block:
         return FP8, self.gpu.load_fp8 * ceilings.fp8[kind] * fast
 
     def attention(self) -> Phases:
-        works = self.layer.module.attentions(self.batch)
+        works = self.block.attentions(self.batch)
         return sum((self._attention(work) for work in works), Phases())
 
     def _attention(self, work: AttentionWork) -> Phases:
@@ -175,7 +170,7 @@ class _Block:
     def _casts(self) -> Phases:
         """Casts of inputs and output gradients. A fused one writes FP8 instead of bf16, which is as many bytes."""
         total = Phases()
-        rows = self.outline.rows_of_experts(self.index, reserved=False)
+        rows = self.ffn.rows(self.batch)
         every = [(size.m * size.k, size.m * size.n, layer.plan) for size, layer in self.in_block]
         every += [(rows * x.site.inputs, rows * x.site.outputs, x.plan) for x in self.layer.of_experts]
         for inputs, outputs, plan in every:
@@ -205,7 +200,7 @@ class _Block:
         product, not beside it."""
         ceilings, total = self.gpu.ceilings, Phases()
         for layer in self.layer.of_experts:
-            rows = self.outline.rows_of_experts(self.index, reserved=False) + 64 * layer.copies
+            rows = self.ffn.rows(self.batch) + 64 * layer.copies
             seconds = []
             for gemm, how in zip(GEMMS, layer.plan.gemms, strict=True):
                 element, rate = self._rate(layer.plan, gemm, how)
@@ -249,49 +244,48 @@ class _Block:
     def context(self) -> Phases:
         """Keys and values gathered forward and again backward, and their gradients summed."""
         p, c = self.config.parallel, self.config.parallel.context
-        received = (c - 1) * self.layer.module.keys_and_values(self.batch)
+        received = (c - 1) * self.block.mixer.keys_and_values(self.batch)
         each = self.cluster.collective(c, p.tensor, received)
         return Phases(each, 2 * each)
 
     def exchange(self) -> Phases:
         """Tokens to experts and back, forward and backward."""
-        p, ranks = self.config.parallel, self.config.parallel.expert_ranks
-        if ranks == 1:
+        sent = self.ffn.exchange(self.batch)
+        if sent is None:
             return Phases()
-        tokens = self.batch.own_tokens * self.config.model.hidden_size * self.batch.element
-        received = sum(moe.received(self.batch) for moe in self.moes)
-        near = self.cluster.ranks_of_node(ranks, 1) == ranks
-        copies = self.config.gathers_tokens and near and p.overlap_tensor in ("auto", "symmetric")
-        each = self.cluster.collective(ranks, 1, received)
+        near = self.cluster.ranks_of_node(sent.ranks, 1) == sent.ranks
+        copies = sent.gathered and near and self.config.parallel.overlap_tensor in ("auto", "symmetric")
+        each = self.cluster.collective(sent.ranks, 1, sent.received)
         each *= (1 + self.gpu.hidden_copies) / 2 if copies else 1.0
-        each += 2 * (received + tokens) / self.copy  # written and read once more on either side
+        each += 2 * (sent.received + sent.tokens) / self.copy  # written and read once more on either side
         return Phases(2 * each, 2 * each)
 
-    def fsdp(self, compute: Phases) -> Phases:
+    def gathers(self, compute: Phases) -> Phases:
         elements = block_elements(self.layer)
         quantized = sum(x.weights for x in self.layer.linears if x.plan.fp8) - elements.fp8
-        return fsdp_seconds(self.config, self.cluster, elements, quantized, compute)
+        return gather_seconds(self.config, self.cluster, elements, quantized, compute)
 
 
-def fsdp_seconds(config: Config, cluster: Cluster, elements: BlockElements, quantized: int, compute: Phases) -> Phases:
+def gather_seconds(
+    config: Config, cluster: Cluster, elements: BlockElements, quantized: int, compute: Phases
+) -> Phases:
     """Weights gathered before forward and before backward, and gradients reduced, beside computation if that is long
     enough. Copies into and out of buffers, and casts of `quantized` elements, are not beside it."""
     p, gpu, e = config.parallel, cluster.gpu, ELEMENT[config.training.precision]
-    ranks = cluster.gpus // (p.tensor * p.pipeline * p.fsdp_replicas)
-    of_experts = max(1, ranks * p.tensor // p.expert_ranks)
-    gathered = sent = own = alone = 0.0
-    for values, in_fp8, size in ((elements.others, elements.fp8, ranks), (elements.experts, 0, of_experts)):
-        gathered += (values * e + in_fp8 * FP8) * (size - 1) / size
-        sent += (values + in_fp8) * ELEMENT[config.optimizer.reduce_dtype] * (size - 1) / size
-        own += (values + in_fp8) / size
-        alone += values + in_fp8 if size == 1 else 0
-    gather = cluster.collective(ranks, p.tensor, gathered)
-    reduce = cluster.collective(ranks, p.tensor, sent)
+    others, experts = data_parallel_plans(config, cluster.gpus // (p.tensor * p.pipeline))
+    sent = ELEMENT[config.optimizer.reduce_dtype]
+    parts = ((others, elements.others, elements.fp8), (experts, elements.experts, 0))
+    gathered = sum(plan.gathered(values * e + in_fp8 * FP8) for plan, values, in_fp8 in parts)
+    reduced = sum(plan.gathered((values + in_fp8) * sent) for plan, values, in_fp8 in parts)
+    shards = sum((values + in_fp8) / plan.weight_shards for plan, values, in_fp8 in parts)
+    whole = sum(values + in_fp8 for plan, values, in_fp8 in parts if plan.weight_shards == 1)
+    gather = cluster.collective(others.weight_shards, others.stride, gathered)
+    reduce = cluster.collective(others.weight_shards, others.stride, reduced)
     copy, every = gpu.ceilings.bandwidth * gpu.elementwise, sum(elements)
     # A shard is read in fp32 and written as it travels, and what has arrived copied once; gradients are copied into the
     # buffer that is reduced. Where a rank has all of a weight, torch copies that buffer, in fp32.
-    once = (own * (4 + e) + (every - elements.fp8) * 2 * e + quantized * (e + 2 * FP8)) / copy
-    back = once + (every * (e + 2 * 4) + alone * 2 * 4) / copy
+    once = (shards * (4 + e) + (every - elements.fp8) * 2 * e + quantized * (e + 2 * FP8)) / copy
+    back = once + (every * (e + 2 * 4) + whole * 2 * 4) / copy
 
     def beside(communication: float, computation: float) -> float:
         hidden = min(communication, computation)
@@ -331,11 +325,11 @@ def ends_costs(outline: ModelOutline, cluster: Cluster, *, first: bool, last: bo
             each = cluster.collective(p.tensor, 1, values)
             output += Phases(each, each)
         found["output layer"] = output
-    if config.parallel.fsdp:
+    if gathers_blocks(config):
         table = model.padded_vocab_size // config.parallel.tensor * h
         compute = summed([found]).get("output layer", Phases())
         for present in (first, last and not model.tie_embeddings):
             if present:
-                more = fsdp_seconds(config, cluster, BlockElements(0, 0, table), 0, compute)
+                more = gather_seconds(config, cluster, BlockElements(0, 0, table), 0, compute)
                 found["fsdp"] = found.get("fsdp", Phases()) + more
     return found

@@ -35,13 +35,13 @@ class Flops(NamedTuple):
 def layer_flops(config: Config, index: int) -> Flops:
     """Of layer `index`."""
     one, planned = _of_one_sample(config), Fp8Manager(None, amax_group=None)
-    layer = build_layer(config.model, planning_context(one, planned), index, KEEP_ALL)
+    block = build_layer(config.model, planning_context(one, planned), index, KEEP_ALL).block
     batch = MicroBatch.of(one, None, decoder=config.model.is_decoder(index))
     sites = [state.site for state in planned.layers if not state.site.expert]
     products = float(sum(batch.tokens_of(site) * site.inputs * site.outputs for site in sites))
-    works = layer.attentions(batch, windows=False)
+    works = block.attentions(batch, windows=False)
     attention = sum(2 * work.pairs * work.heads * (work.width + work.value_width) for work in works)
-    return Flops(2.0 * products + layer.flops(batch), attention)
+    return Flops(2.0 * products + block.flops(batch), attention)
 
 
 def output_flops(config: Config) -> Flops:

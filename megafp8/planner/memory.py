@@ -22,20 +22,18 @@ What each layer keeps is its own answer (`models.costs`).
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import NamedTuple
 
 from megafp8.config import Config
-from megafp8.data_parallel.buckets import bucket_layout
+from megafp8.data_parallel.plan import DataParallelPlan
 from megafp8.models.costs import ELEMENT, MicroBatch, fp8_bytes
-from megafp8.models.recompute import BlockMemory, block_memory
-from megafp8.optimizer.base import Update
+from megafp8.models.recompute import block_memory
 from megafp8.optimizer.fp8_moments import BLOCK
 from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, split_backwards
 from megafp8.planner.outline import LayerOutline, LinearLayer, ModelOutline, Parameter
-from megafp8.planner.stages import layers_of_stages
+from megafp8.planner.stages import data_parallel_plans, gathers_blocks, layers_of_stages
 
 _WORKSPACES = 2 * 32 * 2**20
 """cuBLAS's and cuBLASLt's on Hopper, one for each stream."""
@@ -78,63 +76,36 @@ def state_memory(config: Config, parameters: Sequence[Parameter], data: int) -> 
 
     The gradients of experts' parameters are summed over as many ranks as hold the same experts.
     """
-    p = config.parallel
+    others_plan, experts_plan = data_parallel_plans(config, data)
     trained = [x for x in parameters if x.trained]
     if len(trained) < len(parameters):
-        state = _state_memory(config, trained, data)
-        ranks = data // p.fsdp_replicas if p.fsdp else 1
-        frozen = sum(-(-x.elements // ranks) for x in parameters if not x.trained)
+        state = _state_memory(config, trained, others_plan)
+        frozen = sum(-(-x.elements // others_plan.weight_shards) for x in parameters if not x.trained)
         return replace(state, weights=state.weights + frozen * ELEMENT[config.training.precision])
-    experts, expert_data = [x for x in parameters if x.expert], data * p.tensor // p.expert_ranks
-    if not experts or expert_data == data:
-        return _state_memory(config, parameters, data)
+    experts = [x for x in parameters if x.expert]
+    if not experts or experts_plan.ranks == data:
+        return _state_memory(config, parameters, others_plan)
     others = [x for x in parameters if not x.expert]
-    parts = [_state_memory(config, others, data), _state_memory(config, experts, expert_data)]
+    parts = [_state_memory(config, others, others_plan), _state_memory(config, experts, experts_plan)]
     return StateMemory(*(sum(values) for values in zip(*map(astuple, parts))))
 
 
-def _state_memory(config: Config, parameters: Sequence[Parameter], data: int) -> StateMemory:
+def _state_memory(config: Config, parameters: Sequence[Parameter], plan: DataParallelPlan) -> StateMemory:
     """`state_memory` of parameters whose gradients are summed over the same ranks."""
-    p, dtype = config.parallel, config.training.precision
-    fp8 = [i for i, x in enumerate(parameters) if x.only_fp8]
-    numels = [x.elements for x in parameters]
-    kinds = [config.optimizer.update(hidden_matrix=hidden) for hidden in (False, True)]
-    updates = [kinds[bool(x.matrices)] for x in parameters]
-    if p.fsdp:
-        shards = [-(-count // (data // p.fsdp_replicas)) for count in numels]
-        return StateMemory(
-            weights=sum(shards[i] for i in fp8),
-            gradients=4 * sum(-(-count // 64) * 64 for count in shards),
-            masters=4 * sum(shards),
-            moments=_moments(config, zip(updates, shards)),
-        )
-    ranks, count = data if p.zero else 1, sum(numels)
-    layout = bucket_layout(
-        numels,
-        max(1, int(p.bucket_mib * 2**20 / 4)),
-        ranks=ranks,
+    optimizer, dtype = config.optimizer, config.training.precision
+    moments = [len(optimizer.update(hidden_matrix=hidden).moments) for hidden in (False, True)]
+    held = plan.held(
+        [x.elements for x in parameters],
+        [moments[bool(x.matrices)] for x in parameters],
         own_bucket=[i for i, x in enumerate(parameters) if x.shared],
-        fp8_bucket=fp8,
+        fp8=[i for i, x in enumerate(parameters) if x.only_fp8],
     )
-    in_fp8 = sum(bucket.end - bucket.start for bucket in layout.buckets if bucket.params[0] in fp8)
-    owned = min(count, layout.numel // ranks)
-    in_matrices = sum(x.elements for x in parameters if x.matrices)
-    elements = Counter({kinds[0]: count - in_matrices}) + Counter({kinds[1]: in_matrices})
-    owned_fp8 = min(sum(numels[i] for i in fp8), in_fp8 // ranks)
     return StateMemory(
-        weights=((layout.numel if p.zero else count) - in_fp8) * ELEMENT[dtype] + in_fp8,
-        gradients=layout.numel * 4,
-        masters=(2 if config.optimizer.store_param_remainders else 4) * (owned_fp8 if dtype == "fp32" else owned),
-        moments=_moments(config, _owned_at_most(elements, owned) if p.zero else zip(updates, numels)),
+        weights=held.values * ELEMENT[dtype] + held.fp8,
+        gradients=held.gradients * 4,
+        masters=(2 if optimizer.store_param_remainders else 4) * (held.released if dtype == "fp32" else held.masters),
+        moments=_moments(config, held.updated),
     )
-
-
-def _owned_at_most(elements: Mapping[Update, int], owned: int) -> Iterator[tuple[Update, int]]:
-    """By update, what a rank owns that owns `owned` of `elements`, as many as possible with the most moments."""
-    for update in sorted(elements, key=lambda update: -len(update.moments)):
-        count = min(owned, elements[update])
-        yield update, count
-        owned -= count
 
 
 def least_moment_bytes(config: Config) -> int:
@@ -143,17 +114,17 @@ def least_moment_bytes(config: Config) -> int:
     return moments * ELEMENT[config.optimizer.moments_dtype] + _average_bytes(config)
 
 
-def _moments(config: Config, tensors: Iterable[tuple[Update, int]]) -> int:
-    """Bytes of the moments of tensors, given by their update and number of elements, and of their moving average."""
+def _moments(config: Config, tensors: Iterable[tuple[int, int]]) -> int:
+    """Bytes of the moments of tensors, given by the number of these and of elements, and of their moving average."""
     dtype, total = config.optimizer.moments_dtype, 0
-    for update, count in tensors:
+    for moments, count in tensors:
         scales = -(-count // BLOCK) if dtype == "fp8" else 0
-        total += len(update.moments) * (count * ELEMENT[dtype] + scales) + count * _average_bytes(config)
+        total += moments * (count * ELEMENT[dtype] + scales) + count * _average_bytes(config)
     return total
 
 
 def _average_bytes(config: Config) -> int:
-    """Of an element's moving average."""
+    """Bytes of an element's moving average."""
     return 4 if config.optimizer.average_decay is not None else 0
 
 
@@ -212,7 +183,7 @@ def rank_memory(outline: ModelOutline, data: int, stages: Sequence[range], actio
     width = config.model.hidden_size * outline.batch.element
     static = RankMemory(
         **vars(state_memory(config, parameters, data)),
-        fp8_weights=0 if p.fsdp else sum(fp8_weight_bytes(outline, layers) for layers in stages),
+        fp8_weights=0 if gathers_blocks(config) else sum(fp8_weight_bytes(outline, layers) for layers in stages),
         amax_history=sum(amax_history_bytes(outline, layers) for layers in stages),
         # An activation and a gradient in flight each way; the received activation is the first block's input.
         communication=0 if p.pipeline == 1 else 3 * outline.stream_tokens * width,
@@ -269,7 +240,7 @@ class _Gathered(NamedTuple):
 def _gathered(outline: ModelOutline, layers: range, overlaps: bool) -> _Gathered:
     """`overlaps`: what is sent last of a micro-batch stays until the next one's backward has begun."""
     config = outline.config
-    if not config.parallel.fsdp:
+    if not gathers_blocks(config):
         return _Gathered([0] * len(layers), 0, 0)
     e, sent = ELEMENT[config.training.precision], ELEMENT[config.optimizer.reduce_dtype]
     tied, table = config.model.tie_embeddings, _table(config)
@@ -300,15 +271,7 @@ def _chunk(outline: ModelOutline, layers: range, overlaps: bool) -> _Chunk:
     config = outline.config
     gathered, h, e = _gathered(outline, layers, overlaps), config.model.hidden_size, outline.batch.element
     memory = block_memory(config.parallel, len(layers))
-    known: dict[tuple[LayerOutline, BlockMemory], int] = {}
-
-    def saved_by(index: int, own: BlockMemory) -> int:
-        kind = (outline.layers[index], own)
-        if kind not in known:
-            known[kind] = sum(outline.saved(index, own).values())
-        return known[kind]
-
-    saved = [saved_by(i, own) for i, own in zip(layers, memory)]
+    saved = [outline.saved(i, own) for i, own in zip(layers, memory)]
     on_device = [0 if own.offload else size for size, own in zip(saved, memory)]
     offloaded = [size if own.offload else 0 for size, own in zip(saved, memory)]
     if layers.start == 0 and config.model.embedding_norm:  # its input and statistics
@@ -321,8 +284,8 @@ def _chunk(outline: ModelOutline, layers: range, overlaps: bool) -> _Chunk:
     for at, index in enumerate(layers):
         recomputed = 0
         if memory[at].full:  # the block's input is one of the saved tensors
-            recomputed = saved_by(index, replace(memory[at], full=False)) - saved[at]
-        backward = outline.layers[index].module.backward_bytes(outline.batch_of(index))
+            recomputed = outline.saved(index, replace(memory[at], full=False)) - saved[at]
+        backward = outline.layers[index].block.backward_bytes(outline.batch_of(index))
         activations = sum(on_device[: at + 1]) + sum(offloaded[max(0, at - 1) : at + 1])
         candidates.append((activations, 0, recomputed + backward + gathered.blocks[at]))
     if last:

@@ -19,9 +19,8 @@ from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.models.block import Block, PredictionLayer
 from megafp8.models.build import build_layer, build_stage
-from megafp8.models.context import planning_context
+from megafp8.models.context import planning_context, weight_storage
 from megafp8.models.costs import MicroBatch
-from megafp8.models.moe import MoE
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, block_memory
 from megafp8.optimizer.param_groups import is_hidden_matrix
 from megafp8.plan import LinearPlan, LinearSite
@@ -74,6 +73,11 @@ class LayerOutline:
     linears: tuple[LinearLayer, ...]
 
     @property
+    def block(self) -> Block:
+        """The layer's mixer and feed-forward network, with their norms."""
+        return self.module.block
+
+    @property
     def in_block(self) -> list[LinearLayer]:
         """The linear layers that may be FP8, without those of experts."""
         return [x for x in self.linears if not x.site.expert and not x.site.high_precision]
@@ -97,6 +101,7 @@ class ModelOutline:
         if config.decoder_length is not None:
             self._decoder_batch = MicroBatch.of(config, fp8.recipe, decoder=True)
         self._ends: dict[range, tuple[list[Parameter], list[Parameter]]] = {}
+        self._saved: dict[tuple[LayerOutline, BlockMemory], int] = {}
 
     def batch_of(self, index: int) -> MicroBatch:
         """A micro-batch in layer `index`, which in the decoder of T5 is another."""
@@ -110,23 +115,21 @@ class ModelOutline:
         others = 0 if self._decoder_batch is None else self._decoder_batch.own_tokens
         return self.batch.own_tokens + others
 
-    def saved(self, index: int, memory: BlockMemory) -> dict[str, int]:
+    def saved(self, index: int, memory: BlockMemory) -> int:
         """Bytes that layer `index` saves for its backward pass, offloaded or not."""
-        module, batch = self.layers[index].module, self.batch_of(index)
-        return module.input_bytes(batch) if memory.full else module.saved(batch)
-
-    def rows_of_experts(self, index: int, *, reserved: bool) -> int:
-        """Rows of a micro-batch of layer `index` in this rank's experts, or that buffers have room for; 0 without."""
-        moes = [x for x in self.layers[index].module.modules() if isinstance(x, MoE)]
-        return sum((x.reserved_rows if reserved else x.rows)(self.batch_of(index)) for x in moes)
+        layer, batch = self.layers[index], self.batch_of(index)
+        if (layer, memory) not in self._saved:
+            tensors = layer.module.input_bytes(batch) if memory.full else layer.module.saved(batch)
+            self._saved[layer, memory] = sum(tensors.values())
+        return self._saved[layer, memory]
 
     def deferred_wgrad(self, index: int) -> int:
         """Bytes of the operands of the weight gradients of layer `index`, for schedules that compute these separately:
         of each linear layer the input and the output's gradient, columnwise in FP8."""
-        batch, total = self.batch_of(index), 0
-        for site, plan, _ in self.layers[index].linears:
+        layer, batch, total = self.layers[index], self.batch_of(index), 0
+        for site, plan, _ in layer.linears:
             if not site.high_precision:
-                tokens = self.rows_of_experts(index, reserved=True) if site.expert else batch.tokens_of(site)
+                tokens = layer.block.ffn.reserved_rows(batch) if site.expert else batch.tokens_of(site)
                 total += tokens * (site.inputs + site.outputs) * (batch.element if plan.gemms[2] == "high" else 1)
         return total
 
@@ -168,8 +171,9 @@ class ModelOutlines:
     def outline(self, config: Config) -> ModelOutline:
         """The model in the layout of `config`."""
         p, t = config.parallel, config.training
-        layout: tuple[Any, ...] = (p.tensor, p.sequence_parallel, p.context, p.expert, p.expert_tensor, p.zero, p.fsdp)
-        layout += (p.expert_dispatch, p.overlap_tensor, config.fp8.param_gather, t.micro_batch_size, t.seq_length)
+        layout: tuple[Any, ...] = (p.tensor, p.sequence_parallel, p.context, p.expert, p.expert_tensor)
+        layout += (p.expert_dispatch, p.overlap_tensor, weight_storage(config), config.fp8.param_gather)
+        layout += (t.micro_batch_size, t.seq_length)
         layers: dict[int, LayerOutline] = {}
         for of_stage in stages_of(config)[1]:
             for index, memory in zip(of_stage, block_memory(p, len(of_stage)), strict=True):

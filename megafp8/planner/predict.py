@@ -25,7 +25,7 @@ from megafp8.planner.block_time import Costs, Phases, block_costs, ends_costs, s
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import RankMemory, pipeline_memory
 from megafp8.planner.outline import LayerOutline, ModelOutline
-from megafp8.planner.stages import stages_of
+from megafp8.planner.stages import data_parallel_plans, stages_of
 
 _SIMULATED = 3
 """Micro-batches that are simulated, times the ranks; further ones take as long each as those of the last third did."""
@@ -57,7 +57,7 @@ class Prediction:
 
 
 def micro_batches(config: Config, gpus: int) -> int:
-    """In a step, of each data-parallel rank."""
+    """Number of micro-batches of each data-parallel rank in a step."""
     p, t = config.parallel, config.training
     return t.global_batch_size * p.tensor * p.pipeline * p.context // (t.micro_batch_size * gpus)
 
@@ -74,7 +74,7 @@ def predict(outline: ModelOutline, cluster: Cluster) -> Prediction:
 
 
 def predicted_memory(outline: ModelOutline, cluster: Cluster) -> Sequence[RankMemory]:
-    """Of each pipeline rank."""
+    """Memory of a rank of each pipeline rank, at the peak of a step."""
     placement, _ = stages_of(outline.config)
     schedule = short_schedule(outline.config, placement, cluster.gpus)
     return pipeline_memory(outline, cluster.gpus, placement, schedule)
@@ -109,7 +109,7 @@ def most_in_flight(source: str, placement: Placement, count: int) -> int:
 
 
 def stage_costs(outline: ModelOutline, cluster: Cluster) -> list[Costs]:
-    """Of each stage, for one micro-batch."""
+    """Seconds of each stage for one micro-batch, by term."""
     config = outline.config
     if config.lora is not None:
         raise ValueError("lora: the time of steps that train adapters is not predicted; leave the section lora out")
@@ -127,10 +127,6 @@ def stage_costs(outline: ModelOutline, cluster: Cluster) -> list[Costs]:
         ends = ends_costs(outline, cluster, first=layers.start == 0, last=layers.stop == config.model.layers.stop)
         stages.append(summed([*blocks, ends]))
     return stages
-
-
-def _total(terms: dict[str, float]) -> float:
-    return sum(terms.values())
 
 
 def _pipeline_seconds(
@@ -170,7 +166,7 @@ def step_terms(outline: ModelOutline, cluster: Cluster) -> tuple[float, dict[str
         step_end(config, cluster, held(outline, [layers[s] for s in stages]), sum((times[s] for s in stages), Phases()))
         for stages in placement.stages
     ]
-    longest: dict[str, float] = max(ends, key=_total)
+    longest = max(ends, key=lambda end: sum(end.values()))
     terms.update(longest)
     on_host = 0.0
     if config.training.cuda_graphs is False or [*cuda_graph_problems(config)]:
@@ -192,7 +188,7 @@ class Held(NamedTuple):
 
 
 def held(outline: ModelOutline, stages: Sequence[range]) -> Held:
-    """Of a rank with the layers `stages`."""
+    """What a rank with the layers `stages` holds, one range for each stage."""
     config = outline.config
     parameters = [parameter for layers in stages for parameter in outline.parameters(layers)]
     experts = sum(x.elements for x in parameters if x.expert)
@@ -206,7 +202,7 @@ def held(outline: ModelOutline, stages: Sequence[range]) -> Held:
 
 
 def update_flops(update: Update, layer: LayerOutline, expert_parallel: int) -> int:
-    """Of an update of the matrices of a layer, whole; fused ones are several matrices (decision 8).
+    """FLOPs of an update of the whole matrices of a layer; fused ones are several matrices (decision 8).
 
     `expert_parallel`: ranks between which the experts are divided.
     """
@@ -221,27 +217,22 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
     """Seconds of what a rank does once a step; `micro_batch`: its work for one."""
     p, optimizer, gpu = config.parallel, config.optimizer, cluster.gpu
     data = cluster.gpus // (p.tensor * p.pipeline)
-    of_expert_data = max(1, data * p.tensor // p.expert_ranks)
-    groups = ((rank.others, data, p.tensor), (rank.experts, of_expert_data, p.expert_ranks))
-    sharded, element = p.zero or p.fsdp, ELEMENT[config.training.precision]
+    plans, element = data_parallel_plans(config, data), ELEMENT[config.training.precision]
     sent = ELEMENT[optimizer.reduce_dtype]
     # Moments are read and written in fp32; those stored in less are also loaded into fp32 before and stored after.
     stored = ELEMENT[optimizer.moments_dtype]
     of_moment = 8 if stored == 4 else 8 + 2 * (stored + 4)
     moments = len(optimizer.update(hidden_matrix=False).moments) * of_moment
+    # With FP8 weights about nine tenths of the parameters travel as FP8.
+    gathered = element - 0.9 * (element - 1) * config.fp8.param_gather
     reduce = gather = tail = owned = 0.0
-    for count, size, stride in groups:
-        ranks = max(1, size // p.fsdp_replicas) if p.fsdp else size
-        owned += count / (ranks if sharded else 1)
-        if p.fsdp:
-            reduce += 2 * cluster.collective(p.fsdp_replicas, stride * ranks, count / ranks * sent)
-            continue
-        received = count * (size - 1) / size
-        reduce += cluster.collective(size, stride, received * sent) * (1 if p.zero else 2)
-        tail = max(tail, cluster.collective(size, stride, min(count, p.bucket_mib * 2**18) * sent) * (size > 1))
-        # With FP8 weights about nine tenths of the parameters travel as FP8.
-        gathered = element - 0.9 * (element - 1) * config.fp8.param_gather
-        gather += cluster.collective(size, stride, received * gathered) if p.zero else 0.0
+    for plan, count in zip(plans, (rank.others, rank.experts), strict=True):
+        group, received = plan.step_group, plan.received(count)
+        owned += count / plan.state_shards
+        reduce += cluster.collective(*group, received * sent) * plan.reductions
+        gather += cluster.collective(*group, received * gathered) * plan.gathers
+        if not plan.gathers_blocks:  # what is complete at the end of backward only
+            tail = max(tail, cluster.collective(*group, min(count, plan.bucket_elements) * sent))
     found = {
         "gradient reduction": _beside(
             reduce, micro_batch.backward + micro_batch.weight if p.overlap_grad_reduce else 0.0, gpu.hidden, tail
@@ -250,14 +241,15 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
     }
     # Gradients are read for their norm and for the update, and zeroed; master weights and moments read and written.
     average = 12 if optimizer.average_decay is not None else 0
-    moved = owned * (8 + 8 + moments + element + average) + (rank.others + rank.experts) * 4 / (data if p.fsdp else 1)
+    gradients = (rank.others + rank.experts) / (data if plans[0].gathers_blocks else 1)
+    moved = owned * (8 + 8 + moments + element + average) + gradients * 4
     found["optimizer"] = moved / (gpu.ceilings.bandwidth * gpu.optimizer)
     if rank.update_flops > 0:  # its ranks share the work, and each sends its parts and receives them again
         of_stage = cluster.gpus // p.pipeline
         exchanged = 2 * ELEMENT["bf16"] * (rank.others + rank.experts) / of_stage
         found["matrix updates"] = rank.update_flops / of_stage / (gpu.ceilings.bf16 * gpu.load_bf16)
         found["matrix updates"] += cluster.collective(of_stage, 1, exchanged)
-    if not p.fsdp:
+    if not plans[0].gathers_blocks:
         found["weight casts"] = rank.casts / (gpu.ceilings.bandwidth * gpu.fine_casts)
     return found
 

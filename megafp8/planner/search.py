@@ -37,6 +37,7 @@ from megafp8.planner.predict import (
     step_end,
     step_terms,
 )
+from megafp8.planner.stages import data_parallel_plans
 
 _CHUNKS = (2, 4)
 _MICRO_BATCHES = (1, 2, 4, 8)
@@ -257,28 +258,18 @@ class _Search:
 
     def _saved(self, outline: ModelOutline) -> float:
         """Bytes that all blocks save of a micro-batch."""
-        config, layers = outline.config, outline.config.model.layers
-        found: dict[Any, int] = {}
-        total = 0
-        for index, memory in zip(layers, block_memory(config.parallel, len(layers))):
-            kind = (outline.layers[index], memory)
-            if kind not in found:
-                found[kind] = sum(outline.saved(index, memory).values())
-            total += found[kind]
-        return total
+        layers = outline.config.model.layers
+        memory = block_memory(outline.config.parallel, len(layers))
+        return sum(outline.saved(index, own) for index, own in zip(layers, memory, strict=True))
 
     def _memory(self, config: Config, layout: Layout, mine: Held, saved: float, count: int) -> float:
-        data = self.cluster.gpus // (layout.tensor * layout.pipeline)
-        moments = least_moment_bytes(config)
-        masters = 2 if config.optimizer.store_param_remainders else 4
-        of_experts = max(1, data * layout.tensor // (layout.expert * layout.expert_tensor))
+        plans = data_parallel_plans(config, self.cluster.gpus // (layout.tensor * layout.pipeline))
+        values = 1 if config.fp8.param_gather else self.element
+        state = (2 if config.optimizer.store_param_remainders else 4) + least_moment_bytes(config)
         total = 0.0
-        for numel, ranks in ((mine.others, data), (mine.experts, of_experts)):
-            if layout.fsdp:
-                total += numel * (4 + 4 + moments) / max(1, ranks // layout.fsdp_replicas)
-            else:
-                weights = 1 if config.fp8.param_gather else self.element
-                total += numel * (weights + 4 + (masters + moments) / ranks)
+        for plan, elements in zip(plans, (mine.others, mine.experts), strict=True):
+            between_uses = 4 + (0 if plan.gathers_blocks else values)  # gradients and weights
+            total += elements * (between_uses / plan.weight_shards + state / plan.state_shards)
         placement = place_stages(layout.schedule, layout.pipeline, layout.virtual_pipeline)
         # A stage has its part of the blocks, or one fewer where they do not divide evenly.
         blocks = config.model.num_blocks

@@ -1,8 +1,9 @@
-"""Placement of the pipeline stages, and the layers of each, as the config says."""
+"""Placement of the pipeline stages, the layers of each, and data parallelism, as the config says."""
 
 from __future__ import annotations
 
 from megafp8.config import Config
+from megafp8.data_parallel.plan import DataParallelPlan, plan_type
 from megafp8.pipeline_parallel.actions import Placement
 from megafp8.pipeline_parallel.registry import place_stages
 from megafp8.pipeline_parallel.split import balanced, even, stage_layers
@@ -25,3 +26,16 @@ def stages_of(config: Config) -> tuple[Placement, list[range]]:
     p = config.parallel
     placement = place_stages(p.schedule, p.pipeline, p.virtual_pipeline, p.placement)
     return placement, layers_of_stages(config, placement)
+
+
+def data_parallel_plans(config: Config, data: int) -> tuple[DataParallelPlan, DataParallelPlan]:
+    """The plans of parameters whose gradients `data` ranks sum, and of those of experts."""
+    p = config.parallel
+    bucket_elements, of_experts = max(1, int(p.bucket_mib * 2**20 / 4)), max(1, data * p.tensor // p.expert_ranks)
+    kind, replicas = plan_type(p.zero, p.fsdp), p.fsdp_replicas
+    return kind(data, p.tensor, bucket_elements, replicas), kind(of_experts, p.expert_ranks, bucket_elements, replicas)
+
+
+def gathers_blocks(config: Config) -> bool:
+    """Whether weights are gathered for each block and micro-batch."""
+    return plan_type(config.parallel.zero, config.parallel.fsdp).gathers_blocks

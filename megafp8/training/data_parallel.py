@@ -22,7 +22,6 @@ from megafp8.distributed.sharding import spec_of
 from megafp8.dtypes import DTYPES
 from megafp8.linear.deferred_wgrad import WgradStore
 from megafp8.models.gpt import GPTStage
-from megafp8.models.moe import Experts
 from megafp8.parallel_state import ParallelState
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.random import initialize, initialize_parameters
@@ -112,7 +111,8 @@ def _units(stage: GPTStage, parallel: ParallelState) -> list[Unit]:
     of_experts = ShardGroups(parallel.expert_shard.group, parallel.expert_shard_backward.group)
 
     def unit(module: nn.Module) -> Unit:
-        experts = [m for m in module.modules() if isinstance(m, Experts)] if of_experts != groups else []
+        parts = module.modules() if of_experts != groups else ()
+        experts = [m for m in parts if any(spec_of(param).expert for param in m.parameters(recurse=False))]
         return Unit(module, groups, [Unit(m, of_experts) for m in experts])
 
     def has_shared_weight(module: nn.Module) -> bool:

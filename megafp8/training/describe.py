@@ -28,7 +28,7 @@ from megafp8.planner.fits import NO_DEVICE_HAS, check_memory
 from megafp8.planner.flops import flops_per_token, matmul_parameters
 from megafp8.planner.memory import RankMemory, memory_table, pipeline_memory, state_memory
 from megafp8.planner.outline import model_outline
-from megafp8.planner.stages import stages_of
+from megafp8.planner.stages import data_parallel_plans, gathers_blocks, stages_of
 from megafp8.training import cuda_graphs
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.inputs import describe_planned_data, with_vocabulary
@@ -136,7 +136,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f"{f' × context {p.context}' if p.context > 1 else ''} × tensor {p.tensor}"
         f"{' with sequence parallelism' if p.sequence_parallel and p.tensor > 1 else ''}",
         *([describe_experts(config, world_size)] if config.model.moe is not None else []),
-        *([_describe_shards(config, world_size)] if p.fsdp else []),
+        *([_describe_shards(config, data * p.context)] if gathers_blocks(config) else []),
         f"micro-batches per step and rank: {num_microbatches(config, world_size)}"
         f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
         f" {t.global_batch_size * t.seq_length:,} tokens a step",
@@ -176,17 +176,13 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     return "\n".join(lines)
 
 
-def _describe_shards(config: Config, world_size: int) -> str:
-    """Over how many ranks FSDP shards."""
-    p = config.parallel
-    replicas, ranks = p.fsdp_replicas, world_size // p.pipeline // p.fsdp_replicas
-    experts = (
-        f", experts over {ranks // p.expert_ranks}"
-        if config.model.moe is not None and p.expert_ranks != p.tensor
-        else ""
-    )
-    copies = f", in {replicas} replicas" if replicas > 1 else ""
-    return f"fsdp: weights, gradients and optimizer state sharded over {ranks // p.tensor} ranks{experts}{copies}"
+def _describe_shards(config: Config, data: int) -> str:
+    """Over how many ranks FSDP shards what `data` ranks sum the gradients of."""
+    others, experts = data_parallel_plans(config, data)
+    apart = config.model.moe is not None and experts.ranks != others.ranks
+    of_experts = f", experts over {experts.weight_shards}" if apart else ""
+    copies = f", in {others.replicas} replicas" if others.replicas > 1 else ""
+    return f"fsdp: weights, gradients and optimizer state sharded over {others.weight_shards} ranks{of_experts}{copies}"
 
 
 def describe_experts(config: Config, world_size: int) -> str:

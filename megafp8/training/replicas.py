@@ -53,7 +53,6 @@ from torch.distributed import ProcessGroup
 from megafp8.distributed.collectives import all_gather_objects, all_reduce
 from megafp8.distributed.sharding import spec_of
 from megafp8.fp8.health import Record
-from megafp8.models.moe import Experts
 from megafp8.training.errors import ReplicasDiffer
 from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.trainer import Trainer
@@ -147,9 +146,7 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
             found.append(Replica(f"scale_inv of {names}", op.gathered_weight.scale_inv, all_layers))
     found += [Replica(f"model.{name}", values, all_layers) for name, values in trainer.constants.items()]
     found += [Replica(name, values, all_layers) for name, values in trainer.loss_scale.items()]
-    experts = [module for module in trainer.model.modules() if isinstance(module, Experts)]
-    layers = [layer for module in experts for group in (module.up_state, module.down_state) for layer in group.states]
-    of_experts = tuple(f"fp8.{layer.site.name}." for layer in layers)
+    of_experts = tuple(f"fp8.{layer.site.name}." for layer in trainer.fp8.layers if layer.site.expert)
     for name, values in trainer.fp8.state_dict().items():
         # Slot 0 of a history is local to the rank and belongs to the current step, in which an evaluation may have run.
         done = values[1:] if name.endswith(".amax_history") else values

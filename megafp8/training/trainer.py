@@ -114,7 +114,6 @@ class Trainer:
             p.sequence_parallel,
             parallel.context.group,
             build_tp_overlap(p, parallel, os.environ),
-            blocks_on_meta=p.fsdp,
             tokens=tokens_per_rank(config),
             encoder_tokens=tokens_per_rank(config, encoder=True),
             weight_storage=weight_storage(config),

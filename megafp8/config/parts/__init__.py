@@ -5,11 +5,12 @@ A new kind is a file here with its record, a module in `megafp8.models`, and its
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args
 
 from pydantic import Field, model_validator
 
 from megafp8.config.parts.attention import AttentionConfig
+from megafp8.config.parts.base import PartConfig
 from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
 from megafp8.config.parts.latent_attention import LatentMixerConfig
 from megafp8.config.parts.mlp import MlpConfig
@@ -20,6 +21,7 @@ Mixer = AttentionConfig | LatentMixerConfig | GatedDeltaNetConfig
 """What mixes tokens."""
 Ffn = MlpConfig | MoeFfnConfig
 """The feed-forward network."""
+PARTS: tuple[type[PartConfig], ...] = (*get_args(Mixer), *get_args(Ffn))
 
 
 class LayerKind(Section):

@@ -152,6 +152,15 @@ class AttentionConfig(PartConfig, AttentionKeys):
 
     module: ClassVar[str] = "megafp8.models.attention:Attention"
     tensor_prefix: ClassVar[str] = "attention"
+    hugging_face: ClassVar[Mapping[str, str]] = {
+        **{x: f"self_attn.{x}_proj" for x in "qkv"}, **{f"{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
+        "sink.weight": "self_attn.sinks", "proj": "self_attn.o_proj",
+    }  # fmt: skip
+    megatron: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys("qkv", "self_attention.linear_qkv"), "proj": "self_attention.linear_proj",
+        **{f"{x}_norm": f"self_attention.{x}_layernorm" for x in "qk"},
+        "sink.weight": "self_attention.core_attention.softmax_offset",
+    }  # fmt: skip
 
     kind: Literal["attention"] = "attention"
     """Softmax attention."""

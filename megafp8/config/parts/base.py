@@ -25,10 +25,17 @@ class PartConfig(PartialSection):
     """The record of a mixer or of a feed-forward network. Keys that are not given are those of the model section."""
 
     module: ClassVar[str]
-    """Where its module is, `module:class`; built as `class(name, record, model, context, ...)`."""
+    """Where its module is defined, as `module:class`; `models.mixer.make_part` builds it."""
 
     tensor_prefix: ClassVar[str]
-    """Its part of the names of its tensors: layers.0.<tensor_prefix>.*."""
+    """The prefix of its tensors' names within a layer: layers.0.<tensor_prefix>.*."""
+
+    hugging_face: ClassVar[Mapping[str, str]] = {}
+    """Names of its modules, or parameters, in the layers of most Hugging Face families; `conversion.families` has those
+    of others. Experts' have a * for the number."""
+
+    megatron: ClassVar[Mapping[str, str]] = {}
+    """Those in Megatron core's layers; several modules may be rows of one tensor."""
 
     def resolved(self, model: ModelSection) -> Self:
         """The record with a value for each key, as modules read it."""
@@ -36,21 +43,21 @@ class PartConfig(PartialSection):
 
     @property
     def shares_context(self) -> bool:
-        """Whether sequences that begin alike can share what is computed of their beginning. Of a resolved record."""
+        """Whether sequences that begin alike can share what is computed of their beginning. For a resolved record."""
         return True
 
     def widths(self, model: ModelSection) -> Mapping[str, int]:
-        """Numbers, by key, that tensor parallelism divides. Only for a resolved record."""
+        """Sizes, by key, that tensor parallelism divides between its ranks. For a resolved record."""
         return {}
 
     def lora_targets(self, model: ModelSection) -> tuple[str, ...]:
-        """Its linear layers that LoRA can adapt."""
+        """Names of its linear layers that LoRA can adapt."""
         return ()
 
     def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
-        """Rules that its keys, at `path`, break in any run of the model."""
+        """The rules that its keys, which stand at `path`, break whatever else a run has."""
         return iter(())
 
     def run_problems(self, config: RunConfig, path: str) -> Iterator[Problem]:
-        """Rules between it and the rest of a run."""
+        """The rules between its keys, which stand at `path`, and other sections that a run breaks."""
         return iter(())

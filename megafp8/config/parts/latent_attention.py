@@ -36,6 +36,11 @@ class LatentMixerConfig(PartConfig):
 
     module: ClassVar[str] = "megafp8.models.latent_attention:LatentAttention"
     tensor_prefix: ClassVar[str] = "attention"
+    hugging_face: ClassVar[Mapping[str, str]] = {
+        "q_down": "self_attn.q_a_proj", "kv_down": "self_attn.kv_a_proj_with_mqa",
+        "q_norm": "self_attn.q_a_layernorm", "kv_norm": "self_attn.kv_a_layernorm",
+        "q_up": "self_attn.q_b_proj", "kv_up": "self_attn.kv_b_proj",
+    }  # fmt: skip
 
     kind: Literal["latent_attention"] = "latent_attention"
     """Multi-head latent attention."""

@@ -9,6 +9,9 @@ from megafp8.config.activations import ACTIVATIONS, ActivationName
 from megafp8.config.parts.base import ModelSection, PartConfig
 from megafp8.section import PositiveInt, Section
 
+MEGATRON_LINEARS = {"gate": "linear_fc1", "up": "linear_fc1", "down": "linear_fc2"}
+"""Megatron core's names of the linear layers of an MLP or an expert."""
+
 
 class MlpKeys(Section):
     """The keys of an MLP."""
@@ -22,10 +25,12 @@ class MlpKeys(Section):
 
 
 class MlpConfig(PartConfig, MlpKeys):
-    """An MLP."""
+    """Two linear layers with an activation between them; a gated activation has a third, beside the first."""
 
     module: ClassVar[str] = "megafp8.models.mlp:MLP"
     tensor_prefix: ClassVar[str] = "mlp"
+    hugging_face: ClassVar[Mapping[str, str]] = {x: f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+    megatron: ClassVar[Mapping[str, str]] = {x: f"mlp.{y}" for x, y in MEGATRON_LINEARS.items()}
 
     kind: Literal["mlp"] = "mlp"
     """An MLP."""
@@ -37,7 +42,7 @@ class MlpConfig(PartConfig, MlpKeys):
 
     @property
     def width(self) -> int:
-        """Inner width."""
+        """Width between the linear layers."""
         assert self.ffn_hidden_size is not None, "the record is not resolved"
         return self.ffn_hidden_size
 

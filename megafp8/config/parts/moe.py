@@ -7,12 +7,13 @@ from typing import ClassVar, Literal
 
 from megafp8.config.errors import Problem, divisors
 from megafp8.config.parts.base import ModelSection, PartConfig, RunConfig
+from megafp8.config.parts.mlp import MEGATRON_LINEARS
 from megafp8.section import Count, NonNegative, PositiveFloat, PositiveInt, Section
 
 
 class MoeConfig(Section):
     """Mixture of experts: for each token a router chooses some of a layer's experts, each an MLP, and adds their
-    outputs, weighted by the router's scores. No token is dropped."""
+    outputs, weighted by the router's scores. Only with capacity_factor are tokens dropped."""
 
     num_experts: PositiveInt
     """Number of experts of a layer."""
@@ -73,6 +74,17 @@ class MoeFfnConfig(PartConfig):
 
     module: ClassVar[str] = "megafp8.models.moe:MoE"
     tensor_prefix: ClassVar[str] = "mlp"
+    hugging_face: ClassVar[Mapping[str, str]] = {
+        "router": "mlp.gate", "router.bias": "mlp.gate.e_score_correction_bias",
+        **{f"experts.*.{x}": f"mlp.experts.*.{x}_proj" for x in ("gate", "up", "down")},
+        **{f"shared.{x}": f"mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")},
+    }  # fmt: skip
+    megatron: ClassVar[Mapping[str, str]] = {
+        "router": "mlp.router", "router.bias": "mlp.router.expert_bias",
+        "shared_gate.weight": "mlp.shared_experts.gate_weight",
+        **{f"experts.*.{x}": f"mlp.experts.local_experts.*.{y}" for x, y in MEGATRON_LINEARS.items()},
+        **{f"shared.{x}": f"mlp.shared_experts.{y}" for x, y in MEGATRON_LINEARS.items()},
+    }  # fmt: skip
 
     kind: Literal["moe"] = "moe"
     """Experts."""

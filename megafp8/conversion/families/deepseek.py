@@ -1,9 +1,10 @@
 """DeepSeek-V2 and V3."""
 
+from megafp8.config import LatentMixerConfig
 from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
-from megafp8.conversion.hf_names import LATENT_ATTENTION, MULTI_TOKEN_PREDICTION, like_llama
+from megafp8.conversion.hf_names import MULTI_TOKEN_PREDICTION, like_llama, usual
 from megafp8.conversion.hf_rope import rope
 from megafp8.conversion.keys import Fields, HfConfig, Key, Keys, Trait, always, check, expect, only, same, unread
 
@@ -81,7 +82,7 @@ _DEEPSEEK = (
     only(moe_layer_freq=1),  # read by other engines than transformers, as those below
     unread("aux_loss_alpha", "seq_aux"),  # of losses that ours is not, as router_aux_loss_coef
 )  # fmt: skip
-_NAMES = like_llama(LATENT_ATTENTION, MULTI_TOKEN_PREDICTION)
+_NAMES = like_llama(usual(LatentMixerConfig), MULTI_TOKEN_PREDICTION)
 FAMILIES = (
     Family("deepseek_v2", "DeepseekV2ForCausalLM", (
         *_DEEPSEEK, traits.num_experts("n_routed_experts", "num_experts"), _shared_experts(2),
