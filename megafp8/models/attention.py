@@ -25,7 +25,7 @@ from megafp8.linear.state import InputFormat
 from megafp8.models.context import BuildContext
 from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
 from megafp8.models.mixer import Mixer, TokenCache, Tokens
-from megafp8.models.norms import Norm, ProjectionNorms
+from megafp8.models.norms import Norm, ProjectionNorms, RMSNorm
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import RotaryEmbedding
 from megafp8.numerics.attention_mask import AttentionMask
@@ -140,13 +140,12 @@ class Attention(Mixer):
             )
         elif record.qk_norm:
             norm: dict[str, Any] = {
-                "kind": "rmsnorm",
                 "eps": config.norm_eps,
                 "sees_a_slice": t > 1,
                 "zero_centered": config.zero_centered_gamma,
             }
-            self.q_norm = Norm(f"{name}.q_norm", d, context, **norm)
-            self.k_norm = Norm(f"{name}.k_norm", d, context, **norm)
+            self.q_norm = RMSNorm(f"{name}.q_norm", d, context, **norm)
+            self.k_norm = RMSNorm(f"{name}.k_norm", d, context, **norm)
 
     @property
     def input_format(self) -> InputFormat | None:

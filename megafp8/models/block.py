@@ -26,7 +26,7 @@ from megafp8.linear.state import InputFormat
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.costs import AttentionWork, MicroBatch, Work, column_sums
 from megafp8.models.mixer import FeedForward, LayerInputs, Mixer, make_part
-from megafp8.models.norms import Norm, block_norm, normalized
+from megafp8.models.norms import NORMS, Norm, block_norm, normalized
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.numerics.dropout_reference import Dropout, DropoutStream
 from megafp8.ops import dropout as dropouts
@@ -52,24 +52,22 @@ class Block(nn.Module):
         self.index, self.multiplier, self.hidden_size = index, config.residual_multiplier, config.hidden_size
         position = config.norm_position
         of_inputs, of_outputs = position in ("pre", "both"), position in ("output", "both")
-        if not of_inputs:
+        if not of_inputs or not NORMS[config.normalization].fused:
             memory = replace(memory, norms=False)
 
         def norm(which: str, present: bool) -> Norm | None:
             return block_norm(f"{name}.{which}", config, context) if present else None
 
-        def before(which: str) -> Neighbor:
-            return _POST_NORM if position == "post" else Neighbor(which, "any") if of_inputs else _NO_NORM
-
-        def part(record: Any, input: str) -> Any:
+        def part(record: Any, input_norm: Norm | None) -> Any:
             where = f"{name}.{record.tensor_prefix}"
-            return make_part(where, record, config, context, input=before(input), memory=memory)
+            before = _POST_NORM if position == "post" else _NO_NORM if input_norm is None else input_norm.neighbor()
+            return make_part(where, record, config, context, input=before, memory=memory)
 
         self.attention_norm = norm("attention_norm", of_inputs or position == "post")
-        self.mixer: Mixer = part(spec.mixer, "attention_norm")
+        self.mixer: Mixer = part(spec.mixer, self.attention_norm)
         self.attention_output_norm = norm("attention_output_norm", of_outputs)
         self.mlp_norm = norm("mlp_norm", of_inputs or position == "post")
-        self.ffn: FeedForward = part(spec.ffn, "mlp_norm")
+        self.ffn: FeedForward = part(spec.ffn, self.mlp_norm)
         self.mlp_output_norm = norm("mlp_output_norm", of_outputs)
         self.attention_branch_dropout, self.mlp_branch_dropout = (
             DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.{which}") for which in ("attention", "mlp")
@@ -141,7 +139,7 @@ class Block(nn.Module):
         sums = 0 if self.attention_norm is None else self.kept_sums
         return {
             "residual stream": self._stream(batch) * sums,
-            "norm statistics": sum(norm.statistics(batch) for norm in self._norms),
+            "norm statistics": sum(norm.saved(batch) for norm in self._norms),
             "outputs before their norms": self._stream(batch) * outputs,
             **self.mixer.saved(batch),
             **self.ffn.saved(batch),
@@ -264,7 +262,7 @@ class PredictionLayer(nn.Module):
         """Bytes that it keeps for its backward pass, by tensor."""
         norms = (self.embedding_norm, self.hidden_norm, self.final_norm)
         own = 5 * self.block.input_bytes(batch)["block input"]  # inputs of the norms and of the projection
-        own += sum(norm.statistics(batch) for norm in norms)
+        own += sum(norm.saved(batch) for norm in norms)
         return {**self._tokens(batch), "multi-token prediction": own, **self.block.saved(batch)}
 
     @staticmethod

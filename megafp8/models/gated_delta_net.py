@@ -43,7 +43,7 @@ from megafp8.models.attention import ATTENTION
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
 from megafp8.models.costs import MicroBatch, Work
 from megafp8.models.mixer import Mixer, RecurrentInputs, State, StateCache, Tokens
-from megafp8.models.norms import Norm
+from megafp8.models.norms import RMSNorm
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -102,7 +102,7 @@ class GatedDeltaNet(Mixer):
         self.log_rate = new_parameter(context, [log_rate], Init("log_uniform", low=1.0, high=16.0), **of_heads)
         bias = shard_dim(f"{name}.decay.bias", (heads,), 0, rank, t)
         self.decay_bias = new_parameter(context, [bias], Init("ones"), **of_heads)
-        self.norm = Norm(f"{name}.norm", self.w, context, kind="rmsnorm", eps=config.norm_eps, sees_a_slice=t > 1)
+        self.norm = RMSNorm(f"{name}.norm", self.w, context, eps=config.norm_eps, sees_a_slice=t > 1)
         self.proj = RowParallelLinear(
             f"{name}.proj",
             values,

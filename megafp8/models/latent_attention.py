@@ -34,7 +34,7 @@ from megafp8.models.attention import ATTENTION, AttentionInputs, ProbabilityDrop
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
 from megafp8.models.mixer import Mixer, TokenCache, Tokens
-from megafp8.models.norms import Norm
+from megafp8.models.norms import RMSNorm
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import RotaryEmbedding
 from megafp8.numerics.attention_scores import Scores
@@ -79,13 +79,12 @@ class LatentAttention(Mixer):
         site = LinearSite(f"{name}.down", config.hidden_size, sum(down.values()), high_precision=reason)
         self.down_state = context.fp8.linear(site)
         norm: dict[str, Any] = {
-            "kind": "rmsnorm",
             "eps": config.norm_eps,
             "sees_a_slice": context.sequence_sharded,
             "zero_centered": config.zero_centered_gamma,
         }
-        self.q_norm = None if latent.q_rank is None else Norm(f"{name}.q_norm", latent.q_rank, context, **norm)
-        self.kv_norm = Norm(f"{name}.kv_norm", latent.kv_rank, context, **norm)
+        self.q_norm = None if latent.q_rank is None else RMSNorm(f"{name}.q_norm", latent.q_rank, context, **norm)
+        self.kv_norm = RMSNorm(f"{name}.kv_norm", latent.kv_rank, context, **norm)
 
         def up(layer: str, norm: Neighbor, rank: int, width: int) -> ColumnParallelLinear:
             fused = norm.fuses != "none"
@@ -172,7 +171,7 @@ class LatentAttention(Mixer):
         return self.proj(self._run(self._attend, *parts).flatten(-2))
 
     @staticmethod
-    def _up(latent: Tensor, norm: Norm, up: ColumnParallelLinear) -> Tensor:
+    def _up(latent: Tensor, norm: RMSNorm, up: ColumnParallelLinear) -> Tensor:
         _, normed = norm.residual(latent.contiguous(), None, up.state.input_format)
         return up(normed)
 

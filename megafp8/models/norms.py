@@ -13,7 +13,8 @@ Shapes: s sequence, b micro-batch, a and g query and key heads of this rank, d h
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +33,20 @@ from megafp8.models.costs import MicroBatch
 from megafp8.numerics.dropout_reference import Dropout
 from megafp8.numerics.sources import norm_factor
 from megafp8.ops.norm import norm
+from megafp8.plan import Neighbor
 
 
 class Norm(nn.Module):
     """Normalizes the last dim of x (any leading dims), in x's dtype with statistics in fp32 or wider.
 
-    `zero_centered`: multiplies by 1 + weight.
+    The subclass for each `model.normalization` is in `NORMS`. `zero_centered`: multiplies by 1 + weight.
     """
+
+    #: The layer after it may take its output quantized by the same kernel, or recompute it in backward.
+    fused: ClassVar[bool] = True
+    #: Numbers that it keeps of each token for its backward pass, beside its input.
+    statistics: ClassVar[int]
+    has_bias: ClassVar[bool]
 
     def __init__(
         self,
@@ -46,29 +54,38 @@ class Norm(nn.Module):
         size: int,
         context: BuildContext,
         *,
-        kind: Literal["rmsnorm", "layernorm"],
         eps: float,
         sees_a_slice: bool,
         zero_centered: bool = False,
     ) -> None:
         super().__init__()
-        self.kind, self.eps, self.size, self.zero_centered = kind, eps, size, zero_centered
+        self.name, self.eps, self.size, self.zero_centered = name, eps, size, zero_centered
 
-        def parameter(name: str, init: Init) -> nn.Parameter:
+        def parameter(part: str, init: Init, size: int = size) -> nn.Parameter:
             spec = ParamSpec(
-                unsharded(name, (size,)), init, replicated_over_tp=True, reduce_over_tp=sees_a_slice, weight_decay=False
+                unsharded(f"{name}.{part}", (size,)),
+                init,
+                replicated_over_tp=True,
+                reduce_over_tp=sees_a_slice,
+                weight_decay=False,
             )
             return set_spec(nn.Parameter(torch.empty(size, dtype=context.dtype, device=context.device)), spec)
 
-        self.weight = parameter(f"{name}.weight", Init("zeros" if zero_centered else "ones"))
-        self.bias = parameter(f"{name}.bias", Init("zeros")) if kind == "layernorm" else None
+        self.weight = parameter("weight", Init("zeros" if zero_centered else "ones"))
+        self.bias = parameter("bias", Init("zeros")) if self.has_bias else None
+        self._more_parameters(parameter)
+
+    def _more_parameters(self, parameter: Callable[..., nn.Parameter]) -> None:
+        """Make the parameters beside weight and bias by `parameter(name, init, size)`."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """The norm of x by itself, for which torch has kernels."""
         if self.zero_centered:
-            return norm(x, None, self.weight, self.bias, self.eps, None, zero_centered=True)[1]  # type: ignore[return-value]
-        if self.kind == "rmsnorm":
-            return F.rms_norm(x, (self.size,), self.weight, self.eps)
-        return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+            return normalized(self, x)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
 
     def residual(
         self, x: Tensor, branch: Tensor | None, form: InputFormat | None, dropout: Dropout | None = None
@@ -81,18 +98,46 @@ class Norm(nn.Module):
             x, branch, self.weight, self.bias, self.eps, form, dropout=dropout, zero_centered=self.zero_centered
         )
 
-    def statistics(self, batch: MicroBatch) -> int:
-        """Bytes of the statistics that it saves of the tokens between tensor-parallel regions."""
-        return batch.own_tokens * batch.statistic * (1 if self.bias is None else 2)
+    def saved(self, batch: MicroBatch) -> int:
+        """Bytes that it keeps of the tokens between tensor-parallel regions, beside its input."""
+        return batch.own_tokens * batch.statistic * self.statistics
+
+    def neighbor(self) -> Neighbor:
+        """What the layer after it is told."""
+        which = self.name.rpartition(".")[2]
+        return Neighbor(which, "any") if self.fused else Neighbor(which, "none", f"{which} has no fused kernel")
+
+
+class RMSNorm(Norm):
+    """`x / √(mean of squares + eps) · weight`."""
+
+    statistics = 1
+    has_bias = False
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.size,), self.weight, self.eps)
+
+
+class LayerNorm(Norm):
+    """`(x - mean) / √(variance + eps) · weight + bias`."""
+
+    statistics = 2
+    has_bias = True
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+
+
+NORMS: dict[str, type[Norm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+"""By `model.normalization`."""
 
 
 def block_norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
     """A norm of hidden states, as the model has it."""
-    return Norm(
+    return NORMS[config.normalization](
         name,
         config.hidden_size,
         context,
-        kind=config.normalization,
         eps=config.norm_eps,
         sees_a_slice=context.sequence_sharded,
         zero_centered=config.zero_centered_gamma,

@@ -161,7 +161,7 @@ class DecoderBlock(SequentialBlock):
         self.mixer.causal = True
         name = f"layers.{index}"
         self.cross_norm = block_norm(f"{name}.cross_norm", config, context)
-        norm = Neighbor("cross_norm", "any")
+        norm = self.cross_norm.neighbor()
         name = f"{name}.cross_attention"
         self.cross = CrossAttention(name, config, context, input=norm, memory=memory)
         self.cross_branch_dropout = DropoutStream.of(config.hidden_dropout, context.seed, name)

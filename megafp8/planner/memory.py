@@ -29,6 +29,7 @@ from typing import NamedTuple
 from megafp8.config import Config
 from megafp8.data_parallel.plan import DataParallelPlan
 from megafp8.models.costs import ELEMENT, MicroBatch, fp8_bytes
+from megafp8.models.norms import NORMS
 from megafp8.models.recompute import block_memory
 from megafp8.optimizer.fp8_moments import BLOCK
 from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, split_backwards
@@ -275,7 +276,7 @@ def _chunk(outline: ModelOutline, layers: range, overlaps: bool) -> _Chunk:
     on_device = [0 if own.offload else size for size, own in zip(saved, memory)]
     offloaded = [size if own.offload else 0 for size, own in zip(saved, memory)]
     if layers.start == 0 and config.model.embedding_norm:  # its input and statistics
-        statistics = 2 if config.model.normalization == "layernorm" else 1
+        statistics = NORMS[config.model.normalization].statistics
         on_device[0] += outline.stream_tokens * (h * e + outline.batch.statistic * statistics)
     predicted = (1 + config.model.mtp_num_layers) * outline.batch_of(config.model.num_blocks - 1).tokens
     logits = predicted * (config.model.padded_vocab_size // config.parallel.tensor) * e
