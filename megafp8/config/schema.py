@@ -99,8 +99,8 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     rope_local_theta: PositiveFloat | None = None
     """Base of the rotary frequencies in layers with a sliding window, which are not scaled (Gemma 3). Default: those of
     the other layers."""
-    normalization: Literal["rmsnorm", "layernorm", "dyt"] = "rmsnorm"
-    """rmsnorm (Llama), layernorm (GPT-2) or dyt (DyT: tanh of scaled values, without statistics)."""
+    normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """rmsnorm (Llama) or layernorm (GPT-2)."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance in norms."""
     norm_position: Literal["pre", "output", "both", "post"] = "pre"

@@ -13,7 +13,6 @@ Shapes: s sequence, b micro-batch, a and g query and key heads of this rank, d h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -33,7 +32,6 @@ from megafp8.models.context import BuildContext
 from megafp8.models.costs import MicroBatch
 from megafp8.numerics.dropout_reference import Dropout
 from megafp8.numerics.sources import norm_factor
-from megafp8.ops import dropout as dropouts
 from megafp8.ops.norm import norm
 from megafp8.plan import Neighbor
 
@@ -130,52 +128,7 @@ class LayerNorm(Norm):
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
 
 
-class DynamicTanh(Norm):
-    """DyT: `tanh(scale · x) · weight + bias`, with one learned scale (Zhu et al. 2025, arXiv:2503.10622)."""
-
-    fused = False
-    statistics = 0
-    has_bias = True
-
-    def _more_parameters(self, parameter: Callable[..., nn.Parameter]) -> None:
-        self.scale = parameter("scale", Init("log_uniform", low=math.exp(0.5), high=math.exp(0.5)), 1)  # 0.5
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _DynamicTanh.apply(x, self.scale, norm_factor(self.weight, self.zero_centered), self.bias)
-        return y
-
-    def residual(
-        self, x: Tensor, branch: Tensor | None, form: InputFormat | None, dropout: Dropout | None = None
-    ) -> tuple[Tensor, Tensor]:
-        assert form is None
-        total = x if branch is None else dropouts.add(x, branch, dropout)
-        return total, self(total)
-
-
-class _DynamicTanh(Function):
-    """Keeps x only; in fp32 or wider."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, scale, weight)
-        ctx.bias_dtype = bias.dtype
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return (torch.tanh(scale * x.to(wide)) * weight + bias).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        x, scale, weight = ctx.saved_tensors
-        wide = torch.promote_types(x.dtype, torch.float32)
-        x_rc, dy_rc = x.to(wide).flatten(0, -2), dy.to(wide).flatten(0, -2)
-        tanh_rc = torch.tanh(scale * x_rc)
-        of_argument = dy_rc * weight * (1 - tanh_rc.square())
-        dscale, dweight = (of_argument * x_rc).sum().view(1), (dy_rc * tanh_rc).sum(0)
-        dx = (of_argument * scale).to(x.dtype).view(x.shape)
-        return dx, dscale.to(scale.dtype), dweight.to(weight.dtype), dy_rc.sum(0).to(ctx.bias_dtype)
-
-
-NORMS: dict[str, type[Norm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm, "dyt": DynamicTanh}
+NORMS: dict[str, type[Norm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 """By `model.normalization`."""
 
 

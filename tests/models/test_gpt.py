@@ -66,7 +66,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2 | DROPOUT,
     "gpt2-untied-gelu": GPT2 | {"tie_embeddings": False, "activation": "gelu"},
     "geglu": LLAMA | {"activation": "geglu"},
-    "dyt": LLAMA | DROPOUT | {"normalization": "dyt", "zero_centered_gamma": True},
     "gemma": LLAMA
     | DROPOUT
     | {

@@ -68,8 +68,6 @@ def _kept(x: Tensor, p: float, words: list[np.ndarray]) -> Tensor:
 def _norm(x: Tensor, w: Weights, name: str, config: ModelConfig, kind: str = "rmsnorm") -> Tensor:
     """By default that of latents, or of queries and keys."""
     weight, eps = w[f"{name}.weight"] + config.zero_centered_gamma, config.norm_eps
-    if kind == "dyt":
-        return torch.tanh(w[f"{name}.scale"] * x) * weight + w[f"{name}.bias"]
     if kind == "rmsnorm":
         return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight
     centred = x - x.mean(-1, keepdim=True)
