@@ -88,10 +88,9 @@ class MLP(FeedForward):
         return Work(passes * forward, passes * (forward + of_input))
 
     def backward_bytes(self, batch: MicroBatch) -> int:
-        """As for any part.
+        """The gradients of the activation's output and input, and of the MLP's input, of all tokens.
 
-        These are the gradients of the activation's output and input, the latter FP8 in both orientations if it is
-        fused with the cast, and that of its own input, of all tokens.
+        That of the activation's input is FP8 in both orientations if it is fused with the cast.
         """
         up, down = self.up.state, self.down.state
         of_input = 2 if up.plan.grad_output == "fused" else batch.element

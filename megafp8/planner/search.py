@@ -269,7 +269,8 @@ class _Search:
         total = 0.0
         for plan, elements in zip(plans, (mine.others, mine.experts), strict=True):
             between_uses = 4 + (0 if plan.gathers_blocks else values)  # gradients and weights
-            total += elements * (between_uses / plan.weight_shards + state / plan.state_shards)
+            of_replica = max(1, plan.ranks // plan.replicas)  # which share the optimizer's state, if any ranks do
+            total += elements * (between_uses / plan.weight_shards + state / of_replica)
         placement = place_stages(layout.schedule, layout.pipeline, layout.virtual_pipeline)
         # A stage has its part of the blocks, or one fewer where they do not divide evenly.
         blocks = config.model.num_blocks
