@@ -19,8 +19,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 Shape = tuple[int, ...]
@@ -133,6 +134,15 @@ def set_spec(param: nn.Parameter, spec: ParamSpec) -> nn.Parameter:
     assert rows == param.shape[0], f"{spec.shards[0].name}: shards of {rows} rows, parameter {tuple(param.shape)}"
     param.spec = spec  # type: ignore[attr-defined]
     return param
+
+
+def empty_parameter(
+    shards: Sequence[ParamShard], init: Init, dtype: torch.dtype, device: torch.device, **spec: Any
+) -> nn.Parameter:
+    """A parameter of `shards` one after the other along dim 0, not initialized; `spec`: fields of its `ParamSpec`."""
+    pieces = stack_rows(shards)
+    shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
+    return set_spec(nn.Parameter(torch.empty(shape, dtype=dtype, device=device)), ParamSpec(pieces, init, **spec))
 
 
 def spec_of(param: nn.Parameter) -> ParamSpec:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.config import AttentionConfig, ModelConfig
-from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim
+from megafp8.distributed.sharding import Init, shard_dim
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat
-from megafp8.models.context import BuildContext
+from megafp8.models.context import BuildContext, new_parameter
 from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
 from megafp8.models.mixer import Mixer, TokenCache, Tokens
 from megafp8.models.norms import Norm, ProjectionNorms, RMSNorm
@@ -127,10 +127,8 @@ class Attention(Mixer):
         self.dropout = ProbabilityDropout.build(name, config.attention_dropout, record.num_attention_heads, context)
         self.sink: nn.Parameter | None = None
         if record.attention_sinks:
-            self.sink = nn.Parameter(torch.empty(self.heads, dtype=context.dtype, device=context.device))
-            piece = shard_dim(f"{name}.sink.weight", (record.num_attention_heads,), 0, context.tensor.rank(), t)
-            spec = ParamSpec((piece,), Init("zeros"), replicated_over_tp=False, weight_decay=False)
-            set_spec(self.sink, spec)
+            shard = shard_dim(f"{name}.sink.weight", (record.num_attention_heads,), 0, context.tensor.rank(), t)
+            self.sink = new_parameter(context, [shard], Init("zeros"), replicated_over_tp=False, weight_decay=False)
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
         self.qk_norms: ProjectionNorms | None = None

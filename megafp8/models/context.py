@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.config import Config
 from megafp8.data_parallel.plan import plan_type
-from megafp8.distributed.sharding import Init, ParamShard, ParamSpec, set_spec, stack_rows
+from megafp8.distributed.sharding import Init, ParamShard, empty_parameter
 from megafp8.distributed.tp_overlap import NO_COMM, TPOverlap
 from megafp8.expert_parallel.own_rows import RowBound
 from megafp8.fp8.manager import Fp8Manager
@@ -99,12 +99,8 @@ class BuildContext:
 
 
 def new_parameter(context: BuildContext, shards: Sequence[ParamShard], init: Init, **spec: Any) -> nn.Parameter:
-    """A parameter of `shards` one after the other along dim 0, not initialised; `spec`: fields of `ParamSpec`."""
-    pieces = stack_rows(shards)
-    shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
-    return set_spec(
-        nn.Parameter(torch.empty(shape, dtype=context.dtype, device=context.device)), ParamSpec(pieces, init, **spec)
-    )
+    """`empty_parameter` in the model's precision and on its device."""
+    return empty_parameter(shards, init, context.dtype, context.device, **spec)
 
 
 def replicated_parameter(context: BuildContext, shards: Sequence[ParamShard], init: Init, **spec: Any) -> nn.Parameter:

@@ -13,8 +13,7 @@ Shapes: s sequence, b micro-batch, a and g query and key heads of this rank, d h
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +24,10 @@ from torch.nn import functional as F
 
 from megafp8.config import ModelConfig
 from megafp8.distributed import collectives
-from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, unsharded
+from megafp8.distributed.sharding import Init, shard_dim, unsharded
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat
-from megafp8.models.context import BuildContext
+from megafp8.models.context import BuildContext, new_parameter
 from megafp8.models.costs import MicroBatch
 from megafp8.numerics.dropout_reference import Dropout
 from megafp8.numerics.sources import norm_factor
@@ -61,30 +60,19 @@ class Norm(nn.Module):
         super().__init__()
         self.name, self.eps, self.size, self.zero_centered = name, eps, size, zero_centered
 
-        def parameter(part: str, init: Init, size: int = size) -> nn.Parameter:
-            spec = ParamSpec(
-                unsharded(f"{name}.{part}", (size,)),
-                init,
-                replicated_over_tp=True,
-                reduce_over_tp=sees_a_slice,
-                weight_decay=False,
-            )
-            return set_spec(nn.Parameter(torch.empty(size, dtype=context.dtype, device=context.device)), spec)
+        def parameter(part: str, init: Literal["ones", "zeros"]) -> nn.Parameter:
+            shards = unsharded(f"{name}.{part}", (size,))
+            spec = {"replicated_over_tp": True, "reduce_over_tp": sees_a_slice, "weight_decay": False}
+            return new_parameter(context, shards, Init(init), **spec)
 
-        self.weight = parameter("weight", Init("zeros" if zero_centered else "ones"))
-        self.bias = parameter("bias", Init("zeros")) if self.has_bias else None
-        self._more_parameters(parameter)
-
-    def _more_parameters(self, parameter: Callable[..., nn.Parameter]) -> None:
-        """Make the parameters beside weight and bias by `parameter(name, init, size)`."""
+        self.weight = parameter("weight", "zeros" if zero_centered else "ones")
+        self.bias = parameter("bias", "zeros") if self.has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm of x by itself, for which torch has kernels."""
-        if self.zero_centered:
-            return normalized(self, x)
-        return self._forward(x)
+        return normalized(self, x) if self.zero_centered else self._by_torch(x)
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _by_torch(self, x: Tensor) -> Tensor:
+        """The norm of x by torch's own kernel; with a weight that is not zero-centered."""
         raise NotImplementedError
 
     def residual(
@@ -114,7 +102,7 @@ class RMSNorm(Norm):
     statistics = 1
     has_bias = False
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _by_torch(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (self.size,), self.weight, self.eps)
 
 
@@ -124,7 +112,7 @@ class LayerNorm(Norm):
     statistics = 2
     has_bias = True
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _by_torch(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
 
 
@@ -158,21 +146,15 @@ class ProjectionNorms(nn.Module):
         self, name: str, query_size: int, key_size: int, context: BuildContext, eps: float, *, zero_centered: bool
     ) -> None:
         super().__init__()
-        self.eps, self.sizes, self.group, self.zero_centered = (
-            eps,
-            (query_size, key_size),
-            context.tensor,
-            zero_centered,
-        )
+        self.eps, self.sizes, self.group = eps, (query_size, key_size), context.tensor
+        self.zero_centered = zero_centered
         init = Init("zeros" if zero_centered else "ones")
 
-        def parameter(name: str, size: int) -> nn.Parameter:
-            piece = shard_dim(name, (size,), 0, context.tensor.rank(), context.tensor.size())
-            spec = ParamSpec((piece,), init, replicated_over_tp=False, weight_decay=False)
-            return set_spec(nn.Parameter(torch.empty(piece.shape, dtype=context.dtype, device=context.device)), spec)
+        def parameter(norm: str, size: int) -> nn.Parameter:
+            shard = shard_dim(f"{name}.{norm}.weight", (size,), 0, context.tensor.rank(), context.tensor.size())
+            return new_parameter(context, [shard], init, replicated_over_tp=False, weight_decay=False)
 
-        self.q_weight = parameter(f"{name}.q_norm.weight", query_size)
-        self.k_weight = parameter(f"{name}.k_norm.weight", key_size)
+        self.q_weight, self.k_weight = parameter("q_norm", query_size), parameter("k_norm", key_size)
 
     def forward(self, q_sbad: Tensor, k_sbgd: Tensor) -> tuple[Tensor, Tensor]:
         q_weight, k_weight = (norm_factor(w, True) if self.zero_centered else w for w in (self.q_weight, self.k_weight))

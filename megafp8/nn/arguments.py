@@ -76,8 +76,10 @@ def refuse(module: object, arguments: Mapping[str, Any]) -> None:
 
     `arguments`: those of a module or function by name, as `locals()` gives them at its first line.
     """
-    for name, (accepted, reason) in REFUSED.items():
-        value = arguments.get(name, accepted[0])
+    for name, value in arguments.items():
+        if name not in REFUSED:
+            continue
+        accepted, reason = REFUSED[name]
         if not any(value is x or (isinstance(value, type(x)) and value == x) for x in accepted):
             shown = type(value).__name__ if hasattr(value, "shape") else repr(value)
             what = getattr(module, "__name__", type(module).__name__)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, stack_rows, unsharded
+from megafp8.distributed.sharding import Init, empty_parameter, shard_dim, unsharded
 from megafp8.distributed.tp_overlap import TPOverlap, default_overlap
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.linear.fusion import LinearInput
@@ -44,10 +44,6 @@ from megafp8.tensor_parallel.mappings import (
 )
 
 ZEROS = Init("zeros")
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
 
 def _adapted(site: LinearSite) -> LinearSite:
@@ -110,15 +106,13 @@ class ColumnParallelLinear(nn.Module):
         site = site if lora is None else _adapted(site)
         self.state = fp8.linear(site, tp_group=group)
         if weight is None:
-            pieces = stack_rows([shard_dim(f"{p}.weight", (n, input_size), 0, rank, t) for p, n in parts.items()])
-            weight = _empty((output_size // t, input_size), dtype, device)
-            set_spec(weight, ParamSpec(pieces, init, replicated_over_tp=False))
+            shards = [shard_dim(f"{p}.weight", (n, input_size), 0, rank, t) for p, n in parts.items()]
+            weight = empty_parameter(shards, init, dtype, device, replicated_over_tp=False)
         self.weight = weight
         self.bias: nn.Parameter | None = None
         if bias:
-            pieces = stack_rows([shard_dim(f"{p}.bias", (n,), 0, rank, t) for p, n in parts.items()])
-            self.bias = _empty((output_size // t,), dtype, device)
-            set_spec(self.bias, ParamSpec(pieces, ZEROS, replicated_over_tp=False, weight_decay=False))
+            shards = [shard_dim(f"{p}.bias", (n,), 0, rank, t) for p, n in parts.items()]
+            self.bias = empty_parameter(shards, ZEROS, dtype, device, replicated_over_tp=False, weight_decay=False)
         self.lora: ColumnLora | None = None
         if lora is not None:
             self.lora = ColumnLora(lora, parts, input_size, Place(group, dtype, device, sequence_parallel))
@@ -185,20 +179,14 @@ class RowParallelLinear(nn.Module):
         lora = lora if lora is not None and lora.adapted([name]) else None
         site = site if lora is None else _adapted(site)
         self.state = fp8.linear(site, tp_group=group)
-        self.weight = _empty((output_size, input_size // t), dtype, device)
-        pieces = (shard_dim(f"{name}.weight", (output_size, input_size), 1, rank, t),)
-        set_spec(self.weight, ParamSpec(pieces, init, replicated_over_tp=False))
+        shard = shard_dim(f"{name}.weight", (output_size, input_size), 1, rank, t)
+        self.weight = empty_parameter([shard], init, dtype, device, replicated_over_tp=False)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = _empty((output_size,), dtype, device)
-            spec = ParamSpec(
-                unsharded(f"{name}.bias", (output_size,)),
-                ZEROS,
-                replicated_over_tp=True,
-                reduce_over_tp=sequence_parallel and t > 1,
-                weight_decay=False,
-            )
-            set_spec(self.bias, spec)
+            self.bias = empty_parameter(
+                unsharded(f"{name}.bias", (output_size,)), ZEROS, dtype, device, replicated_over_tp=True,
+                reduce_over_tp=sequence_parallel and t > 1, weight_decay=False,
+            )  # fmt: skip
         self.lora: RowLora | None = None
         if lora is not None:
             place = Place(group, dtype, device, sequence_parallel)
@@ -246,9 +234,8 @@ class VocabParallelEmbedding(nn.Module):
         rows = num_embeddings // t
         self.first = rank * rows
         if weight is None:
-            weight = _empty((rows, embedding_dim), dtype, device)
-            pieces = (shard_dim(f"{name}.weight", (num_embeddings, embedding_dim), 0, rank, t),)
-            set_spec(weight, ParamSpec(pieces, init, replicated_over_tp=False))
+            shard = shard_dim(f"{name}.weight", (num_embeddings, embedding_dim), 0, rank, t)
+            weight = empty_parameter([shard], init, dtype, device, replicated_over_tp=False)
         self.weight = weight
 
     def forward(self, tokens_bs: Tensor) -> Tensor:

@@ -25,16 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.sharding import (
-    Init,
-    ParamShard,
-    ParamSpec,
-    set_spec,
-    shard_dim,
-    spec_of,
-    stack_rows,
-    unsharded,
-)
+from megafp8.distributed.sharding import Init, ParamShard, empty_parameter, shard_dim, spec_of, unsharded
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.mappings import (
     copy_to_tensor_parallel,
@@ -95,10 +86,8 @@ class Place(NamedTuple):
 
     def parameter(self, pieces: Sequence[ParamShard], init: Init, *, whole: bool) -> nn.Parameter:
         """A parameter of `pieces` below each other. If `whole` on each rank, it has the gradient of own tokens only."""
-        shape = (sum(piece.shape[0] for piece in pieces), pieces[0].shape[1])
         reduce = whole and self.sequence_sharded
-        spec = ParamSpec(stack_rows(pieces), init, replicated_over_tp=whole, reduce_over_tp=reduce)
-        return set_spec(nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device)), spec)
+        return empty_parameter(pieces, init, self.dtype, self.device, replicated_over_tp=whole, reduce_over_tp=reduce)
 
 
 def _init_a(inputs: int) -> Init:
