@@ -221,14 +221,21 @@ class Fp8Tensor:
         return f"{self.layer}.{self.operand}"
 
 
-class AmaxGroups:
-    """The amaxes of `tensors` by the groups over which they are reduced."""
+class TensorScales:
+    """Scales `[t]`, fp32 on `device`, of `tensors` in their order, and the groups over which their amaxes are reduced.
 
-    def __init__(self, tensors: Sequence[Fp8Tensor], device: torch.device) -> None:
+    The base of the states of recipes that remember a scale per tensor.
+    """
+
+    def __init__(self, recipe: Fp8Recipe, tensors: Sequence[Fp8Tensor], device: torch.device) -> None:
+        self.scale_t = torch.ones(len(tensors), device=device)
+        # Four apart: cuBLASLt reads a scale_inv at a multiple of 16 bytes.
+        self.scale_inv_t = torch.ones(len(tensors), 4, device=device)[:, 0]
+        self.fp8_max_t = torch.tensor([recipe.format_of(tensor.operand).max for tensor in tensors], device=device)
         rows: dict[ProcessGroup | None, list[int]] = {}
         for i, tensor in enumerate(tensors):
             rows.setdefault(tensor.amax_group, []).append(i)
-        self._rows = {group: torch.tensor(own, device=device) for group, own in rows.items()}
+        self._rows = {group: torch.tensor(rows_of_group, device=device) for group, rows_of_group in rows.items()}
 
     def split(self, amax_t: Tensor) -> list[NewestAmaxes]:
         """`amax_t` `[t]` in parts, one for each group."""
