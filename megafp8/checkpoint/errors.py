@@ -77,5 +77,5 @@ def group_or_world(group: ProcessGroup | None) -> ProcessGroup | None:
 
 def join_first(names: Sequence[str], separator: str = ", ") -> str:
     """The first `MAX_LISTED` of `names`, and how many more there are."""
-    more = f"{separator}and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return separator.join(names[:MAX_LISTED]) + more
+    remainder = f"{separator}and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return separator.join(names[:MAX_LISTED]) + remainder

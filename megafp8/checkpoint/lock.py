@@ -83,8 +83,8 @@ def is_over(owner: dict[str, Any], us: dict[str, Any]) -> bool:
 
 def _is_here(owner: dict[str, Any], us: dict[str, Any]) -> bool:
     """Whether `owner` runs on the host and in the PID namespace of `us`."""
-    here = (us["host"], us["pid_namespace"])
-    return us["pid_namespace"] is not None and (owner.get("host"), owner.get("pid_namespace")) == here
+    this_host = (us["host"], us["pid_namespace"])
+    return us["pid_namespace"] is not None and (owner.get("host"), owner.get("pid_namespace")) == this_host
 
 
 def may_be_restarted(owner: dict[str, Any], us: dict[str, Any]) -> bool:

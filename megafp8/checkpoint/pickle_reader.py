@@ -314,17 +314,17 @@ class _Interpreter:
         self.name(module, name)
 
     def call(self) -> None:
-        arguments, of = self.stack.pop(), self.stack.pop()
-        if type(arguments) is not tuple or type(of) is not Global:
-            self.fail(f"it calls a {type(of).__name__} with a {type(arguments).__name__}")
-        builder = self.builders.get(of)
-        self.push(Record(of, arguments) if builder is None else builder(*arguments))
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if type(arguments) is not tuple or type(function) is not Global:
+            self.fail(f"it calls a {type(function).__name__} with a {type(arguments).__name__}")
+        builder = self.builders.get(function)
+        self.push(Record(function, arguments) if builder is None else builder(*arguments))
 
     def call_with_keywords(self) -> None:
-        keywords, arguments, of = self.stack.pop(), self.stack.pop(), self.stack.pop()
-        if type(keywords) is not dict or type(arguments) is not tuple or type(of) is not Global:
-            self.fail(f"it calls a {type(of).__name__} with a {type(arguments).__name__}")
-        self.push(Record(of, (*arguments, keywords)))
+        keywords, arguments, function = self.stack.pop(), self.stack.pop(), self.stack.pop()
+        if type(keywords) is not dict or type(arguments) is not tuple or type(function) is not Global:
+            self.fail(f"it calls a {type(function).__name__} with a {type(arguments).__name__}")
+        self.push(Record(function, (*arguments, keywords)))
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
@@ -436,13 +436,13 @@ def check_tree(value: Any, length: int) -> None:
     opened: set[int] = set()
     todo = [value]
     while todo:
-        here = todo[-1]
-        parts = None if id(here) in known else _parts(here)
+        iterator = todo[-1]
+        parts = None if id(iterator) in known else _parts(iterator)
         if parts is None:
             todo.pop()
             continue
-        if id(here) not in opened:
-            opened.add(id(here))
+        if id(iterator) not in opened:
+            opened.add(id(iterator))
             for part in parts:
                 if type(part) in _LEAVES or id(part) in known:
                     continue
@@ -459,7 +459,7 @@ def check_tree(value: Any, length: int) -> None:
             raise PickleError(f"more than {MAX_DEPTH} values are nested")
         if size > limit:
             raise PickleError(f"more than {limit} values, of which most are the same")
-        known[id(here)] = size, depth + 1
+        known[id(iterator)] = size, depth + 1
 
 
 _LEAVES = (str, int, float, bool, type(None), bytes)

@@ -70,9 +70,9 @@ class _Record(NamedTuple):
     @classmethod
     def of(cls, text: str) -> _Record:
         name, low, shape, dtype, rectangles, sums = json.loads(text)
-        found = [_Rectangle(tuple(offset), tuple(size), *where) for offset, size, *where in rectangles]
+        parsed = [_Rectangle(tuple(offset), tuple(size), *where) for offset, size, *where in rectangles]
         checksums = {file: Checksum(*s) for file, s in sums.items()}
-        return cls(name, tuple(low), tuple(shape), getattr(torch, dtype), found, checksums)
+        return cls(name, tuple(low), tuple(shape), getattr(torch, dtype), parsed, checksums)
 
 
 class CheckpointWriter:

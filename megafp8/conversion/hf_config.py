@@ -133,8 +133,8 @@ def build_model(fields: Mapping[str, Any]) -> ModelConfig:
     """The model of `fields`, with those of sections as moe.top_k. Raises ValueError where there is no such model."""
     tree = dict(fields)
     for section in _SECTIONS:
-        own = {key: tree.pop(key) for key in fields if key.startswith(f"{section}.")}
-        tree |= {section: {key.removeprefix(f"{section}."): value for key, value in own.items()}} if own else {}
+        values = {key: tree.pop(key) for key in fields if key.startswith(f"{section}.")}
+        tree |= {section: {key.removeprefix(f"{section}."): value for key, value in values.items()}} if values else {}
     try:
         model = ModelConfig(**tree)
     except ValueError as error:  # pydantic's, of a value that is no number

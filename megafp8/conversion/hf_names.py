@@ -188,8 +188,8 @@ class TensorNames(NamedTuple):
 
     def _place(self, module: str, parameter: str, gated: bool = True) -> Place:
         names = self.places if gated else {**self.places, **self.ungated}
-        if (own := names.get(f"{module}.{parameter}")) is not None:
-            return _place(own)
+        if (name_of_ours := names.get(f"{module}.{parameter}")) is not None:
+            return _place(name_of_ours)
         place = _place(names[module])
         return place._replace(name=f"{place.name}.{parameter}")
 

@@ -290,14 +290,14 @@ def _parse_line(line: bytes, origin: str, file: InputFile) -> Document:
         return Document(origin, None, f"not UTF-8 text: {position(error)}{hint}")
     except ValueError as error:
         return Document(origin, None, f"not JSON: {error}{hint} (each line must be one JSON object)")
-    found = list(record) if isinstance(record, dict) else [f"a {type(record).__name__}"]
+    keys = list(record) if isinstance(record, dict) else [f"a {type(record).__name__}"]
     if not isinstance(record, dict) or any(key not in record for key in file.keys):
-        return Document(origin, None, _missing(file, found, "key"))
+        return Document(origin, None, _missing(file, keys, "key"))
     return STYLES[file.style].document(origin, file.keys, [record[key] for key in file.keys])
 
 
 def _missing(file: InputFile, found: list[str], what: str) -> str:
-    """The error of a record that has `found`, and not all keys that are read."""
+    """The error of a record that has the keys `found`, and not all keys that are read."""
     keys = dict(zip(file.keys, STYLES[file.style].keys))
     name = next(name for name in file.keys if name not in found)
     key = keys[name]

@@ -159,10 +159,10 @@ class PackedDataset:
 
     def at(self, position: Position) -> PackedDataset:
         """The same samples from another position on."""
-        found = copy.copy(self)
-        found.position = position
-        found.__dict__.pop("_rest", None)
-        return found
+        moved = copy.copy(self)
+        moved.position = position
+        moved.__dict__.pop("_rest", None)
+        return moved
 
     @cached_property
     def _rest(self) -> _Rest | None:

@@ -102,14 +102,14 @@ def ring_steps(rank: int, t: int, max_chunks: int) -> tuple[RingStep, ...]:
     """The steps of `rank`, its own chunk first. The number of chunks is the largest divisor of t <= `max_chunks`."""
     count = max(n for n in range(1, max_chunks + 1) if t % n == 0)
     g = t // count
-    own, place = divmod(rank, g)
+    ring, place = divmod(rank, g)
 
     def ranks(chunk: int, direction: int) -> tuple[int, ...]:
         return tuple(chunk % count * g + (place + direction * i) % g for i in range(g))
 
-    starts = [(own + step) % count * g for step in range(count)]
+    starts = [(ring + step) % count * g for step in range(count)]
     return tuple(
-        RingStep(range(start, start + g), ranks(own + step, 1), ranks(own - step, -1))
+        RingStep(range(start, start + g), ranks(ring + step, 1), ranks(ring - step, -1))
         for step, start in enumerate(starts)
     )
 
@@ -205,8 +205,8 @@ class Collective:
 
     def sum(self, product: Product) -> ReduceHandle:
         partial_mn = product.compute()
-        own, work = reduce_scatter_async(partial_mn, self.group)
-        return ReduceHandle(work, lambda: own, partial_mn)
+        summed, work = reduce_scatter_async(partial_mn, self.group)
+        return ReduceHandle(work, lambda: summed, partial_mn)
 
 
 def sum_partials(partials_trn: Tensor) -> Tensor:

@@ -81,8 +81,8 @@ class DecodeGraphs:
             size.stages_run.add(index)
             return self._run(index, x_sbh, step)
         if index not in size.recorded:
-            own_sbh = None if x_sbh is None else x_sbh.clone()
-            size.recorded[index] = _Recorded(own_sbh, self._capture(lambda: self._run(index, own_sbh, step)))
+            copied_sbh = None if x_sbh is None else x_sbh.clone()
+            size.recorded[index] = _Recorded(copied_sbh, self._capture(lambda: self._run(index, copied_sbh, step)))
         recorded = size.recorded[index]
         if recorded.x_sbh is not None:
             assert x_sbh is not None

@@ -28,10 +28,10 @@ class PageAllocator:
     def extend(self, pages: MutableSequence[int], tokens: int) -> bool:
         """Append to a sequence's `pages` what it needs for `tokens` in all. False, and nothing taken, if too few are
         free."""
-        more = self.pages_for(tokens) - len(pages)
-        if more > len(self._free):
+        needed = self.pages_for(tokens) - len(pages)
+        if needed > len(self._free):
             return False
-        for _ in range(more):
+        for _ in range(needed):
             page = self._free.pop()
             self._taken.add(page)
             pages.append(page)

@@ -180,8 +180,8 @@ def loss_of(
             scored += int(mask.sum())
             progress(len(score.logprobs))
     words, size = (counts.words, counts.bytes) if counts.known else (None, None)
-    own = Loss(counts.documents, scored, words, size, nats)
-    found: Loss = broadcast_object(own, scorer.model.parallel.world.group)
-    if not found.tokens:
-        raise ValueError(f"there is no token to score in {found.documents} documents")
-    return found
+    rank_loss = Loss(counts.documents, scored, words, size, nats)
+    loss: Loss = broadcast_object(rank_loss, scorer.model.parallel.world.group)
+    if not loss.tokens:
+        raise ValueError(f"there is no token to score in {loss.documents} documents")
+    return loss

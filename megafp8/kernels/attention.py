@@ -502,8 +502,8 @@ class _Launch:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The last ones of each kernel."""
         unread = self.mask.first_bs  # in place of None: kernels add to pointers that they do not read
-        found = (self.mask.positions_bs, self.bias, self.mask.visible, self.sample_b)
-        return tuple(unread if x is None else x for x in found)
+        tensors = (self.mask.positions_bs, self.bias, self.mask.visible, self.sample_b)
+        return tuple(unread if x is None else x for x in tensors)
 
 
 def _options(tile: _Tile) -> dict[str, int]:

@@ -187,7 +187,7 @@ def tile_kernel(x_mk, data, scale_inv_gn, zero_gn, bias_n, y_mn, m, n, k, KIND: 
         at_k = first[:, :, None] + at[None, None, :]
         at_row = data + row.to(tl.int64)[None, :, None] * width
         at_token = x_mk + i.to(tl.int64)[None, :, None] * k
-        of_batch = (i < m)[None, :, None]  # what is beyond is not read: with few tokens it would be most of all bytes
+        in_batch = (i < m)[None, :, None]  # what is beyond is not read: with few tokens it would be most of all bytes
         at_scale = row[None, :]
         sums = tl.zeros([SPLIT, M, N], tl.float32)
     else:
@@ -195,16 +195,16 @@ def tile_kernel(x_mk, data, scale_inv_gn, zero_gn, bias_n, y_mn, m, n, k, KIND: 
         at_k = at[None, :]
         at_row = data + row.to(tl.int64)[:, None] * width
         at_token = x_mk + i.to(tl.int64)[:, None] * k
-        of_batch = (i < m)[:, None]
+        in_batch = (i < m)[:, None]
         at_scale = row
         sums = tl.zeros([M, N], tl.float32)
     for begin in tl.range(0, width, STEP):
         at_w = begin + at_k
         if EVEN:
-            inside = of_batch
+            inside = in_batch
             w = tl.load(at_row + at_w)
         else:
-            inside = of_batch & (at_w < width)
+            inside = in_batch & (at_w < width)
             w = tl.load(at_row + at_w, mask=at_w < width, other=0.0)
         if KIND == "int4":
             group = tl.minimum(begin + first, width - K) // K

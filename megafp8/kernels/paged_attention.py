@@ -93,9 +93,9 @@ def attend_kernel(
     first = tl.maximum(position + 1 - window, 0)
     start = first // N * N
     blocks = tl.cdiv(position + 1 - start, N)
-    own = tl.cdiv(blocks, parts)
-    begin = start + part * own * N
-    until = tl.minimum(begin + own * N, position + 1)
+    own_blocks = tl.cdiv(blocks, parts)
+    begin = start + part * own_blocks * N
+    until = tl.minimum(begin + own_blocks * N, position + 1)
     largest = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     o = tl.zeros([M, WIDTH], tl.float32)

@@ -298,13 +298,13 @@ class _ShardedLinear(Function):
             state.record_amax("grad_output", dy)
         dw_in_fp8 = needs_dw and not high.wgrad
         if dw_in_fp8:
-            own_x, x_group = _kept_columnwise(ctx, kept_x, state, ctx.x_group)
+            x_km, x_group = _kept_columnwise(ctx, kept_x, state, ctx.x_group)
         dy8, rows, overlap, values = _gather_grad_output(ctx, dy, needs_dx=needs_dx, needs_dw=needs_dw)
         x = _kept_values(ctx, kept_x) if needs_dw and high.wgrad else None  # under way until wgrad
 
         finish: Callable[[], Tensor | None] = _nothing
         if dw_in_fp8 and dy8.columnwise is not None:  # a sharded one is gathered while dgrad runs
-            begin = partial(_begin_wgrad, state, weight, dy8.columnwise, overlap.group, own_x, x_group)
+            begin = partial(_begin_wgrad, state, weight, dy8.columnwise, overlap.group, x_km, x_group)
             finish = begin_or_defer(weight, begin)
         dx: ReduceHandle | None = None
         if needs_dx:
@@ -314,7 +314,7 @@ class _ShardedLinear(Function):
                 Product(rows.arriving, weight.shape[1], dtype, product)
             )  # under way until wgrad is done
         if dw_in_fp8 and dy8.columnwise is None:  # one scale per tensor: all rows, transposed
-            begin = partial(_begin_wgrad, state, weight, rows.columnwise(), None, own_x, x_group)
+            begin = partial(_begin_wgrad, state, weight, rows.columnwise(), None, x_km, x_group)
             finish = begin_or_defer(weight, begin)
         if x is not None:  # detached, as the graph need not live on
             finish = partial(now_or_later, weight, partial(wgrad, state, weight, values().detach(), x().detach()))

@@ -52,9 +52,9 @@ class GroupQuantizer:
     @classmethod
     def join(cls, quantizers: Sequence[Quantizer]) -> GroupQuantizer | None:
         """None unless they are alike, and of a granularity in `ALIGNMENTS`."""
-        own = [q for q in quantizers if isinstance(q, RecipeQuantizer)]
-        alike = len(own) == len(quantizers) and len({(type(q), q.recipe, q.tensor.group) for q in own}) == 1
-        return cls(own) if alike and own[0].granularity in ALIGNMENTS else None
+        ours = [q for q in quantizers if isinstance(q, RecipeQuantizer)]
+        alike = len(ours) == len(quantizers) and len({(type(q), q.recipe, q.tensor.group) for q in ours}) == 1
+        return cls(ours) if alike and ours[0].granularity in ALIGNMENTS else None
 
     @property
     def alignment(self) -> int:

@@ -250,10 +250,10 @@ class GatedGrad(Activation):
         if self.scale_f is not None:
             dy = dy * self.scale_f
         y, derivative = FUNCTIONS[self.function](gate)
-        of_up = dy * y
+        dup = dy * y
         if self.function == "clamped_silu":
-            of_up = torch.where(up.abs() <= CLAMP, of_up, 0.0)
-        return torch.cat([dy * _factor(self.function, up) * derivative, of_up], dim=-1)
+            dup = torch.where(up.abs() <= CLAMP, dup, 0.0)
+        return torch.cat([dy * _factor(self.function, up) * derivative, dup], dim=-1)
 
 
 def _named(kind: str, function: str, *bases: type[Activation]) -> tuple[Any, ...]:

@@ -42,12 +42,12 @@ class ObjectReader:
             view[:] = memoryview(held)[start - first : start - first + len(view)]
             return len(view)
         if len(view) >= PAGE_BYTES:
-            found = self.path.read_range(start, start + min(len(view), REQUEST_BYTES))
+            content = self.path.read_range(start, start + min(len(view), REQUEST_BYTES))
         else:
             number, skip = divmod(start, PAGE_BYTES)
-            found = self._page(number)[skip : skip + len(view)]
-        view[: len(found)] = found
-        return len(found)
+            content = self._page(number)[skip : skip + len(view)]
+        view[: len(content)] = content
+        return len(content)
 
     def blocks(self, start: int, size: int) -> Iterator[bytes]:
         """The bytes `[start, start + size)` in order, several requests at a time."""

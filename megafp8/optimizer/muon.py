@@ -74,8 +74,8 @@ class Muon(MatrixUpdate):
 
     def hidden_learning_rate_scale(self, learning_rate: float, width: float) -> float:
         """The spectral norm of updates scaled like AdamW's grows with the root of the width, the original's not."""
-        own = 1.0 if self.learning_rate is None else self.learning_rate / learning_rate
-        return own / math.sqrt(width) if self.scaling == "match_rms_adamw" else own
+        relative = 1.0 if self.learning_rate is None else self.learning_rate / learning_rate
+        return relative / math.sqrt(width) if self.scaling == "match_rms_adamw" else relative
 
 
 def newton_schulz(x_nm: Tensor) -> Tensor:

@@ -71,11 +71,11 @@ def check_device_memory(config: Config, plan: PipelinePlan, world_size: int, dev
 
 def _host_memory() -> int:
     """Bytes of this host, or of the container this runs in."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in map(Path, _CGROUP_LIMITS):
         if path.exists() and (text := path.read_text().strip()).isdigit():
-            found.append(int(text))
-    return min(found)
+            limits.append(int(text))
+    return min(limits)
 
 
 def dry_run(config: Config, world_size: int, source: str, steps: int | None = None) -> str:
@@ -127,7 +127,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     groups = rank_groups(world_size, p.tensor, p.pipeline, p.context, p.fsdp_replicas, p.expert, p.expert_tensor)
     outline = model_outline(config, fp8)
     parameters = [outline.parameters(span) for span in plan.layers]
-    in_model = sum(x.in_model for of_stage in parameters for x in of_stage)
+    in_model = sum(x.in_model for parameters_of in parameters for x in parameters_of)
     flops = flops_per_token(config)
     lines = [
         yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip(),
@@ -150,12 +150,12 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         "stage  layers    parameters/rank  weights  gradients  optimizer  ranks",
     ]
     per_rank = data * p.context * p.tensor
-    for stage, (of_stage, span) in enumerate(zip(parameters, plan.layers, strict=True)):
+    for stage, (parameters_of, span) in enumerate(zip(parameters, plan.layers, strict=True)):
         rank, chunk = plan.placement.homes[stage]
         ranks = f"{rank * per_rank}-{(rank + 1) * per_rank - 1}{f', chunk {chunk}' if p.virtual_pipeline > 1 else ''}"
-        memory, on_rank = state_memory(config, of_stage, data * p.context), sum(x.elements for x in of_stage)
-        of_state = (memory.weights, memory.gradients, memory.masters + memory.moments)
-        weights, gradients, optimizer = (x / 2**30 for x in of_state)
+        memory, on_rank = state_memory(config, parameters_of, data * p.context), sum(x.elements for x in parameters_of)
+        state_parts = (memory.weights, memory.gradients, memory.masters + memory.moments)
+        weights, gradients, optimizer = (x / 2**30 for x in state_parts)
         lines.append(
             f"{stage:>5}  {span.start:>3}-{span.stop - 1:<4} {on_rank:>16,} {weights:>8.2f} {gradients:>10.2f}"
             f" {optimizer:>10.2f}  {ranks}"
@@ -166,8 +166,8 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     context = ("context",) if p.context > 1 else ()
     replicas = ("fsdp_shard", "fsdp_replicate") if p.fsdp_replicas > 1 else ()
     experts = ("expert", "expert_data") if p.expert_ranks > 1 else ()
-    of_experts = ("expert_shard",) if experts and replicas else ()
-    names = ("tensor", *context, "data", *experts, *replicas, *of_experts, "pipeline", "amax", "model", *embedding)
+    expert_axes = ("expert_shard",) if experts and replicas else ()
+    names = ("tensor", *context, "data", *experts, *replicas, *expert_axes, "pipeline", "amax", "model", *embedding)
     width = max(10, *map(len, names))
     for name in names:
         members = next(g for g in groups[name] if 0 in g)

@@ -166,11 +166,11 @@ class OpenMetricsWriter(Observer):
 
     def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
         self._meter.add(metrics.as_dict())
-        found = scalars(metrics, records)
-        found["step"] = metrics.step
-        found["last_step_timestamp_seconds"] = datetime.fromisoformat(metrics.time).timestamp()
+        values = scalars(metrics, records)
+        values["step"] = metrics.step
+        values["last_step_timestamp_seconds"] = datetime.fromisoformat(metrics.time).timestamp()
         before = {} if self._latest is None else self._latest[0]
-        self._latest = before | found, self._meter.result()  # another object: a thread may be reading the one before
+        self._latest = before | values, self._meter.result()  # another object: a thread may be reading the one before
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: which metrics there are depends on the run."""

@@ -149,11 +149,13 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
     found += [Replica(name, values, all_layers) for name, values in trainer.loss_scale.items()]
     experts = [module for module in trainer.model.modules() if isinstance(module, Experts)]
     layers = [layer for module in experts for group in (module.up_state, module.down_state) for layer in group.states]
-    of_experts = tuple(f"fp8.{layer.site.name}." for layer in layers)
+    expert_prefixes = tuple(f"fp8.{layer.site.name}." for layer in layers)
     for name, values in trainer.fp8.state_dict().items():
         # Slot 0 of a history is local to the rank and belongs to the current step, in which an evaluation may have run.
         done = values[1:] if name.endswith(".amax_history") else values
-        found.append(Replica(name, done, frozenset({"expert_data"}) if name.startswith(of_experts) else all_layers))
+        found.append(
+            Replica(name, done, frozenset({"expert_data"}) if name.startswith(expert_prefixes) else all_layers)
+        )
     found.append(Replica("number of optimizer steps", torch.tensor(trainer.optimizer.step_count), all_layers))
     sizes = {
         "data": parallel.data_context.size,
@@ -193,15 +195,15 @@ def check_replicas(trainer: Trainer, step: int) -> None:
                 differs[[first, last]] |= (sums[first] != sums[last]).any()
         elif rows:
             differs[rows] |= _differs(sums[rows], group)
-    found = torch.tensor([float(differs.any())])
-    if not all_reduce(found, parallel.world.group, "max").item():
+    any_differs = torch.tensor([float(differs.any())])
+    if not all_reduce(any_differs, parallel.world.group, "max").item():
         return
-    own = [
+    own_copies = [
         _Held(replica.name, parallel.rank, socket.gethostname(), replica.holder, tuple(values))
         for replica, values, differing in zip(replicas, sums.tolist(), differs.tolist())
         if differing
     ]
-    by_rank = all_gather_objects(own, parallel.world.group)
+    by_rank = all_gather_objects(own_copies, parallel.world.group)
     raise ReplicasDiffer(_describe([held for rank in by_rank for held in rank], step))
 
 
@@ -248,14 +250,14 @@ class _Held(NamedTuple):
 def _describe(copies_of_all: Sequence[_Held], step: int) -> str:
     """The error message: which ranks differ from the majority, or between which ranks there is none."""
     by_name: dict[str, list[_Held]] = {}
-    for held in copies_of_all:
-        by_name.setdefault(held.name, []).append(held)
+    for copy in copies_of_all:
+        by_name.setdefault(copy.name, []).append(copy)
     verdicts: dict[tuple[str, str], list[str]] = {}  # (wrong ranks, majority): tensors
     for name, copies in by_name.items():
-        (most, count), *_ = Counter(held.sums for held in copies).most_common()
-        agreeing = [held for held in copies if held.sums == most]
+        (most, count), *_ = Counter(copy.sums for copy in copies).most_common()
+        agreeing = [copy for copy in copies if copy.sums == most]
         if 2 * count > len(copies):
-            verdict = _holders([held for held in copies if held.sums != most]), _holders(agreeing, hosts=False)
+            verdict = _holders([copy for copy in copies if copy.sums != most]), _holders(agreeing, hosts=False)
         else:
             verdict = _holders(copies), ""
         verdicts.setdefault(verdict, []).append(name)
@@ -274,7 +276,7 @@ def _describe(copies_of_all: Sequence[_Held], step: int) -> str:
 
 def _holders(copies: Sequence[_Held], hosts: bool = True) -> str:
     """`rank 1 on node3, rank 2 on node3`, or `ranks 0, 4`."""
-    shown = sorted({(held.rank, held.host, held.holder) for held in copies})
+    shown = sorted({(copy.rank, copy.host, copy.holder) for copy in copies})
     if hosts:
         return ", ".join(f"rank {rank} on {host}{holder}" for rank, host, holder in shown)
     ranks = [f"{rank}{holder}" for rank, _, holder in shown]

@@ -438,10 +438,10 @@ class Trainer:
         """The records of this step: those of all stages on rank 0, none elsewhere."""
         assert self.fp8.recorder is not None
         self.fp8.recorder.observed = statistics  # of the graph that was replayed, else its own
-        own, parallel = self.fp8.recorder.end_step(), self.parallel
+        own_records, parallel = self.fp8.recorder.end_step(), self.parallel
         if not (parallel.tensor.is_first and parallel.data_context.is_first):
             return []
-        stages = all_gather_objects(own, parallel.pipeline.group)
+        stages = all_gather_objects(own_records, parallel.pipeline.group)
         return [record for stage in stages for record in stage] if parallel.is_first_stage else []
 
     @torch.no_grad()

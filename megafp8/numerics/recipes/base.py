@@ -320,13 +320,13 @@ class Built(NamedTuple):
 
 def by_recipe(recipe: Fp8Recipe, layers: Iterable[str]) -> dict[Fp8Recipe, list[tuple[str, OperandName]]]:
     """The operands of `layers`, all of which `recipe` scales, by the recipe that does it in the end."""
-    found: dict[Fp8Recipe, list[tuple[str, OperandName]]] = {}
+    operands_of_recipe: dict[Fp8Recipe, list[tuple[str, OperandName]]] = {}
     for layer in layers:
         operands = recipe.operands(layer)
         assert operands is not None, f"{layer} is no FP8 layer"
-        for operand, own in zip(OPERANDS, operands, strict=True):
-            found.setdefault(own, []).append((layer, operand))
-    return found
+        for operand, operand_recipe in zip(OPERANDS, operands, strict=True):
+            operands_of_recipe.setdefault(operand_recipe, []).append((layer, operand))
+    return operands_of_recipe
 
 
 def no_match(field: str, pattern: str, names: Sequence[str], kind: str = "layer") -> str:

@@ -69,8 +69,10 @@ class Slowest:
 
 def slowest(times: Sequence[Times]) -> Slowest | None:
     """The slowest rank; None if no stage has several ranks."""
-    found = [one for stage in {own.stage for own in times} if (one := _slowest([t for t in times if t.stage == stage]))]
-    return max(found, key=lambda one: one.ratio, default=None)
+    slowest_of_stages = [
+        one for stage in {own.stage for own in times} if (one := _slowest([t for t in times if t.stage == stage]))
+    ]
+    return max(slowest_of_stages, key=lambda one: one.ratio, default=None)
 
 
 def _slowest(peers: Sequence[Times]) -> Slowest | None:
@@ -81,9 +83,9 @@ def _slowest(peers: Sequence[Times]) -> Slowest | None:
     gpus = [own.seconds.get(GPU_TEST, 0.0) for own in peers]
     total = statistics.median_low([_total(own) for own in peers])
 
-    def ratio(own: Times, gpu: float) -> float:
-        of_device = gpu / medians[GPU_TEST] if medians.get(GPU_TEST) else 0.0
-        return max(of_device, _total(own) / total if total else 0.0)
+    def ratio(times: Times, gpu: float) -> float:
+        device_ratio = gpu / medians[GPU_TEST] if medians.get(GPU_TEST) else 0.0
+        return max(device_ratio, _total(times) / total if total else 0.0)
 
     ratios = [ratio(own, gpu) for own, gpu in zip(peers, gpus)]
     own = peers[ratios.index(max(ratios))]
@@ -92,8 +94,8 @@ def _slowest(peers: Sequence[Times]) -> Slowest | None:
     return Slowest(own.rank, own.host, max(ratios), section, lost[section])
 
 
-def _total(own: Times) -> float:
-    return sum(seconds for section, seconds in own.seconds.items() if section != GPU_TEST)
+def _total(times: Times) -> float:
+    return sum(seconds for section, seconds in times.seconds.items() if section != GPU_TEST)
 
 
 class Stragglers(Observer):
@@ -113,8 +115,8 @@ class Stragglers(Observer):
         seconds = {name: spent for name, spent in activity.record.take_own_seconds().items() if name in SECTIONS}
         if parallel.device.type == "cuda":
             seconds[GPU_TEST] = _time_products(parallel.device)
-        own = Times(parallel.rank, socket.gethostname(), parallel.pipeline.rank, seconds)
-        found = self.slowest = slowest(gather_objects(own, parallel.world.group) or [])
+        times = Times(parallel.rank, socket.gethostname(), parallel.pipeline.rank, seconds)
+        found = self.slowest = slowest(gather_objects(times, parallel.world.group) or [])
         if found is None:
             return {}
         again = before is not None and before.rank == found.rank and before.is_slow(steps)
