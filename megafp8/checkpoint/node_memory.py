@@ -284,7 +284,7 @@ class NodeMemory:
         return on_all_ranks(lambda: MemoryReader(loading, self, holders), self.group)
 
     def _good_files(self, path: Path) -> list[str]:
-        """Of the data files in `path` that this rank verifies, those that are as they were written."""
+        """The data files in `path` that this rank verifies and that are as they were written."""
         sums = CheckpointReader(path, check_sizes=False).sums
         assert sums is not None
         present = sorted(name for name in sums if name not in _SMALL_FILES and (path / name).exists())
@@ -360,7 +360,7 @@ class MemoryReader(CheckpointReader):
         self._memory.fetch(self, state)
 
     def read_into(self, name: str, low: Shape, target: Tensor, *, verify: bool = True) -> None:
-        """As `CheckpointReader.read_into`; always compares checksums, since parts of a file were sent."""
+        """`CheckpointReader.read_into`, which always compares checksums here, since parts of a file were sent."""
         super().read_into(name, low, target, verify=True)
 
 

@@ -105,9 +105,9 @@ class _Interpreter:
             while at < end:
                 start, opcode = at, content[at]
                 at += 1
-                # Of 69 opcodes for each rectangle of an index all but two are in these branches, 42 of them in runs
-                # that make an object, call a function with one tuple, or set a state: methods take much longer. What
-                # does not fit a branch is left to the methods, and with it most failures.
+                # The index of a checkpoint has 69 opcodes for each rectangle, and these branches execute all but two of
+                # them, since calling a method takes much longer. 42 are in runs that make an object, call a function
+                # with one tuple, or set a state. What fits no branch, most failures too, is left to the methods.
                 if opcode == _LONG_BINGET and at + 4 <= end:
                     stack.append(memo[_UINT32(content, at)[0]])
                     at += 4

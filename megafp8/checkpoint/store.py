@@ -277,7 +277,7 @@ def remove(path: AnyPath) -> None:
 
 
 def superfluous(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Those of `steps`, in rising order, that are neither of the last `keep_last` nor a multiple of `keep_every`."""
+    """The `steps`, in rising order, that are neither of the last `keep_last` nor a multiple of `keep_every`."""
     if keep_last is None:
         return []
     return [step for step in steps[: max(0, len(steps) - keep_last)] if keep_every is None or step % keep_every]

@@ -37,7 +37,7 @@ from megafp8.distributed.sharding import Shape
 
 RECTANGLE_BYTES = 64 * 2**20
 FILE_BYTES = 4 * 2**30
-"""From this size on a data file gets no further rectangle."""
+"""Size in bytes from which on a data file gets no further rectangle."""
 
 
 class _Rectangle(NamedTuple):
@@ -56,7 +56,7 @@ class _Record(NamedTuple):
     name: str
     low: Shape
     shape: Shape
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
     rectangles: list[_Rectangle]
     sums: dict[str, Checksum]

@@ -251,7 +251,7 @@ def reduce_columns(
 
 
 def _norm_heat_maps(records: Sequence[Mapping[str, Any]]) -> Iterator[HeatMap]:
-    """Of steps whose norms were measured: norms by layer, and those of updates relative to those of weights."""
+    """Norms by layer in the steps that measured them, those of updates divided by those of weights."""
     layers = in_order({key.partition("/")[2] for record in records for key in record if key.startswith(f"{GRADIENT}/")})
     measured = [record for record in records if layers and f"{GRADIENT}/{layers[0]}" in record]
     if not measured:

@@ -32,7 +32,7 @@ from megafp8.distributed.sharding import Shape
 _NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+|(?<=decoder\.)\d+")
 
 Rows = Callable[[ModelConfig, int], tuple[Tensor, int]]
-"""From a model and n: the rows `[n]` of theirs, and their number."""
+"""Function of a model and n: the rows `[n]` of their tensor, and their number."""
 
 
 class Place(NamedTuple):
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
 
 Names = Mapping[str, str | Place]
-"""From modules and parameters of ours to theirs; a str is a `Place` that is ours alone."""
+"""Their names of our modules and parameters; a str is a `Place` that is ours alone."""
 
 EMBEDDING = {"embedding.word": "model.embed_tokens"}
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}

@@ -26,7 +26,7 @@ NO_PADDING = unread(pad_token_id=None)
 
 
 def activation(key: str = "hidden_act", default: str = "silu", *, gated: bool = True) -> Trait:
-    """That of an MLP which is `gated` or not, under any name that transformers has for it."""
+    """Trait of an MLP's activation, `gated` or not, under any name that transformers has for it."""
     kinds = {name: ours for name, ours in ACTIVATIONS.items() if ours.gated == gated}
     return same(activation=(key, default, {theirs: name for name, x in kinds.items() for theirs in x.hugging_face}))
 

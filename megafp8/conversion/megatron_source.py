@@ -37,7 +37,7 @@ from megafp8.object_store import AnyPath
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON_FILE = "common.pt"
-"""Of a distributed checkpoint: what is not sharded."""
+"""File of a distributed checkpoint with what is not sharded."""
 FILES = ("model_optim_rng.pt", "model_rng.pt")  # the second: old versions with a distributed optimizer
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 NO_WEIGHTS = ("_extra_state", "inv_freq")  # FP8 state, and constants

@@ -149,7 +149,7 @@ def _target(module: str, adapted: Collection[str], modules: Collection[str]) -> 
 
 
 def _alpha(alpha: float) -> float:
-    """As an integer where it is one: PEFT declares it so."""
+    """LoRA's alpha, an integer where it is one, as PEFT declares it."""
     return int(alpha) if alpha == int(alpha) else alpha
 
 

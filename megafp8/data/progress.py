@@ -132,16 +132,16 @@ class Progress:
         return cls("tokens" if isinstance(train, Mapping) else "equal", 0, tuple(entries))
 
     def as_json(self) -> dict[str, Any]:
-        """For metadata.json."""
+        """The progress as metadata.json holds it."""
         return asdict(self)
 
     def with_length(self, length: int) -> Progress:
-        """With `length` in entries that have none."""
+        """The same progress with `length` in entries that have none."""
         known = (replace(e, length=length) if e.length is None else e for e in self.sources)
         return replace(self, sources=tuple(known))
 
     def moved(self, positions: Mapping[Identity, Position], length: int) -> Progress:
-        """With samples of `length` in the sources of `positions`, from these on."""
+        """The progress with samples of `length` in the sources of `positions`, from these positions on."""
         moved_sources = (
             replace(e, length=length, position=positions[e.identity]) if e.identity in positions else e
             for e in self.sources
@@ -159,13 +159,13 @@ class Progress:
         return Segment(weights, seed, self.first_sample, starts)
 
     def after(self, samples: int, seed: int) -> Progress:
-        """With `consumed` counted up to global sample `samples` of the current segment."""
+        """The progress with `consumed` counted up to global sample `samples` of the current segment."""
         given = self.segment(seed).given(samples)
         read = [replace(source, consumed=count) for source, count in zip(self.active, given)]
         return replace(self, sources=(*read, *(source for source in self.sources if not source.weight)))
 
     def conflicts(self, sources: Sequence[Source]) -> list[Conflict]:
-        """Those of `sources` that would start with their first sample, although a similar source is in the record."""
+        """The `sources` that would start with their first sample although a similar one is in the record."""
         recorded, found_conflicts = self._recognized(sources).sources, []
         known = {entry.identity for entry in recorded}
         for source in sources:
@@ -209,7 +209,7 @@ class Progress:
         return replace(done, first_sample=samples, sources=(*listed, *removed)), changes
 
     def _recognized(self, sources: Sequence[Source]) -> Progress:
-        """With entries that have no contents completed by the source of the same prefix."""
+        """The progress with entries that have no contents completed by the source of the same prefix."""
         by_path = {_normalized(source.prefix): source for source in sources}
 
         def complete(entry: RecordedSource) -> RecordedSource:

@@ -47,7 +47,7 @@ from megafp8.user_cache import user_cache
 logger = logging.getLogger(__name__)
 
 PADDING = -1
-"""In a sample: no token."""
+"""Stands for no token in a sample."""
 
 
 def padded(parts: Sequence[NDArray[Any]], length: int) -> NDArray[np.int64]:

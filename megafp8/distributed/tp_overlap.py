@@ -186,7 +186,7 @@ class Replicated:
 
 
 NO_COMM: TPOverlap = Replicated(None)
-"""Of a layer's end without communication."""
+"""Overlap for an end of a layer that has no communication."""
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ class PagedAttention:
     def __call__(
         self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
     ) -> Tensor:
-        """All `[n, 1, ...]`. `scores`: of sequences of `step.keys` tokens."""
+        """Attention of `[n, 1, ...]` tensors. `scores`: of sequences of `step.keys` tokens."""
         step, cache, b = self.step, self.cache, len(self.step.table_bm)
         cache.append(self.layer, k_sbgd[:, 0], v_sbgd[:, 0], step.slots_n)
         y_sbad = torch.empty_like(q_sbad)

@@ -33,7 +33,7 @@ def physical_cores(cpus: Collection[int], system: Path = _SYSTEM) -> list[int]:
 
 
 def _cpus(text: str) -> list[int]:
-    """Of a list such as 0-3,8."""
+    """The CPUs that a list such as 0-3,8 names."""
     cpus = list[int]()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")

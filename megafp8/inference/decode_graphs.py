@@ -75,7 +75,7 @@ class DecodeGraphs:
         return inputs.step
 
     def run(self, index: int, x_sbh: Tensor | None, step: PackedStep) -> Tensor | None:
-        """As `RunStage`, of the step that `fill` returned last; the result is overwritten by the next one."""
+        """`RunStage` of the step that `fill` returned last; the next step overwrites the result."""
         size = self._sizes[step.tokens_1n.shape[1]]
         if index not in size.stages_run:
             size.stages_run.add(index)

@@ -101,7 +101,7 @@ class Submission:
 
     @property
     def finished(self) -> bool:
-        """All texts have ended."""
+        """Whether all texts have ended."""
         return all(text.completion.finish_reason is not None for text in self.texts)
 
 
@@ -233,7 +233,7 @@ class Generator:
         prompts: Prompt | Sequence[Prompt],
         options: SamplingOptions | Sequence[SamplingOptions] = GREEDY,
     ) -> Iterator[Piece]:
-        """As `generate`, piece by piece; the pieces of several texts alternate. Several streams may be read in turn.
+        """`generate` piece by piece; pieces of several texts alternate, and several streams may be read in turn.
 
         All ranks must read all pieces, or stop after the same one.
         """
@@ -373,7 +373,7 @@ class Generator:
                 del self._running[running.sequence]
 
     def _choose(self, logits_rv: torch.Tensor | None, ends: Sequence[_Running]) -> list[tuple[Any, ...]]:
-        """Of each sequence the next token, its log-probability, and the (token, log-probability) of the most probable.
+        """Each sequence's next token, its log-probability, and (token, log-probability) of the most probable.
 
         The first rank that has logits tells all others, so no rank can come to another result.
         """

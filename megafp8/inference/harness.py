@@ -70,7 +70,7 @@ class HarnessModel(TemplateLM):
     # --- ranks ---
 
     def follow(self) -> None:
-        """On ranks but the first: do with the model what the first one does, until `release`."""
+        """Do on ranks other than the first what the first one does with the model, until `release`."""
         while (call := broadcast_object(None, self._world.group)) is not None:
             try:
                 if call == "score":
@@ -81,7 +81,7 @@ class HarnessModel(TemplateLM):
                 pass  # the first rank has it too, and decides what comes next
 
     def release(self) -> None:
-        """On the first rank: the others return from `follow`."""
+        """Make the other ranks return from `follow`; called on the first rank."""
         broadcast_object(None, self._world.group)
 
     def _scores(self, requests: Iterable[Request]) -> Iterator[Score]:

@@ -270,7 +270,7 @@ def start_of_documents(run: Config, tokenizer: Tokenizer) -> list[int]:
 
 
 def _bos_and_eos(tokenizer: Tokenizer, folder: Path, start: Sequence[int]) -> tuple[int, int]:
-    """As transformers' tokenizer in `folder` has them; without bos what begins a text, or else eos."""
+    """Tokens bos and eos of transformers' tokenizer in `folder`; without bos what begins a text, or else eos."""
     given = read_special_tokens(folder)
     bos, eos = (tokenizer.id_of(given.get(role, "")) for role in ("bos_token", "eos_token"))
     eos = tokenizer.eod_id if eos is None else eos

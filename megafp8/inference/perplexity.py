@@ -57,7 +57,7 @@ class Loss:
 
     @property
     def perplexity(self) -> float:
-        """Of a token; infinite where it is larger than numbers are."""
+        """Perplexity of a token; infinite where it is larger than a float can be."""
         return math.exp(self.nats_per_token) if self.nats_per_token < 700 else math.inf
 
     @property

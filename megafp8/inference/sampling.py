@@ -34,7 +34,7 @@ from megafp8.distributed.collectives import all_gather, rank
 from megafp8.philox import Key, key_of, philox_of_words
 
 _CANDIDATES = 64
-"""Of a rank, at first, for top_p."""
+"""Candidates of a rank at first, for top_p."""
 _LEAST_TEMPERATURE = 1e-4
 """Logits divided by less may overflow."""
 _LARGEST_PENALTY = 1e4

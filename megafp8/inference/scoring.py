@@ -199,7 +199,7 @@ class _PackedAttention:
     def __call__(
         self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
     ) -> Tensor:
-        """All `[n, 1, ...]`. `scores`: of sequences of `step.keys` tokens."""
+        """Attention of `[n, 1, ...]` tensors. `scores`: of sequences of `step.keys` tokens."""
         step = self.step
         if step.key_rows is not None:
             k_sbgd, v_sbgd = k_sbgd[step.key_rows], v_sbgd[step.key_rows]

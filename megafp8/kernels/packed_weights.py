@@ -41,7 +41,7 @@ INT8_TO_BF16: tl.constexpr = tl.constexpr(
     "sub.rn.f32 c, c, 0f4B000080; sub.rn.f32 d, d, 0f4B000080; "
     "prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632; }"
 )
-"""The same in bf16: the upper halves, the lower being zero."""
+"""Four integers as bf16: the upper halves of their fp32, whose lower halves are zero."""
 INT4_TO_FP32: tl.constexpr = tl.constexpr(
     "{ .reg .b32 u; and.b32 u, $8, 0x0F0F0F0F; "
     "prmt.b32 $0, u, 0x43000000, 0x7044; prmt.b32 $1, u, 0x43000000, 0x7144; "
@@ -92,7 +92,7 @@ def _unpack_fp32(w, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _unpack_bf16(w, zero, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The same in bf16 (interpreted: fp32), of int4 less `zero`, whose dims are those of w or 1."""
+    """Values in bf16 (interpreted: fp32), of int4 less `zero`, whose dims are those of w or 1."""
     if KIND == "int4":
         if INTERPRETED:
             low, high = (w & 15).to(tl.float32) - zero, (w >> 4).to(tl.float32) - zero
@@ -252,14 +252,14 @@ def dequantize_kernel(data, scale_inv_gn, zero_gn, w_nk, n, k, KIND: tl.constexp
 
 
 class VectorTile(NamedTuple):
-    """Of `vector_kernel`: rows of a program, warps of 32 stretches of 16 bytes."""
+    """Tile of `vector_kernel`: rows of a program, warps of 32 stretches of 16 bytes."""
 
     rows: int
     warps: int
 
 
 class Tile(NamedTuple):
-    """Of `tile_kernel`: rows of a program, bytes of a row that are read at a time, warps, stages of the pipeline.
+    """Tile of `tile_kernel`: rows of a program, bytes of a row read at a time, warps, stages of the pipeline.
 
     `split`: each warp reads so many bytes, of columns of its own. Of int4 the bytes are always those of a group.
     """
@@ -273,7 +273,7 @@ class Tile(NamedTuple):
 
 _vector, _tile, _dequantize = Kernel(vector_kernel), Kernel(tile_kernel), Kernel(dequantize_kernel)
 MOST_TOKENS = 64
-"""Of a product by these kernels; more tokens are worth a weight in bf16."""
+"""Most tokens of a product by these kernels; more are worth a weight in bf16."""
 
 
 class PackedData(NamedTuple):
@@ -331,7 +331,7 @@ _ONE_TOKEN = {
 
 
 def best_tile(kind: str, m: int, n: int) -> VectorTile | Tile:
-    """By kind and shape."""
+    """The best tile for a weight's kind and shape."""
     if m == 1:
         return _ONE_TOKEN[kind]
     if m <= 16:

@@ -33,7 +33,7 @@ _LOG2E = 1 / math.log(2)
 _KEYS = 64
 """Keys of a tile."""
 _PROGRAMS = 528
-"""As many as keep a GPU of 132 multiprocessors busy to the end."""
+"""Parts of the keys, as many as keep a GPU of 132 multiprocessors busy to the end."""
 _MOST_PARTS = 64
 
 

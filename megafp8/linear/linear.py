@@ -94,7 +94,7 @@ def high_precision_linear(x: Tensor | LinearInput, weight: nn.Parameter, bias: T
 
 
 def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, comm: TPComm) -> Tensor:
-    """With a weight in another form than the parameter's; there are no gradients."""
+    """A linear layer whose weight has another form than the parameter; there are no gradients."""
     assert not torch.is_grad_enabled()
     if comm == LOCAL_COMM:
         return _shaped(weight.product(as_matrix(x), bias), x)
@@ -164,7 +164,7 @@ def _kept_values(ctx: Any, kept: Sequence[Tensor | None]) -> Callable[[], Tensor
 
 
 class _Linear(Function):
-    """Without communication.
+    """A linear layer without communication.
 
     `given`: the quantized input, how it is recomputed, the handoff, and whether gradients are enabled outside, as torch
     says that they are needed within no_grad too.
@@ -249,7 +249,7 @@ def _product_rows(
 
 
 class _ShardedLinear(Function):
-    """With communication at its ends, and without bias; else as `_Linear`."""
+    """A linear layer with communication at its ends, without bias; otherwise as `_Linear`."""
 
     @staticmethod
     def forward(
@@ -344,7 +344,7 @@ def _gather_grad_output(
 
 
 def _nothing() -> None:
-    """Nothing is left to be done."""
+    """Finishes nothing: there is no weight gradient."""
 
 
 def _no_values() -> Tensor:

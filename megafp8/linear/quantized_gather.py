@@ -46,7 +46,7 @@ class TPComm(NamedTuple):
 
 
 LOCAL_COMM = TPComm()
-"""Of a layer that is not sharded."""
+"""Communication of a layer that is not sharded: none."""
 
 
 def _joined(gathered: Tensor, ranks: int) -> Tensor:
@@ -92,7 +92,7 @@ class Rows:
         return shard._replace(data=data[part], scale_inv=scale_inv)
 
     def values(self) -> Tensor:
-        """All rows, waited for, of values."""
+        """All rows, once they have arrived; for values."""
         assert not isinstance(self._own, ScaledTensor)
         return self.arriving.wait()[0]
 

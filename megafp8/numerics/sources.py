@@ -94,7 +94,7 @@ def _squared_relu(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 CLAMP, CLAMPED_SLOPE = 7.0, 1.702
-"""Of clamped SwiGLU: bound of gate and up, and factor of the gate in the sigmoid (gpt-oss, arXiv:2508.10925)."""
+"""Bound of gate and up in clamped SwiGLU, and factor of the gate in its sigmoid (gpt-oss, arXiv:2508.10925)."""
 
 
 def _clamped_silu(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,7 +182,7 @@ class Normalized(Plain):
 
 
 class ZeroCenteredNormalized(Normalized):
-    """With 1 + weight instead of weight."""
+    """A norm that multiplies by 1 + weight."""
 
     zero_centered = True
 

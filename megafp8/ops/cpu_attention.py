@@ -30,7 +30,7 @@ def computes(mask: AttentionMask, scores: Scores, sink_a: Tensor | None) -> bool
 
 
 def attention(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> Tensor:
-    """As `ops.attention.attention`, where `computes`."""
+    """`ops.attention.attention` on a CPU, where `computes` is true."""
     if mask.positions_bs is None:
         return _by_segments(q_sbad, k_tbgd, v_tbgd, mask, scores)
     (s, _, a, d), (t, _, g, _) = q_sbad.shape, k_tbgd.shape

@@ -28,7 +28,7 @@ def is_available() -> bool:
 
 
 class _Shape(NamedTuple):
-    """All that a graph depends on."""
+    """What a graph depends on."""
 
     device: torch.device
     dtype: torch.dtype

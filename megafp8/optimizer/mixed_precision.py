@@ -61,7 +61,7 @@ AVERAGE = "average"
 """Name in the state of the moving average of weights."""
 
 State = dict[str, list[tuple[FlatShard, Tensor]]]
-"""By name, shards and their state, flat."""
+"""Shards and their state, flat, by name of the state."""
 
 
 def _batches(shards: Sequence[FlatShard], elements: int) -> list[list[FlatShard]]:

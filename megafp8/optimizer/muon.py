@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megafp8.distributed.sharding import Shape
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of x, x³ and x⁵: each iteration maps a singular value s to their sum."""
+"""Coefficients of x, x³ and x⁵, to whose sum each iteration maps a singular value x."""
 ITERATIONS = 5
 EPS = 1e-7
 """Least norm that a matrix is divided by."""
@@ -68,7 +68,7 @@ class Muon(MatrixUpdate):
         return math.sqrt(max(1.0, rows / columns))
 
     def flops(self, shape: Shape) -> int:
-        """Of `newton_schulz`."""
+        """FLOPs of `newton_schulz`."""
         short, long = sorted(shape)
         return 2 * ITERATIONS * (2 * short * short * long + short**3)
 

@@ -75,12 +75,12 @@ class Timeline:
 
     @property
     def peak_in_flight(self) -> list[int]:
-        """For each rank the most micro-batches × stages held for their backward; 0 in an evaluation."""
+        """Most micro-batches × stages that each rank holds for their backward; 0 in an evaluation."""
         return [_peak([span.action for span in spans], until_weight=False) for spans in self.spans]
 
     @property
     def peak_held(self) -> list[int]:
-        """For each rank the most micro-batches × stages held for their last gradient; 0 in an evaluation."""
+        """Most micro-batches × stages that each rank holds for their last gradient; 0 in an evaluation."""
         return [_peak([span.action for span in spans], until_weight=True) for spans in self.spans]
 
 

@@ -112,7 +112,7 @@ def check_optimizer(config: Config) -> None:
 
 
 def _plans(config: Config, fp8: Fp8Manager) -> list[LinearPlan]:
-    """Of all linear layers, as the first rank of each stage has them."""
+    """The plans of all linear layers, as the first rank of each stage has them."""
     planned = fp8.unbuilt()
     for layers in stages_of(config)[1]:
         context, memory = planning_context(config, planned), block_memory(config.parallel, len(layers))
@@ -220,5 +220,5 @@ def describe_longrope(config: Config) -> list[str]:
 
 
 def _describe_active(config: Config) -> str:
-    """Of a model with experts, the parameters that a token is multiplied with."""
+    """The parameters that a token is multiplied with, for a model with experts."""
     return "" if config.model.moe is None else f", {matmul_parameters(config):,} of matrices for each token"

@@ -67,7 +67,7 @@ def open_observers(
 
 
 def _writers(trainer: Trainer, folder: Path, step: int) -> list[Observer]:
-    """Those of metrics, on rank 0; also writes the config to the run folder."""
+    """The observers that write metrics, on rank 0; also writes the config to the run folder."""
     config, settings = trainer.config, trainer.config.model_dump(mode="json")
     name = "config.yaml" if not step else f"config-from-step-{step:08d}.yaml"
     with DiskErrorsLogged(name):

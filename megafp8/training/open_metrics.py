@@ -75,14 +75,14 @@ HELP: Mapping[str, str] = {
     "fp8_max_underflow": "Largest share of elements of a tensor that became zero in FP8, when last sampled",
     "fp8_max_saturated": "Largest share of elements of a tensor that were clamped in FP8, when last sampled",
 }
-"""By name, without the prefix."""
+"""Metrics by name, without the prefix."""
 
 
 _UNITS = ("seconds", "bytes", "ratio")
 
 
 class _Server(ThreadingHTTPServer):
-    """One thread a request; requests under way do not keep the process alive."""
+    """Server with a thread for each request, none of which keeps the process alive."""
 
     daemon_threads = True
     block_on_close = False
@@ -173,7 +173,7 @@ class OpenMetricsWriter(Observer):
         self._latest = before | values, self._meter.result()  # another object: a thread may be reading the one before
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: which metrics there are depends on the run."""
+        """Describe nothing: which metrics there are depends on the run."""
         return ()
 
     def collect(self) -> Iterable[Metric]:

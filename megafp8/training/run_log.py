@@ -49,7 +49,7 @@ class _Formatter(logging.Formatter):
         return super().formatMessage(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Without credentials, in the traceback neither."""
+        """The record's text without credentials, which its traceback may hold too."""
         return redact(super().format(record))
 
 

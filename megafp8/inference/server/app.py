@@ -253,7 +253,7 @@ class _Generate:
 
 
 class _Exchange:
-    """One request and its response. `status`: how it ended."""
+    """A request and its response. `status`: how it ended."""
 
     def __init__(self, service: Service, request: Request, send: Send) -> None:
         self._service, self._request, self._asgi_send = service, request, send

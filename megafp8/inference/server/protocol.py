@@ -363,7 +363,7 @@ class Response:
         return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": known}
 
     def _logprobs(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """In the form of the endpoint."""
+        """Log-probabilities in the form of the endpoint."""
         if self._chat:
             return {"content": [{key: x for key, x in entry.items() if key != "offset"} for entry in entries]}
         tops: list[dict[str, float]] = [{} for _ in entries]

@@ -56,13 +56,13 @@ class Rule:
 
 
 def _read_rules(rules: Iterable[Any], recipe_of: Callable[[str], Fp8Recipe]) -> tuple[Rule, ...]:
-    """Of the config's rules, which name recipes."""
+    """The rules that the config gives, in which recipes are names."""
     return tuple(Rule(layers=r.layers, **{name: recipe_of(getattr(r, name)) for name in OPERANDS}) for r in rules)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CustomScaling(Fp8Recipe):
-    """By the first of `rules` that matches a layer; a layer that none matches stays in high precision.
+    """Scales by the first of `rules` that matches a layer; one that none matches stays in high precision.
 
     ValueError for a GEMM whose operands cannot be multiplied.
     """

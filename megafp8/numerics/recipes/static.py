@@ -183,7 +183,7 @@ class StaticState(TensorScales):
             quantizer.calibrating = steps < recipe.calibration_steps
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Of each tensor whose amax was not given `fp8.<tensor>.amax` `[]`, and `.calibrated_steps` `[]`.
+        """`fp8.<tensor>.amax` and `.calibrated_steps`, both `[]`, of each tensor whose amax was not given.
 
         The latter is int64 on the host. Views: reading into them and `refresh` loads them.
         """

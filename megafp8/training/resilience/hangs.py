@@ -193,7 +193,7 @@ class HangWatch:
         )
 
     def _wait_for_reports(self) -> dict[int, Report]:
-        """All reports; after several polls, those that are there."""
+        """The reports of all ranks or, after several polls, those that are there."""
         deadline = time.monotonic() + 2 * self._interval + min(5.0, self._seconds)
         while True:
             reports = {}

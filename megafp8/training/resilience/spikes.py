@@ -177,7 +177,7 @@ class LossSpikes(Observer):
         return metrics.is_spike and spike is not None and spike.action == "rewind"
 
     def leave_out(self, samples: Range, step: int) -> int:
-        """From here on leave out the samples of this range of positions; `step`: of the checkpoint that is loaded.
+        """Leave out the samples of this range of positions from here on; `step`: of the checkpoint that is loaded.
 
         Returns how often the run has gone back to it. Rank 0 writes the range to the run folder.
         """

@@ -129,7 +129,7 @@ def _place_in(report: Report) -> str:
 
 
 def _minority(reports: Mapping[int, Report], waiting: set[int]) -> list[int]:
-    """Of ranks that wait for each other, those that wait for what the fewest wait for; all if it is a draw."""
+    """The ranks that wait for what the fewest wait for, among those that wait for each other; all in a draw."""
     by_call: dict[tuple[str, ...], list[int]] = {}
     for rank in sorted(waiting):
         report = reports[rank]
