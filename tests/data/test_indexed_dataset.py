@@ -217,15 +217,17 @@ def test_check_dataset(tmp_path: Path) -> None:
             check(101, "a" * 64)
 
 
-def test_ids_outside_the_vocabulary_are_placed(tmp_path: Path) -> None:
-    for dtype, token in ((np.int32, -1), (np.int64, 2**40), (np.int16, -300), (np.uint16, 50_000), (np.int32, 100)):
-        dataset = write_dataset(tmp_path / "x", [[1, 2, 3], [], [99, 4, token, 5]], dtype)
-        message = rf"x\.bin: document 2, position 2 holds token {token}"
-        with pytest.raises(DataError, match=message):
-            check_dataset(dataset, 100, None)
-        with pytest.raises(DataError, match=message):
-            check_ids(dataset, dataset.read(1, 6), 100, position=1)
-        check_ids(dataset, dataset.read(0, 5), 100, position=0)
+@pytest.mark.parametrize(
+    ("dtype", "token"), [(np.int32, -1), (np.int64, 2**40), (np.int16, -300), (np.uint16, 50_000), (np.int32, 100)]
+)
+def test_ids_outside_the_vocabulary_are_placed(tmp_path: Path, dtype: type, token: int) -> None:
+    dataset = write_dataset(tmp_path / "x", [[1, 2, 3], [], [99, 4, token, 5]], dtype)
+    message = rf"x\.bin: document 2, position 2 holds token {token}"
+    with pytest.raises(DataError, match=message):
+        check_dataset(dataset, 100, None)
+    with pytest.raises(DataError, match=message):
+        check_ids(dataset, dataset.read(1, 6), 100, position=1)
+    check_ids(dataset, dataset.read(0, 5), 100, position=0)
 
 
 def test_an_empty_data_set(tmp_path: Path) -> None:

@@ -161,16 +161,14 @@ def test_another_number_of_experts(world2: World, tmp_path: Path) -> None:
         check_resume(changed(config, model={"moe": more.model_dump(mode="json")}), tmp_path, "abc")
 
 
-def test_moments_may_change_between_bf16_and_fp8(world2: World, tmp_path: Path) -> None:
-    for moments, other in (("bf16", "fp8"), ("fp8", "bf16")):
-        config = changed(config_of(BF16, seed=1), optimizer={"moments_dtype": moments})
-        source = CheckpointReader(world2.run(_save, config, str(tmp_path / moments), ranks=1)[0])
-        assert (
-            source.tensors == tensor_kinds(config) == tensor_kinds(changed(config, optimizer={"moments_dtype": other}))
-        )
-        check_resume(changed(config, optimizer={"moments_dtype": other}), tmp_path / moments, "abc")
-        with pytest.raises(IncompatibleCheckpoint, match=f"moments_dtype = {moments}, this run has fp32"):
-            check_resume(changed(config, optimizer={"moments_dtype": "fp32"}), tmp_path / moments, "abc")
+@pytest.mark.parametrize(("moments", "other"), [("bf16", "fp8"), ("fp8", "bf16")])
+def test_moments_may_change_between_bf16_and_fp8(world2: World, tmp_path: Path, moments: str, other: str) -> None:
+    config = changed(config_of(BF16, seed=1), optimizer={"moments_dtype": moments})
+    source = CheckpointReader(world2.run(_save, config, str(tmp_path / moments), ranks=1)[0])
+    assert source.tensors == tensor_kinds(config) == tensor_kinds(changed(config, optimizer={"moments_dtype": other}))
+    check_resume(changed(config, optimizer={"moments_dtype": other}), tmp_path / moments, "abc")
+    with pytest.raises(IncompatibleCheckpoint, match=f"moments_dtype = {moments}, this run has fp32"):
+        check_resume(changed(config, optimizer={"moments_dtype": "fp32"}), tmp_path / moments, "abc")
 
 
 def _restarted_average(config: Config, folder: str) -> bool:
