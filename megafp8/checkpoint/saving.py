@@ -264,8 +264,8 @@ def _write(
             if collectives.rank(group) == 0:
                 logger.warning("%s exists already, from this same step; it was left as it is", final)
             return final
-        own = on_all_ranks(lambda: dcp.write_data(hidden, state, plans.plan), group)
-        written = collectives.gather_objects(own, group)
+        sums_of_rank = on_all_ranks(lambda: dcp.write_data(hidden, state, plans.plan), group)
+        written = collectives.gather_objects(sums_of_rank, group)
         on_rank0(publish, group)
     except RuntimeError as error:
         if collectives.rank(group) == 0 and (to.lock is None or to.lock.is_ours()):

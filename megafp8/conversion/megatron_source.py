@@ -217,11 +217,11 @@ def _rank_files(folder: Path) -> tuple[dict[Rank, TorchFile], Rank]:
         match = _RANK.fullmatch(path.name)
         if match is None:
             raise ValueError(f"{path}: an unknown name; megafp8 reads mp_rank_<tensor>_<pipeline>_<expert>")
-        found = [path / name for name in FILES if (path / name).is_file()]
-        if not found:
+        present = [path / name for name in FILES if (path / name).is_file()]
+        if not present:
             raise ValueError(f"{path} has no {FILES[0]}")
         ranks = tuple(int(number) for number in match.groups() if number is not None)
-        numbers[ranks] = TorchFile(found[0])
+        numbers[ranks] = TorchFile(present[0])
     if len({len(ranks) for ranks in numbers}) > 1:
         names = ", ".join(numbers[ranks].path.parent.name for ranks in (min(numbers, key=len), max(numbers, key=len)))
         raise ValueError(f"{folder} has folders of several layouts: {names}")
@@ -257,10 +257,10 @@ def _common_args(files: Mapping[Rank, TorchFile], layout: Rank) -> dict[str, Any
                 "another order. Load and save it with a newer Megatron-LM, which puts them right"
             )
         args = content["args"]
-        for axis, found in layout._asdict().items():
+        for axis, axis_size in layout._asdict().items():
             key = f"{axis}_model_parallel_size"
-            if args.get(key, found) != found:
-                raise ValueError(f"{file.path} says {key} = {args[key]}, and there are folders for {found}")
+            if args.get(key, axis_size) != axis_size:
+                raise ValueError(f"{file.path} says {key} = {args[key]}, and there are folders for {axis_size}")
         if (args.get("expert_tensor_parallel_size") or layout.tensor) != layout.tensor:
             raise ValueError(
                 f"{file.path} says expert_tensor_parallel_size = {args['expert_tensor_parallel_size']}; megafp8 reads "

@@ -78,7 +78,7 @@ def find_files(
         raise ValueError(f"--text-files reads whole files as texts, and --style is {style}: leave one of them out")
     each = list(json_keys) * (len(inputs) if len(json_keys) == 1 else 1)
     keys = [_Keys((key, *more_keys), style) for key in each]
-    found: dict[InputFile, None] = {}
+    input_files: dict[InputFile, None] = {}
     skipped: dict[SkippedFile, None] = {}
     for item, key in zip(inputs, keys):
         path = as_path(item)
@@ -94,13 +94,13 @@ def find_files(
                 raise ValueError(f"--input {item}: no such file, and no pattern that matches one")
             reason = "the pattern matches a folder or special file; files in folders are matched by **"
             others = [SkippedFile(match, reason) for match in matches if not match.is_file()]
-        found.update(dict.fromkeys(files))
+        input_files.update(dict.fromkeys(files))
         skipped.update(dict.fromkeys(others))
-    if any(file.compression == ".zst" for file in found):
+    if any(file.compression == ".zst" for file in input_files):
         import_package("zstandard", "reading .zst files")
-    if any(file.content == "parquet" for file in found):
+    if any(file.content == "parquet" for file in input_files):
         import_package("pyarrow", "reading .parquet files")
-    return list(found), list(skipped)
+    return list(input_files), list(skipped)
 
 
 class _Keys(NamedTuple):

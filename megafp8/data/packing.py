@@ -260,13 +260,13 @@ class Sentences:
 
 def _runs(ends: NDArray[np.int64], starts: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """The first token of each sample of `Sentences`, and the number of all tokens."""
-    found, total = [0], int(ends[-1]) if len(ends) else 0
+    bounds, total = [0], int(ends[-1]) if len(ends) else 0
     for stop in [*starts[1:].tolist(), total]:
-        while (start := found[-1]) < stop:
+        while (start := bounds[-1]) < stop:
             latest = int(np.searchsorted(ends, min(start + capacity, stop), side="right")) - 1
             whole = int(ends[latest]) if latest >= 0 else 0
-            found.append(whole if whole > start else start + capacity)
-    return np.array(found, np.int64)
+            bounds.append(whole if whole > start else start + capacity)
+    return np.array(bounds, np.int64)
 
 
 PACKINGS: dict[PackingName, Callable[[NDArray[np.int64], int], Packing]] = {x.name: x for x in (Concatenation, BestFit)}

@@ -231,13 +231,13 @@ def combine(sources: Sequence[Source]) -> list[Source]:
 def _listed(source: Source, before: RecordedSource | None) -> RecordedSource:
     """The entry of `source`, which continues after that of `before`."""
     documents = source.identity[1:3]
-    found = RecordedSource(
+    recorded = RecordedSource(
         source.prefix, source.contents, documents, source.weight, 0, 0, source.packing, source.length
     )
     if before is None:
-        return found
+        return recorded
     count = before.consumed
-    return replace(found, start=count, consumed=count, length=before.length, position=before.position)
+    return replace(recorded, start=count, consumed=count, length=before.length, position=before.position)
 
 
 def _equal(share: float, other: float) -> bool:

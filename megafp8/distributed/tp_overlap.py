@@ -161,7 +161,7 @@ class TPOverlap(Protocol):
         """The ranks over which tokens are sharded outside the layer; None where each has all of them."""
         ...
 
-    def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
+    def gather(self, shards: Sequence[Tensor]) -> AllGatherHandle:
         """Start gathering contiguous matrices, of the same shapes on all ranks, along dim 0."""
         ...
 
@@ -177,8 +177,8 @@ class Replicated:
     ranks: ProcessGroup | None
     group: None = None
 
-    def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
-        return AllGatherHandle(list(own), [(slice(0, own[0].shape[0]), DONE.wait)])
+    def gather(self, shards: Sequence[Tensor]) -> AllGatherHandle:
+        return AllGatherHandle(list(shards), [(slice(0, shards[0].shape[0]), DONE.wait)])
 
     def sum(self, product: Product) -> ReduceHandle:
         y_mn = product.compute()
@@ -195,10 +195,10 @@ class Collective:
 
     group: ProcessGroup
 
-    def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
-        gathered, work = all_gather_async(own, self.group)
+    def gather(self, shards: Sequence[Tensor]) -> AllGatherHandle:
+        gathered, work = all_gather_async(shards, self.group)
 
-        def wait(_: Sequence[Tensor] = own) -> None:  # keeps it alive until then
+        def wait(_: Sequence[Tensor] = shards) -> None:  # keeps it alive until then
             work.wait()
 
         return AllGatherHandle(gathered, [(slice(0, gathered[0].shape[0]), wait)])

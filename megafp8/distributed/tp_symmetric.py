@@ -68,9 +68,9 @@ class SymmetricMemory:
         self._busy = False
         self._grow(size)
 
-    def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
+    def gather(self, shards: Sequence[Tensor]) -> AllGatherHandle:
         t, rank = self.group.size(), self.group.rank()
-        shard_bytes = [_flat_bytes(x) for x in own]
+        shard_bytes = [_flat_bytes(x) for x in shards]
         sizes = tuple(x.numel() for x in shard_bytes)
         buffer = self._next_buffer(offsets(sizes)[-1])
         views = buffer.views(sizes)
@@ -82,7 +82,7 @@ class SymmetricMemory:
         buffer.barrier()
         self._computed.record(current)
         self._computed.wait(self._stream)
-        m = t * own[0].shape[0]
+        m = t * shards[0].shape[0]
         chunks: list[tuple[slice, Callable[[], Any]]] = []
         with torch.cuda.stream(self._stream):
             for step, copied in zip(self._steps, self._copied):
@@ -98,7 +98,7 @@ class SymmetricMemory:
                 chunks.append((step.rows(m, t), wait))
         for out, x in zip(by_rank[rank], shard_bytes):
             out.copy_(x)
-        return AllGatherHandle([y.view(x.dtype).view(-1, *x.shape[1:]) for x, y in zip(own, gathered)], chunks)
+        return AllGatherHandle([y.view(x.dtype).view(-1, *x.shape[1:]) for x, y in zip(shards, gathered)], chunks)
 
     def sum(self, product: Product) -> ReduceHandle:
         t, rank = self.group.size(), self.group.rank()

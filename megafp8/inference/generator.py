@@ -377,7 +377,7 @@ class Generator:
 
         The first rank that has logits tells all others, so no rank can come to another result.
         """
-        parallel, rows = self.model.parallel, [own.row for own in ends]
+        parallel, rows = self.model.parallel, [running.row for running in ends]
         top = min(max(row.options.logprobs for row in rows), self._vocab_size)
         if logits_rv is None:
             result = torch.empty(len(rows), 2 + 2 * top, dtype=torch.float64, device=parallel.device)
@@ -388,11 +388,11 @@ class Generator:
             result = torch.cat([x.double() for x in columns], dim=1)
         ranks_of_a_stage = parallel.world_size // parallel.pipeline.size
         broadcast(result, parallel.world.group, self.model.last_rank * ranks_of_a_stage)
-        found: list[tuple[Any, ...]] = []
+        choices: list[tuple[Any, ...]] = []
         for (token, logprob, *more), row in zip(result.tolist(), rows, strict=True):
             pairs = [(int(token), x) for token, x in zip(more[:top], more[top:], strict=True)]
-            found.append((int(token), logprob, *pairs[: row.options.logprobs]))
-        return found
+            choices.append((int(token), logprob, *pairs[: row.options.logprobs]))
+        return choices
 
     def _add(self, running: _Running, token: int, logprob: float, top: list[tuple[int, float]]) -> str:
         """Add a token to a completion; the text that it adds."""

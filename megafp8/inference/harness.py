@@ -113,14 +113,14 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        found = []
+        answers = []
         scores = self._scores(Request(context, continuation) for _, context, continuation in requests)
         for score, (texts, *_tokens) in zip(
             tqdm(scores, "scored", len(requests), disable=disable_tqdm or None), requests
         ):
-            found.append((sum(score.logprobs), score.greedy))
-            self.cache_hook.add_partial("loglikelihood", texts, found[-1])
-        return found
+            answers.append((sum(score.logprobs), score.greedy))
+            self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
+        return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [request.args[0] for request in requests]

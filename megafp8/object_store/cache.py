@@ -269,17 +269,17 @@ class ObjectCache:
         size = len(content) + _CRC.size
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
-        with _held(self.folder / ".size", _STALE_SECONDS) as held:
-            if held is None:
+        with _held(self.folder / ".size", _STALE_SECONDS) as locked:
+            if locked is None:
                 raise OSError(f"{self.folder / '.size'} is held by a process that does nothing")
-            used = held.read()
+            used = locked.read()
             if used is None or used + size > self.limit_bytes:
                 used = self._evict(size)
             if used + size > self.limit_bytes:
                 raise OSError(f"a block of {size:,} bytes does not fit into a limit of {self.limit_bytes:,}")
             with temporary.open("wb") as file:
                 os.truncate(file.fileno(), size)
-            held.write(used + size)
+            locked.write(used + size)
         try:
             with temporary.open("r+b") as file:  # keeps its size
                 file.writelines([content, _CRC.pack(zlib.crc32(content))])

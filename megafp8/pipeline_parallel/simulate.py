@@ -88,11 +88,11 @@ def _peak(actions: list[Action], *, until_weight: bool) -> int:
     if all(action.kind is Kind.FORWARD for action in actions):
         return 0
     split = split_backwards(actions) if until_weight else set()
-    held = peak = 0
+    in_flight = peak = 0
     for kind, microbatch, chunk in actions:
         frees = kind is Kind.BACKWARD and (microbatch, chunk) not in split
-        held += (kind is Kind.FORWARD) - (frees or (until_weight and kind is Kind.WEIGHT))
-        peak = max(peak, held)
+        in_flight += (kind is Kind.FORWARD) - (frees or (until_weight and kind is Kind.WEIGHT))
+        peak = max(peak, in_flight)
     return peak
 
 

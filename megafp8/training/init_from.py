@@ -72,10 +72,10 @@ def complete_model(tree: dict[str, Any], source: str) -> None:
         if isinstance(tree.get("lora"), dict):
             tree["lora"] = (own_checkpoint.metadata["config"].get("lora") or {}) | tree["lora"]
     explicit = {key: value for key, value in given.items() if key not in _RESOLVED or value is not None}
-    tree["model"] = found = model.model_dump(mode="json")
+    tree["model"] = model_keys = model.model_dump(mode="json")
     for key, value in explicit.items():  # model.moe may be incomplete too
-        both = isinstance(value, dict) and isinstance(found.get(key), dict)
-        found[key] = found[key] | value if both else value
+        both = isinstance(value, dict) and isinstance(model_keys.get(key), dict)
+        model_keys[key] = model_keys[key] | value if both else value
     if own_checkpoint is not None:
         return
     try:

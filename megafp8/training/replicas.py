@@ -116,7 +116,7 @@ def _name_of(param: nn.Parameter) -> str:
 def replicated_state(trainer: Trainer) -> list[Replica]:
     """All tensors that other ranks must hold too, in the same order on each. No weight gather may be running."""
     parallel, strategy = trainer.parallel, trainer.strategy
-    fp8_data, found = strategy.fp8_data, list[Replica]()
+    fp8_data, replicas = strategy.fp8_data, list[Replica]()
 
     def add(param: nn.Parameter, name: str, tensors: Iterable[Tensor], axis: str) -> None:
         spec = spec_of(param)
@@ -125,7 +125,7 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
         shared_over |= {"tensor"} if spec.replicated_over_tp else set()
         shared_over |= {"embedding"} if any(param is tied for tied in strategy.tied) else set()
         holder = " (last stage)" if spec.is_copy else ""
-        found.extend(
+        replicas.extend(
             Replica(f"{name}{f' ({i})' if i else ''}", values, frozenset(shared_over), holder)
             for i, values in enumerate(tensors)
         )
@@ -144,19 +144,19 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
     for param, (op, _) in strategy.fp8_weights.items():
         if op.gathered_weight is not None:
             names = ", ".join(piece.name for piece in spec_of(param).shards)
-            found.append(Replica(f"scale_inv of {names}", op.gathered_weight.scale_inv, all_layers))
-    found += [Replica(f"model.{name}", values, all_layers) for name, values in trainer.constants.items()]
-    found += [Replica(name, values, all_layers) for name, values in trainer.loss_scale.items()]
+            replicas.append(Replica(f"scale_inv of {names}", op.gathered_weight.scale_inv, all_layers))
+    replicas += [Replica(f"model.{name}", values, all_layers) for name, values in trainer.constants.items()]
+    replicas += [Replica(name, values, all_layers) for name, values in trainer.loss_scale.items()]
     experts = [module for module in trainer.model.modules() if isinstance(module, Experts)]
     layers = [layer for module in experts for group in (module.up_state, module.down_state) for layer in group.states]
     expert_prefixes = tuple(f"fp8.{layer.site.name}." for layer in layers)
     for name, values in trainer.fp8.state_dict().items():
         # Slot 0 of a history is local to the rank and belongs to the current step, in which an evaluation may have run.
         done = values[1:] if name.endswith(".amax_history") else values
-        found.append(
+        replicas.append(
             Replica(name, done, frozenset({"expert_data"}) if name.startswith(expert_prefixes) else all_layers)
         )
-    found.append(Replica("number of optimizer steps", torch.tensor(trainer.optimizer.step_count), all_layers))
+    replicas.append(Replica("number of optimizer steps", torch.tensor(trainer.optimizer.step_count), all_layers))
     sizes = {
         "data": parallel.data_context.size,
         "expert_data": parallel.expert_data.size,
@@ -164,7 +164,7 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
         "tensor": parallel.tensor.size,
         "embedding": parallel.pipeline.size,
     }
-    return [replica for replica in found if any(sizes[axis] > 1 for axis in replica.shared_over)]
+    return [replica for replica in replicas if any(sizes[axis] > 1 for axis in replica.shared_over)]
 
 
 def check_replicas(trainer: Trainer, step: int) -> None:
@@ -204,7 +204,7 @@ def check_replicas(trainer: Trainer, step: int) -> None:
         if differing
     ]
     by_rank = all_gather_objects(own_copies, parallel.world.group)
-    raise ReplicasDiffer(_describe([held for rank in by_rank for held in rank], step))
+    raise ReplicasDiffer(_describe([difference for rank in by_rank for difference in rank], step))
 
 
 class ReplicaCheck(Observer):

@@ -471,5 +471,5 @@ class Trainer:
     @staticmethod
     def _loss(total: Tensor) -> Loss:
         loss, tokens, *later, _ = total.tolist()
-        means = [more / max(count, 1.0) for more, count in zip(later[::2], later[1::2])]
+        means = [loss_sum / max(count, 1.0) for loss_sum, count in zip(later[::2], later[1::2])]
         return Loss(loss / max(tokens, 1.0), int(tokens), sum(means) / len(means) if means else None)
