@@ -25,8 +25,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import torch.distributed as dist
@@ -109,8 +110,10 @@ def _rank(rank: int, port: int, options: Sequence[str], output: Path) -> None:
     os._exit(code)
 
 
-def attempt(options: Sequence[str], output: Path) -> Attempt:
-    """Run the job once, in forks of this process."""
+def attempt(
+    options: Sequence[str], output: Path, meanwhile: Callable[[Sequence[ForkProcess]], None] = lambda ranks: None
+) -> Attempt:
+    """Run the job once, in forks of this process. `meanwhile` is called with its processes when they have started."""
     shutil.rmtree(output.parent / "errors", ignore_errors=True)
     output.unlink(missing_ok=True)
     with socket.socket() as probe:
@@ -120,6 +123,7 @@ def attempt(options: Sequence[str], output: Path) -> Attempt:
     processes = [context.Process(target=_rank, args=(rank, port, options, output)) for rank in range(RANKS)]
     for process in processes:
         process.start()
+    meanwhile(processes)
     deadline = time.monotonic() + SECONDS
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from megafp8.pipeline_parallel.schedules import Action, Kind, Placement, Schedule
+from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
 
 
@@ -221,11 +222,35 @@ def test_dry_run_shows_shards_and_replicas() -> None:
 
 
 def test_dry_run_reads_the_vocabulary_or_says_what_it_lacks(tmp_path: Path) -> None:
-    said = dry_run("gpt2-125m", 8, f"data.tokenizer.path={tmp_path}/none", code=2)
-    assert f"{tmp_path}/none" in said
+    missing = f"data.tokenizer.path={tmp_path}/none"
+    said = dry_run("gpt2-125m", 8, missing, "model.vocab_size=null", code=2)
+    assert f"model.vocab_size = None: the tokenizer, {tmp_path}/none, is missing" in said
     assert "Traceback" not in said
-    tokenizer = ["data.tokenizer={kind: bytes}", "parallel.layers_per_stage=balanced"]
-    assert "vocab_size: 257" in dry_run("gpt2-125m", 8, *tokenizer)
+    said = dry_run("gpt2-125m", 8, missing)
+    assert f"needed before a start:\n  data.tokenizer.path = {tmp_path}/none: neither a file" in said
+    options = ["data.tokenizer={kind: bytes}", "model.vocab_size=null", "--verbose"]
+    assert "vocab_size: 257" in dry_run("gpt2-125m", 8, *options)
+
+
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+FEWEST_RANKS = {"deepseek-v3": 512, "llama3-8b-stages": 16, "qwen3-30b-a3b": 16, "mixtral-8x7b": 32, "olmo2-7b": 2}
+
+
+@pytest.mark.parametrize("config", slow_but(CONFIGS, "llama3-8b-sft"))
+def test_dry_run_of_a_config_as_it_is(config: str) -> None:
+    """Without tokenizer, data and weights, on the fewest ranks that all of its stages run on."""
+    done = run_python("pretrain_gpt.py", "--config", f"configs/{config}.yaml", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "needed before a start:" in done.stdout
+    if config in FEWEST_RANKS:
+        assert done.stdout.startswith(f"{FEWEST_RANKS[config]} ranks, the fewest that this config runs on;")
+
+
+def test_a_dry_run_refuses_stages_that_the_run_would_refuse() -> None:
+    stages = "stages=[{name: wide, begin: 50, overrides: {model.ffn_hidden_size: 1024}}]"
+    said = dry_run("quickstart", 4, stages, code=2)
+    assert "configs/quickstart.yaml, stage wide from step 50: " in said
+    assert "the stage cannot begin, since the checkpoint of step 50" in said
 
 
 A = ["--config", "a.yaml"]
@@ -291,7 +316,7 @@ def test_a_dry_run_of_a_cluster_layout_imports_little_besides_torch() -> None:
     assert "parameters: 405,853,388,800 in the model" in said  # Llama-3.1-405B's published count
     assert "119-125" in said
     assert "amax          64 ranks: 0, 1, 2, 3, 4, 5, 6, 7, …  (16 such groups)" in said
-    assert "data sets: tokens, shares and epochs are not known, as data/corpus/text.bin and 1 more files are" in said
+    assert "data.train, data/corpus/text: no data/corpus/text.bin and no data/corpus/text.idx" in said
     assert "megafp8.training.describe" in imported.split()
     packages = {"matplotlib", "tensorboard", "transformers", "triton", "tokenizers", "wandb", "sympy", "pandas"}
     assert not packages & {name.partition(".")[0] for name in imported.split()}

@@ -1,6 +1,6 @@
 """The config of a run: its fields (`schema`), read from YAML (`load`), checked as a whole (`checks`)."""
 
-from megafp8.config.checks import check_layout
+from megafp8.config.checks import check_layout, fewest_ranks
 from megafp8.config.errors import ConfigError, Problem
 from megafp8.config.load import load_config
 from megafp8.config.parts import LayerSpec
@@ -70,6 +70,7 @@ __all__ = [
     "check_layout",
     "config_at",
     "end_of_stage",
+    "fewest_ranks",
     "load_config",
     "planned_stages",
     "stage_at",

@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megafp8.config import encoder_checks, optimizer_checks, resilience_checks
 from megafp8.config.activations import ACTIVATIONS
@@ -20,6 +20,7 @@ from megafp8.config.parts.latent_attention import LatentAttentionConfig, latent_
 from megafp8.config.parts.moe import MoeConfig, expert_layout, expert_ranks, experts
 from megafp8.config.schema import Config, ModelConfig, Section
 from megafp8.kernels.limits import LARGEST_HEAD
+from megafp8.object_store import url_problem
 from megafp8.pipeline_parallel.registry import SCHEDULES, unsplit_schedule
 
 
@@ -54,6 +55,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _objective,
         encoder_checks.data,
         _blend,
+        _urls,
         _object_cache,
         _evaluation,
         _deterministic,
@@ -61,13 +63,32 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         resilience_checks.layout,
         _profile,
     )
-    rules_on_ranks = (_counts, _batch, _fsdp_replicas, expert_ranks, resilience_checks.faults, _profiled_ranks)
     if problems := [*_pattern(config.model)]:
         raise ConfigError(source, problems)
     problems = [problem for rule in rules for problem in rule(config)]
-    problems += [problem for rule in rules_on_ranks for problem in rule(config, world_size)]
+    problems += _problems_on_ranks(config, world_size)
     if problems:
         raise ConfigError(source, problems)
+
+
+def fewest_ranks(configs: Sequence[Config]) -> int:
+    """The smallest number of ranks that all `configs`, the stages of a run, run on.
+
+    If there is none, a number that every model-parallel size divides, for which `check_layout` says what is wrong.
+    """
+    least = 1
+    for p in (config.parallel for config in configs):
+        least = math.lcm(least, p.pipeline * math.lcm(p.tensor * p.context, p.expert_ranks))
+    most = max(config.training.global_batch_size for config in configs) * least
+    for ranks in range(least, min(most, _MOST_RANKS) + 1, least):
+        if not any(problem for config in configs for problem in _problems_on_ranks(config, ranks)):
+            return ranks
+    return least
+
+
+def _problems_on_ranks(config: Config, world_size: int) -> list[Problem]:
+    rules = (_counts, _batch, _fsdp_replicas, expert_ranks, resilience_checks.faults, _profiled_ranks)
+    return [problem for rule in rules for problem in rule(config, world_size)]
 
 
 def _profile(config: Config) -> Iterator[Problem]:
@@ -154,6 +175,17 @@ def _blend(config: Config) -> Iterator[Problem]:
 
 
 _FEWEST_BLOCKS = 64
+
+
+def _urls(config: Config) -> Iterator[Problem]:
+    """Paths that may be URLs, as far as they can be checked without contacting a storage."""
+    data, checkpoint = config.data, config.checkpoint
+    paths: list[tuple[str, str | None]] = [("data.train", path) for path in data.train]
+    paths += [(f"data.validation.{name}", path) for name, path in data.validation.items()]
+    paths += [("checkpoint.folder", checkpoint.folder), ("checkpoint.init_from", checkpoint.init_from)]
+    for key, path in paths:
+        if path is not None and (problem := url_problem(path)) is not None:
+            yield Problem(key, path, *problem)
 
 
 def _object_cache(config: Config) -> Iterator[Problem]:

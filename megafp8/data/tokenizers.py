@@ -61,6 +61,10 @@ class TokenizerSettingError(ValueError):
         super().__init__(f"tokenizer {setting} = {value!r}: {rule}; {works}")
 
 
+class MissingTokenizer(TokenizerSettingError):
+    """A tokenizer whose files are not on this machine."""
+
+
 def build_tokenizer(
     kind: TokenizerKind, path: str | None = None, end_token: str | None = None, pattern: str | None = None
 ) -> Tokenizer:
@@ -80,8 +84,10 @@ def build_tokenizer(
     if path is None:
         raise TokenizerSettingError("path", None, f"a {kind} tokenizer is read from a file", "give its path")
     if not Path(path).is_file() and (kind != "tiktoken" or Path(path).exists()):
-        reason = "is a folder" if Path(path).is_dir() else "no such file"
-        raise TokenizerSettingError("path", path, reason, "give the path of the tokenizer's file")
+        works = "give the path of the tokenizer's file"
+        if Path(path).is_dir():
+            raise TokenizerSettingError("path", path, "is a folder", works)
+        raise MissingTokenizer("path", path, "no such file", works)
     if kind == "tiktoken":
         return _tiktoken(path, end_token, pattern)
     return _sentencepiece(path, end_token) if kind == "sentencepiece" else _huggingface(path, end_token)
@@ -314,11 +320,12 @@ def _check_pattern(tiktoken: Any, pattern: str) -> None:
 def _get_encoding(tiktoken: Any, name: str) -> Any:
     if name not in tiktoken.list_encoding_names():
         names = ", ".join(tiktoken.list_encoding_names())
-        raise TokenizerSettingError("path", name, "neither a file nor a tiktoken encoding", f"encodings are {names}")
+        kind = MissingTokenizer if "/" in name else TokenizerSettingError
+        raise kind("path", name, "neither a file nor a tiktoken encoding", f"encodings are {names}")
     try:
         return tiktoken.get_encoding(name)  # from its cache, or else from the network
     except OSError as error:
-        raise TokenizerSettingError(
+        raise MissingTokenizer(
             "path",
             name,
             f"{name}: tiktoken has no copy of this encoding and cannot fetch it ({type(error).__name__})",

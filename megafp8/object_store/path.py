@@ -270,6 +270,21 @@ def filesystem(url: str) -> Any:
         return _filesystems[key]
 
 
+def url_problem(path: str) -> tuple[str, str] | None:
+    """What is wrong with `path`, a local one or a URL, and what would work; None if nothing is. Contacts no storage."""
+    protocol, _, rest = path.partition(":/")
+    if protocol in known_implementations and rest and not rest.startswith("/"):
+        return "a URL has two slashes after its protocol", f"try {protocol}://{rest}"
+    if not is_url(path) or protocol == "file":
+        return None
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:
+        rule, _, works = _explain(path, error).partition("; ")
+        return rule, works
+    return None
+
+
 def _list(fs: Any, path: str) -> list[str]:
     try:
         names = fs.ls(path, detail=False)
@@ -297,8 +312,8 @@ def _explain(url: str, error: Exception) -> str:
     protocol = url.partition("://")[0]
     if isinstance(error, ImportError):
         package = known_implementations.get(protocol, {}).get("class", "").partition(".")[0]
-        extra = " (or megafp8 with its extra: pip install -e '.[s3]')" if package == "s3fs" else ""
-        return f"{protocol}:// needs the package {package}, which is not installed: pip install {package}{extra}"
+        install = "pip install s3fs, or megafp8[s3]" if package == "s3fs" else f"pip install {package}"
+        return f"{protocol}:// needs the package {package}, which is not installed; {install}"
     if isinstance(error, ValueError) and "rotocol not known" in str(error):
         return f"fsspec knows no protocol {protocol}://; known are s3, gs, az, file, memory and others"
     if _is_credentials(error):

@@ -24,9 +24,11 @@ from megafp8.config import (
     Problem,
     check_layout,
     end_of_stage,
+    fewest_ranks,
     load_config,
     planned_stages,
 )
+from megafp8.object_store import as_path
 from megafp8.redaction import redact_arguments
 from megafp8.training.errors import run_and_report
 
@@ -66,16 +68,20 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", action=_Once, help="the YAML file of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, e.g. parallel.tensor=2")
-    shown = "print config, rank layout, parameters, memory per rank and data sets, then stop"
+    shown = "print rank layout, parameters, memory per rank, time of a step, linear layers and data sets, then stop"
     parser.add_argument("--dry-run", action="store_true", help=shown)
-    help = "with --dry-run: the number of ranks to plan for"
+    help = "with --dry-run: the number of ranks to plan for (default: the fewest that the config runs on)"
     parser.add_argument("--world-size", action=_Once, type=_ranks, help=help)
+    help = "with --dry-run: print the config with all defaults too"
+    parser.add_argument("--verbose", action="store_true", help=help)
     parser.add_argument("--print-schema", action="store_true", help="print the JSON schema of the config, then stop")
     arguments = parser.parse_intermixed_args()
     if not arguments.config and not arguments.print_schema:
         parser.error("--config is required, for example --config configs/quickstart.yaml")
     if arguments.world_size is not None and not arguments.dry_run:
         parser.error("--world-size is for --dry-run; a run has as many ranks as torchrun starts processes")
+    if arguments.verbose and not arguments.dry_run:
+        parser.error("--verbose is for --dry-run")
     return arguments
 
 
@@ -83,6 +89,15 @@ def _complete_model(tree: dict[str, Any], source: str) -> None:
     from megafp8.training.init_from import complete_model  # needs torch
 
     complete_model(tree, source)
+
+
+def _complete_model_if_there(tree: dict[str, Any], source: str) -> None:
+    """`_complete_model` of a dry run: a folder that is missing need not be there yet if the config has a model."""
+    try:
+        _complete_model(tree, source)
+    except ConfigError:
+        if not tree.get("model") or as_path(tree["checkpoint"]["init_from"]).exists():
+            raise
 
 
 def check_config(config: Config, world_size: int, source: str) -> list[PlannedStage]:
@@ -105,27 +120,40 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
     if arguments.print_schema:
         print(json.dumps(Config.model_json_schema(), indent=2))
         return None
+    if arguments.dry_run:
+        _dry_run(arguments)
+        return None
     config = load_config(arguments.config, arguments.overrides, _complete_model)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if arguments.dry_run:
-        p = config.parallel
-        world_size = arguments.world_size or max(world_size, p.tensor * p.pipeline * p.context)
-        gc.disable()  # this process ends soon, and collecting takes a sixth of its time
-    stages = check_config(config, world_size, arguments.config)
-    # From here on torch is needed; a dry run imports no more of it than it must.
-    if arguments.dry_run:
-        from megafp8.training.describe import dry_run
-
-        for stage in stages:
-            steps = end_of_stage(config, stage.begin) - stage.begin if config.stages else config.training.steps
-            if stage.name is not None:
-                print(f"stage {stage.name}, steps {stage.begin + 1} to {stage.begin + steps}:\n")
-            print(dry_run(stage.config, world_size, stage.source, steps))
-        return None
-
+    check_config(config, world_size, arguments.config)
+    # From here on torch is needed.
     from megafp8.training.validate import validate
 
     return validate(config, world_size, arguments.config)
+
+
+def _dry_run(arguments: argparse.Namespace) -> None:
+    """Print what `--dry-run` shows."""
+    gc.disable()  # this process ends soon, and collecting takes a sixth of its time
+    config = load_config(arguments.config, arguments.overrides, _complete_model_if_there)
+    world_size = arguments.world_size or int(os.environ.get("WORLD_SIZE", "0"))
+    if not world_size:
+        world_size = fewest_ranks([stage.config for stage in planned_stages(config, arguments.config)])
+        ranks = f"{world_size} ranks" if world_size > 1 else "1 rank"
+        print(f"{ranks}, the fewest that this config runs on; --world-size N plans for others\n")
+    stages = check_config(config, world_size, arguments.config)
+    # From here on torch is needed; a dry run imports no more of it than it must.
+    from megafp8.training.describe import dry_run
+
+    if len(stages) > 1:
+        from megafp8.training.state import check_stages  # loads all that trains
+
+        check_stages(stages)
+    for stage in stages:
+        steps = end_of_stage(config, stage.begin) - stage.begin if config.stages else config.training.steps
+        if stage.name is not None:
+            print(f"stage {stage.name}, steps {stage.begin + 1} to {stage.begin + steps}:\n")
+        print(dry_run(stage.config, world_size, stage.source, steps, verbose=arguments.verbose))
 
 
 def run(description: str | None, live_evaluation: Callable[[Inputs], MakeEvaluation]) -> None:

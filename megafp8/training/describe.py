@@ -16,22 +16,26 @@ import yaml
 from megafp8.config import Config, ParallelConfig
 from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import Fp8Manager
+from megafp8.gpus import GPUS
 from megafp8.models.build import build_stage
 from megafp8.models.context import planning_context
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
+from megafp8.object_store import as_path
 from megafp8.optimizer.param_groups import check_groups
 from megafp8.parallel_state import rank_groups
 from megafp8.pipeline_parallel.actions import v_placement
 from megafp8.plan import LinearPlan, plans_table
 from megafp8.planner.fits import NO_DEVICE_HAS, check_memory
 from megafp8.planner.flops import flops_per_token, matmul_parameters
+from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import RankMemory, memory_table, pipeline_memory, state_memory
 from megafp8.planner.outline import model_outline
+from megafp8.planner.predict import predict
 from megafp8.planner.stages import stages_of
 from megafp8.training import cuda_graphs
 from megafp8.training.fp8_config import build_fp8
-from megafp8.training.inputs import describe_planned_data, with_vocabulary
+from megafp8.training.inputs import describe_planned_data, missing_data, planned_vocabulary
 from megafp8.training.pipeline import PipelinePlan, describe_schedule, num_microbatches, plan_pipeline
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -78,23 +82,51 @@ def _host_memory() -> int:
     return min(limits)
 
 
-def dry_run(config: Config, world_size: int, source: str, steps: int | None = None) -> str:
-    """The text of --dry-run for a config that passed `check_layout`. Data sets are described if their files exist.
+def dry_run(config: Config, world_size: int, source: str, steps: int | None = None, *, verbose: bool = False) -> str:
+    """The text of --dry-run for a config that passed `check_layout`.
 
-    `steps`: for which the config holds, if not all of the run's; data sets are described as these steps read them.
+    What the run reads and is not there yet, a tokenizer, data sets or the checkpoint that it starts from, is listed. It
+    is checked and described as far as it is there. `steps`: for which the config holds, if not all of the run's; data
+    sets are described as these steps read them. `verbose`: with the config as it is with all defaults.
 
     Raises ValueError (ConfigError if a key of the config is at fault) for errors that need neither data nor devices.
     """
-    config = with_vocabulary(config, source)
+    config, missing = planned_vocabulary(config, source)
     plan = plan_pipeline(config, num_microbatches(config, world_size))
     memory_of = memory_under(plan, world_size)
     memory = memory_of(config)
     check_memory(config, lambda x: memory if x is config else memory_of(x), NO_DEVICE_HAS, "no device has", source)
     check_optimizer(config)
     fp8 = build_fp8(config, None)
-    described = _describe(config, world_size, fp8, plan)
-    plans = f"linear layers:\n{plans_table(_plans(config, fp8))}"
-    return "\n\n".join([described, plans, memory_table(memory), describe_planned_data(config, steps)])
+    no_data, start = missing_data(config), config.checkpoint.init_from
+    missing += no_data
+    if start is not None and not as_path(start).exists():
+        missing.append(f"checkpoint.init_from = {start}: no such folder")
+    parts = [
+        _describe(config, world_size, fp8, plan),
+        memory_table(memory),
+        *([] if config.device == "cpu" else [_predicted(config, fp8, world_size)]),
+        f"linear layers:\n{plans_table(_plans(config, fp8))}",
+        *([] if no_data else [describe_planned_data(config, steps)]),
+        *(["needed before a start:\n" + "\n".join(f"  {line}" for line in missing)] if missing else []),
+        *([_resolved(config)] if verbose else []),
+    ]
+    return "\n\n".join(parts)
+
+
+def _predicted(config: Config, fp8: Fp8Manager, world_size: int) -> str:
+    """The planner's time of a step on the GPUs that most users have."""
+    gpu = GPUS["h100-80gb"]
+    found = predict(model_outline(config, fp8), Cluster(gpu, world_size))
+    return (
+        f"predicted on H100-80GB, 8 in a node: {found.seconds * 1e3:,.0f} ms a step, "
+        f"{found.tokens_per_second:,.0f} tokens/s on each GPU (docs/planning.md has the errors; megafp8 plan finds "
+        "faster layouts)"
+    )
+
+
+def _resolved(config: Config) -> str:
+    return "config, with all defaults:\n" + yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip()
 
 
 def check_optimizer(config: Config) -> None:
@@ -121,7 +153,7 @@ def _plans(config: Config, fp8: Fp8Manager) -> list[LinearPlan]:
 
 
 def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePlan) -> str:
-    """Config, layout, parameters and their state, groups. `fp8`: which layers are FP8 according to the config."""
+    """Layout, parameters and their state, groups. `fp8`: which layers are FP8 according to the config."""
     p, t = config.parallel, config.training
     data = world_size // (p.tensor * p.pipeline * p.context)
     groups = rank_groups(world_size, p.tensor, p.pipeline, p.context, p.fsdp_replicas, p.expert, p.expert_tensor)
@@ -130,8 +162,6 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     in_model = sum(x.in_model for parameters_of in parameters for x in parameters_of)
     flops = flops_per_token(config)
     lines = [
-        yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip(),
-        "",
         f"layout: {world_size} ranks = pipeline {p.pipeline} × data {data}"
         f"{f' × context {p.context}' if p.context > 1 else ''} × tensor {p.tensor}"
         f"{' with sequence parallelism' if p.sequence_parallel and p.tensor > 1 else ''}",

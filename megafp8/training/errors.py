@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from megafp8.error_causes import causes, lost_connection, no_space, os_error
-from megafp8.object_store import ObjectStoreError
+from megafp8.object_store import ObjectStoreError, is_transient
 from megafp8.redaction import redact
 from megafp8.text_file import replace_text
 
@@ -65,10 +65,10 @@ class Diverged(TrainingError):
 def run_and_report(job: Callable[[], object]) -> int:
     """Run `job` and return the exit code of this process; an exception is reported to the agent, or on stderr.
 
-    A ValueError raised by this package is a fault of config, data or checkpoint: only its message is shown, as of a
-    TrainingError. So it is of other exceptions whose class is this package's (SaveFailed), of an ObjectStoreError and
-    of a full disk, after which a restart may succeed. Other exceptions, including ValueErrors raised by libraries, are
-    shown with their traceback.
+    A ValueError raised by this package is a fault of config, data or checkpoint, and so is an ObjectStoreError that
+    would come again: only its message is shown, as of a TrainingError. So it is of other exceptions whose class is this
+    package's (SaveFailed), of any ObjectStoreError and of a full disk, after which a restart may succeed. Other
+    exceptions, including ValueErrors raised by libraries, are shown with their traceback.
     SystemExit and KeyboardInterrupt pass through. Credentials are removed from what is printed. SIGUSR2 prints the
     stacks of all threads on stderr, to see where a rank that makes no progress waits, and so do SIGBUS and other fatal
     signals. The process may open as many files as the hard limit allows.
@@ -87,7 +87,9 @@ def run_and_report(job: Callable[[], object]) -> int:
             code, message = FAILED, f"error: {limit}"
         elif isinstance(error, TrainingError):
             code, message = error.exit_code, f"error: {error}"
-        elif isinstance(error, ValueError) and _is_ours(error):
+        elif (isinstance(error, ValueError) and _is_ours(error)) or (
+            isinstance(error, ObjectStoreError) and not is_transient(error)
+        ):
             code, message = NO_RESTART, f"error: {error}"
         elif lost_connection(error):
             first_line = str(error).partition("\n")[0]  # torch adds the C++ stack

@@ -22,7 +22,7 @@ from megafp8.data.packing import BestFit
 from megafp8.data.progress import Conflict, Identity, Progress, Source, combine
 from megafp8.data.sampler import batches as batch_stream
 from megafp8.data.samples import PackedDataset, split_documents
-from megafp8.data.tokenizers import Tokenizer, TokenizerSettingError, build_tokenizer
+from megafp8.data.tokenizers import MissingTokenizer, Tokenizer, TokenizerSettingError, build_tokenizer
 from megafp8.distributed.collectives import all_gather_objects
 from megafp8.object_store.cache import ObjectCache, default_cache
 from megafp8.objectives import Objective
@@ -323,6 +323,22 @@ def with_vocabulary(config: Config, source: str) -> Config:
     return _resolve_vocabulary(config, open_tokenizer(config, source), source)
 
 
+def planned_vocabulary(config: Config, source: str) -> tuple[Config, list[str]]:
+    """`config` with `model.vocab_size` resolved, and what is missing for it: the tokenizer, if the config has the
+    vocabulary's size, as it need not be there before the run starts. Raises ValueError."""
+    try:
+        return _resolve_vocabulary(config, open_tokenizer(config, source), source), []
+    except ConfigError as error:
+        missing = error.__cause__
+        if not isinstance(missing, MissingTokenizer):
+            raise
+        if config.model.vocab_size is None:
+            rule = f"the tokenizer, {missing.value}, is missing, so the size of its vocabulary is not known"
+            problem = Problem("model.vocab_size", None, rule, "set it, or give data.tokenizer a path that is there")
+            raise ConfigError(source, [problem]) from None
+        return config, [f"data.tokenizer.{missing.setting} = {missing.value}: {missing.rule}; {missing.works}"]
+
+
 def open_tokenizer(config: Config, source: str) -> Tokenizer | None:
     """The tokenizer of the config, or None. Raises ConfigError if its keys do not work."""
     given = config.data.tokenizer
@@ -332,7 +348,7 @@ def open_tokenizer(config: Config, source: str) -> Tokenizer | None:
         return build_tokenizer(given.kind, given.path, given.end_token, given.pattern)
     except TokenizerSettingError as error:
         problem = Problem(f"data.tokenizer.{error.setting}", error.value, error.rule, error.works)
-        raise ConfigError(source, [problem]) from None
+        raise ConfigError(source, [problem]) from error
 
 
 def _resolve_vocabulary(config: Config, tokenizer: Tokenizer | None, source: str) -> Config:
@@ -386,17 +402,23 @@ def check_ranks_agree(inputs: Inputs, consumed_samples: int, group: ProcessGroup
     raise DataError("ranks would not train on the same data: their configs list other data sets")
 
 
+def missing_data(config: Config) -> list[str]:
+    """A line for each data set of which a file is not there. Raises ObjectStoreError where one cannot be looked for."""
+    data = config.data
+    named = [("data.train", prefix) for prefix in data.train]
+    named += [(f"data.validation.{name}", prefix) for name, prefix in data.validation.items()]
+    missing = [
+        (key, prefix, [path for path in (bin_path(prefix), idx_path(prefix)) if not path.exists()])
+        for key, prefix in dict.fromkeys(named)
+    ]
+    return [f"{key}, {prefix}: no {' and no '.join(map(str, paths))}" for key, prefix, paths in missing if paths]
+
+
 def describe_planned_data(config: Config, steps: int | None = None) -> str:
-    """`describe_data` of a new run, or one line if files are missing. Raises ValueError.
+    """`describe_data` of a new run whose data sets are there. Raises ValueError.
 
     `steps`: of it, if not training.steps.
     """
-    prefixes = dict.fromkeys([*config.data.train, *config.data.validation.values()])
-    files = [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
-    missing = [path for path in files if not path.exists()]
-    if missing:
-        remainder = f" and {len(missing) - 1} more files are" if len(missing) > 1 else " is"
-        return f"data sets: tokens, shares and epochs are not known, as {missing[0]}{remainder} missing"
     data_sets = open_data_sets(config)
     progress = Progress.begin(_sources(config.data.train, data_sets, "tokens"))
     samples = (steps or config.training.steps) * config.training.global_batch_size

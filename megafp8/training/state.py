@@ -24,7 +24,8 @@ from __future__ import annotations
 import logging
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ from megafp8.checkpoint import (
 from megafp8.checkpoint.errors import on_all_ranks
 from megafp8.checkpoint.files import read_file
 from megafp8.checkpoint.store import METADATA_FILE
-from megafp8.config import Config, ConfigError, ModelConfig, Problem, config_at, stage_at
+from megafp8.config import Config, ConfigError, ModelConfig, PlannedStage, Problem, config_at, stage_at
 from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.target import TOKENIZER_FOLDER, with_companions
 from megafp8.distributed.sharding import Shape, spec_of
@@ -67,6 +68,7 @@ from megafp8.planner.stages import stages_of
 from megafp8.training.auto_filter import Choice, kept_choice
 from megafp8.training.describe import planned_stage
 from megafp8.training.history import History, changed_keys, leaves
+from megafp8.training.inputs import planned_vocabulary
 from megafp8.training.learning_rate import schedule_change, schedule_jump
 from megafp8.training.trainer import Trainer
 
@@ -285,6 +287,13 @@ def check_next_stage(before: Config, now: Config, step: int, source: str) -> Non
         rule = f"the stage cannot begin, since the checkpoint of step {step} "
         works = "change the stage's overrides"
         raise ConfigError(source, [Problem("overrides", stage.overrides, rule + why, works) for why in reasons])
+
+
+def check_stages(stages: Sequence[PlannedStage]) -> None:
+    """Raise ConfigError if a stage changes what the checkpoint of the stage before it fixes, such as the model."""
+    resolved = [stage._replace(config=planned_vocabulary(stage.config, stage.source)[0]) for stage in stages]
+    for before, stage in pairwise(resolved):
+        check_next_stage(before.config, stage.config, stage.begin, stage.source)
 
 
 def _changes(

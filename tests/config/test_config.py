@@ -291,7 +291,12 @@ EXPERTS: list[tuple[list[str], int, str]] = [
     ([EIGHT, "parallel.expert=3"], 3,
      "parallel.expert = 3: model.moe.num_experts (8) is not a multiple of it; try 1 or 2"),
     ([EIGHT, "parallel.expert=4"], 2,
-     "parallel.expert = 4: it must divide the 2 data-, context- and tensor-parallel ranks of a pipeline stage; try 1"),
+     "parallel.expert = 4: it must divide the 2 data-, context- and tensor-parallel ranks of a pipeline stage; start a "
+     "multiple of 4 processes, or try 1 or 2"),
+    (["data.train=[s3:/bucket/data]"], 2,
+     "data.train = 's3:/bucket/data': a URL has two slashes after its protocol; try s3://bucket/data"),
+    (["checkpoint.folder=s4://bucket/data"], 2,
+     "checkpoint.folder = 's4://bucket/data': fsspec knows no protocol s4://; known are s3, gs, az, file, memory and"),
     ([EIGHT, "parallel.tensor=2", "parallel.sequence_parallel=false"], 2,
      "parallel.sequence_parallel = False: parallel.tensor is 2, and without it each rank would send the same tokens"),
     ([EIGHT, "model.linear_bias=true", "parallel.expert_tensor=2"], 2, "parallel.expert_tensor = 2: model.linear_bias"),

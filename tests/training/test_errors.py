@@ -73,8 +73,9 @@ def test_exit_codes_and_messages_without_an_agent(
     for error in (DataError("a"), FolderInUse("a"), DamagedCheckpoint("a"), Diverged("a"), ReplicasDiffer("a")):
         assert raising(error) == (FAILED if isinstance(error, ReplicasDiffer) else NO_RESTART)
         assert capsys.readouterr().err == "error: a\n"
-    assert raising(ObjectStoreError("a")) == FAILED, "storage may be reached again later"
-    assert capsys.readouterr().err == "error: a\n"
+    for is_transient, code in ((True, FAILED), (False, NO_RESTART)):  # storage may be reached again later
+        assert raising(ObjectStoreError("a", is_transient)) == code
+        assert capsys.readouterr().err == "error: a\n"
     assert run_and_report(lambda: split_documents(5, "no numbers")) == NO_RESTART  # a ValueError that we raise
     assert capsys.readouterr().err.startswith("error: ")
     assert run_and_report(lambda: json.loads("{")) == FAILED  # one from within a library

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
@@ -161,5 +162,7 @@ def expert_ranks(config: RunConfig, world_size: int) -> Iterator[Problem]:
     ):
         if count % size:
             rule = f"it must divide the {count} data-, context- and tensor-parallel ranks of a pipeline stage{over}"
-            yield Problem(f"parallel.{key}", size, rule, divisors(count, size))
+            ranks = p.pipeline * math.lcm(p.tensor * p.context, p.expert_ranks)
+            works = f"start a multiple of {ranks} processes, or {divisors(count, size)}"
+            yield Problem(f"parallel.{key}", size, rule, works)
             return
