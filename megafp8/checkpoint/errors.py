@@ -70,7 +70,7 @@ def on_rank0(action: Callable[[], T], group: ProcessGroup | None) -> T:
     return collectives.broadcast_object(value, group)
 
 
-def group_or_world(group: ProcessGroup | None) -> ProcessGroup | None:
+def group_or_world(group: ProcessGroup | None = None) -> ProcessGroup | None:
     """`group`, or the world where it is None; None where torch.distributed is not initialised."""
     return dist.group.WORLD if group is None and dist.is_initialized() else group
 

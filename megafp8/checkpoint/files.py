@@ -290,14 +290,14 @@ def read_verified(path: AnyPath, name: str, sums: Mapping[str, Checksum] | None)
     return content
 
 
-def read_file(file: AnyPath, limit: int = MAX_FILE_BYTES) -> bytes:
+def read_file(file: AnyPath) -> bytes:
     """The content of a small file. Raises DamagedCheckpoint where the disk cannot read it, else ValueError.
 
     ObjectStoreError where object storage cannot be reached.
     """
     try:
-        if (size := file.stat().st_size) > limit:
-            raise ValueError(f"{file} has {size:,} bytes, and such a file at most {limit:,}")
+        if (size := file.stat().st_size) > MAX_FILE_BYTES:
+            raise ValueError(f"{file} has {size:,} bytes, and such a file at most {MAX_FILE_BYTES:,}")
         return file.read_bytes()
     except OSError as error:
         if is_transient(error):

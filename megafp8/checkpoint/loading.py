@@ -51,7 +51,6 @@ def load(
     checkpoint: AnyPath | str | CheckpointReader,
     tensors: Mapping[str, Rectangles | Tensor],
     *,
-    group: ProcessGroup | None = None,
     optional: Callable[[str], bool] = lambda name: False,
     verify: bool = True,
 ) -> dict[str, Any]:
@@ -67,7 +66,7 @@ def load(
     ValueError where there is no such folder. Damage that is found only while reading, for want of checksums, is a
     ValueError with tensors partly loaded.
     """
-    group = group_or_world(group)
+    group = group_or_world()
     state = as_rectangles(tensors)
     opened = checkpoint if isinstance(checkpoint, CheckpointReader) else _open(as_path(checkpoint), verify, group)
     path, index = opened.path, opened.index

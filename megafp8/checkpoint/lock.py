@@ -39,8 +39,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch.distributed import ProcessGroup
-
 from megafp8.checkpoint.errors import FolderInUse, group_or_world, on_all_ranks
 from megafp8.checkpoint.files import to_json
 from megafp8.distributed import collectives
@@ -117,15 +115,15 @@ def _age(file: AnyPath) -> float:
 
 
 class FolderLock:
-    """Context manager that holds the lock of `folder`. Collective over `group` (None: the world); rank 0 locks.
+    """Context manager that holds the lock of `folder`. Collective over the world; rank 0 locks.
 
     Entering raises FolderInUse where another job holds it, naming owner and age, with nothing changed; ValueError where
     what has the lock's name is no file; RuntimeError where the folder cannot be written to.
     """
 
-    def __init__(self, folder: AnyPath | str, group: ProcessGroup | None = None) -> None:
+    def __init__(self, folder: AnyPath | str) -> None:
         self.file = as_path(folder) / LOCK_FILE
-        self._group = group_or_world(group)
+        self._group = group_or_world()
         self._is_rank0 = collectives.rank(self._group) == 0
         self._us = describe_this_process()
         self._released = threading.Event()

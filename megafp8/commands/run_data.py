@@ -367,16 +367,16 @@ class Points:
     mean_y: Sequence[float | None] = ()
 
 
-def downsample(curve: Curve, buckets: int = BUCKETS) -> Points:
-    """The smallest and largest value in each of `buckets` of as many steps, with the curve's first and last point.
+def downsample(curve: Curve) -> Points:
+    """The smallest and largest value in each of `BUCKETS` of as many steps, with the curve's first and last point.
 
     Curves of up to twice as many points stay as they are. A bucket with values that are not finite keeps the first.
     """
     n = len(curve.steps)
-    if n <= 2 * buckets:
+    if n <= 2 * BUCKETS:
         return Points(curve.steps, curve.values)
     values = np.array([math.nan if v is None else v for v in curve.values], dtype=np.float64)
-    edges = np.linspace(0, n, buckets + 1).astype(int)
+    edges = np.linspace(0, n, BUCKETS + 1).astype(int)
     kept, mean_x, mean_y = {0, n - 1}, [], []
     for a, b in pairwise(edges):
         part = values[a:b]

@@ -96,24 +96,20 @@ class IndexedDataset:
     Its *stream* is the concatenation of all sequences in the order of the index; positions in it count tokens.
     """
 
-    def __init__(self, prefix: str | Path, *, verify: bool = True, cache: ObjectCache | None = None) -> None:
-        """`prefix`: a path without suffix, or the URL of one in object storage, read through `cache`.
-
-        `verify`: compare the .idx with the checksum in the sidecar, if there is one.
-        """
+    def __init__(self, prefix: str | Path, *, cache: ObjectCache | None = None) -> None:
+        """`prefix`: a path without suffix, or the URL of one in object storage, read through `cache`."""
         self.prefix, self._cache = str(prefix), cache
         self._objects = _open_objects(self.prefix, cache)
-        self._open(verify)
+        self._open()
+        self._check_checksum()
 
-    def _open(self, verify: bool) -> None:
+    def _open(self) -> None:
         path, remote = idx_path(self.prefix), self._objects
         self._index = _read_index(path, None if remote is None else _local_copy(remote.idx))
         self.dtype = self._index.dtype
         expected = int(self.sizes.sum(dtype=np.int64)) * self.dtype.itemsize
         size = _size_of_tokens(bin_path(self.prefix), self.dtype, expected, None if remote is None else remote.bin.size)
         self._in_order = _check_pointers(path, size, self._index)
-        if verify:
-            self._check_checksum()
         self.tokens: NDArray[Any] | LocalTokens | RemoteTokens = np.empty(0, self.dtype)
         if size:
             path = Path(f"{self.prefix}.bin")
@@ -127,7 +123,7 @@ class IndexedDataset:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._open(verify=False)
+        self._open()
 
     @property
     def _whole_index(self) -> _Index:
