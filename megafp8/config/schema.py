@@ -330,10 +330,6 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
         """Equal for layers that differ in their number alone; hashable."""
         return self.is_decoder(layer), layer >= self.num_blocks, *map(repr, self.layer(layer))
 
-    def window_of(self, layer: int) -> int | None:
-        """The sliding window of a layer; None where it attends to all earlier tokens."""
-        return getattr(self.layer(layer).mixer, "sliding_window", None)
-
     @property
     def ffn_size(self) -> int:
         return self.ffn_hidden_size or 4 * self.hidden_size
