@@ -91,7 +91,7 @@ class ChecksummedFile(io.FileIO):
         except Exception as error:
             if self.failure is None or error is self.failure:
                 raise
-            raise self.failure from None  # what torch.save makes of it says nothing more, and may be caused by it
+            raise self.failure from None  # torch.save's error says no more, and may have this one as its cause
 
 
 class _SyncedStream(io.BufferedWriter):

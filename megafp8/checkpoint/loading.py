@@ -63,7 +63,7 @@ def load(
 
     Raises, on all ranks alike and before a tensor has changed, DamagedCheckpoint (a ValueError) where one of its files
     is not as it was written, IncompatibleCheckpoint (a ValueError) where names, global shapes or dtypes differ, and
-    ValueError where there is no such folder. Damage that is found only while reading, for want of checksums, is a
+    ValueError where there is no such folder. Damage that is found only while reading, as there are no checksums, is a
     ValueError with tensors partly loaded.
     """
     group = group_or_world()

@@ -17,7 +17,7 @@ may differ. A lock is taken over
   been started, with restarts counted anew, because the owner's host is gone.
 
 In object storage the file is created by a conditional PUT, which one of several writers succeeds in, and is touched by
-writing it again. Who takes over a lock there, for want of renames, looks after 3 seconds whether it is still its own.
+writing it again. A job that takes over a lock there, without renames, checks after 3 seconds that it still has it.
 
 Limit: an owner that hangs for longer (a suspended process, a stalled file system) may lose the lock while it lives. It
 detects that by the token in the file before it next changes the folder, and stops.
@@ -193,7 +193,7 @@ class FolderLock:
             raise ValueError(f"{self.file} is {kind}, and a lock is a file that a job has made; remove it")
 
     def _is_settled(self) -> bool:
-        """Whether the lock is still ours once a competitor that saw the former owner too has had time to remove it."""
+        """Wait until no competitor that saw the former owner can remove the lock; whether it is ours then."""
         time.sleep(_SETTLING_SECONDS)
         return self.is_ours()
 

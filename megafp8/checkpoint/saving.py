@@ -332,7 +332,7 @@ class StagingBuffer:
     def copy_on_side_stream(self, staged: Iterable[Staged]) -> None:
         """Copy on a side stream, and return once these copies and those of `copy` are done. For another thread.
 
-        The values are those at the last call of `copy`, if nobody changes them before this returns.
+        The values are those at the last call of `copy`, unless they are changed before this returns.
         """
         if self._stream is None or self._ready is None:
             for one in staged:

@@ -9,7 +9,7 @@ are the rest of the epoch that it is in (`Packing.rest`). That is a function of 
 
 The permutations and sums of an epoch are its *index*. It is cached on local disk, in a file named by a hash of all that
 it depends on, which is written under a temporary name and renamed. Any number of processes on any number of nodes may
-make it at the same time: they write the same bytes, so nobody waits and no shared file system is needed. The file ends
+make it at the same time: they write the same bytes, so none waits and no shared file system is needed. The file ends
 with its SHA-256; one that does not match is made again, with a warning. Ranks compare theirs by `index_checksum`.
 
 Each sample's token ids are compared with the vocabulary when it is read: a sharded embedding would silently return

@@ -307,7 +307,7 @@ class Generator:
                 self._scheduler.remove(text.sequence)
 
     def room(self, prompt_tokens: int) -> int:
-        """The most tokens that a text may have behind a prompt of so many, by `max_length` and the cache."""
+        """The most tokens that may follow a prompt of `prompt_tokens`, by `max_length` and the cache."""
         return min(self.max_length, self._allocator.num_pages * self._allocator.page_size) - prompt_tokens
 
     def encode(self, prompt: Prompt, index: int = 0) -> list[int]:

@@ -32,7 +32,7 @@ from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.actions import Placement
 
 _FP8_ROWS, _FP8_SHARD = 16, 128
-"""FP8 GEMMs get a multiple of so many tokens, and ranks that quantize slices of them: the largest `shard_alignment`."""
+"""FP8 GEMMs, and ranks that quantize slices, get a multiple of this many tokens: the largest `shard_alignment`."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ class PageAllocator:
         return len(self._free)
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages hold so many tokens of a sequence."""
+        """Number of pages that hold `tokens` tokens of a sequence."""
         return -(-tokens // self.page_size)
 
     def extend(self, pages: MutableSequence[int], tokens: int) -> bool:

@@ -48,8 +48,8 @@ _MASK = 0xFFFFFFFF
 class SamplingOptions:
     """How a text is continued. ValueError for values out of range.
 
-    `max_tokens`: at most so many. `temperature`: 0 takes the most probable token, and of the rest of the options only
-    `repetition_penalty` matters. `top_k`: choose among so many; 0: all. `top_p`: among the most probable tokens whose
+    `max_tokens`: at most this many. `temperature`: 0 takes the most probable token, and of the rest of the options only
+    `repetition_penalty` matters. `top_k`: choose among this many; 0: all. `top_p`: among the most probable tokens whose
     probabilities reach this sum. `min_p`: among those at least this times as probable as the most probable one.
     `repetition_penalty`: divides the logits of tokens of prompt and output if positive, and multiplies them if not.
     `stop`: strings before which the text ends. `seed`: of what is random; None: another one in each call.

@@ -90,7 +90,7 @@ class BoundKernel:
 
 
 def _has_hooks() -> bool:
-    """Whether somebody, a profiler say, wants to be told of launches, which Triton then does."""
+    """Whether a hook, such as a profiler's, is registered for launches, which Triton then calls."""
     runtime = knobs.runtime  # either hook is a chain of functions, which may be empty, or one function
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -174,7 +174,7 @@ def tile_kernel(x_mk, data, scale_inv_gn, zero_gn, bias_n, y_mn, m, n, k, KIND: 
                 EVEN: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
     """A program multiplies M tokens with N rows, K columns of data at a time; of int4 these are HALF, those of a group.
 
-    SPLIT: so many warps each read columns of their own, and what they have is added at the end: a product of batches
+    SPLIT: number of warps that each read columns of their own; their sums are added at the end: a product of batches
     of matrices, which Triton divides over warps. 0: they divide each product. STEP: columns of all at a time.
     """
     j = tl.program_id(0) * N + tl.arange(0, N)
@@ -261,7 +261,7 @@ class VectorTile(NamedTuple):
 class Tile(NamedTuple):
     """Tile of `tile_kernel`: rows of a program, bytes of a row read at a time, warps, stages of the pipeline.
 
-    `split`: each warp reads so many bytes, of columns of its own. Of int4 the bytes are always those of a group.
+    `split`: each warp reads `k` bytes of columns of its own. Of int4 the bytes are always those of a group.
     """
 
     n: int

@@ -194,8 +194,8 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Attention of each query to its sequence's keys up to its position, `[n, a, d]`, zeros from column w on.
 
-    `table_nm`: int32, the sequence's pages. `positions_n`: int64. `window`: the last so many keys. `scores`: a bias by
-    distance is of any number of keys. Does not synchronize the host.
+    `table_nm`: int32, the sequence's pages. `positions_n`: int64. `window`: how many last keys a
+    query attends to. `scores`: a bias by distance is of any number of keys. Does not synchronize the host.
     """
     q = kernel_input(q_nad.contiguous())
     if INTERPRETED:

@@ -2,7 +2,7 @@
 
 A layer's state is made by `Fp8Manager.linear` together with the layer, and completed when the model has been built.
 What the operations around the layer need follows from the plan: `input_format` for the one before, `grad_handoff` for
-the one after. Nobody but the state changes its attributes.
+the one after. Only the state changes its attributes.
 
 Shapes: n outputs, k inputs of the weight.
 """

@@ -11,7 +11,7 @@ is downloaded the object's version is looked up again: one that changed meanwhil
 
 Several processes. A file is written under a temporary name and renamed, so that it is complete or not there. One
 process downloads a block, others that need it wait. Locks end with their process; one that finds a lock whose owner has
-downloaded nothing for a minute downloads too. So no process waits for another without end, and none can do harm.
+downloaded nothing for a minute downloads too. So no process waits for another without end.
 
 Limit. Before a block is added, the blocks that were not read for the longest time are deleted if the limit would be
 exceeded. A temporary file has its full size before it is written, and counts. Whole objects do not count: a run needs

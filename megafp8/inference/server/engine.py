@@ -205,7 +205,7 @@ class Engine:
             self._inbox.notify()
 
     def abandon(self, error: Exception) -> None:
-        """Cancel all requests, and give `error` to those who wait for them."""
+        """Cancel all requests; their handles raise `error`."""
         for handle in list(self._handles.values()):
             self.cancel(handle)
             handle.updates.put_nowait(error)

@@ -332,7 +332,7 @@ def by_recipe(recipe: Fp8Recipe, layers: Iterable[str]) -> dict[Fp8Recipe, list[
 def no_match(field: str, pattern: str, names: Sequence[str], kind: str = "layer") -> str:
     """The error message where `pattern` in `field` matches none of the `names`, which are of that kind.
 
-    It is an error because nobody would see the mistake: the run would train, in another precision than was meant.
+    It is an error because the mistake would go unseen: the run would train in another precision than was meant.
     """
     nearest = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
     if not nearest:

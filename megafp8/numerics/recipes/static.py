@@ -86,7 +86,7 @@ class StaticScaling(Fp8Recipe):
     """Per tensor, by a scale that never changes.
 
     `amax`: pairs of a shell-style pattern over tensors (`layers.*.mlp.down.input`) and the largest magnitude they will
-    have; the first that matches counts. `calibration_steps`: for so many steps a layer that has a tensor without runs
+    have; the first that matches counts. `calibration_steps`: for this many steps a layer that has a tensor without runs
     in high precision and records its amaxes, then it keeps the largest. `margin`: powers of two left free above the
     amax, for tensors that grow later. `power_of_two`: round scales down to powers of two.
     """
