@@ -202,7 +202,11 @@ def test_check_dataset(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(ValueError, match=r"x\.json is damaged"):
         check(101, None)
-    for text, message in [
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
         ('["a"]', "it holds a list and not a mapping"),
         ('{"text": "a"}\n{"text": "b"}\n', "Extra data.*restore it, or move it away"),
         ("{}", "max_token_id is None and not a token id"),
@@ -211,10 +215,13 @@ def test_check_dataset(tmp_path: Path) -> None:
         ('{"max_token_id": -1}', "max_token_id is -1"),
         ('{"max_token_id": 1, "tokenizer_fingerprint": 7}', "tokenizer_fingerprint is 7 and not a hash"),
         ('{"max_token_id": 1, "index_sha256": "0"}', r"x\.idx is damaged, or of another data set than .*x\.json"),
-    ]:
-        (tmp_path / "x.json").write_text(text)
-        with pytest.raises(DataError, match=message):
-            check(101, "a" * 64)
+    ],
+)
+def test_damaged_sidecars(tmp_path: Path, text: str, message: str) -> None:
+    write_dataset(tmp_path / "x", DOCUMENTS)
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(DataError, match=message):
+        check_dataset(IndexedDataset(tmp_path / "x"), 101, "a" * 64)
 
 
 @pytest.mark.parametrize(
