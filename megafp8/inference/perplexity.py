@@ -112,13 +112,6 @@ _Sequence = tuple[NDArray[np.int64], NDArray[np.bool_]]
 """Tokens, and which of them count; the first does not, as nothing precedes it."""
 
 
-def _separate(documents: Iterable[Document], start: Sequence[int], counts: _Counts) -> Iterator[_Sequence]:
-    """Each document after the tokens `start`."""
-    for document in documents:
-        counts.count(document)
-        yield _sequence(start, document, [])
-
-
 def _concatenated(documents: Iterable[Document], start: Sequence[int], eod_id: int, counts: _Counts) -> _Sequence:
     """All documents, each with the token that ends one."""
     parts = [_sequence(start, Document([], None), [])]
@@ -159,7 +152,9 @@ def loss_of(
 
     def sequences() -> Iterator[_Sequence]:
         if concatenated_by is None:
-            yield from _separate(documents, start, counts)
+            for document in documents:
+                counts.count(document)
+                yield _sequence(start, document, [])
         else:
             yield _concatenated(documents, start, concatenated_by, counts)
 

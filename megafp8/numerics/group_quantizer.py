@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class GroupQuantizer:
         return together([q.recorded_amax for q in self._quantizers if q.recorded_amax is not None])
 
     def __call__(self, source: Source, row_groups: RowGroups, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        first, module = self._first, _implementation(source)
+        first, module = self._first, kernels("grouped_cast") if source.device.type == "cuda" else groups
         if first.granularity is BLOCK_128X128:  # of weights, whose rows are multiples of 128: no block has two experts
             return first(source, rowwise=rowwise, columnwise=columnwise)
         if first.granularity is not TENSOR:
@@ -113,9 +113,3 @@ class RowsQuantizer:
 
     def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         return self.of_groups(source, self.row_groups, rowwise=rowwise, columnwise=columnwise)
-
-
-def _implementation(source: Source) -> Any:
-    if source.device.type != "cuda":
-        return groups
-    return kernels("grouped_cast")

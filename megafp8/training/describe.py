@@ -43,11 +43,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 def planned_stage(config: Config, stage: int) -> GPTStage:
     """Stage `stage` of the model as the first tensor-parallel rank will hold it, on the meta device."""
-    return _stage_of(config, stages_of(config)[1][stage])
-
-
-def _stage_of(config: Config, layers: range) -> GPTStage:
-    context = planning_context(config, Fp8Manager(None, amax_group=None))
+    context, layers = planning_context(config, Fp8Manager(None, amax_group=None)), stages_of(config)[1][stage]
     return build_stage(config.model, context, layers=layers, positions=config.position_rows)
 
 
@@ -161,6 +157,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     parameters = [outline.parameters(span) for span in plan.layers]
     in_model = sum(x.in_model for parameters_of in parameters for x in parameters_of)
     flops = flops_per_token(config)
+    active = "" if config.model.moe is None else f", {matmul_parameters(config):,} of matrices for each token"
     lines = [
         f"layout: {world_size} ranks = pipeline {p.pipeline} × data {data}"
         f"{f' × context {p.context}' if p.context > 1 else ''} × tensor {p.tensor}"
@@ -170,7 +167,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f"micro-batches per step and rank: {num_microbatches(config, world_size)}"
         f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
         f" {t.global_batch_size * t.seq_length:,} tokens a step",
-        f"parameters: {in_model:,} in the model{_describe_active(config)}; {flops / 1e9:.3f} GFLOP per token",
+        f"parameters: {in_model:,} in the model{active}; {flops / 1e9:.3f} GFLOP per token",
         *describe_longrope(config),
         *(["only LoRA's parameters are trained"] if config.lora is not None else []),
         *([describe_schedule(config, plan)] if p.pipeline > 1 else []),
@@ -247,8 +244,3 @@ def describe_longrope(config: Config) -> list[str]:
     original = rope.original_max_position_embeddings
     used, compared = ("long", "above") if rope.is_long(length) else ("short", "up to")
     return [f"longrope: {used}_factor, as sequences of {length} tokens are {compared} the original {original}"]
-
-
-def _describe_active(config: Config) -> str:
-    """The parameters that a token is multiplied with, for a model with experts."""
-    return "" if config.model.moe is None else f", {matmul_parameters(config):,} of matrices for each token"

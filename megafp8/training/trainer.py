@@ -171,6 +171,7 @@ class Trainer:
     def _build_update(self) -> OptimizerStep:
         """The optimizer step, with clipping and reductions."""
         parallel, o, strategy = self.parallel, self.config.optimizer, self.strategy
+        measures_layers = self.config.logging.layer_norms_interval > 0
         return OptimizerStep(
             buffer=strategy,
             optimizer=MixedPrecisionOptimizer(
@@ -192,14 +193,8 @@ class Trainer:
             data_group=strategy.group,
             expert_group=strategy.expert_group,
             scaler=self.loss_scaler,
-            layers=self._measured_layers(),
+            layers=layers_of_model(strategy.trained, parallel.model.group) if measures_layers else [],
         )
-
-    def _measured_layers(self) -> list[str]:
-        """The layers of the whole model, if their norms are measured. Collective."""
-        if not self.config.logging.layer_norms_interval:
-            return []
-        return layers_of_model(self.strategy.trained, self.parallel.model.group)
 
     def close(self) -> None:
         """Free CUDA graphs, which must not outlive the process groups whose communication they hold."""
