@@ -58,7 +58,7 @@ from megafp8.checkpoint.rectangles import Rectangles
 from megafp8.distributed import collectives
 from megafp8.distributed.activity import Work
 from megafp8.distributed.sharding import Shape
-from megafp8.user_cache import make_private_folder
+from megafp8.user_cache import make_own_folder
 
 NODE_FILE = "node"
 LOADING = "loading"
@@ -105,7 +105,7 @@ class NodeMemory:
     def _open(self) -> str:
         """Make the folder, and return the name of the node."""
         for path in (self.folder.parent, self.folder):
-            make_private_folder(path)
+            make_own_folder(path, private=True)
         for other in self.folder.parent.iterdir():
             if other != self.folder:
                 shutil.rmtree(other, ignore_errors=True)
