@@ -109,11 +109,11 @@ def _units(stage: GPTStage, parallel: ParallelState) -> list[Unit]:
     """Embedding, blocks and output layer but for those with a shared weight, and the stage; experts are inner units if
     they are on other ranks."""
     groups = ShardGroups(parallel.fsdp_shard.group, parallel.fsdp_shard_backward.group)
-    expert_groups = ShardGroups(parallel.expert_shard.group, parallel.expert_shard_backward.group)
+    of_experts = ShardGroups(parallel.expert_shard.group, parallel.expert_shard_backward.group)
 
     def unit(module: nn.Module) -> Unit:
-        experts = [m for m in module.modules() if isinstance(m, Experts)] if expert_groups != groups else []
-        return Unit(module, groups, [Unit(m, expert_groups) for m in experts])
+        experts = [m for m in module.modules() if isinstance(m, Experts)] if of_experts != groups else []
+        return Unit(module, groups, [Unit(m, of_experts) for m in experts])
 
     def has_shared_weight(module: nn.Module) -> bool:
         return any(param is stage.shared_weight for param in module.parameters())

@@ -43,7 +43,11 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 def planned_stage(config: Config, stage: int) -> GPTStage:
     """Stage `stage` of the model as the first tensor-parallel rank will hold it, on the meta device."""
-    context, layers = planning_context(config, Fp8Manager(None, amax_group=None)), stages_of(config)[1][stage]
+    return _stage_of(config, stages_of(config)[1][stage])
+
+
+def _stage_of(config: Config, layers: range) -> GPTStage:
+    context = planning_context(config, Fp8Manager(None, amax_group=None))
     return build_stage(config.model, context, layers=layers, positions=config.position_rows)
 
 
@@ -71,11 +75,11 @@ def check_device_memory(config: Config, plan: PipelinePlan, world_size: int, dev
 
 def _host_memory() -> int:
     """Bytes of this host, or of the container this runs in."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in map(Path, _CGROUP_LIMITS):
         if path.exists() and (text := path.read_text().strip()).isdigit():
-            limits.append(int(text))
-    return min(limits)
+            found.append(int(text))
+    return min(found)
 
 
 def dry_run(config: Config, world_size: int, source: str, steps: int | None = None, *, verbose: bool = False) -> str:
@@ -140,7 +144,7 @@ def check_optimizer(config: Config) -> None:
 
 
 def _plans(config: Config, fp8: Fp8Manager) -> list[LinearPlan]:
-    """The plans of all linear layers, as the first rank of each stage has them."""
+    """Of all linear layers, as the first rank of each stage has them."""
     planned = fp8.unbuilt()
     for layers in stages_of(config)[1]:
         context, memory = planning_context(config, planned), block_memory(config.parallel, len(layers))
@@ -155,9 +159,8 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     groups = rank_groups(world_size, p.tensor, p.pipeline, p.context, p.fsdp_replicas, p.expert, p.expert_tensor)
     outline = model_outline(config, fp8)
     parameters = [outline.parameters(span) for span in plan.layers]
-    in_model = sum(x.in_model for parameters_of in parameters for x in parameters_of)
+    in_model = sum(x.in_model for of_stage in parameters for x in of_stage)
     flops = flops_per_token(config)
-    active = "" if config.model.moe is None else f", {matmul_parameters(config):,} of matrices for each token"
     lines = [
         f"layout: {world_size} ranks = pipeline {p.pipeline} × data {data}"
         f"{f' × context {p.context}' if p.context > 1 else ''} × tensor {p.tensor}"
@@ -167,7 +170,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f"micro-batches per step and rank: {num_microbatches(config, world_size)}"
         f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
         f" {t.global_batch_size * t.seq_length:,} tokens a step",
-        f"parameters: {in_model:,} in the model{active}; {flops / 1e9:.3f} GFLOP per token",
+        f"parameters: {in_model:,} in the model{_describe_active(config)}; {flops / 1e9:.3f} GFLOP per token",
         *describe_longrope(config),
         *(["only LoRA's parameters are trained"] if config.lora is not None else []),
         *([describe_schedule(config, plan)] if p.pipeline > 1 else []),
@@ -177,12 +180,12 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         "stage  layers    parameters/rank  weights  gradients  optimizer  ranks",
     ]
     per_rank = data * p.context * p.tensor
-    for stage, (parameters_of, span) in enumerate(zip(parameters, plan.layers, strict=True)):
+    for stage, (of_stage, span) in enumerate(zip(parameters, plan.layers, strict=True)):
         rank, chunk = plan.placement.homes[stage]
         ranks = f"{rank * per_rank}-{(rank + 1) * per_rank - 1}{f', chunk {chunk}' if p.virtual_pipeline > 1 else ''}"
-        memory, on_rank = state_memory(config, parameters_of, data * p.context), sum(x.elements for x in parameters_of)
-        state_parts = (memory.weights, memory.gradients, memory.masters + memory.moments)
-        weights, gradients, optimizer = (x / 2**30 for x in state_parts)
+        memory, on_rank = state_memory(config, of_stage, data * p.context), sum(x.elements for x in of_stage)
+        of_state = (memory.weights, memory.gradients, memory.masters + memory.moments)
+        weights, gradients, optimizer = (x / 2**30 for x in of_state)
         lines.append(
             f"{stage:>5}  {span.start:>3}-{span.stop - 1:<4} {on_rank:>16,} {weights:>8.2f} {gradients:>10.2f}"
             f" {optimizer:>10.2f}  {ranks}"
@@ -193,8 +196,8 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     context = ("context",) if p.context > 1 else ()
     replicas = ("fsdp_shard", "fsdp_replicate") if p.fsdp_replicas > 1 else ()
     experts = ("expert", "expert_data") if p.expert_ranks > 1 else ()
-    expert_axes = ("expert_shard",) if experts and replicas else ()
-    names = ("tensor", *context, "data", *experts, *replicas, *expert_axes, "pipeline", "amax", "model", *embedding)
+    of_experts = ("expert_shard",) if experts and replicas else ()
+    names = ("tensor", *context, "data", *experts, *replicas, *of_experts, "pipeline", "amax", "model", *embedding)
     width = max(10, *map(len, names))
     for name in names:
         members = next(g for g in groups[name] if 0 in g)
@@ -244,3 +247,8 @@ def describe_longrope(config: Config) -> list[str]:
     original = rope.original_max_position_embeddings
     used, compared = ("long", "above") if rope.is_long(length) else ("short", "up to")
     return [f"longrope: {used}_factor, as sequences of {length} tokens are {compared} the original {original}"]
+
+
+def _describe_active(config: Config) -> str:
+    """Of a model with experts, the parameters that a token is multiplied with."""
+    return "" if config.model.moe is None else f", {matmul_parameters(config):,} of matrices for each token"

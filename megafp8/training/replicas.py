@@ -116,7 +116,7 @@ def _name_of(param: nn.Parameter) -> str:
 def replicated_state(trainer: Trainer) -> list[Replica]:
     """All tensors that other ranks must hold too, in the same order on each. No weight gather may be running."""
     parallel, strategy = trainer.parallel, trainer.strategy
-    fp8_data, replicas = strategy.fp8_data, list[Replica]()
+    fp8_data, found = strategy.fp8_data, list[Replica]()
 
     def add(param: nn.Parameter, name: str, tensors: Iterable[Tensor], axis: str) -> None:
         spec = spec_of(param)
@@ -125,7 +125,7 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
         shared_over |= {"tensor"} if spec.replicated_over_tp else set()
         shared_over |= {"embedding"} if any(param is tied for tied in strategy.tied) else set()
         holder = " (last stage)" if spec.is_copy else ""
-        replicas.extend(
+        found.extend(
             Replica(f"{name}{f' ({i})' if i else ''}", values, frozenset(shared_over), holder)
             for i, values in enumerate(tensors)
         )
@@ -144,19 +144,17 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
     for param, (op, _) in strategy.fp8_weights.items():
         if op.gathered_weight is not None:
             names = ", ".join(piece.name for piece in spec_of(param).shards)
-            replicas.append(Replica(f"scale_inv of {names}", op.gathered_weight.scale_inv, all_layers))
-    replicas += [Replica(f"model.{name}", values, all_layers) for name, values in trainer.constants.items()]
-    replicas += [Replica(name, values, all_layers) for name, values in trainer.loss_scale.items()]
+            found.append(Replica(f"scale_inv of {names}", op.gathered_weight.scale_inv, all_layers))
+    found += [Replica(f"model.{name}", values, all_layers) for name, values in trainer.constants.items()]
+    found += [Replica(name, values, all_layers) for name, values in trainer.loss_scale.items()]
     experts = [module for module in trainer.model.modules() if isinstance(module, Experts)]
     layers = [layer for module in experts for group in (module.up_state, module.down_state) for layer in group.states]
-    expert_prefixes = tuple(f"fp8.{layer.site.name}." for layer in layers)
+    of_experts = tuple(f"fp8.{layer.site.name}." for layer in layers)
     for name, values in trainer.fp8.state_dict().items():
         # Slot 0 of a history is local to the rank and belongs to the current step, in which an evaluation may have run.
         done = values[1:] if name.endswith(".amax_history") else values
-        replicas.append(
-            Replica(name, done, frozenset({"expert_data"}) if name.startswith(expert_prefixes) else all_layers)
-        )
-    replicas.append(Replica("number of optimizer steps", torch.tensor(trainer.optimizer.step_count), all_layers))
+        found.append(Replica(name, done, frozenset({"expert_data"}) if name.startswith(of_experts) else all_layers))
+    found.append(Replica("number of optimizer steps", torch.tensor(trainer.optimizer.step_count), all_layers))
     sizes = {
         "data": parallel.data_context.size,
         "expert_data": parallel.expert_data.size,
@@ -164,7 +162,7 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
         "tensor": parallel.tensor.size,
         "embedding": parallel.pipeline.size,
     }
-    return [replica for replica in replicas if any(sizes[axis] > 1 for axis in replica.shared_over)]
+    return [replica for replica in found if any(sizes[axis] > 1 for axis in replica.shared_over)]
 
 
 def check_replicas(trainer: Trainer, step: int) -> None:
@@ -195,16 +193,16 @@ def check_replicas(trainer: Trainer, step: int) -> None:
                 differs[[first, last]] |= (sums[first] != sums[last]).any()
         elif rows:
             differs[rows] |= _differs(sums[rows], group)
-    any_differs = torch.tensor([float(differs.any())])
-    if not all_reduce(any_differs, parallel.world.group, "max").item():
+    found = torch.tensor([float(differs.any())])
+    if not all_reduce(found, parallel.world.group, "max").item():
         return
-    own_copies = [
+    own = [
         _Held(replica.name, parallel.rank, socket.gethostname(), replica.holder, tuple(values))
         for replica, values, differing in zip(replicas, sums.tolist(), differs.tolist())
         if differing
     ]
-    by_rank = all_gather_objects(own_copies, parallel.world.group)
-    raise ReplicasDiffer(_describe([difference for rank in by_rank for difference in rank], step))
+    by_rank = all_gather_objects(own, parallel.world.group)
+    raise ReplicasDiffer(_describe([held for rank in by_rank for held in rank], step))
 
 
 class ReplicaCheck(Observer):
@@ -250,14 +248,14 @@ class _Held(NamedTuple):
 def _describe(copies_of_all: Sequence[_Held], step: int) -> str:
     """The error message: which ranks differ from the majority, or between which ranks there is none."""
     by_name: dict[str, list[_Held]] = {}
-    for copy in copies_of_all:
-        by_name.setdefault(copy.name, []).append(copy)
+    for held in copies_of_all:
+        by_name.setdefault(held.name, []).append(held)
     verdicts: dict[tuple[str, str], list[str]] = {}  # (wrong ranks, majority): tensors
     for name, copies in by_name.items():
-        (most, count), *_ = Counter(copy.sums for copy in copies).most_common()
-        agreeing = [copy for copy in copies if copy.sums == most]
+        (most, count), *_ = Counter(held.sums for held in copies).most_common()
+        agreeing = [held for held in copies if held.sums == most]
         if 2 * count > len(copies):
-            verdict = _holders([copy for copy in copies if copy.sums != most]), _holders(agreeing, hosts=False)
+            verdict = _holders([held for held in copies if held.sums != most]), _holders(agreeing, hosts=False)
         else:
             verdict = _holders(copies), ""
         verdicts.setdefault(verdict, []).append(name)
@@ -276,7 +274,7 @@ def _describe(copies_of_all: Sequence[_Held], step: int) -> str:
 
 def _holders(copies: Sequence[_Held], hosts: bool = True) -> str:
     """`rank 1 on node3, rank 2 on node3`, or `ranks 0, 4`."""
-    shown = sorted({(copy.rank, copy.host, copy.holder) for copy in copies})
+    shown = sorted({(held.rank, held.host, held.holder) for held in copies})
     if hosts:
         return ", ".join(f"rank {rank} on {host}{holder}" for rank, host, holder in shown)
     ranks = [f"{rank}{holder}" for rank, _, holder in shown]
