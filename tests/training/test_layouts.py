@@ -47,17 +47,17 @@ LOOSE = (2e-3, 2e-2)
 
 def tolerances(preset: Preset) -> tuple[tuple[float, float], tuple[int, int]]:
     """Relative tolerance of losses and norms, and for how many steps each is that sharp; after that it is `LOOSE`."""
-    names = {*preset.parts}
+    parts = {*preset.parts}
     sharp = (math.inf, math.inf)
-    if names & {BF16_MOMENTS, FP8_MOMENTS} or (names & FP8 and names & ROUNDED_SUMS):
+    if parts & {BF16_MOMENTS, FP8_MOMENTS} or (parts & FP8 and parts & ROUNDED_SUMS):
         sharp = (2, 2)
-    if BLOCKWISE in names:
+    if BLOCKWISE in parts:
         sharp = (2, 1)
-    if BF16_REDUCE in names:
+    if BF16_REDUCE in parts:
         sharp = (1, 0)
-    if names & {BF16, FP16} or (names & FP8 and FP64 not in names):
+    if parts & {BF16, FP16} or (parts & FP8 and FP64 not in parts):
         sharp = (0, 0)
-    return (1e-8, 1e-6) if FP64 in names else (1e-5, 1e-5), sharp
+    return (1e-8, 1e-6) if FP64 in parts else (1e-5, 1e-5), sharp
 
 
 def assert_close_to_one_rank(runs: Runs, preset: Preset, steps: int = 2) -> None:
