@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 from megafp8.parallel_state import destroy_model_parallel
 from tests.object_server import ObjectServer
 from tests.quickstart_data import QuickstartData, make_quickstart_data
+from tests.training.presets import Preset
 from tests.training.runs import Runs
 from tests.world import Ranks, World
 
@@ -32,6 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):  # `keywords` has the names of folders too
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """A preset's names are its part of a test's id."""
+    return str(val) if isinstance(val, Preset) else None
 
 
 @pytest.fixture(scope="module", autouse=True)

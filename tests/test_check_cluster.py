@@ -159,7 +159,10 @@ def test_a_data_file_is_missing_on_one_node(world2: World, tmp_path: Path, quick
 
 def facts(count: int, hosts: int, **changes: Any) -> list[Facts]:
     per = count // hosts
-    return [Facts(i, i % per, i // per, f"host{i // per}", {"torch": "2"}, {}, **changes) for i in range(count)]
+    return [
+        Facts(i, i % per, node=i // per, host=f"host{i // per}", versions={"torch": "2"}, environment={}, **changes)
+        for i in range(count)
+    ]
 
 
 def test_links_are_disjoint_and_make_a_ring() -> None:
@@ -226,7 +229,10 @@ def test_locked_memory_and_ports() -> None:
     found = check_cluster.judge_limits(facts(2, 2, ports=ports, limits={"locked memory": 65536}))
     assert [f.status for f in found] == ["fail", "pass"]
     assert "locked memory of ranks 0-1 on host0, host1 is limited to 64 KiB" in found[0].text
-    down = [*facts(1, 1, ports=ports), Facts(1, 0, 1, "host1", {}, {}, ports={"mlx5_0:1": "1: DOWN, 10 Gb/sec"})]
+    down = [
+        *facts(1, 1, ports=ports),
+        Facts(1, 0, node=1, host="host1", versions={}, environment={}, ports={"mlx5_0:1": "1: DOWN, 10 Gb/sec"}),
+    ]
     assert [f.status for f in check_cluster.judge_limits(down)] == ["pass", "warn", "warn"]
 
 

@@ -21,7 +21,16 @@ KINDS = ("attention.qkv", "attention.proj", "mlp.gate_up", "mlp.down")
 
 def healthy(steps: Sequence[int] = (100, 200, 300), layers: int = 3) -> list[Record]:
     return [
-        Record(step, f"layers.{i}.{kind}", operand, 2.0, 224.0, 1e-5, 0.0, 25.5 if operand == "grad_output" else 31.5)
+        Record(
+            step,
+            f"layers.{i}.{kind}",
+            operand,
+            amax=2.0,
+            scale=224.0,
+            underflow=1e-5,
+            saturated=0.0,
+            snr_db=25.5 if operand == "grad_output" else 31.5,
+        )
         for step in steps
         for operand in OPERANDS
         for i in range(layers)

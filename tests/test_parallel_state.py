@@ -85,7 +85,10 @@ def test_every_group_partitions_the_world(tp: int, pp: int, cp: int, dp: int, re
     world = tp * pp * cp * dp * replicas
     etp = math.gcd(etp, tp * cp * dp)
     ep = math.gcd(ep, tp * cp * dp // etp)
-    groups = rank_groups(world, tp, pp, cp, replicas, ep, etp)
+    groups = rank_groups(
+        world, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp,
+        fsdp_replicas=replicas, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp,
+    )  # fmt: skip
     for name, lists in groups.items():
         flat = [rank for ranks in lists for rank in ranks]
         assert len(flat) == len(set(flat)), name

@@ -87,7 +87,10 @@ def make_run(folder: Path, steps: int = 40) -> list[dict[str, Any]]:
     kinds = [(operand, layer) for operand in OPERANDS for layer in layers]
     for step in (10, 20, 30):
         snr = [None if (step, kind) == (20, kinds[0]) else 30.0 - i - step / 100 for i, kind in enumerate(kinds)]
-        writer.write([Record(step, layer, operand, 1.0, 2.0, 0.01, 0.0, x) for (operand, layer), x in zip(kinds, snr)])
+        writer.write(
+            [Record(step, layer, operand, amax=1.0, scale=2.0, underflow=0.01, saturated=0.0, snr_db=x) for (operand,
+            layer), x in zip(kinds, snr)],
+        )  # fmt: skip
     writer.close()
     write_lines(folder / "expert_load.jsonl", [{"step": 10, "tokens": {"1": [30, 10], "3": [20, 20]}}])
     return first[:20] + second

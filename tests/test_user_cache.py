@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from megafp8.checkpoint import NodeMemory
-from megafp8.user_cache import make_private_folder
+from megafp8.user_cache import make_own_folder
 
 
 def test_a_private_folder_is_made_and_accepted_again(tmp_path: Path) -> None:
     for _ in range(2):
-        make_private_folder(tmp_path / "mine")
+        make_own_folder(tmp_path / "mine", private=True)
         assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o700
 
 

@@ -22,6 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -186,7 +187,7 @@ class World:
         self._ranks, self.size = ranks, size
 
     def run(
-        self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 120
+        self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 120, **options: Any
     ) -> list[Any]:
-        """Run `function(*args)` on the first `ranks` processes and return what each returned, by rank."""
-        return self._ranks.run(function, args, ranks or self.size, timeout)
+        """Run `function(*args, **options)` on the first `ranks` processes and return what each returned, by rank."""
+        return self._ranks.run(partial(function, **options), args, ranks or self.size, timeout)

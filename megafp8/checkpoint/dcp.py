@@ -56,8 +56,8 @@ def parse_index(file: AnyPath, content: bytes) -> Metadata:
     """DCP's index in `content`, the bytes of `file`. Raises DamagedCheckpoint naming the file."""
     try:
         with _without_collections():
-            found = read_pickle(content, constants=DTYPE_NAMES, builders={("torch", "Size"): _size})
-            return _Index(found).metadata()
+            metadata = read_pickle(content, constants=DTYPE_NAMES, builders={("torch", "Size"): _size})
+            return _Index(metadata).metadata()
     except ValueError as error:
         raise DamagedCheckpoint(f"{file} is damaged: {error}") from error
 
@@ -151,8 +151,8 @@ class _Index:
         offsets, sizes = about.get("offsets"), about.get("sizes")
         if not isinstance(offsets, torch.Size) or not isinstance(sizes, torch.Size) or len(offsets) != len(sizes):
             raise ValueError(f"a rectangle in the entry of {_shown(name)} has no offsets and sizes")
-        made = self._chunks[chunk] = ChunkStorageMetadata(offsets, sizes)
-        return made
+        metadata = self._chunks[chunk] = ChunkStorageMetadata(offsets, sizes)
+        return metadata
 
 
 def _state(record: Any, class_name: str, what: str, name: Any = None, module: str = _METADATA) -> dict[str, Any]:
@@ -228,8 +228,8 @@ def damaged_tensors(path: AnyPath, index: Metadata, name: str) -> list[str]:
         except ValueError:
             return True
 
-    here = ((where.fqn, stored) for where, stored in index.storage_data.items() if stored.relative_path == name)
-    damaged = {tensor for tensor, stored in here if is_damaged(stored.offset, stored.length)}
+    stored_here = ((where.fqn, stored) for where, stored in index.storage_data.items() if stored.relative_path == name)
+    damaged = {tensor for tensor, stored in stored_here if is_damaged(stored.offset, stored.length)}
     return sorted(damaged) or tensors_in(index, name)
 
 
@@ -259,17 +259,17 @@ class SavePlans:
     def contents(self) -> dict[str, int]:
         """How many tensors all ranks write, and how many bytes of values. On rank 0."""
         assert self.index is not None
-        found = [x for x in self.index.state_dict_metadata.values() if isinstance(x, TensorStorageMetadata)]
-        return {"tensors": len(found), "bytes": sum(math.prod(x.size) * x.properties.dtype.itemsize for x in found)}
+        entries = [x for x in self.index.state_dict_metadata.values() if isinstance(x, TensorStorageMetadata)]
+        return {"tensors": len(entries), "bytes": sum(math.prod(x.size) * x.properties.dtype.itemsize for x in entries)}
 
 
 def plan_save(items: list[WriteItem], group: ProcessGroup | None) -> SavePlans:
     """Assign each rectangle that ranks of `group` hold to one rank that writes it. Collective."""
-    held = collectives.gather_objects(SavePlan(items), group)
+    plans_of_ranks = collectives.gather_objects(SavePlan(items), group)
 
     def plan() -> tuple[list[SavePlan], Metadata]:
-        assert held is not None
-        plans, index = _SavePlanner().create_global_plan(held)
+        assert plans_of_ranks is not None
+        plans, index = _SavePlanner().create_global_plan(plans_of_ranks)
         return FileSystemWriter(".").prepare_global_plan(plans), index
 
     plans, index = on_all_ranks(lambda: plan() if collectives.rank(group) == 0 else (None, None), group)

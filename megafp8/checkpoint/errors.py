@@ -70,12 +70,12 @@ def on_rank0(action: Callable[[], T], group: ProcessGroup | None) -> T:
     return collectives.broadcast_object(value, group)
 
 
-def group_or_world(group: ProcessGroup | None) -> ProcessGroup | None:
+def group_or_world(group: ProcessGroup | None = None) -> ProcessGroup | None:
     """`group`, or the world where it is None; None where torch.distributed is not initialised."""
     return dist.group.WORLD if group is None and dist.is_initialized() else group
 
 
 def join_first(names: Sequence[str], separator: str = ", ") -> str:
     """The first `MAX_LISTED` of `names`, and how many more there are."""
-    more = f"{separator}and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return separator.join(names[:MAX_LISTED]) + more
+    remainder = f"{separator}and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return separator.join(names[:MAX_LISTED]) + remainder

@@ -91,7 +91,7 @@ class ChecksummedFile(io.FileIO):
         except Exception as error:
             if self.failure is None or error is self.failure:
                 raise
-            raise self.failure from None  # what torch.save makes of it says nothing more, and may be caused by it
+            raise self.failure from None  # torch.save's error says no more, and may have this one as its cause
 
 
 class _SyncedStream(io.BufferedWriter):
@@ -237,8 +237,8 @@ def _canonical(files: dict[str, Any]) -> bytes:
 def write_checksums(path: AnyPath, sums: Mapping[str, Checksum]) -> None:
     """Write checksums.json of the checkpoint folder `path`."""
     files = {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sorted(sums.items())}
-    own = f"{zlib.crc32(_canonical(files)):08x}"
-    write_file(path / CHECKSUMS_FILE, to_json({"algorithm": ALGORITHM, "files": files, "crc32_of_files": own}))
+    crc_of_files = f"{zlib.crc32(_canonical(files)):08x}"
+    write_file(path / CHECKSUMS_FILE, to_json({"algorithm": ALGORITHM, "files": files, "crc32_of_files": crc_of_files}))
 
 
 # --- reading ---
@@ -254,8 +254,8 @@ def read_checksums(path: AnyPath) -> dict[str, Checksum] | None:
         return None
     whole = parse_object(file, read_file(file))
     algorithm, files = whole.get("algorithm"), whole.get("files")
-    own = _parse_crc32(whole.get("crc32_of_files"))
-    if not isinstance(files, dict) or algorithm != ALGORITHM or own != zlib.crc32(_canonical(files)):
+    crc_of_files = _parse_crc32(whole.get("crc32_of_files"))
+    if not isinstance(files, dict) or algorithm != ALGORITHM or crc_of_files != zlib.crc32(_canonical(files)):
         raise DamagedCheckpoint(f"{file} is damaged: its own checksum does not match")
     sums = {}
     for name, entry in files.items():
@@ -290,14 +290,14 @@ def read_verified(path: AnyPath, name: str, sums: Mapping[str, Checksum] | None)
     return content
 
 
-def read_file(file: AnyPath, limit: int = MAX_FILE_BYTES) -> bytes:
+def read_file(file: AnyPath) -> bytes:
     """The content of a small file. Raises DamagedCheckpoint where the disk cannot read it, else ValueError.
 
     ObjectStoreError where object storage cannot be reached.
     """
     try:
-        if (size := file.stat().st_size) > limit:
-            raise ValueError(f"{file} has {size:,} bytes, and such a file at most {limit:,}")
+        if (size := file.stat().st_size) > MAX_FILE_BYTES:
+            raise ValueError(f"{file} has {size:,} bytes, and such a file at most {MAX_FILE_BYTES:,}")
         return file.read_bytes()
     except OSError as error:
         if is_transient(error):
@@ -309,12 +309,12 @@ def read_file(file: AnyPath, limit: int = MAX_FILE_BYTES) -> bytes:
 def parse_object(file: AnyPath | str, content: bytes) -> dict[str, Any]:
     """The JSON object in `content`, UTF-8, of `file`. Raises DamagedCheckpoint for anything else, NaN included."""
     try:
-        found = parse_json(content)
+        content_object = parse_json(content)
     except ValueError as error:
         raise DamagedCheckpoint(f"{file} is damaged: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content_object, dict):
         raise DamagedCheckpoint(f"{file} is damaged: it holds no JSON object")
-    return found
+    return content_object
 
 
 def find_damage(file: AnyPath, expected: Checksum) -> str | None:
@@ -333,12 +333,12 @@ def find_damage(file: AnyPath, expected: Checksum) -> str | None:
     return _difference(file, Checksum(size, crc), expected)
 
 
-def _difference(file: AnyPath, found: Checksum, expected: Checksum) -> str | None:
-    if found.size != expected.size:
-        what = "truncated" if found.size < expected.size else "too long"
-        return f"{file} is {what}: {found.size} bytes of {expected.size}"
-    if found.crc32 != expected.crc32:
-        return f"{file} is damaged: its CRC-32 is {found.crc32:08x}, and {expected.crc32:08x} was written"
+def _difference(file: AnyPath, actual: Checksum, expected: Checksum) -> str | None:
+    if actual.size != expected.size:
+        what = "truncated" if actual.size < expected.size else "too long"
+        return f"{file} is {what}: {actual.size} bytes of {expected.size}"
+    if actual.crc32 != expected.crc32:
+        return f"{file} is damaged: its CRC-32 is {actual.crc32:08x}, and {expected.crc32:08x} was written"
     return None
 
 
@@ -360,8 +360,8 @@ def read_some(stream: RawFile, start: int, view: memoryview) -> int:
 
 def read_at(stream: RawFile, start: int, size: int) -> bytes:
     """Up to `size` bytes, a few, from byte `start` of a file on."""
-    found = bytearray(size)
-    return bytes(found[: read_some(stream, start, memoryview(found))])
+    content = bytearray(size)
+    return bytes(content[: read_some(stream, start, memoryview(content))])
 
 
 def read_into(stream: RawFile, start: int, view: memoryview) -> None:

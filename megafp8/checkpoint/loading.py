@@ -51,7 +51,6 @@ def load(
     checkpoint: AnyPath | str | CheckpointReader,
     tensors: Mapping[str, Rectangles | Tensor],
     *,
-    group: ProcessGroup | None = None,
     optional: Callable[[str], bool] = lambda name: False,
     verify: bool = True,
 ) -> dict[str, Any]:
@@ -64,17 +63,17 @@ def load(
 
     Raises, on all ranks alike and before a tensor has changed, DamagedCheckpoint (a ValueError) where one of its files
     is not as it was written, IncompatibleCheckpoint (a ValueError) where names, global shapes or dtypes differ, and
-    ValueError where there is no such folder. Damage that is found only while reading, for want of checksums, is a
+    ValueError where there is no such folder. Damage that is found only while reading, as there are no checksums, is a
     ValueError with tensors partly loaded.
     """
-    group = group_or_world(group)
+    group = group_or_world()
     state = as_rectangles(tensors)
     opened = checkpoint if isinstance(checkpoint, CheckpointReader) else _open(as_path(checkpoint), verify, group)
     path, index = opened.path, opened.index
     infos = {name: TensorInfo(r.global_shape, r.dtype) for name, r in state.items()}
     unexpected = [name for name in _wanted_by_no_rank(state.keys(), index, group) if not optional(name)]
-    found = collectives.all_gather_objects(_differences(infos, index, optional), group)
-    problems = _describe([*found, {_UNEXPECTED: unexpected}])
+    differences = collectives.all_gather_objects(_differences(infos, index, optional), group)
+    problems = _describe([*differences, {_UNEXPECTED: unexpected}])
     if problems:
         raise IncompatibleCheckpoint(f"{path} does not fit: {problems}")
 
@@ -117,8 +116,8 @@ def newest_good(
     """
     group = group_or_world(group)
     # One rank lists the folder for all: on a lagging network file system they might see different ones.
-    found = on_rank0(lambda: store.complete_checkpoints(folder), group)
-    opened, damaged = first_intact([path for _, path in reversed(found)], lambda path: _open(path, verify, group))
+    checkpoints = on_rank0(lambda: store.complete_checkpoints(folder), group)
+    opened, damaged = first_intact([path for _, path in reversed(checkpoints)], lambda path: _open(path, verify, group))
     if opened is not None:
         renamed = on_rank0(lambda: [store.set_aside(bad) for bad, _ in damaged], group)
         for (bad, problem), new in zip(damaged, renamed if collectives.rank(group) == 0 else ()):
@@ -138,8 +137,8 @@ def _open(path: AnyPath, verify: bool, group: ProcessGroup | None) -> Checkpoint
     if verify and opened.sums is not None:
         sums = {name: sum_ for name, sum_ in opened.sums.items() if name not in (store.METADATA_FILE, dcp.INDEX_FILE)}
         largest_first = sorted(sums, key=lambda name: (-sums[name].size, name))  # balances the ranks
-        own = {name: sums[name] for name in largest_first[rank :: collectives.size(group)]}
-        on_all_ranks(lambda: _verify_files(path, own, opened.index), group)
+        files_to_verify = {name: sums[name] for name in largest_first[rank :: collectives.size(group)]}
+        on_all_ranks(lambda: _verify_files(path, files_to_verify, opened.index), group)
     return opened
 
 
@@ -160,20 +159,22 @@ def _differences(
     wanted: Mapping[str, tuple[Shape, torch.dtype]], index: Metadata, optional: Callable[[str], bool]
 ) -> dict[str, list[str]]:
     """What this rank wants and the checkpoint does not have, by problem."""
-    found: dict[str, list[str]] = {}
+    differences: dict[str, list[str]] = {}
     for name, info in wanted.items():
         entry, stored = index.state_dict_metadata.get(name), _stored_info(index, name)
         if stored != info and optional(name):
             continue
         if entry is None:
-            found.setdefault(_MISSING, []).append(name)
+            differences.setdefault(_MISSING, []).append(name)
         elif not isinstance(entry, TensorStorageMetadata) or stored is None:
-            found.setdefault(_MISMATCH, []).append(f"{name} (no tensor in the checkpoint)")
+            differences.setdefault(_MISMATCH, []).append(f"{name} (no tensor in the checkpoint)")
         elif stored != info:
-            found.setdefault(_MISMATCH, []).append(f"{name} ({stored} in the checkpoint, {TensorInfo(*info)} here)")
+            differences.setdefault(_MISMATCH, []).append(
+                f"{name} ({stored} in the checkpoint, {TensorInfo(*info)} here)"
+            )
         elif sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(stored.shape):
-            found.setdefault(_INCOMPLETE, []).append(name)
-    return found
+            differences.setdefault(_INCOMPLETE, []).append(name)
+    return differences
 
 
 def _stored_info(index: Metadata, name: str) -> TensorInfo | None:
@@ -181,17 +182,17 @@ def _stored_info(index: Metadata, name: str) -> TensorInfo | None:
     return TensorInfo(tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
 
 
-def _wanted_by_no_rank(own: Collection[str], index: Metadata, group: ProcessGroup | None) -> list[str]:
+def _wanted_by_no_rank(wanted_here: Collection[str], index: Metadata, group: ProcessGroup | None) -> list[str]:
     """Tensors of the checkpoint that no rank asks for. Collective; one byte a tensor is communicated."""
     names = sorted(index.state_dict_metadata)
-    asked = torch.tensor([name in own for name in names], dtype=torch.uint8)
+    asked = torch.tensor([name in wanted_here for name in names], dtype=torch.uint8)
     collectives.all_reduce(asked, group, "max")
     return [name for name, wanted in zip(names, asked.tolist()) if not wanted]
 
 
-def _describe(found: list[dict[str, list[str]]]) -> str:
-    """Names by problem, of all `found`, in one line."""
-    names = {problem: sorted({name for one in found for name in one.get(problem, ())}) for problem in _PROBLEMS}
+def _describe(differences: list[dict[str, list[str]]]) -> str:
+    """Names by problem, of all `differences`, in one line."""
+    names = {problem: sorted({name for one in differences for name in one.get(problem, ())}) for problem in _PROBLEMS}
     return "; ".join(
         f"{len(wrong)} {'tensor' if len(wrong) == 1 else 'tensors'} {problem}: {join_first(wrong)}"
         for problem, wrong in names.items()

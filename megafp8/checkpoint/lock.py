@@ -17,7 +17,7 @@ may differ. A lock is taken over
   been started, with restarts counted anew, because the owner's host is gone.
 
 In object storage the file is created by a conditional PUT, which one of several writers succeeds in, and is touched by
-writing it again. Who takes over a lock there, for want of renames, looks after 3 seconds whether it is still its own.
+writing it again. A job that takes over a lock there, without renames, checks after 3 seconds that it still has it.
 
 Limit: an owner that hangs for longer (a suspended process, a stalled file system) may lose the lock while it lives. It
 detects that by the token in the file before it next changes the folder, and stops.
@@ -38,8 +38,6 @@ import uuid
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-from torch.distributed import ProcessGroup
 
 from megafp8.checkpoint.errors import FolderInUse, group_or_world, on_all_ranks
 from megafp8.checkpoint.files import to_json
@@ -83,8 +81,8 @@ def is_over(owner: dict[str, Any], us: dict[str, Any]) -> bool:
 
 def _is_here(owner: dict[str, Any], us: dict[str, Any]) -> bool:
     """Whether `owner` runs on the host and in the PID namespace of `us`."""
-    here = (us["host"], us["pid_namespace"])
-    return us["pid_namespace"] is not None and (owner.get("host"), owner.get("pid_namespace")) == here
+    this_host = (us["host"], us["pid_namespace"])
+    return us["pid_namespace"] is not None and (owner.get("host"), owner.get("pid_namespace")) == this_host
 
 
 def may_be_restarted(owner: dict[str, Any], us: dict[str, Any]) -> bool:
@@ -117,15 +115,15 @@ def _age(file: AnyPath) -> float:
 
 
 class FolderLock:
-    """Context manager that holds the lock of `folder`. Collective over `group` (None: the world); rank 0 locks.
+    """Context manager that holds the lock of `folder`. Collective over the world; rank 0 locks.
 
     Entering raises FolderInUse where another job holds it, naming owner and age, with nothing changed; ValueError where
     what has the lock's name is no file; RuntimeError where the folder cannot be written to.
     """
 
-    def __init__(self, folder: AnyPath | str, group: ProcessGroup | None = None) -> None:
+    def __init__(self, folder: AnyPath | str) -> None:
         self.file = as_path(folder) / LOCK_FILE
-        self._group = group_or_world(group)
+        self._group = group_or_world()
         self._is_rank0 = collectives.rank(self._group) == 0
         self._us = describe_this_process()
         self._released = threading.Event()
@@ -195,7 +193,7 @@ class FolderLock:
             raise ValueError(f"{self.file} is {kind}, and a lock is a file that a job has made; remove it")
 
     def _is_settled(self) -> bool:
-        """Whether the lock is still ours once a competitor that saw the former owner too has had time to remove it."""
+        """Wait until no competitor that saw the former owner can remove the lock; whether it is ours then."""
         time.sleep(_SETTLING_SECONDS)
         return self.is_ours()
 

@@ -58,7 +58,7 @@ from megafp8.checkpoint.rectangles import Rectangles
 from megafp8.distributed import collectives
 from megafp8.distributed.activity import Work
 from megafp8.distributed.sharding import Shape
-from megafp8.user_cache import make_private_folder
+from megafp8.user_cache import make_own_folder
 
 NODE_FILE = "node"
 LOADING = "loading"
@@ -105,7 +105,7 @@ class NodeMemory:
     def _open(self) -> str:
         """Make the folder, and return the name of the node."""
         for path in (self.folder.parent, self.folder):
-            make_private_folder(path)
+            make_own_folder(path, private=True)
         for other in self.folder.parent.iterdir():
             if other != self.folder:
                 shutil.rmtree(other, ignore_errors=True)
@@ -164,9 +164,9 @@ class NodeMemory:
 
         try:
             self._on_node(begin)
-            written, own = on_all_ranks(lambda: dcp.write_data(hidden, state, plans.plan), self.group)
+            written, own_sums = on_all_ranks(lambda: dcp.write_data(hidden, state, plans.plan), self.group)
             results = collectives.gather_objects(written, self.group)
-            sums = collectives.all_gather_objects(own, self.group)
+            sums = collectives.all_gather_objects(own_sums, self.group)
             small = on_rank0(describe, self.group)
             transfers = list(self._copies(sums))
             on_all_ranks(add_others, self.group)
@@ -219,18 +219,18 @@ class NodeMemory:
 
         `accepts`: whether a checkpoint with this metadata may be loaded.
         """
-        own = on_all_ranks(lambda: self._own(at_least, accepts), self.group)
-        listed = collectives.all_gather_objects(list(own), self.group)
+        own_checkpoints = on_all_ranks(lambda: self._own(at_least, accepts), self.group)
+        listed = collectives.all_gather_objects(list(own_checkpoints), self.group)
         for key in sorted({key for keys in listed for key in keys}, reverse=True):
             holder = next(rank for rank, keys in enumerate(listed) if key in keys)
-            found = self._assemble(key, own.get(key), holder)
-            if found is not None:
-                return found
+            reader = self._assemble(key, own_checkpoints.get(key), holder)
+            if reader is not None:
+                return reader
         return None
 
     def _own(self, at_least: int, accepts: Callable[[Mapping[str, Any]], bool]) -> dict[tuple[int, int], Path]:
         """The checkpoints on this node by step and a checksum of all their files' checksums."""
-        found = {}
+        checkpoints = {}
         for step, path in store.complete_checkpoints(self.folder):
             try:
                 opened = CheckpointReader(path, check_sizes=False) if step >= at_least else None
@@ -239,8 +239,8 @@ class NodeMemory:
                     logger.warning("%s", error)
                 continue
             if opened is not None and opened.sums is not None and accepts(opened.metadata):
-                found[step, zlib.crc32(repr(sorted(opened.sums.items())).encode())] = path
-        return found
+                checkpoints[step, zlib.crc32(repr(sorted(opened.sums.items())).encode())] = path
+        return checkpoints
 
     def _assemble(self, key: tuple[int, int], path: Path | None, holder: int) -> MemoryReader | None:
         """Open the checkpoint `key`, of which this node has files in `path`, and rank `holder` the description.
@@ -257,9 +257,9 @@ class NodeMemory:
         description = on_all_ranks(lambda: describe() if self._rank == holder else None, self.group)
         small, files = collectives.all_gather_objects(description, self.group)[holder]
         good = on_all_ranks(lambda: [] if path is None else self._good_files(path), self.group)
-        held = collectives.all_gather_objects(good, self.group)
+        files_of_ranks = collectives.all_gather_objects(good, self.group)
         holders = {
-            name: [i for i, ranks in enumerate(self.nodes) if any(name in held[rank] for rank in ranks)]
+            name: [i for i, ranks in enumerate(self.nodes) if any(name in files_of_ranks[rank] for rank in ranks)]
             for name in files
         }
         lost = [name for name in files if not holders[name]]
@@ -284,12 +284,12 @@ class NodeMemory:
         return on_all_ranks(lambda: MemoryReader(loading, self, holders), self.group)
 
     def _good_files(self, path: Path) -> list[str]:
-        """Of the data files in `path` that this rank verifies, those that are as they were written."""
+        """The data files in `path` that this rank verifies and that are as they were written."""
         sums = CheckpointReader(path, check_sizes=False).sums
         assert sums is not None
-        here = sorted(name for name in sums if name not in _SMALL_FILES and (path / name).exists())
+        present = sorted(name for name in sums if name not in _SMALL_FILES and (path / name).exists())
         good = []
-        for name in here[self._local_rank :: len(self.nodes[self._node])]:
+        for name in present[self._local_rank :: len(self.nodes[self._node])]:
             problem = find_damage(path / name, sums[name])
             if problem is None:
                 good.append(name)
@@ -297,19 +297,19 @@ class NodeMemory:
                 logger.warning("%s", problem)
         return good
 
-    def fetch(self, found: MemoryReader, state: Mapping[str, Rectangles]) -> None:
-        """Get the bytes of `found` that are needed to load `state` and are on other nodes only."""
+    def fetch(self, reader: MemoryReader, state: Mapping[str, Rectangles]) -> None:
+        """Get the bytes of `reader` that are needed to load `state` and are on other nodes only."""
         needed = {
             (rectangle.file.name, rectangle.start, rectangle.start + rectangle.length)
             for name, rectangles in state.items()
             for offset, view in rectangles.parts
-            for rectangle in found.overlapping(name, offset, tuple(view.shape))
-            if self._node not in found.holders[rectangle.file.name]
+            for rectangle in reader.overlapping(name, offset, tuple(view.shape))
+            if self._node not in reader.holders[rectangle.file.name]
         }
         every = collectives.all_gather_objects(needed, self.group)
-        transfers = list(self._fetches(found.holders, every))
-        on_all_ranks(lambda: self._reserve(found.folder, transfers), self.group)
-        on_all_ranks(lambda: _exchange(transfers, found.folder, self.group), self.group)
+        transfers = list(self._fetches(reader.holders, every))
+        on_all_ranks(lambda: self._reserve(reader.folder, transfers), self.group)
+        on_all_ranks(lambda: _exchange(transfers, reader.folder, self.group), self.group)
 
     def _fetches(
         self, holders: Mapping[str, Sequence[int]], needed: Sequence[set[tuple[str, int, int]]]
@@ -360,19 +360,19 @@ class MemoryReader(CheckpointReader):
         self._memory.fetch(self, state)
 
     def read_into(self, name: str, low: Shape, target: Tensor, *, verify: bool = True) -> None:
-        """As `CheckpointReader.read_into`; always compares checksums, since parts of a file were sent."""
+        """`CheckpointReader.read_into`, which always compares checksums here, since parts of a file were sent."""
         super().read_into(name, low, target, verify=True)
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Sorted ranges, those that touch as one."""
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for start, end in ranges:
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
         else:
-            found.append((start, end))
-    return found
+            joined.append((start, end))
+    return joined
 
 
 def _blocks(source: int, target: int, name: str, start: int, length: int) -> Iterator[Transfer]:

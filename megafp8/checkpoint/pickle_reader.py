@@ -105,9 +105,9 @@ class _Interpreter:
             while at < end:
                 start, opcode = at, content[at]
                 at += 1
-                # Of 69 opcodes for each rectangle of an index all but two are in these branches, 42 of them in runs
-                # that make an object, call a function with one tuple, or set a state: methods take much longer. What
-                # does not fit a branch is left to the methods, and with it most failures.
+                # The index of a checkpoint has 69 opcodes for each rectangle, and these branches execute all but two of
+                # them, since calling a method takes much longer. 42 are in runs that make an object, call a function
+                # with one tuple, or set a state. What fits no branch, most failures too, is left to the methods.
                 if opcode == _LONG_BINGET and at + 4 <= end:
                     stack.append(memo[_UINT32(content, at)[0]])
                     at += 4
@@ -314,17 +314,17 @@ class _Interpreter:
         self.name(module, name)
 
     def call(self) -> None:
-        arguments, of = self.stack.pop(), self.stack.pop()
-        if type(arguments) is not tuple or type(of) is not Global:
-            self.fail(f"it calls a {type(of).__name__} with a {type(arguments).__name__}")
-        builder = self.builders.get(of)
-        self.push(Record(of, arguments) if builder is None else builder(*arguments))
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if type(arguments) is not tuple or type(function) is not Global:
+            self.fail(f"it calls a {type(function).__name__} with a {type(arguments).__name__}")
+        builder = self.builders.get(function)
+        self.push(Record(function, arguments) if builder is None else builder(*arguments))
 
     def call_with_keywords(self) -> None:
-        keywords, arguments, of = self.stack.pop(), self.stack.pop(), self.stack.pop()
-        if type(keywords) is not dict or type(arguments) is not tuple or type(of) is not Global:
-            self.fail(f"it calls a {type(of).__name__} with a {type(arguments).__name__}")
-        self.push(Record(of, (*arguments, keywords)))
+        keywords, arguments, function = self.stack.pop(), self.stack.pop(), self.stack.pop()
+        if type(keywords) is not dict or type(arguments) is not tuple or type(function) is not Global:
+            self.fail(f"it calls a {type(function).__name__} with a {type(arguments).__name__}")
+        self.push(Record(function, (*arguments, keywords)))
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
@@ -436,13 +436,13 @@ def check_tree(value: Any, length: int) -> None:
     opened: set[int] = set()
     todo = [value]
     while todo:
-        here = todo[-1]
-        parts = None if id(here) in known else _parts(here)
+        iterator = todo[-1]
+        parts = None if id(iterator) in known else _parts(iterator)
         if parts is None:
             todo.pop()
             continue
-        if id(here) not in opened:
-            opened.add(id(here))
+        if id(iterator) not in opened:
+            opened.add(id(iterator))
             for part in parts:
                 if type(part) in _LEAVES or id(part) in known:
                     continue
@@ -459,7 +459,7 @@ def check_tree(value: Any, length: int) -> None:
             raise PickleError(f"more than {MAX_DEPTH} values are nested")
         if size > limit:
             raise PickleError(f"more than {limit} values, of which most are the same")
-        known[id(here)] = size, depth + 1
+        known[id(iterator)] = size, depth + 1
 
 
 _LEAVES = (str, int, float, bool, type(None), bytes)

@@ -53,19 +53,19 @@ class TensorReader:
     @cached_property
     def rectangles(self) -> dict[str, list[StoredRectangle]]:
         """The rectangles of each tensor."""
-        found: dict[str, list[StoredRectangle]] = {}
+        rectangles: dict[str, list[StoredRectangle]] = {}
         for name, entry in self.index.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 continue
-            found[name] = []
+            rectangles[name] = []
             for chunk in entry.chunks:
                 stored = self.index.storage_data.get(MetadataIndex(name, chunk.offsets))
                 if stored is None or stored.transform_descriptors:
                     how = "without saying where" if stored is None else "compressed, which is not read"
                     raise ValueError(f"{self.path / dcp.INDEX_FILE} lists a rectangle of {name} {how}")
                 where = self.path / stored.relative_path, stored.offset, stored.length
-                found[name].append(StoredRectangle(tuple(chunk.offsets), tuple(chunk.sizes), *where))
-        return found
+                rectangles[name].append(StoredRectangle(tuple(chunk.offsets), tuple(chunk.sizes), *where))
+        return rectangles
 
     def overlapping(self, name: str, low: Shape, shape: Shape) -> list[StoredRectangle]:
         """The rectangles with values of the rectangle of `shape` from index `low` of tensor `name` on."""

@@ -104,7 +104,6 @@ def save(
     tensors: Mapping[str, Rectangles | Tensor],
     metadata: dict[str, Any],
     *,
-    group: ProcessGroup | None = None,
     keep_last: int | None = None,
     keep_every: int | None = None,
     lock: FolderLock | None = None,
@@ -113,15 +112,15 @@ def save(
     """Save `tensors` of all ranks as the checkpoint of `step` under `folder`, and return its path. Collective.
 
     A plain tensor is not sharded: every rank that names it holds the same values. `metadata` must be JSON; rank 0's is
-    written, with format version, step, date, versions, and the number of tensors and bytes added. `group` None means
-    the world, or this process where torch.distributed is not initialised. For the other options see `Destination`.
+    written, with format version, step, date, versions, and the number of tensors and bytes added. Where
+    torch.distributed is not initialised, this process saves alone. For the other options see `Destination`.
 
     A step that exists is never overwritten. If its consumed samples, tokens and tokenizer fingerprint are those of
     `metadata`, it is the same step of the same run (which resumed there and had nothing left to do): the call logs
     that and returns. Otherwise it raises ValueError. RuntimeError where writing fails, for instance on a full disk;
     earlier checkpoints are untouched.
     """
-    destination = Destination(as_path(folder), group_or_world(group), keep_last, keep_every, lock, files or {})
+    destination = Destination(as_path(folder), group_or_world(), keep_last, keep_every, lock, files or {})
     state = as_rectangles(tensors)
     plans = dcp.plan_save(dcp.write_items(state), destination.group)
     return _write(destination, step, state, plans, metadata)
@@ -264,8 +263,8 @@ def _write(
             if collectives.rank(group) == 0:
                 logger.warning("%s exists already, from this same step; it was left as it is", final)
             return final
-        own = on_all_ranks(lambda: dcp.write_data(hidden, state, plans.plan), group)
-        written = collectives.gather_objects(own, group)
+        sums_of_rank = on_all_ranks(lambda: dcp.write_data(hidden, state, plans.plan), group)
+        written = collectives.gather_objects(sums_of_rank, group)
         on_rank0(publish, group)
     except RuntimeError as error:
         if collectives.rank(group) == 0 and (to.lock is None or to.lock.is_ours()):
@@ -333,7 +332,7 @@ class StagingBuffer:
     def copy_on_side_stream(self, staged: Iterable[Staged]) -> None:
         """Copy on a side stream, and return once these copies and those of `copy` are done. For another thread.
 
-        The values are those at the last call of `copy`, if nobody changes them before this returns.
+        The values are those at the last call of `copy`, unless they are changed before this returns.
         """
         if self._stream is None or self._ready is None:
             for one in staged:

@@ -123,18 +123,18 @@ def complete_checkpoints(folder: AnyPath | str) -> Any:
 
 def latest(folder: AnyPath | str) -> AnyPath | None:
     """The newest complete checkpoint of a run, or None."""
-    found = complete_checkpoints(folder)
-    return found[-1][1] if found else None
+    checkpoints = complete_checkpoints(folder)
+    return checkpoints[-1][1] if checkpoints else None
 
 
 def clean_incomplete(folder: AnyPath | str) -> list[AnyPath]:
     """Delete what killed saves and removals left in `folder`; returns the deleted folders. On rank 0."""
     folder = as_path(folder)
     if isinstance(folder, ObjectPath):
-        found = [path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name) and not _is_complete(path)]
-        for path in found:
+        incomplete = [path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name) and not _is_complete(path)]
+        for path in incomplete:
             path.remove_tree()
-        return list(found)
+        return list(incomplete)
     if not folder.is_dir():
         return []
     leftovers = sorted(path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
@@ -221,12 +221,12 @@ def metadata_json(path: AnyPath, step: int, metadata: dict[str, Any]) -> bytes:
     Raises ValueError where `metadata` sets one of these, is not JSON, or has a key of another type than is documented.
     """
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    own = dict(zip(OWN_KEYS, (FORMAT_VERSION, step, date, megafp8.__version__, str(torch.__version__), True)))
-    clash = sorted(own.keys() & metadata.keys())
+    own_keys = dict(zip(OWN_KEYS, (FORMAT_VERSION, step, date, megafp8.__version__, str(torch.__version__), True)))
+    clash = sorted(own_keys.keys() & metadata.keys())
     if clash:
         raise ValueError(f"metadata of a checkpoint may not set {', '.join(clash)}: save() writes these itself")
     try:
-        content = to_json({**own, **metadata}, allow_nan=False)
+        content = to_json({**own_keys, **metadata}, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"metadata of {path} cannot be written as JSON: {error}") from error
     problem = _wrong_type(json.loads(content))
@@ -277,7 +277,7 @@ def remove(path: AnyPath) -> None:
 
 
 def superfluous(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Those of `steps`, in rising order, that are neither of the last `keep_last` nor a multiple of `keep_every`."""
+    """The `steps`, in rising order, that are neither of the last `keep_last` nor a multiple of `keep_every`."""
     if keep_last is None:
         return []
     return [step for step in steps[: max(0, len(steps) - keep_last)] if keep_every is None or step % keep_every]
@@ -313,8 +313,8 @@ def read_description(path: AnyPath | str) -> tuple[dict[str, Any], dict[str, Che
     """`read_metadata`, the checksums of all files (None: the checkpoint has none), and the bytes of metadata.json."""
     path = as_path(path)
     if not path.is_dir():
-        found = ", ".join(other.name for _, other in complete_checkpoints(path.parent)[-3:]) or "none"
-        raise ValueError(f"there is no checkpoint {path}; newest complete ones in {path.parent}: {found}")
+        newest = ", ".join(other.name for _, other in complete_checkpoints(path.parent)[-3:]) or "none"
+        raise ValueError(f"there is no checkpoint {path}; newest complete ones in {path.parent}: {newest}")
     file, sums = path / METADATA_FILE, read_checksums(path)
     content = read_verified(path, METADATA_FILE, sums)
     metadata = parse_object(file, content)

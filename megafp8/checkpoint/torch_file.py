@@ -162,9 +162,9 @@ class TorchFile:
             raise ValueError(f"it has no record {name}" + (f" of at most {limit} bytes" if record else ""))
         if not self._is_intact(stream, name):
             raise ValueError(f"its record {name} is not what was saved")
-        found = bytearray(record.size)
-        read_into(stream, record.start, memoryview(found))
-        return bytes(found)
+        content = bytearray(record.size)
+        read_into(stream, record.start, memoryview(content))
+        return bytes(content)
 
     def read(self, tensor: StoredTensor, name: str, low: Shape, target: Tensor, *, verify: bool = True) -> None:
         """Fill `target`, of any strides and on any device, with the values of `tensor` from its index `low` on.

@@ -37,7 +37,7 @@ from megafp8.distributed.sharding import Shape
 
 RECTANGLE_BYTES = 64 * 2**20
 FILE_BYTES = 4 * 2**30
-"""From this size on a data file gets no further rectangle."""
+"""Size in bytes from which on a data file gets no further rectangle."""
 
 
 class _Rectangle(NamedTuple):
@@ -56,7 +56,7 @@ class _Record(NamedTuple):
     name: str
     low: Shape
     shape: Shape
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
     rectangles: list[_Rectangle]
     sums: dict[str, Checksum]
@@ -70,9 +70,9 @@ class _Record(NamedTuple):
     @classmethod
     def of(cls, text: str) -> _Record:
         name, low, shape, dtype, rectangles, sums = json.loads(text)
-        found = [_Rectangle(tuple(offset), tuple(size), *where) for offset, size, *where in rectangles]
+        parsed = [_Rectangle(tuple(offset), tuple(size), *where) for offset, size, *where in rectangles]
         checksums = {file: Checksum(*s) for file, s in sums.items()}
-        return cls(name, tuple(low), tuple(shape), getattr(torch, dtype), found, checksums)
+        return cls(name, tuple(low), tuple(shape), getattr(torch, dtype), parsed, checksums)
 
 
 class CheckpointWriter:

@@ -102,8 +102,9 @@ def _describe_skipped(skipped: list[SkippedFile]) -> str:
     for file in skipped:
         paths.setdefault(file.reason, []).append(str(file.path))
     return "\n".join(
-        f"warning: not read ({reason}): {', '.join(own[:10])}" + (f", and {len(own) - 10:,} more" if own[10:] else "")
-        for reason, own in paths.items()
+        f"warning: not read ({reason}): {', '.join(files[:10])}"
+        + (f", and {len(files) - 10:,} more" if files[10:] else "")
+        for reason, files in paths.items()
     )
 
 

@@ -195,38 +195,38 @@ def curve(
     records: Sequence[Mapping[str, Any]], key: str, label: str, unit: float = 1, *, sparse: bool = False
 ) -> Curve:
     """The curve of a metric over the records that have it, in units of 1 / `unit`. `sparse`: where it is a number."""
-    found = [(r["step"], r[key]) for r in records if key in r and not (sparse and r[key] is None)]
-    return Curve(label, [step for step, _ in found], [None if v is None else v * unit for _, v in found], sparse)
+    points = [(r["step"], r[key]) for r in records if key in r and not (sparse and r[key] is None)]
+    return Curve(label, [step for step, _ in points], [None if v is None else v * unit for _, v in points], sparse)
 
 
 def _curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Curve]]:
     """The curves of metrics.jsonl that have a number."""
-    found: dict[str, list[Curve]] = {panel.key: [] for panel in PANELS}
+    curves_of_panel: dict[str, list[Curve]] = {panel.key: [] for panel in PANELS}
     for panel, key, label, unit in _METRICS:
-        found[panel].append(curve(records, key, label, unit, sparse=panel == "norms"))
+        curves_of_panel[panel].append(curve(records, key, label, unit, sparse=panel == "norms"))
     keys = {key: None for record in records for key in record}
     validations = {"validation_loss": "validation"} | {k: k[6:] for k in keys if k.startswith("valid/")}
-    found["loss"][1:1] = [curve(records, key, label, sparse=True) for key, label in validations.items()]
-    found["tasks"] = [curve(records, key, key[5:], sparse=True) for key in keys if key.startswith("eval/")]
+    curves_of_panel["loss"][1:1] = [curve(records, key, label, sparse=True) for key, label in validations.items()]
+    curves_of_panel["tasks"] = [curve(records, key, key[5:], sparse=True) for key in keys if key.startswith("eval/")]
     sections = [key for key in keys if key.startswith("seconds/")]
-    found["sections"] = [curve(records, key, key[8:].replace("_", " ")) for key in sections]
+    curves_of_panel["sections"] = [curve(records, key, key[8:].replace("_", " ")) for key in sections]
     for key, label in (("evaluation_seconds", "evaluation"), ("save_seconds", "stalled for saves")):
         some = [record for record in records if (record.get(key) or 0) >= 1e-3]  # a poll of a save is no save
-        found["seconds"].append(curve(some, key, label, sparse=True))
+        curves_of_panel["seconds"].append(curve(some, key, label, sparse=True))
     if any(record.get("skipped_in_a_row") for record in records):
-        found["skipped"] = [curve(records, "skipped_in_a_row", "skipped in a row")]
+        curves_of_panel["skipped"] = [curve(records, "skipped_in_a_row", "skipped in a row")]
     return {
         key: curves
-        for key, all_curves in found.items()
+        for key, all_curves in curves_of_panel.items()
         if (curves := [c for c in all_curves if any(v is not None for v in c.values)])
     }
 
 
 def _by_step(report: Sequence[Record]) -> dict[int, list[Record]]:
-    found: dict[int, list[Record]] = {}
+    records_of_step: dict[int, list[Record]] = {}
     for record in report:
-        found.setdefault(record.step, []).append(record)
-    return found
+        records_of_step.setdefault(record.step, []).append(record)
+    return records_of_step
 
 
 def _fp8_curves(report: Sequence[Record]) -> dict[str, Sequence[Curve]]:
@@ -251,7 +251,7 @@ def reduce_columns(
 
 
 def _norm_heat_maps(records: Sequence[Mapping[str, Any]]) -> Iterator[HeatMap]:
-    """Of steps whose norms were measured: norms by layer, and those of updates relative to those of weights."""
+    """Norms by layer in the steps that measured them, those of updates divided by those of weights."""
     layers = in_order({key.partition("/")[2] for record in records for key in record if key.startswith(f"{GRADIENT}/")})
     measured = [record for record in records if layers and f"{GRADIENT}/{layers[0]}" in record]
     if not measured:
@@ -332,17 +332,17 @@ def _changes(folder: Path) -> Iterator[Event]:
         keys = changed_keys(before, config)
         if keys:
             stage = next((s["name"] for s in reversed(config.get("stages") or []) if s["begin"] == step), None)
-            more = f"; and {len(keys) - 12} more" if len(keys) > 12 else ""
-            yield Event("change", step, f"{f'stage {stage}: ' if stage else ''}{'; '.join(keys[:12])}{more}")
+            remainder = f"; and {len(keys) - 12} more" if len(keys) > 12 else ""
+            yield Event("change", step, f"{f'stage {stage}: ' if stage else ''}{'; '.join(keys[:12])}{remainder}")
         before = config
 
 
 def _yaml(path: Path) -> dict[str, Any]:
     try:
-        found = construct(compose(path.read_text(encoding="utf-8"))) if path.exists() else {}
+        content = construct(compose(path.read_text(encoding="utf-8"))) if path.exists() else {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _skipped(records: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
@@ -367,16 +367,16 @@ class Points:
     mean_y: Sequence[float | None] = ()
 
 
-def downsample(curve: Curve, buckets: int = BUCKETS) -> Points:
-    """The smallest and largest value in each of `buckets` of as many steps, with the curve's first and last point.
+def downsample(curve: Curve) -> Points:
+    """The smallest and largest value in each of `BUCKETS` of as many steps, with the curve's first and last point.
 
     Curves of up to twice as many points stay as they are. A bucket with values that are not finite keeps the first.
     """
     n = len(curve.steps)
-    if n <= 2 * buckets:
+    if n <= 2 * BUCKETS:
         return Points(curve.steps, curve.values)
     values = np.array([math.nan if v is None else v for v in curve.values], dtype=np.float64)
-    edges = np.linspace(0, n, buckets + 1).astype(int)
+    edges = np.linspace(0, n, BUCKETS + 1).astype(int)
     kept, mean_x, mean_y = {0, n - 1}, [], []
     for a, b in pairwise(edges):
         part = values[a:b]
@@ -397,28 +397,28 @@ def summary(run: RunData) -> dict[str, str]:
     recent = [r["loss"] for r in records[-max(1, len(records) // 100) :] if r["loss"] is not None]
     config = _yaml([run.folder / "config.yaml", *sorted(run.folder.glob("config-from-step-*.yaml"))][-1])
     steps = (config.get("training") or {}).get("steps")
-    found = {
+    summary_values = {
         "steps": f"{last['step']:,}" + (f" of {steps:,}" if steps else ""),
         "tokens": short_number(last["tokens"]) if last.get("tokens") else "-",
         "last loss": f"{recent[-1]:.4f}" if recent else "not finite",
     }
     valid = [(r["validation_loss"], r["step"]) for r in records if r.get("validation_loss") is not None]
     if valid:
-        found["best validation loss"] = f"{min(valid)[0]:.4f} at step {min(valid)[1]:,}"
+        summary_values["best validation loss"] = f"{min(valid)[0]:.4f} at step {min(valid)[1]:,}"
 
     def typical(key: str, form: str) -> None:
         values = [r[key] for r in records if r.get(key) is not None]
         if values:
-            found[f"median {_NAMES[key]}"] = format(median(values), form)
+            summary_values[f"median {_NAMES[key]}"] = format(median(values), form)
 
     for key, form in (("tokens_per_second_per_gpu", ",.0f"), ("tflops_per_gpu", ",.3g"), ("mfu", ".1%")):
         typical(key, form)
-    found["peak memory"] = f"{max((r.get('memory_gib') or 0) for r in records):.2f} GiB"
-    found["skipped steps"] = f"{run.goodput.skipped_steps:,}"
-    found["launches"] = f"{run.goodput.launches:,}"
-    found["wall time"] = duration(run.goodput.wall_seconds)
-    found["goodput"] = f"{run.goodput.fraction:.1%}"
-    return found
+    summary_values["peak memory"] = f"{max((r.get('memory_gib') or 0) for r in records):.2f} GiB"
+    summary_values["skipped steps"] = f"{run.goodput.skipped_steps:,}"
+    summary_values["launches"] = f"{run.goodput.launches:,}"
+    summary_values["wall time"] = duration(run.goodput.wall_seconds)
+    summary_values["goodput"] = f"{run.goodput.fraction:.1%}"
+    return summary_values
 
 
 _NAMES = {"tokens_per_second_per_gpu": "tokens/s per GPU", "tflops_per_gpu": "TFLOP/s per GPU", "mfu": "MFU"}

@@ -275,8 +275,8 @@ class _ContextAttention(Function):
         for call in context.calls:
             rows = call.rows
             k, v = keys_and_values.of(call)
-            found = attention.forward(_with_zeros(call, queries), k, v, call.mask, scores)
-            o, lse = (_of_queries(call, x) for x in found)
+            output_and_lse = attention.forward(_with_zeros(call, queries), k, v, call.mask, scores)
+            o, lse = (_of_queries(call, x) for x in output_and_lse)
             if rows.stop <= written:
                 o, lse = merge(o_rbad[rows], lse_rba[rows], o, lse)
             o_rbad[rows], lse_rba[rows] = o, lse
@@ -299,17 +299,17 @@ class _ContextAttention(Function):
         dq_rbad = torch.zeros_like(q_rbad)
         wide = torch.promote_types(k_rbgd.dtype, torch.float32)
         r, *rest = k_rbgd.shape
-        own = [k_rbgd.new_zeros(r, *rest) for _ in range(2)]
-        of_all_ranks = [k_rbgd.new_zeros(r * group.size(), *rest, dtype=wide) for _ in range(2)]
+        own_grads = [k_rbgd.new_zeros(r, *rest) for _ in range(2)]
+        summed_grads = [k_rbgd.new_zeros(r * group.size(), *rest, dtype=wide) for _ in range(2)]
         dbias_ar: Tensor | None = None
         for call in context.calls:
             do, q, o, lse = (_with_zeros(call, x) for x in (do_rbad, q_rbad, o_rbad, lse_rba))
             k, v = keys_and_values.of(call)
-            dq, dk, dv, more = attention.backward(do, q, k, v, o, lse, call.mask, scores, bias_grad=bias_grad)
-            if more is not None:
-                dbias_ar = more if dbias_ar is None else dbias_ar + more
+            dq, dk, dv, dbias = attention.backward(do, q, k, v, o, lse, call.mask, scores, bias_grad=bias_grad)
+            if dbias is not None:
+                dbias_ar = dbias if dbias_ar is None else dbias_ar + dbias
             dq_rbad[call.rows] += _of_queries(call, dq)
-            for mine, total, part in zip(own, of_all_ranks, (dk, dv), strict=True):
+            for mine, total, part in zip(own_grads, summed_grads, (dk, dv), strict=True):
                 if call.keys_tb is None:
                     mine[call.rows] += part
                     continue
@@ -318,7 +318,7 @@ class _ContextAttention(Function):
                     _put(keys, _take(total, keys) + values, total)
         dk, dv = (
             reduce_scatter(total.to(k_rbgd.dtype), group).add_(mine)
-            for total, mine in zip(of_all_ranks, own, strict=True)
+            for total, mine in zip(summed_grads, own_grads, strict=True)
         )
         dsink = None if ctx.sink_a is None else attention.sink_gradient(do_rbad, o_rbad, lse_rba, ctx.sink_a)
         return dq_rbad, dk, dv, dsink, None if dbias_ar is None else dbias_ar.to(bias_ar.dtype), None, None

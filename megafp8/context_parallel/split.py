@@ -42,7 +42,7 @@ def chunk_lengths(cu_seqlens_bm: Tensor, slots: int) -> Tensor:
 
 
 class Placement(NamedTuple):
-    """Of each token, `[b, s]` int64: its document, its place in that, its slot. `lengths_bml`: `chunk_lengths`."""
+    """Document, place in the document and slot of each token, `[b, s]` int64. `lengths_bml`: `chunk_lengths`."""
 
     lengths_bml: Tensor
     document_bs: Tensor

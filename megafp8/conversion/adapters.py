@@ -108,12 +108,12 @@ def adapters_alone(source: Source) -> AdaptersAlone:
 
 def lora_of(adapted: AdaptedSource) -> Lora:
     """Rank, alpha and targets of all adapters. Raises ValueError where projections differ in rank or scale."""
-    found = {(adapted.tensors[f"{stem}.{A}"].shape[0], scale): stem for stem, scale in adapted.scales.items()}
-    if len(found) > 1:
-        (one, x), (other, y) = list(found.items())[:2]
+    sizes = {(adapted.tensors[f"{stem}.{A}"].shape[0], scale): stem for stem, scale in adapted.scales.items()}
+    if len(sizes) > 1:
+        (one, x), (other, y) = list(sizes.items())[:2]
         raise ValueError(
             f"{adapted.path}: adapters differ, {x} has rank {one[0]} and scale {one[1]:g}, {y} has rank {other[0]} and "
             f"scale {other[1]:g}; such can be merged only"
         )
-    ((rank, scale),) = found
+    ((rank, scale),) = sizes
     return Lora(rank, scale * rank, frozenset(stem.rpartition(".")[2] for stem in adapted.scales))

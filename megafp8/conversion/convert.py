@@ -88,8 +88,8 @@ def verify(source: Source, target: Source) -> Moved:
     """
     start = time.monotonic()
     if fields := differences(source.model, target.model):
-        found, expected = canonical(target.model), canonical(source.model)
-        changes = ", ".join(f"{field} is {found[field]}, not {expected[field]}" for field in fields)
+        written, expected = canonical(target.model), canonical(source.model)
+        changes = ", ".join(f"{field} is {written[field]}, not {expected[field]}" for field in fields)
         raise ValueError(f"{target.path} describes another model than {source.path}: {changes}")
     missing = [name for name in source.tensors if is_weight(name) and name not in target.tensors]
     unknown = [name for name in target.tensors if name not in source.tensors]
@@ -97,9 +97,9 @@ def verify(source: Source, target: Source) -> Moved:
         raise ValueError(f"{target.path} lacks {missing[:3]} of {source.path} and has {unknown[:3]} besides")
     sizes = {name: info.nbytes for name, info in target.tensors.items()}
     for name in _with_progress(list(target.tensors), sizes, "verify"):
-        there, here = (_fingerprint(name, one.read(name), source.model) for one in (source, target))
-        if there != here:
-            raise ValueError(f"{name} is {here} in {target.path} and {there} in {source.path}")
+        source_print, target_print = (_fingerprint(name, one.read(name), source.model) for one in (source, target))
+        if source_print != target_print:
+            raise ValueError(f"{name} is {target_print} in {target.path} and {source_print} in {source.path}")
     return Moved(len(sizes), sum(sizes.values()), time.monotonic() - start)
 
 

@@ -46,8 +46,8 @@ class Format(NamedTuple):
 
 
 def _is_native(path: Path) -> bool:
-    of_megatron = is_distributed(path)  # which has an index and a metadata.json, too
-    return (is_checkpoint(path) and not of_megatron) or bool(
+    is_megatron = is_distributed(path)  # which has an index and a metadata.json, too
+    return (is_checkpoint(path) and not is_megatron) or bool(
         complete_checkpoints(path) or complete_checkpoints(path / "checkpoints")
     )
 
@@ -73,12 +73,12 @@ def recognize(path: Path) -> str:
     """The name of the format of `path`. Raises ValueError where there is nothing, or nothing that is known."""
     if not path.exists():
         raise ValueError(f"there is no {path}")
-    found = [name for name, format in FORMATS.items() if format.has_sign(path)]
-    if len(found) != 1:
+    matching = [name for name, format in FORMATS.items() if format.has_sign(path)]
+    if len(matching) != 1:
         signs = "; ".join(f"{name}: {format.sign}" for name, format in FORMATS.items())
-        what = f"might be {' or '.join(found)}, so say which" if found else "is of no format that is known"
+        what = f"might be {' or '.join(matching)}, so say which" if matching else "is of no format that is known"
         raise ValueError(f"{path} {what}. Looked for {signs}")
-    return found[0]
+    return matching[0]
 
 
 def fetched(path: AnyPath | str) -> Path:

@@ -6,7 +6,7 @@ config.json is one of these:
 - a key of a trait of the family: read, or refused with key, value and what is supported;
 - a key of `_FIXED`, which changes what the model computes and of which megafp8 supports one value;
 - a key of `_HARMLESS`, such as token ids and settings of `generate`;
-- any other key is refused by name, as nobody has checked what it does.
+- any other key is refused by name, since what it does has not been checked.
 
 Keys that exist in several copies (rotary embedding in transformers 4 and 5) must agree, because versions of
 transformers differ in which copy they read. A model can be written as a family if what is written reads back as the
@@ -133,8 +133,8 @@ def build_model(fields: Mapping[str, Any]) -> ModelConfig:
     """The model of `fields`, with those of sections as moe.top_k. Raises ValueError where there is no such model."""
     tree = dict(fields)
     for section in _SECTIONS:
-        own = {key: tree.pop(key) for key in fields if key.startswith(f"{section}.")}
-        tree |= {section: {key.removeprefix(f"{section}."): value for key, value in own.items()}} if own else {}
+        values = {key: tree.pop(key) for key in fields if key.startswith(f"{section}.")}
+        tree |= {section: {key.removeprefix(f"{section}."): value for key, value in values.items()}} if values else {}
     try:
         model = ModelConfig(**tree)
     except ValueError as error:  # pydantic's, of a value that is no number

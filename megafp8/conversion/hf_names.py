@@ -33,7 +33,7 @@ from megafp8.distributed.sharding import Shape
 _NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+|(?<=decoder\.)\d+")
 
 Rows = Callable[[ModelConfig, int], tuple[Tensor, int]]
-"""From a model and n: the rows `[n]` of theirs, and their number."""
+"""Function of a model and n: the rows `[n]` of their tensor, and their number."""
 
 
 class Place(NamedTuple):
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 Names = Mapping[str, str | Place]
-"""From modules and parameters of ours to theirs; a str is a `Place` that is ours alone."""
+"""Their names of our modules and parameters; a str is a `Place` that is ours alone."""
 
 EMBEDDING = {"embedding.word": "model.embed_tokens"}
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -173,8 +173,8 @@ class TensorNames(NamedTuple):
 
     def _place(self, module: str, parameter: str, gated: bool = True) -> Place:
         names = self.places if gated else {**self.places, **self.ungated}
-        if (own := names.get(f"{module}.{parameter}")) is not None:
-            return _place(own)
+        if (name_of_ours := names.get(f"{module}.{parameter}")) is not None:
+            return _place(name_of_ours)
         place = _place(names[module])
         return place._replace(name=f"{place.name}.{parameter}")
 

@@ -71,8 +71,8 @@ class HfSink(Sink):
     def _plan(self, source: Source) -> dict[str, tuple[bytes, int]]:
         """Header and size of each file; where each tensor of theirs lies goes to `self._stored`."""
         theirs: dict[str, TensorInfo] = {}
-        for name, there in self._locations.items():
-            theirs.setdefault(there.name, TensorInfo(there.shape, source.tensors[name].dtype))
+        for name, location in self._locations.items():
+            theirs.setdefault(location.name, TensorInfo(location.shape, source.tensors[name].dtype))
         files: list[dict[str, TensorInfo]] = [{}]
         filled = 0
         for name, info in sorted(theirs.items(), key=lambda item: -item[1].dtype.itemsize):  # aligns all
@@ -91,12 +91,12 @@ class HfSink(Sink):
         return headers
 
     def write(self, name: str, tensor: Tensor) -> None:
-        there, shape = self._locations[name], self._shapes[name]
-        stored = self._stored[there.name]
+        location, shape = self._locations[name], self._shapes[name]
+        stored = self._stored[location.name]
         assert len(tensor) >= shape[0], f"{name}: {tuple(tensor.shape)}"
         assert tensor.shape[1:] == shape[1:], f"{name}: {tuple(tensor.shape)}"
         with (self.hidden / stored.file).open("r+b", buffering=0) as stream:
-            _write_rows(stream, tensor[: shape[0]], there, stored)
+            _write_rows(stream, tensor[: shape[0]], location, stored)
         self._journal.add(name)
 
     def finish(self) -> None:
@@ -136,26 +136,26 @@ def _describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
         return False
 
 
-def _write_rows(stream: BinaryIO, values: Tensor, there: Location, stored: Stored) -> None:
+def _write_rows(stream: BinaryIO, values: Tensor, location: Location, stored: Stored) -> None:
     """Write one of our tensors to its rows of theirs, in blocks."""
-    dtype, start, shape = stored.info.dtype, stored.start, there.shape
-    if there.expert is not None:
+    dtype, start, shape = stored.info.dtype, stored.start, location.shape
+    if location.expert is not None:
         shape = shape[1:]
-        start += there.expert * math.prod(shape) * dtype.itemsize
+        start += location.expert * math.prod(shape) * dtype.itemsize
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     most = max(1, BLOCK_BYTES // max(row_bytes, 1))
-    if there.transposed:  # our rows are some columns of theirs
+    if location.transposed:  # our rows are some columns of theirs
         for block in torch.arange(shape[0]).split(most):
             first, last = int(block[0]), int(block[-1]) + 1
             theirs = torch.empty(last - first, shape[1], dtype=dtype)
-            if len(there.rows) < shape[1]:
+            if len(location.rows) < shape[1]:
                 read_into(stream, start + first * row_bytes, as_bytes(theirs))
-            theirs[:, there.rows] = values[:, first:last].t().to(dtype)
+            theirs[:, location.rows] = values[:, first:last].t().to(dtype)
             write_at(stream, start + first * row_bytes, as_bytes(theirs))
         return
-    breaks = (there.rows.diff() != 1).nonzero().flatten() + 1
-    for run in torch.arange(len(there.rows)).tensor_split(breaks):
+    breaks = (location.rows.diff() != 1).nonzero().flatten() + 1
+    for run in torch.arange(len(location.rows)).tensor_split(breaks):
         for block in run.split(most):
             first, last = int(block[0]), int(block[-1]) + 1
             rows = values[first:last].to(dtype).contiguous()
-            write_at(stream, start + int(there.rows[first]) * row_bytes, as_bytes(rows))
+            write_at(stream, start + int(location.rows[first]) * row_bytes, as_bytes(rows))

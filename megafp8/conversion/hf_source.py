@@ -97,17 +97,17 @@ class HfSource(Source):
                     f"{self.path}: {name} has shape {list(shape)} by {CONFIG_FILE}, and the largest in its files "
                     f"has {largest:,} values"
                 )
-            there = self.location(name, shape)
-            entry = self._entries.get(there.name)
+            location = self.location(name, shape)
+            entry = self._entries.get(location.name)
             if entry is None:
-                raise ValueError(f"{self.path} has no tensor {there.name}, which {CONFIG_FILE} promises")
+                raise ValueError(f"{self.path} has no tensor {location.name}, which {CONFIG_FILE} promises")
             if entry.dtype not in DTYPES:
-                raise ValueError(f"{entry.file}: {there.name} is {entry.dtype}; supported: {', '.join(DTYPES)}")
-            if entry.shape != there.shape:
-                shapes = f"{list(entry.shape)}, and {list(there.shape)} by {CONFIG_FILE}"
-                raise ValueError(f"{entry.file}: {there.name} has shape {shapes}")
+                raise ValueError(f"{entry.file}: {location.name} is {entry.dtype}; supported: {', '.join(DTYPES)}")
+            if entry.shape != location.shape:
+                shapes = f"{list(entry.shape)}, and {list(location.shape)} by {CONFIG_FILE}"
+                raise ValueError(f"{entry.file}: {location.name} has shape {shapes}")
             tensors[name] = TensorInfo(shape, DTYPES[entry.dtype])
-            used.add(there.name)
+            used.add(location.name)
         if self.model.tie_embeddings and (output := self._names.output) in self._entries:
             ours = "model.embedding.word.weight"
             word = self.location(ours, model_tensors(self.model)[ours]).name
@@ -125,9 +125,9 @@ class HfSource(Source):
         if self.model.mtp_num_layers:
             used |= {name for name in self._entries if is_mtp(self.model, name) and is_copy(name)}
         if unknown := sorted(self._entries.keys() - used):
-            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            remainder = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             raise ValueError(
-                f"{self._entries[unknown[0]].file} has a tensor {unknown[0]}{more}, which no {self._family} model "
+                f"{self._entries[unknown[0]].file} has a tensor {unknown[0]}{remainder}, which no {self._family} model "
                 f"of ours has: {', '.join(unknown)}"
             )
         return tensors
@@ -155,20 +155,20 @@ class HfSource(Source):
         return self.read_rows(name, 0, self.tensors[name].shape[0])
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
-        there = self.location(name, self.tensors[name].shape)
-        entry, rows = self._entries[there.name], there.rows[first:last]
-        if there.expert is not None:
+        location = self.location(name, self.tensors[name].shape)
+        entry, rows = self._entries[location.name], location.rows[first:last]
+        if location.expert is not None:
             shape = entry.shape[1:]
-            start = entry.start + there.expert * math.prod(shape) * DTYPES[entry.dtype].itemsize
+            start = entry.start + location.expert * math.prod(shape) * DTYPES[entry.dtype].itemsize
             entry = entry._replace(shape=shape, start=start)
-        if there.transposed:
-            return read_rows(entry, there.name, 0, entry.shape[0])[:, rows].t().contiguous()
+        if location.transposed:
+            return read_rows(entry, location.name, 0, entry.shape[0])[:, rows].t().contiguous()
         padding = last - first - len(rows)
         if not len(rows):
-            return read_rows(entry, there.name, 0, 0, padding)
+            return read_rows(entry, location.name, 0, 0, padding)
         begin, end = int(rows.min()), int(rows.max()) + 1
-        found = read_rows(entry, there.name, begin, end, padding)
-        return found if torch.equal(rows, torch.arange(begin, end)) else found[rows - begin]
+        rows_of_entry = read_rows(entry, location.name, begin, end, padding)
+        return rows_of_entry if torch.equal(rows, torch.arange(begin, end)) else rows_of_entry[rows - begin]
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

@@ -71,14 +71,14 @@ def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
     Logs a warning where AutoTokenizer cannot load it, or gives other ids.
     """
     files = {file.name: file.read_bytes() for file in source.tokenizer_files}
-    found = find_tokenizer(source)
-    if found is None:
+    tokenizer_path = find_tokenizer(source)
+    if tokenizer_path is None:
         if path := _run_tokenizer(source).get("path"):
             logger.warning("the tokenizer %s of the run is not there any more; none is written", path)
         return TokenizerExport(files)
-    kind, path = found["kind"], found["path"]
+    kind, path = tokenizer_path["kind"], tokenizer_path["path"]
     try:
-        tokenizer = build_tokenizer(**found)
+        tokenizer = build_tokenizer(**tokenizer_path)
         library, roles = _CONVERTERS[kind](tokenizer, path)
         if CONFIG_FILE not in files and (differing := _differing(tokenizer, library)):
             raise ValueError(f"as tokenizer.json it would encode {differing[0]!r} otherwise")
@@ -195,12 +195,12 @@ def byte_letters() -> list[str]:
 
 def _merges(ids: Mapping[str, int], order: Iterable[str], parts: Collection[str]) -> list[tuple[str, str]]:
     """All pairs of `parts` whose concatenation is a token of `order`, which is sorted by priority."""
-    found = []
+    merges = []
     for token in order:
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
         possible = [(left, right) for left, right in cuts if left in parts and right in parts]
-        found += sorted(possible, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-    return found
+        merges += sorted(possible, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    return merges
 
 
 def _from_sentencepiece(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict[str, str]]:
@@ -248,8 +248,8 @@ def _from_sentencepiece(tokenizer: Tokenizer, path: str | None) -> tuple[Any, di
         library.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, inserted))), "isolated")
     control = [one.piece for one in proto.pieces if one.type in (piece.CONTROL, piece.UNKNOWN)]
     library.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in control])
-    found = {"bos_token": model.bos_id(), "unk_token": model.unk_id(), "pad_token": model.pad_id()}
-    return library, {role: model.id_to_piece(i) for role, i in found.items() if i >= 0}
+    special_ids = {"bos_token": model.bos_id(), "unk_token": model.unk_id(), "pad_token": model.pad_id()}
+    return library, {role: model.id_to_piece(i) for role, i in special_ids.items() if i >= 0}
 
 
 _CONVERTERS: Mapping[TokenizerKind, Any] = {

@@ -26,9 +26,9 @@ NO_PADDING = unread(pad_token_id=None)
 
 
 def activation(key: str = "hidden_act", default: str = "silu", *, gated: bool = True) -> Trait:
-    """That of an MLP which is `gated` or not, under any name that transformers has for it."""
-    of_kind = {name: ours for name, ours in ACTIVATIONS.items() if ours.gated == gated}
-    return same(activation=(key, default, {theirs: name for name, x in of_kind.items() for theirs in x.hugging_face}))
+    """Trait of an MLP's activation, `gated` or not, under any name that transformers has for it."""
+    kinds = {name: ours for name, ours in ACTIVATIONS.items() if ours.gated == gated}
+    return same(activation=(key, default, {theirs: name for name, x in kinds.items() for theirs in x.hugging_face}))
 
 
 RMSNORM_MODEL = (

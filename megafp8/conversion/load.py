@@ -23,9 +23,9 @@ def load_weights(source: Source, wanted: Mapping[str, Rectangles]) -> None:
     for name, rectangles in wanted.items():
         info = source.tensors.get(name)
         if info is None or tuple(info.shape) != rectangles.global_shape:
-            found = "no such tensor" if info is None else f"it with shape {list(info.shape)}"
+            actual = "no such tensor" if info is None else f"it with shape {list(info.shape)}"
             shape = list(rectangles.global_shape)
-            raise ValueError(f"{source.path} does not fit: the model has {name} {shape}, and there is {found}")
+            raise ValueError(f"{source.path} does not fit: the model has {name} {shape}, and there is {actual}")
     for name, rectangles in wanted.items():
         first = min(offset[0] for offset, _ in rectangles.parts)
         last = max(offset[0] + view.shape[0] for offset, view in rectangles.parts)

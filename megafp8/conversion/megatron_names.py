@@ -160,18 +160,18 @@ def with_transformer_engine(key: str, sparse: bool) -> str:
 
 def their_shape(name: str, shape: Shape, model: ModelConfig, t: int, padded_vocab: int) -> Shape:
     """The shape of a rank's tensor that holds (a part of) our tensor `name` of `shape`."""
-    there = place(name)
-    if there.dim is None:
+    at = place(name)
+    if at.dim is None:
         return shape
-    if there.key in _VOCABULARY:
+    if at.key in _VOCABULARY:
         size = padded_vocab
-    elif "linear_qkv" in there.key:
+    elif "linear_qkv" in at.key:
         size = (model.num_attention_heads + 2 * model.query_groups) * model.channels
-    elif "linear_fc1" in there.key:
+    elif "linear_fc1" in at.key:
         size = ACTIVATIONS[model.activation].up_width(shape[0])
     else:
-        size = shape[there.dim]
-    return tuple(size // t if dim == there.dim else n for dim, n in enumerate(shape))
+        size = shape[at.dim]
+    return tuple(size // t if dim == at.dim else n for dim, n in enumerate(shape))
 
 
 def runs(name: str, shape: Shape, model: ModelConfig, t: int, padded_vocab: int) -> list[Run]:
@@ -179,34 +179,34 @@ def runs(name: str, shape: Shape, model: ModelConfig, t: int, padded_vocab: int)
 
     A replicated tensor is one run for each rank. Padding that the other side does not have is in no run.
     """
-    there = place(name)
-    if there.dim is None:
+    at = place(name)
+    if at.dim is None:
         return [Run(rank, 0, 0, shape[0]) for rank in range(t)]
-    part = their_shape(name, shape, model, t, padded_vocab)[there.dim]
-    found = []
-    for ours, theirs, length in _blocks(name, shape[there.dim], model, t, padded_vocab):
+    part = their_shape(name, shape, model, t, padded_vocab)[at.dim]
+    runs = []
+    for ours, theirs, length in _blocks(name, shape[at.dim], model, t, padded_vocab):
         while length:
             rank, start = divmod(theirs, part)
-            here = min(length, part - start)
-            found.append(Run(rank, ours, start, here))
-            ours, theirs, length = ours + here, theirs + here, length - here
-    return found
+            rows_of_part = min(length, part - start)
+            runs.append(Run(rank, ours, start, rows_of_part))
+            ours, theirs, length = ours + rows_of_part, theirs + rows_of_part, length - rows_of_part
+    return runs
 
 
 def _blocks(name: str, size: int, model: ModelConfig, t: int, padded_vocab: int) -> Iterator[tuple[int, int, int]]:
     """`(ours, theirs, length)` of each run of our tensor in the concatenation of all ranks' tensors."""
-    there, part = place(name), name.split(".")[-2]
-    if "linear_qkv" in there.key:
+    at, part = place(name), name.split(".")[-2]
+    if "linear_qkv" in at.key:
         d, queries = model.channels, model.num_attention_heads // model.query_groups
         length = queries * d if part == "q" else d
         start = {"q": 0, "k": queries * d, "v": (queries + 1) * d}[part]
         for group in range(model.query_groups):
             yield group * length, group * (queries + 2) * d + start, length
-    elif "linear_fc1" in there.key and ACTIVATIONS[model.activation].gated:
+    elif "linear_fc1" in at.key and ACTIVATIONS[model.activation].gated:
         length = size // t
         for rank in range(t):
             yield rank * length, (2 * rank + (part == "up")) * length, length
-    elif there.key in _VOCABULARY:
+    elif at.key in _VOCABULARY:
         yield 0, 0, min(size, padded_vocab)
     else:
         yield 0, 0, size

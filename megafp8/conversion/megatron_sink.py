@@ -111,17 +111,17 @@ class MegatronSink(Sink):
 
         Tied weights on two stages are two tensors.
         """
-        there, last, moe = place(name), self.layout.pipeline * self.virtual - 1, self._model.moe
-        if there.layer is None:
-            keys = {0 if there.key.startswith("embedding.") else last: there.key}
+        at, last, moe = place(name), self.layout.pipeline * self.virtual - 1, self._model.moe
+        if at.layer is None:
+            keys = {0 if at.key.startswith("embedding.") else last: at.key}
             if self._model.tie_embeddings and name == "model.embedding.word.weight" and last > 0:
                 keys[last] = OUTPUT
             sparse, expert_ranks = False, range(self.layout.expert)
         else:
-            stage, layer = divmod(there.layer, self._model.num_layers // (last + 1))
-            e, number = divmod(there.expert or 0, 1 if moe is None else moe.num_experts // self.layout.expert)
-            keys, sparse = {stage: there.named(layer, number)}, self._model.moe_of(there.layer) is not None
-            expert_ranks = range(self.layout.expert) if there.expert is None else range(e, e + 1)
+            stage, layer = divmod(at.layer, self._model.num_layers // (last + 1))
+            e, number = divmod(at.expert or 0, 1 if moe is None else moe.num_experts // self.layout.expert)
+            keys, sparse = {stage: at.named(layer, number)}, self._model.moe_of(at.layer) is not None
+            expert_ranks = range(self.layout.expert) if at.expert is None else range(e, e + 1)
         for stage, key in keys.items():
             v, p = divmod(stage, self.layout.pipeline)
             if self.implementation == "transformer_engine":

@@ -37,7 +37,7 @@ from megafp8.object_store import AnyPath
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON_FILE = "common.pt"
-"""Of a distributed checkpoint: what is not sharded."""
+"""File of a distributed checkpoint with what is not sharded."""
 FILES = ("model_optim_rng.pt", "model_rng.pt")  # the second: old versions with a distributed optimizer
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 NO_WEIGHTS = ("_extra_state", "inv_freq")  # FP8 state, and constants
@@ -92,8 +92,8 @@ class MegatronSource(Source):
         args = _common_args(self._files, self._layout)
         self._stages = list(_stages(self._files, self._layout))
         first = self._files[Rank(0)]
-        of_tensor_ranks = [tensors for (_, e), tensors in self._stages[0].tensors.items() if e == 0]
-        rows = [tensors[EMBEDDING].shape[0] for tensors in of_tensor_ranks if EMBEDDING in tensors]
+        tensors_of_ranks = [tensors for (_, e), tensors in self._stages[0].tensors.items() if e == 0]
+        rows = [tensors[EMBEDDING].shape[0] for tensors in tensors_of_ranks if EMBEDDING in tensors]
         if len(rows) != self._t:
             raise ValueError(f"{first.path} has no {EMBEDDING}: it is not the first stage of a GPT or BERT model")
         self._padded_vocab = sum(rows)
@@ -124,23 +124,24 @@ class MegatronSource(Source):
         used = {(last, e, OUTPUT) for e in experts} if self.model.tie_embeddings else set()
         tensors = {}
         for name, shape in model_tensors(self.model).items():
-            there = place(name)
-            outer = 0 if there.key.startswith("embedding.") else last
-            s, layer = (outer, 0) if there.layer is None else layers[there.layer]
-            of_rank, number = divmod(there.expert or 0, self._experts_of_rank)
-            key = there.named(layer, number)
+            at = place(name)
+            outer = 0 if at.key.startswith("embedding.") else last
+            s, layer = (outer, 0) if at.layer is None else layers[at.layer]
+            expert_rank, number = divmod(at.expert or 0, self._experts_of_rank)
+            key = at.named(layer, number)
             expected = their_shape(name, shape, self.model, self._t, self._padded_vocab)
-            for e in reversed(experts if there.expert is None else [of_rank]):  # the first copy is the one that is read
+            # The first copy is the one that is read.
+            for e in reversed(experts if at.expert is None else [expert_rank]):
                 used.add((s, e, key))
                 files = [self._file(s, r, e) for r in range(self._t)]
-                part = _Part(files, [self._find(s, r, e, key) for r in range(self._t)], there)
+                part = _Part(files, [self._find(s, r, e, key) for r in range(self._t)], at)
                 for file, tensor in zip(part.files, part.tensors, strict=True):
                     _check_tensor(f"{file.path}: {key}", tensor, expected, part.tensors[0].dtype)
             self._parts[name] = part
             tensors[name] = TensorInfo(shape, part.tensors[0].dtype)
         for s, stage in enumerate(self._stages):
-            for (r, e), found in stage.tensors.items():
-                unknown = sorted(key for key in found if (s, e, key) not in used)
+            for (r, e), infos in stage.tensors.items():
+                unknown = sorted(key for key in infos if (s, e, key) not in used)
                 if unknown:
                     path = self._file(s, r, e).path
                     raise ValueError(f"{path} has {len(unknown)} tensors that no model of ours has: {unknown[:3]}")
@@ -151,18 +152,18 @@ class MegatronSource(Source):
         return self._files[Rank(r, s % self._layout.pipeline, e)]
 
     def _find(self, s: int, r: int, e: int, key: str) -> StoredTensor:
-        found = self._stages[s].tensors[r, e].get(key)
-        if found is None:
+        info = self._stages[s].tensors[r, e].get(key)
+        if info is None:
             raise ValueError(f"{self._file(s, r, e).path} has no tensor {key}, which its arguments promise")
-        return found
+        return info
 
     def read(self, name: str) -> Tensor:
         shape, dtype = self.tensors[name]
-        files, tensors, there = self._parts[name]
+        files, tensors, at = self._parts[name]
         out = torch.zeros(shape, dtype=dtype)  # zeros in rows of padding that theirs does not have
         for run in runs(name, shape, self.model, self._t, self._padded_vocab):
-            if there.dim is not None or run.rank == 0:
-                dim = there.dim or 0
+            if at.dim is not None or run.rank == 0:
+                dim = at.dim or 0
                 low = tuple(run.theirs if d == dim else 0 for d in range(len(shape)))
                 files[run.rank].read(tensors[run.rank], name, low, out.narrow(dim, run.ours, run.length))
         return out
@@ -216,11 +217,11 @@ def _rank_files(folder: Path) -> tuple[dict[Rank, TorchFile], Rank]:
         match = _RANK.fullmatch(path.name)
         if match is None:
             raise ValueError(f"{path}: an unknown name; megafp8 reads mp_rank_<tensor>_<pipeline>_<expert>")
-        found = [path / name for name in FILES if (path / name).is_file()]
-        if not found:
+        present = [path / name for name in FILES if (path / name).is_file()]
+        if not present:
             raise ValueError(f"{path} has no {FILES[0]}")
         ranks = tuple(int(number) for number in match.groups() if number is not None)
-        numbers[ranks] = TorchFile(found[0])
+        numbers[ranks] = TorchFile(present[0])
     if len({len(ranks) for ranks in numbers}) > 1:
         names = ", ".join(numbers[ranks].path.parent.name for ranks in (min(numbers, key=len), max(numbers, key=len)))
         raise ValueError(f"{folder} has folders of several layouts: {names}")
@@ -256,10 +257,10 @@ def _common_args(files: Mapping[Rank, TorchFile], layout: Rank) -> dict[str, Any
                 "another order. Load and save it with a newer Megatron-LM, which puts them right"
             )
         args = content["args"]
-        for axis, found in layout._asdict().items():
+        for axis, axis_size in layout._asdict().items():
             key = f"{axis}_model_parallel_size"
-            if args.get(key, found) != found:
-                raise ValueError(f"{file.path} says {key} = {args[key]}, and there are folders for {found}")
+            if args.get(key, axis_size) != axis_size:
+                raise ValueError(f"{file.path} says {key} = {args[key]}, and there are folders for {axis_size}")
         if (args.get("expert_tensor_parallel_size") or layout.tensor) != layout.tensor:
             raise ValueError(
                 f"{file.path} says expert_tensor_parallel_size = {args['expert_tensor_parallel_size']}; megafp8 reads "
@@ -280,8 +281,8 @@ def _stages(files: Mapping[Rank, TorchFile], layout: Rank) -> Iterator[_Stage]:
     for v in range(max(virtual, 1)):
         key = f"model{v}" if virtual else "model"
         for s in range(layout.pipeline):
-            here = {(rank.tensor, rank.expert): rank for rank in layout.ranks if rank.pipeline == s}
-            tensors = {at: _model(files[rank], key, bool(virtual)) for at, rank in here.items()}
+            ranks_of_stage = {(rank.tensor, rank.expert): rank for rank in layout.ranks if rank.pipeline == s}
+            tensors = {at: _model(files[rank], key, bool(virtual)) for at, rank in ranks_of_stage.items()}
             layers = {key.split(".")[2] for key in tensors[0, 0] if key.startswith("decoder.layers.")}
             if layers != {str(i) for i in range(len(layers))}:
                 raise ValueError(f"{files[Rank(0, s)].path} has layers {sorted(layers)} on one stage")
@@ -292,7 +293,7 @@ def _model(file: TorchFile, key: str, may_lack: bool) -> dict[str, StoredTensor]
     """The weights of one stage by canonical key. `may_lack`: a virtual stage without weights is not in the file."""
     if key not in file.content and not may_lack:
         raise ValueError(f"{file.path} has no weights: there is {', '.join(map(str, file.content))}, and no {key}")
-    found = {}
+    sizes = {}
     leaves = dict(_leaves(file.content.get(key, {}), ""))
     refuse_t5(file.path, leaves)
     for name, value in leaves.items():
@@ -305,8 +306,8 @@ def _model(file: TorchFile, key: str, may_lack: bool) -> dict[str, StoredTensor]
                 f"{file.path}: {name} holds all experts of a layer (--moe-use-legacy-grouped-gemm); megafp8 reads "
                 "experts with weights of their own"
             )
-        found[canonical(name)] = value
-    return found
+        sizes[canonical(name)] = value
+    return sizes
 
 
 def refuse_t5(path: AnyPath, names: Collection[str]) -> None:

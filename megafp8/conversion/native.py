@@ -76,10 +76,10 @@ def find_checkpoint(path: Path) -> Path:
     """`path` where it is a checkpoint, or the newest one of the run `path`. Raises ValueError where there is none."""
     if is_checkpoint(path):
         return path
-    found = latest(path / "checkpoints") or latest(path)
-    if not isinstance(found, Path):
+    newest = latest(path / "checkpoints") or latest(path)
+    if not isinstance(newest, Path):
         raise ValueError(f"{path} is no native checkpoint ({INDEX_FILE}), and holds none (step_<number>)")
-    return found
+    return newest
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -100,10 +100,10 @@ def _tokenizer_files(reader: CheckpointReader, config: Mapping[str, Any]) -> lis
 
     Raises DamagedCheckpoint where a file of the checkpoint is not what was written.
     """
-    found = tokenizer_files(Path(str(reader.path)))
-    for file in found:
+    files = tokenizer_files(Path(str(reader.path)))
+    for file in files:
         name = f"{TOKENIZER_FOLDER}/{file.name}"
         if reader.sums is not None and name in reader.sums:
             read_verified(reader.path, name, reader.sums)
     given = ((config.get("data") or {}).get("tokenizer") or {}).get("path")
-    return found or (with_companions(Path(given)) if given and Path(given).is_file() else [])
+    return files or (with_companions(Path(given)) if given and Path(given).is_file() else [])

@@ -71,18 +71,18 @@ def _repeat(quantified: Any, text: str, reached: set[int], nested: int) -> set[i
     least, most, items = quantified
     if nested > _MAX_NESTED:
         raise ValueError(f"more than {_MAX_NESTED} quantifiers are nested")
-    found = set(reached) if least == 0 else set()
+    states = set(reached) if least == 0 else set()
     count = 0
     while reached and count < most:
         following = _advance(items, text, reached, nested)
         count = max(count + 1, least) if following == reached else count + 1
-        new = following - found
+        new = following - states
         if count >= least:
-            found |= following
+            states |= following
             if not new:
                 break
         reached = following
-    return found
+    return states
 
 
 _BEGINNINGS = (sre_constants.AT_BEGINNING, sre_constants.AT_BEGINNING_STRING)

@@ -61,8 +61,8 @@ class PeftSink(Sink):
         family, model = read_config(read_config_file(Path(base)))
         ours = without_mtp(source)
         if fields := differences(ours, model):
-            found, expected = canonical(model), canonical(ours)
-            changes = ", ".join(f"{field} is {found[field]}, not {expected[field]}" for field in fields)
+            given, expected = canonical(model), canonical(ours)
+            changes = ", ".join(f"{field} is {given[field]}, not {expected[field]}" for field in fields)
             raise ValueError(f"{Path(base) / CONFIG_FILE} describes another model than {source.path}: {changes}")
         modules = _modules(family.names, model)
         stems = [name.removesuffix(f".{A}") for name in source.tensors if name.endswith(f".{A}")]
@@ -70,16 +70,18 @@ class PeftSink(Sink):
         self._blocks: dict[str, _Block] = {}
         ranks: dict[str, int] = {}
         for stem in stems:
-            module, there = modules.of[stem]
+            module, location = modules.of[stem]
             parts = modules.parts[module]
             i, ranks[module] = parts.index(stem), lora.rank * len(parts)
             (_, k), b = source.tensors[f"{stem}.{A}"].shape, source.tensors[f"{stem}.{B}"]
-            outputs = there.shape[1 if there.transposed else 0]
-            own = slice(i * lora.rank, (i + 1) * lora.rank)
+            outputs = location.shape[1 if location.transposed else 0]
+            rank_columns = slice(i * lora.rank, (i + 1) * lora.rank)
             for x, shape in ((A, (ranks[module], k)), (B, (outputs, ranks[module]))):
                 name = f"{PREFIX}{module}{SUFFIXES[x]}"
                 theirs[name] = TensorInfo(shape, b.dtype)
-                self._blocks[f"{stem}.{x}"] = _Block(name, *((own, slice(None)) if x == A else (there.rows, own)))
+                self._blocks[f"{stem}.{x}"] = _Block(
+                    name, *((rank_columns, slice(None)) if x == A else (location.rows, rank_columns))
+                )
         targets = {module: _target(module, ranks, modules.parts) for module in ranks}
         larger = {targets[module]: rank for module, rank in ranks.items() if rank != lora.rank}
         self._config = {
@@ -124,16 +126,16 @@ class _Modules(NamedTuple):
 
 
 def _modules(names: TensorNames, model: ModelConfig) -> _Modules:
-    of: dict[str, tuple[str, Location]] = {}
+    locations: dict[str, tuple[str, Location]] = {}
     parts: dict[str, list[str]] = {}
     for name, shape in model_tensors(model).items():
         if not name.endswith(".weight"):
             continue
-        stem, there = name.removesuffix(".weight"), names.locate(model, name, shape)
-        module = there.name.removesuffix(".weight")
-        of[stem] = module, there
+        stem, location = name.removesuffix(".weight"), names.locate(model, name, shape)
+        module = location.name.removesuffix(".weight")
+        locations[stem] = module, location
         parts.setdefault(module, []).append(stem)
-    return _Modules(of, parts)
+    return _Modules(locations, parts)
 
 
 def _target(module: str, adapted: Collection[str], modules: Collection[str]) -> str:
@@ -147,7 +149,7 @@ def _target(module: str, adapted: Collection[str], modules: Collection[str]) -> 
 
 
 def _alpha(alpha: float) -> float:
-    """As an integer where it is one: PEFT declares it so."""
+    """LoRA's alpha, an integer where it is one, as PEFT declares it."""
     return int(alpha) if alpha == int(alpha) else alpha
 
 

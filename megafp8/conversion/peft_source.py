@@ -82,8 +82,8 @@ class PeftSource(AdaptedSource):
         self.base: str | None = config["base_model_name_or_path"]
         self._base = HfSource(_base_folder(self.path, self.base), vocab_multiple)
         self.model, self.about = self._base.model, self._base.about
-        own = own_files(self.path, TOKENIZER_NAMES)
-        self.tokenizer_files = own or self._base.tokenizer_files
+        tokenizer_files = own_files(self.path, TOKENIZER_NAMES)
+        self.tokenizer_files = tokenizer_files or self._base.tokenizer_files
         self._matrices: dict[str, Tensor] = {}
         self.scales = self._split(_modules(self.path, config), config["r"])
         matrices = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in self._matrices.items()}
@@ -102,27 +102,27 @@ class PeftSource(AdaptedSource):
         for name, info in self._base.tensors.items():
             if not name.startswith("model.layers.") or not name.endswith(".weight") or len(info.shape) != 2:
                 continue
-            there = self._base.location(name, info.shape)
-            if there.expert is None and (module := there.name.removesuffix(".weight")) in modules:
-                parts.setdefault(module, {})[name.removesuffix(".weight")] = there
+            location = self._base.location(name, info.shape)
+            if location.expert is None and (module := location.name.removesuffix(".weight")) in modules:
+                parts.setdefault(module, {})[name.removesuffix(".weight")] = location
         if unknown := sorted(modules.keys() - parts.keys()):
             raise ValueError(f"{self.path / ADAPTER_FILE} adapts {unknown[0]}, which no block of {self._base.path} has")
         for module, (a_entry, b_entry, scale) in modules.items():
             a, b = (read_rows(x, module, 0, x.shape[0]) for x in (a_entry, b_entry))
-            own = parts[module]
-            there = next(iter(own.values()))
-            n, k = reversed(there.shape) if there.transposed else there.shape
+            module_parts = parts[module]
+            location = next(iter(module_parts.values()))
+            n, k = reversed(location.shape) if location.transposed else location.shape
             if a.shape[1] != k or b.shape[0] != n or a.shape[0] != b.shape[1]:
                 raise ValueError(
                     f"{self.path / ADAPTER_FILE}: A {list(a.shape)} and B {list(b.shape)} of {module} do not fit "
                     f"{self._base.path}, of which {module} is {[n, k]}"
                 )
-            blocks = _blocks(b, [there.rows for there in own.values()], rank)
-            for i, (stem, there) in enumerate(own.items()):
+            blocks = _blocks(b, [location.rows for location in module_parts.values()], rank)
+            for i, (stem, location) in enumerate(module_parts.items()):
                 ranks = slice(i * rank, (i + 1) * rank) if blocks else slice(None)
                 if blocks and not a[ranks].any():  # not adapted
                     continue
-                self._matrices |= {f"{stem}.{A}": a[ranks], f"{stem}.{B}": b[there.rows][:, ranks].contiguous()}
+                self._matrices |= {f"{stem}.{A}": a[ranks], f"{stem}.{B}": b[location.rows][:, ranks].contiguous()}
                 scales[stem] = scale
         return scales
 
@@ -132,8 +132,8 @@ def _blocks(b: Tensor, rows: list[Tensor], rank: int) -> bool:
     if len(rows) == 1 or b.shape[1] != len(rows) * rank:
         return False
     rest = b.clone()
-    for i, own in enumerate(rows):
-        rest[own, i * rank : (i + 1) * rank] = 0
+    for i, block_rows in enumerate(rows):
+        rest[block_rows, i * rank : (i + 1) * rank] = 0
     return not rest.any()
 
 

@@ -75,12 +75,12 @@ class Journal:
         if not same and len(lines) > 1:
             self._stream.close()
             try:
-                found = parse_json(lines[0])
+                entries = parse_json(lines[0])
             except ValueError as error:
                 raise ValueError(f"{self.path} is damaged: {error}; delete the folder to begin anew") from None
-            found = found if isinstance(found, dict) else {}
+            entries = entries if isinstance(entries, dict) else {}
             changes = (
-                f"{name} was {found.get(name)} and is {key[name]}" for name in key if found.get(name) != key[name]
+                f"{name} was {entries.get(name)} and is {key[name]}" for name in key if entries.get(name) != key[name]
             )
             raise ValueError(
                 f"{self.folder} is half done by another conversion: {', '.join(changes)}. Repeat that one, or delete "
@@ -220,8 +220,8 @@ def own_files(folder: Path, names: Iterable[str]) -> list[Path]:
     """
     real = folder.resolve()
     allowed = [real, real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [real]
-    found = [file for name in names if (file := folder / name).is_file()]
-    for file in found:
+    files = [file for name in names if (file := folder / name).is_file()]
+    for file in files:
         target = file.resolve()
         if not any(target.is_relative_to(place) for place in allowed):
             raise ValueError(
@@ -230,7 +230,7 @@ def own_files(folder: Path, names: Iterable[str]) -> list[Path]:
             )
         if (size := target.stat().st_size) > MAX_FILE_BYTES:
             raise ValueError(f"{file} has {size:,} bytes, and a tokenizer at most {MAX_FILE_BYTES:,}")
-    return found
+    return files
 
 
 def with_companions(file: Path) -> list[Path]:

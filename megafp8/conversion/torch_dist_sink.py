@@ -73,22 +73,22 @@ class TorchDistSink(Sink):
 
     def _parts(self, name: str) -> Iterator[_Part]:
         """The rectangles of our tensor `name`, one a run."""
-        there, model = place(name), self._model
+        at, model = place(name), self._model
         shape = their_shape(name, self._shapes[name], model, 1, self._padded_vocab)
-        key, lead, counts = there.key, [], []
-        if there.layer is not None:
-            moe = model.moe_of(there.layer)
+        key, lead, counts = at.key, [], []
+        if at.layer is not None:
+            moe = model.moe_of(at.layer)
             alone = moe is not None and self.implementation == "transformer_engine"
             stacked = all((model.moe_of(layer) is None) == (model.moe is None) for layer in range(model.num_layers))
-            prefix = "decoder.layers." if stacked else f"decoder.layers.{there.layer}."
+            prefix = "decoder.layers." if stacked else f"decoder.layers.{at.layer}."
             key = with_transformer_engine(prefix + key.replace("local_experts.*", "experts"), alone)
             if stacked:
-                lead, counts = [there.layer], [model.num_layers]
-            if there.expert is not None:
+                lead, counts = [at.layer], [model.num_layers]
+            if at.expert is not None:
                 assert moe is not None
-                lead, counts = [*lead, there.expert], [*counts, moe.num_experts]
+                lead, counts = [*lead, at.expert], [*counts, moe.num_experts]
         for run in runs(name, self._shapes[name], model, 1, self._padded_vocab):
-            low = (run.theirs if dim == (there.dim or 0) else 0 for dim in range(len(shape)))
+            low = (run.theirs if dim == (at.dim or 0) else 0 for dim in range(len(shape)))
             yield _Part(run, key, (*lead, *low), (*counts, *shape))
 
     def write(self, name: str, tensor: Tensor) -> None:

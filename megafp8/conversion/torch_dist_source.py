@@ -136,24 +136,24 @@ class TorchDistSource(Source):
         """Our tensors, after checking that the checkpoint has all of them and no others."""
         used, tensors = {OUTPUT} if self.model.tie_embeddings else set(), {}
         for name, shape in model_tensors(self.model).items():
-            there = place(name)
+            at = place(name)
             expected = their_shape(name, shape, self.model, 1, self._padded_vocab)
-            options = list(_candidates(there, name, self.model))
-            found = next((option for option in options if option.key in self._stored), None)
-            if found is None:
+            options = list(_candidates(at, name, self.model))
+            candidate = next((option for option in options if option.key in self._stored), None)
+            if candidate is None:
                 keys = " or ".join(option.key for option in options)
                 raise ValueError(f"{self.path} has no tensor {keys}, which its arguments promise")
-            key, info = self._stored[found.key]
-            expected = (*found.counts, *(shape if found.half else expected))
+            key, info = self._stored[candidate.key]
+            expected = (*candidate.counts, *(shape if candidate.half else expected))
             if info.shape != expected:
                 shapes = f"has shape {list(info.shape)}, and {list(expected)} by the arguments"
                 raise ValueError(f"{self.path}: {key} {shapes}")
             if not info.dtype.is_floating_point:
                 raise ValueError(f"{self.path}: {key} is {info.dtype}, and no floating point")
             whole = [Run(0, 0, 0, shape[0])]
-            where = whole if found.half else runs(name, shape, self.model, 1, self._padded_vocab)
-            self._parts[name] = _Part(key, found.lead, where, there.dim or 0)
-            used.add(found.key)
+            where = whole if candidate.half else runs(name, shape, self.model, 1, self._padded_vocab)
+            self._parts[name] = _Part(key, candidate.lead, where, at.dim or 0)
+            used.add(candidate.key)
             tensors[name] = TensorInfo(shape, info.dtype)
         unknown = sorted(self._stored.keys() - used)
         if unknown:
@@ -238,12 +238,12 @@ def _weights(path: Path, index: Metadata) -> dict[str, tuple[str, TensorInfo]]:
         and not name.endswith(NO_WEIGHTS)
     ]
     refuse_t5(path, [key.replace("coder.layers.", "coder.layers.0.", 1) for key in keys])
-    found: dict[str, tuple[str, TensorInfo]] = {}
+    weights: dict[str, tuple[str, TensorInfo]] = {}
     for key in keys:
         entry = index.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
-        found[canonical(key)] = key, TensorInfo(tuple(entry.size), entry.properties.dtype)
-    return found
+        weights[canonical(key)] = key, TensorInfo(tuple(entry.size), entry.properties.dtype)
+    return weights
 
 
 def _optimizer_steps(common: TorchFile, tree: Any) -> Iterator[int]:
@@ -259,19 +259,19 @@ def _optimizer_steps(common: TorchFile, tree: Any) -> Iterator[int]:
             yield int(value)
 
 
-def _candidates(there: Place, name: str, model: ModelConfig) -> Iterator[_Candidate]:
-    """The stored tensors, by canonical key, that may hold our tensor `name`, whose place is `there`."""
+def _candidates(at: Place, name: str, model: ModelConfig) -> Iterator[_Candidate]:
+    """The stored tensors, by canonical key, that may hold our tensor `name`, whose place is `at`."""
     layers: dict[str, tuple[Shape, Shape]] = {"": ((), ())}
-    if there.layer is not None:
-        stacked = ((there.layer,), (model.num_layers,))
-        layers = {"decoder.layers.": stacked, f"decoder.layers.{there.layer}.": ((), ())}
-    experts: dict[str, tuple[Shape, Shape]] = {there.key: ((), ())}
-    if there.layer is not None and there.expert is not None:
-        moe = model.moe_of(there.layer)
+    if at.layer is not None:
+        stacked = ((at.layer,), (model.num_layers,))
+        layers = {"decoder.layers.": stacked, f"decoder.layers.{at.layer}.": ((), ())}
+    experts: dict[str, tuple[Shape, Shape]] = {at.key: ((), ())}
+    if at.layer is not None and at.expert is not None:
+        moe = model.moe_of(at.layer)
         assert moe is not None
-        key = there.key.replace("local_experts.*", "experts")
-        alone = key.replace(".experts.experts.", f".experts.experts.{there.expert}.")
-        experts = {key: ((there.expert,), (moe.num_experts,)), alone: ((), ())}
+        key = at.key.replace("local_experts.*", "experts")
+        alone = key.replace(".experts.experts.", f".experts.experts.{at.expert}.")
+        experts = {key: ((at.expert,), (moe.num_experts,)), alone: ((), ())}
     half = HALVES.get(name.split(".")[-2]) if ACTIVATIONS[model.activation].gated else None
     for prefix, (layer, layer_count) in layers.items():
         for key, (expert, expert_count) in experts.items():

@@ -26,9 +26,9 @@ BLOCK = 1024
 
 def shares(weights: Sequence[float]) -> NDArray[np.float64]:
     """`weights` divided by their sum. Pure."""
-    found = np.asarray(weights, np.float64) / float(np.sum(weights))
-    assert found.min() > 0, "a share is too small for a float; config.checks refuses such weights"
-    return found
+    normalized = np.asarray(weights, np.float64) / float(np.sum(weights))
+    assert normalized.min() > 0, "a share is too small for a float; config.checks refuses such weights"
+    return normalized
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Segment:
         np.random.Generator(np.random.Philox(key=key)).shuffle(sources)
         numbers = np.empty(BLOCK, np.int64)
         for k in range(len(self.weights)):
-            own = sources == k
-            numbers[own] = before[k] + np.arange(own.sum())
+            of_source_k = sources == k
+            numbers[of_source_k] = before[k] + np.arange(of_source_k.sum())
         return sources, numbers
 
     def __reduce__(self) -> tuple[Any, ...]:  # loader processes make their own cache of blocks

@@ -90,7 +90,7 @@ class ChatTemplate:
 
 
 def _spans_of_blocks(marked: str) -> tuple[str, Spans]:
-    """Of a text with marks of generation blocks: the text without them, and what they enclose."""
+    """A text without its marks of generation blocks, and the spans that they enclose."""
     text, spans, begin = "", [], 0
     for part in re.split(f"([{BEGIN}{END}])", marked):
         if part == BEGIN:
@@ -127,7 +127,7 @@ def read_chat_template(tokenizer_path: str | None, given: str | None = None) -> 
 
 
 def read_special_tokens(folder: Path) -> dict[str, str]:
-    """By role, such as bos_token, the special tokens that the files of transformers in a folder name."""
+    """The special tokens that transformers' files in a folder name, by role such as bos_token."""
     return _special_tokens(_tokenizer_config(folder))
 
 

@@ -78,7 +78,7 @@ def find_files(
         raise ValueError(f"--text-files reads whole files as texts, and --style is {style}: leave one of them out")
     each = list(json_keys) * (len(inputs) if len(json_keys) == 1 else 1)
     keys = [_Keys((key, *more_keys), style) for key in each]
-    found: dict[InputFile, None] = {}
+    input_files: dict[InputFile, None] = {}
     skipped: dict[SkippedFile, None] = {}
     for item, key in zip(inputs, keys):
         path = as_path(item)
@@ -94,13 +94,13 @@ def find_files(
                 raise ValueError(f"--input {item}: no such file, and no pattern that matches one")
             reason = "the pattern matches a folder or special file; files in folders are matched by **"
             others = [SkippedFile(match, reason) for match in matches if not match.is_file()]
-        found.update(dict.fromkeys(files))
+        input_files.update(dict.fromkeys(files))
         skipped.update(dict.fromkeys(others))
-    if any(file.compression == ".zst" for file in found):
+    if any(file.compression == ".zst" for file in input_files):
         import_package("zstandard", "reading .zst files")
-    if any(file.content == "parquet" for file in found):
+    if any(file.content == "parquet" for file in input_files):
         import_package("pyarrow", "reading .parquet files")
-    return list(found), list(skipped)
+    return list(input_files), list(skipped)
 
 
 class _Keys(NamedTuple):
@@ -290,14 +290,14 @@ def _parse_line(line: bytes, origin: str, file: InputFile) -> Document:
         return Document(origin, None, f"not UTF-8 text: {position(error)}{hint}")
     except ValueError as error:
         return Document(origin, None, f"not JSON: {error}{hint} (each line must be one JSON object)")
-    found = list(record) if isinstance(record, dict) else [f"a {type(record).__name__}"]
+    keys = list(record) if isinstance(record, dict) else [f"a {type(record).__name__}"]
     if not isinstance(record, dict) or any(key not in record for key in file.keys):
-        return Document(origin, None, _missing(file, found, "key"))
+        return Document(origin, None, _missing(file, keys, "key"))
     return STYLES[file.style].document(origin, file.keys, [record[key] for key in file.keys])
 
 
 def _missing(file: InputFile, found: list[str], what: str) -> str:
-    """The error of a record that has `found`, and not all keys that are read."""
+    """The error of a record that has the keys `found`, and not all keys that are read."""
     keys = dict(zip(file.keys, STYLES[file.style].keys))
     name = next(name for name in file.keys if name not in found)
     key = keys[name]

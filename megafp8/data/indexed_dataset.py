@@ -96,24 +96,20 @@ class IndexedDataset:
     Its *stream* is the concatenation of all sequences in the order of the index; positions in it count tokens.
     """
 
-    def __init__(self, prefix: str | Path, *, verify: bool = True, cache: ObjectCache | None = None) -> None:
-        """`prefix`: a path without suffix, or the URL of one in object storage, read through `cache`.
-
-        `verify`: compare the .idx with the checksum in the sidecar, if there is one.
-        """
+    def __init__(self, prefix: str | Path, *, cache: ObjectCache | None = None) -> None:
+        """`prefix`: a path without suffix, or the URL of one in object storage, read through `cache`."""
         self.prefix, self._cache = str(prefix), cache
         self._objects = _open_objects(self.prefix, cache)
-        self._open(verify)
+        self._open()
+        self._check_checksum()
 
-    def _open(self, verify: bool) -> None:
+    def _open(self) -> None:
         path, remote = idx_path(self.prefix), self._objects
         self._index = _read_index(path, None if remote is None else _local_copy(remote.idx))
         self.dtype = self._index.dtype
         expected = int(self.sizes.sum(dtype=np.int64)) * self.dtype.itemsize
         size = _size_of_tokens(bin_path(self.prefix), self.dtype, expected, None if remote is None else remote.bin.size)
         self._in_order = _check_pointers(path, size, self._index)
-        if verify:
-            self._check_checksum()
         self.tokens: NDArray[Any] | LocalTokens | RemoteTokens = np.empty(0, self.dtype)
         if size:
             path = Path(f"{self.prefix}.bin")
@@ -127,7 +123,7 @@ class IndexedDataset:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._open(verify=False)
+        self._open()
 
     @property
     def _whole_index(self) -> _Index:
@@ -364,9 +360,9 @@ class RemoteTokens:
     def fetch_parts(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Ranges of bytes, several at a time, from the storage itself."""
         with _data_errors(), ThreadPoolExecutor(THREADS) as executor:
-            found = list(executor.map(lambda one: self.obj.path.read_range(*one), ranges))
+            contents = list(executor.map(lambda one: self.obj.path.read_range(*one), ranges))
             self.obj.check()
-            return found
+            return contents
 
 
 @contextlib.contextmanager
@@ -483,18 +479,18 @@ def _read_index(path: AnyPath, copy: Path | None = None) -> _Index:
     return _Index(file, dtype, sizes, pointers, documents)
 
 
-def _size_of_tokens(path: AnyPath, dtype: np.dtype[Any], expected: int, found: int | None) -> int:
-    """Bytes of the .bin file, `found` if that is given. Raises DataError if they are not `expected`."""
+def _size_of_tokens(path: AnyPath, dtype: np.dtype[Any], expected: int, actual: int | None) -> int:
+    """Bytes of the .bin file, `actual` if that is given. Raises DataError if they are not `expected`."""
     try:
-        found = path.stat().st_size if found is None else found
+        actual = path.stat().st_size if actual is None else actual
     except OSError:
         raise DataError(f"{path} is missing: its index promises {expected:,} bytes of tokens") from None
-    if found != expected:
+    if actual != expected:
         raise DataError(
-            f"{path} has {found:,} bytes, but its index promises {expected:,} "
+            f"{path} has {actual:,} bytes, but its index promises {expected:,} "
             f"({expected // dtype.itemsize:,} tokens of {dtype.itemsize} bytes): truncated, or of another data set"
         )
-    return found
+    return actual
 
 
 def _check_pointers(path: AnyPath, size: int, index: _Index) -> bool:
@@ -632,14 +628,14 @@ class IndexedDatasetWriter:
         an index cannot be opened, so files of two data sets are never read together, whatever ends the process in
         between.
         """
-        tokens, index, sidecar, *of_mask = all_paths(self.prefix)
+        tokens, index, sidecar, *mask_paths = all_paths(self.prefix)
         if self._bin.exists():
             index.unlink(missing_ok=True)
             sidecar.unlink(missing_ok=True)
             if self._mask is not None:
                 self._mask._publish()
             else:
-                for path in reversed(of_mask):
+                for path in reversed(mask_paths):
                     path.unlink(missing_ok=True)
             os.replace(self._bin, tokens)
         if self._sidecar.exists():
@@ -723,26 +719,26 @@ def check_ids(dataset: IndexedDataset, ids: NDArray[Any], vocab_size: int, posit
     wrong = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
     document, within = dataset.locate(position + wrong)
     where = f"{bin_path(dataset.prefix)}: document {document:,}, position {within:,}"
-    found = int(ids[wrong])
-    if found < 0:
+    token = int(ids[wrong])
+    if token < 0:
         raise DataError(
-            f"{where} holds token {found}: token ids are never negative; the data set is damaged, or its .idx has the "
+            f"{where} holds token {token}: token ids are never negative; the data set is damaged, or its .idx has the "
             "wrong dtype; copy it again, or write it again"
         )
-    raise DataError(_beyond(where, found, vocab_size))
+    raise DataError(_beyond(where, token, vocab_size))
 
 
 def read_loss_mask(mask: IndexedDataset, position: int, count: int) -> NDArray[Any]:
     """`mask.read(position, count)` of a loss mask. DataError with file, document and position unless all are 0 or 1."""
-    found = mask.read(position, count)
-    if not all_within(found, 2):
-        wrong = int(np.flatnonzero(found > 1)[0])
+    counted = mask.read(position, count)
+    if not all_within(counted, 2):
+        wrong = int(np.flatnonzero(counted > 1)[0])
         document, within = mask.locate(position + wrong)
         raise DataError(
-            f"{bin_path(mask.prefix)}: document {document:,}, position {within:,} holds {int(found[wrong])}: a loss "
+            f"{bin_path(mask.prefix)}: document {document:,}, position {within:,} holds {int(counted[wrong])}: a loss "
             "mask has 0 and 1; the data set is damaged; copy it again, or write it again"
         )
-    return found
+    return counted
 
 
 def _beyond(where: str, token: int, vocab_size: int) -> str:

@@ -129,11 +129,11 @@ class Concatenation:
         place = np.searchsorted(starts, begins, side="right") - 1
         gap = np.searchsorted(lows, begins, side="right") - 1
         ends = np.minimum(highs[gap], starts[place] + self.lengths[documents[place]])
-        own = (gap >= 0) & (ends > begins)
-        found = documents[place[own]].astype(np.int64)
-        skips, lengths = (begins - starts[place])[own], (ends - begins)[own]
-        more = (skips > 0).astype(np.int64) if context else 0
-        return Pieces(found, skips - more, lengths + more)
+        nonempty = (gap >= 0) & (ends > begins)
+        chosen = documents[place[nonempty]].astype(np.int64)
+        skips, lengths = (begins - starts[place])[nonempty], (ends - begins)[nonempty]
+        context_tokens = (skips > 0).astype(np.int64) if context else 0
+        return Pieces(chosen, skips - context_tokens, lengths + context_tokens)
 
 
 class BestFit:
@@ -192,18 +192,20 @@ class BestFit:
         left[samples[:given]] = False
         full, rests = self._split()
         numbers = np.arange(self.full_samples) - np.repeat(np.cumsum(full) - full, full)
-        of_long = np.repeat(np.arange(len(full)), full)[left[: self.full_samples]]
-        of_rests = documents[left[self.full_samples + self.groups.samples_of_places(len(documents))]].astype(np.int64)
-        found = np.concatenate([of_long, of_rests])
-        skips = np.concatenate([numbers[left[: self.full_samples]], full[of_rests]]) * self.seq_length
-        ends = np.concatenate([skips[: len(of_long)] + self.seq_length + 1, skips[len(of_long) :] + rests[of_rests]])
-        order = np.lexsort((skips, found))
-        found, skips, ends = found[order], skips[order], ends[order]
+        long_ones = np.repeat(np.arange(len(full)), full)[left[: self.full_samples]]
+        short_ones = documents[left[self.full_samples + self.groups.samples_of_places(len(documents))]].astype(np.int64)
+        chosen = np.concatenate([long_ones, short_ones])
+        skips = np.concatenate([numbers[left[: self.full_samples]], full[short_ones]]) * self.seq_length
+        ends = np.concatenate(
+            [skips[: len(long_ones)] + self.seq_length + 1, skips[len(long_ones) :] + rests[short_ones]]
+        )
+        order = np.lexsort((skips, chosen))
+        chosen, skips, ends = chosen[order], skips[order], ends[order]
         # Parts that follow each other overlap by one token, and are one piece.
-        first = np.ones(len(found), np.bool_)
-        first[1:] = (found[1:] != found[:-1]) | (skips[1:] != ends[:-1] - 1)
+        first = np.ones(len(chosen), np.bool_)
+        first[1:] = (chosen[1:] != chosen[:-1]) | (skips[1:] != ends[:-1] - 1)
         last = np.roll(first, -1)
-        return Pieces(found[first], skips[first], ends[last] - skips[first])
+        return Pieces(chosen[first], skips[first], ends[last] - skips[first])
 
     def describe(self) -> str:
         """Samples an epoch, padding, and the documents that are cut, here and (expected) by concatenation."""
@@ -258,13 +260,13 @@ class Sentences:
 
 def _runs(ends: NDArray[np.int64], starts: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """The first token of each sample of `Sentences`, and the number of all tokens."""
-    found, total = [0], int(ends[-1]) if len(ends) else 0
+    bounds, total = [0], int(ends[-1]) if len(ends) else 0
     for stop in [*starts[1:].tolist(), total]:
-        while (start := found[-1]) < stop:
+        while (start := bounds[-1]) < stop:
             latest = int(np.searchsorted(ends, min(start + capacity, stop), side="right")) - 1
             whole = int(ends[latest]) if latest >= 0 else 0
-            found.append(whole if whole > start else start + capacity)
-    return np.array(found, np.int64)
+            bounds.append(whole if whole > start else start + capacity)
+    return np.array(bounds, np.int64)
 
 
 PACKINGS: dict[PackingName, Callable[[NDArray[np.int64], int], Packing]] = {x.name: x for x in (Concatenation, BestFit)}
@@ -296,11 +298,11 @@ class Groups:
 
     def samples_of_places(self, places: int) -> NDArray[np.int64]:
         """The sample that holds each of the `places` of the list: the inverse of `places`."""
-        found = np.empty(places, np.int64)
+        samples = np.empty(places, np.int64)
         for group, (start, stop) in enumerate(pairwise([*self.starts.tolist(), self.samples])):
             for first, count in self.entries[self.ends[group] : self.ends[group + 1]].tolist():
-                found[first + start * count : first + stop * count] = np.repeat(np.arange(start, stop), count)
-        return found
+                samples[first + start * count : first + stop * count] = np.repeat(np.arange(start, stop), count)
+        return samples
 
 
 _Group = tuple[int, int, int, tuple[tuple[int, int], ...]]
@@ -339,7 +341,7 @@ def best_fit(counts: NDArray[np.int64], capacity: int) -> Groups:
             else:
                 heappush(fitting, group)
             placed, left = placed + (end - start) * count, left - (end - start) * count
-    groups = sorted((group[1], group[3]) for found in (fitting, *others.values()) for group in found)
+    groups = sorted((group[1], group[3]) for sized in (fitting, *others.values()) for group in sized)
     return Groups(
         samples,
         np.array([start for start, _ in groups], np.int64),

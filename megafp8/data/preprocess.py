@@ -157,7 +157,7 @@ def _describe(chunk: Sequence[Document]) -> str:
 
 
 def _characters(value: Any) -> int:
-    """Of all strings in a value, for the size of a task."""
+    """Number of characters of all strings in a value, for the size of a task."""
     if isinstance(value, str):
         return len(value)
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()

@@ -108,10 +108,10 @@ class Progress:
         sources = []
         for entry in data["sources"]:
             documents, position = entry["documents"], entry.get("position")
-            found = {**entry, "documents": documents and tuple(documents)}
+            fields_of_entry = {**entry, "documents": documents and tuple(documents)}
             if position is not None:
-                found["position"] = Position(**position | {"given": tuple(map(tuple, position["given"]))})
-            sources.append(RecordedSource(**found))
+                fields_of_entry["position"] = Position(**position | {"given": tuple(map(tuple, position["given"]))})
+            sources.append(RecordedSource(**fields_of_entry))
         return cls(data["list_weights"], data["first_sample"], tuple(sources))
 
     @classmethod
@@ -121,10 +121,10 @@ class Progress:
         Such runs weighted a list of data sets equally. Contents are assumed to be those of `sources` now.
         """
         train, entries = data["train"], []
-        here = {_normalized(source.prefix): source for source in sources}
+        by_path = {_normalized(source.prefix): source for source in sources}
         weights = train if isinstance(train, Mapping) else dict.fromkeys(train, 1.0)
         for prefix, weight in weights.items():
-            source, contents, documents = here.get(_normalized(prefix)), None, None
+            source, contents, documents = by_path.get(_normalized(prefix)), None, None
             if source is not None:
                 part = split_documents(source.num_documents, data["split"])[0]
                 contents, documents = source.contents, (part.start, part.stop)
@@ -132,21 +132,21 @@ class Progress:
         return cls("tokens" if isinstance(train, Mapping) else "equal", 0, tuple(entries))
 
     def as_json(self) -> dict[str, Any]:
-        """For metadata.json."""
+        """The progress as metadata.json holds it."""
         return asdict(self)
 
     def with_length(self, length: int) -> Progress:
-        """With `length` in entries that have none."""
+        """The same progress with `length` in entries that have none."""
         known = (replace(e, length=length) if e.length is None else e for e in self.sources)
         return replace(self, sources=tuple(known))
 
     def moved(self, positions: Mapping[Identity, Position], length: int) -> Progress:
-        """With samples of `length` in the sources of `positions`, from these on."""
-        found = (
+        """The progress with samples of `length` in the sources of `positions`, from these positions on."""
+        moved_sources = (
             replace(e, length=length, position=positions[e.identity]) if e.identity in positions else e
             for e in self.sources
         )
-        return replace(self, sources=tuple(found))
+        return replace(self, sources=tuple(moved_sources))
 
     @property
     def active(self) -> list[RecordedSource]:
@@ -159,14 +159,14 @@ class Progress:
         return Segment(weights, seed, self.first_sample, starts)
 
     def after(self, samples: int, seed: int) -> Progress:
-        """With `consumed` counted up to global sample `samples` of the current segment."""
+        """The progress with `consumed` counted up to global sample `samples` of the current segment."""
         given = self.segment(seed).given(samples)
         read = [replace(source, consumed=count) for source, count in zip(self.active, given)]
         return replace(self, sources=(*read, *(source for source in self.sources if not source.weight)))
 
     def conflicts(self, sources: Sequence[Source]) -> list[Conflict]:
-        """Those of `sources` that would start with their first sample, although a similar source is in the record."""
-        recorded, found = self._recognized(sources).sources, []
+        """The `sources` that would start with their first sample although a similar one is in the record."""
+        recorded, found_conflicts = self._recognized(sources).sources, []
         known = {entry.identity for entry in recorded}
         for source in sources:
             if source.identity in known:
@@ -176,8 +176,8 @@ class Progress:
             alike += [Conflict("split", source, entry) for entry in recorded if entry.contents == source.contents]
             alike += [Conflict("contents", source, e) for e in recorded if _normalized(e.prefix) == prefix]
             alike += [Conflict("unknown", source, e) for e in recorded if e.contents is None and e.weight]
-            found += alike[:1]
-        return found
+            found_conflicts += alike[:1]
+        return found_conflicts
 
     def proceed(self, sources: Sequence[Source], samples: int, seed: int) -> tuple[Progress, list[str]]:
         """The record of a run that resumes after `samples` with `sources` (combined), and messages on what changed.
@@ -209,11 +209,11 @@ class Progress:
         return replace(done, first_sample=samples, sources=(*listed, *removed)), changes
 
     def _recognized(self, sources: Sequence[Source]) -> Progress:
-        """With entries that have no contents completed by the source of the same prefix."""
-        here = {_normalized(source.prefix): source for source in sources}
+        """The progress with entries that have no contents completed by the source of the same prefix."""
+        by_path = {_normalized(source.prefix): source for source in sources}
 
         def complete(entry: RecordedSource) -> RecordedSource:
-            source = here.get(_normalized(entry.prefix)) if entry.contents is None else None
+            source = by_path.get(_normalized(entry.prefix)) if entry.contents is None else None
             return entry if source is None else replace(entry, contents=source.contents, documents=source.identity[1:3])
 
         return replace(self, sources=tuple(map(complete, self.sources)))
@@ -221,23 +221,23 @@ class Progress:
 
 def combine(sources: Sequence[Source]) -> list[Source]:
     """`sources` with each identity once and its weights summed, in the order of first appearance."""
-    found: dict[Identity, Source] = {}
+    combined: dict[Identity, Source] = {}
     for source in sources:
-        same = found.get(source.identity)
-        found[source.identity] = source if same is None else replace(same, weight=same.weight + source.weight)
-    return list(found.values())
+        same = combined.get(source.identity)
+        combined[source.identity] = source if same is None else replace(same, weight=same.weight + source.weight)
+    return list(combined.values())
 
 
 def _listed(source: Source, before: RecordedSource | None) -> RecordedSource:
     """The entry of `source`, which continues after that of `before`."""
     documents = source.identity[1:3]
-    found = RecordedSource(
+    recorded = RecordedSource(
         source.prefix, source.contents, documents, source.weight, 0, 0, source.packing, source.length
     )
     if before is None:
-        return found
+        return recorded
     count = before.consumed
-    return replace(found, start=count, consumed=count, length=before.length, position=before.position)
+    return replace(recorded, start=count, consumed=count, length=before.length, position=before.position)
 
 
 def _equal(share: float, other: float) -> bool:

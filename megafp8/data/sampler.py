@@ -33,11 +33,11 @@ class Objective(Protocol):
     """What a model is trained to predict."""
 
     def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
-        """Of sample number `index` of the run: all rows have the same shape."""
+        """The row of sample number `index` of the run; all rows have the same shape."""
         ...
 
     def batch(self, rows: Tensor) -> Batch:
-        """Of rows, stacked along a new first dim."""
+        """The micro-batch of rows that are stacked along a new first dim."""
         ...
 
 

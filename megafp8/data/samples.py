@@ -9,7 +9,7 @@ are the rest of the epoch that it is in (`Packing.rest`). That is a function of 
 
 The permutations and sums of an epoch are its *index*. It is cached on local disk, in a file named by a hash of all that
 it depends on, which is written under a temporary name and renamed. Any number of processes on any number of nodes may
-make it at the same time: they write the same bytes, so nobody waits and no shared file system is needed. The file ends
+make it at the same time: they write the same bytes, so none waits and no shared file system is needed. The file ends
 with its SHA-256; one that does not match is made again, with a warning. Ranks compare theirs by `index_checksum`.
 
 Each sample's token ids are compared with the vocabulary when it is read: a sharded embedding would silently return
@@ -47,7 +47,7 @@ from megafp8.user_cache import user_cache
 logger = logging.getLogger(__name__)
 
 PADDING = -1
-"""In a sample: no token."""
+"""Stands for no token in a sample."""
 
 
 def padded(parts: Sequence[NDArray[Any]], length: int) -> NDArray[np.int64]:
@@ -159,10 +159,10 @@ class PackedDataset:
 
     def at(self, position: Position) -> PackedDataset:
         """The same samples from another position on."""
-        found = copy.copy(self)
-        found.position = position
-        found.__dict__.pop("_rest", None)
-        return found
+        moved = copy.copy(self)
+        moved.position = position
+        moved.__dict__.pop("_rest", None)
+        return moved
 
     @cached_property
     def _rest(self) -> _Rest | None:

@@ -138,8 +138,8 @@ def _sentencepiece(path: str, end_token: str | None) -> Tokenizer:
     fingerprint = _fingerprint("sentencepiece", Path(path).read_bytes(), eod_id=eod_id if eod_id != default else None)
 
     def id_of(name: str) -> int | None:
-        found: int = model.piece_to_id(name)
-        return found if model.id_to_piece(found) == name else None
+        token_id: int = model.piece_to_id(name)
+        return token_id if model.id_to_piece(token_id) == name else None
 
     return Tokenizer(
         model.vocab_size(),
@@ -231,12 +231,12 @@ def _tiktoken(path: str, end_token: str | None, pattern: str | None) -> Tokenize
         ranks = _read_ranks(path, content)
         if pattern is not None:
             _check_pattern(tiktoken, pattern)
-        own_end = end_token is not None and end_token.encode() in ranks
+        end_is_ordinary = end_token is not None and end_token.encode() in ranks
         model = tiktoken.Encoding(
             Path(path).stem,
             pat_str=_GPT4_PATTERN if pattern is None else pattern,
             mergeable_ranks=ranks,
-            special_tokens={} if own_end else {_EOD_NAMES[0]: max(ranks.values()) + 1},
+            special_tokens={} if end_is_ordinary else {_EOD_NAMES[0]: max(ranks.values()) + 1},
         )
     else:
         if pattern is not None:
@@ -260,10 +260,10 @@ def _tiktoken(path: str, end_token: str | None, pattern: str | None) -> Tokenize
 
     def id_of(name: str) -> int | None:
         try:
-            found: int = model.encode_single_token(name)
+            token_id: int = model.encode_single_token(name)
         except KeyError:
             return None
-        return found
+        return token_id
 
     def word_starts() -> NDArray[np.bool_] | None:
         texts = [token.decode("utf-8", errors="replace") for token in model.token_byte_values()]

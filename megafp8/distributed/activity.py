@@ -78,8 +78,8 @@ class Activity:
     def enter(self, section: str) -> None:
         """The main thread enters `section`, which ends the one before."""
         now = perf_counter()
-        own = now - self._since - self._waited
-        self.own_seconds[self.section] = self.own_seconds.get(self.section, 0.0) + own
+        computing = now - self._since - self._waited
+        self.own_seconds[self.section] = self.own_seconds.get(self.section, 0.0) + computing
         self._since, self._waited = now, 0.0
         self.section = section
         self.marks += 1
@@ -170,9 +170,9 @@ def _calls_of(group: ProcessGroup | None, peer: int | None, sends: bool) -> Call
         return Calls(name, name, tuple(rank for rank in ranks if rank != me))
     other = ranks[peer]
     source, target = (me, other) if sends else (other, me)
-    own, others = ("sent", "received") if sends else ("received", "sent")
+    kind, others = ("sent", "received") if sends else ("received", "sent")
     message = f"{name} {source}>{target}"
-    return Calls(f"{message} {own}", f"{message} {others}", (other,))
+    return Calls(f"{message} {kind}", f"{message} {others}", (other,))
 
 
 _NOTHING = nullcontext()

@@ -236,10 +236,10 @@ def scatter_objects(values: list[Any] | None, group: ProcessGroup | None) -> Any
     if size(group) == 1:
         assert values is not None
         return values[0]
-    own = [None]
+    received = [None]
     with blocking("scatter of objects", group):
-        dist.scatter_object_list(own, values, group=group, group_src=0)
-    return own[0]
+        dist.scatter_object_list(received, values, group=group, group_src=0)
+    return received[0]
 
 
 def barrier(group: ProcessGroup | None) -> None:

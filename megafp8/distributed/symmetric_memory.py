@@ -53,10 +53,10 @@ def split(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 def offsets(sizes: Sequence[int]) -> list[int]:
     """The aligned start of each of consecutive tensors of `sizes` bytes; last, the total size."""
-    found = [0]
+    starts = [0]
     for size in sizes:
-        found.append(found[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-    return found
+        starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+    return starts
 
 
 def _on_all_ranks(step: Callable[[], Any], group: ProcessGroup, device: torch.device) -> Any:

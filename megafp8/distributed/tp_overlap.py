@@ -102,14 +102,14 @@ def ring_steps(rank: int, t: int, max_chunks: int) -> tuple[RingStep, ...]:
     """The steps of `rank`, its own chunk first. The number of chunks is the largest divisor of t <= `max_chunks`."""
     count = max(n for n in range(1, max_chunks + 1) if t % n == 0)
     g = t // count
-    own, place = divmod(rank, g)
+    ring, place = divmod(rank, g)
 
     def ranks(chunk: int, direction: int) -> tuple[int, ...]:
         return tuple(chunk % count * g + (place + direction * i) % g for i in range(g))
 
-    starts = [(own + step) % count * g for step in range(count)]
+    starts = [(ring + step) % count * g for step in range(count)]
     return tuple(
-        RingStep(range(start, start + g), ranks(own + step, 1), ranks(own - step, -1))
+        RingStep(range(start, start + g), ranks(ring + step, 1), ranks(ring - step, -1))
         for step, start in enumerate(starts)
     )
 
@@ -161,7 +161,7 @@ class TPOverlap(Protocol):
         """The ranks over which tokens are sharded outside the layer; None where each has all of them."""
         ...
 
-    def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
+    def gather(self, shards: Sequence[Tensor]) -> AllGatherHandle:
         """Start gathering contiguous matrices, of the same shapes on all ranks, along dim 0."""
         ...
 
@@ -177,8 +177,8 @@ class Replicated:
     ranks: ProcessGroup | None
     group: None = None
 
-    def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
-        return AllGatherHandle(list(own), [(slice(0, own[0].shape[0]), DONE.wait)])
+    def gather(self, shards: Sequence[Tensor]) -> AllGatherHandle:
+        return AllGatherHandle(list(shards), [(slice(0, shards[0].shape[0]), DONE.wait)])
 
     def sum(self, product: Product) -> ReduceHandle:
         y_mn = product.compute()
@@ -186,7 +186,7 @@ class Replicated:
 
 
 NO_COMM: TPOverlap = Replicated(None)
-"""Of a layer's end without communication."""
+"""Overlap for an end of a layer that has no communication."""
 
 
 @dataclass(frozen=True)
@@ -195,18 +195,18 @@ class Collective:
 
     group: ProcessGroup
 
-    def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
-        gathered, work = all_gather_async(own, self.group)
+    def gather(self, shards: Sequence[Tensor]) -> AllGatherHandle:
+        gathered, work = all_gather_async(shards, self.group)
 
-        def wait(_: Sequence[Tensor] = own) -> None:  # keeps it alive until then
+        def wait(_: Sequence[Tensor] = shards) -> None:  # keeps it alive until then
             work.wait()
 
         return AllGatherHandle(gathered, [(slice(0, gathered[0].shape[0]), wait)])
 
     def sum(self, product: Product) -> ReduceHandle:
         partial_mn = product.compute()
-        own, work = reduce_scatter_async(partial_mn, self.group)
-        return ReduceHandle(work, lambda: own, partial_mn)
+        summed, work = reduce_scatter_async(partial_mn, self.group)
+        return ReduceHandle(work, lambda: summed, partial_mn)
 
 
 def sum_partials(partials_trn: Tensor) -> Tensor:

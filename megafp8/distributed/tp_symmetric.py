@@ -68,21 +68,21 @@ class SymmetricMemory:
         self._busy = False
         self._grow(size)
 
-    def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
+    def gather(self, shards: Sequence[Tensor]) -> AllGatherHandle:
         t, rank = self.group.size(), self.group.rank()
-        own_bytes = [_flat_bytes(x) for x in own]
-        sizes = tuple(x.numel() for x in own_bytes)
+        shard_bytes = [_flat_bytes(x) for x in shards]
+        sizes = tuple(x.numel() for x in shard_bytes)
         buffer = self._next_buffer(offsets(sizes)[-1])
         views = buffer.views(sizes)
-        gathered = [x.new_empty((t, x.numel())) for x in own_bytes]
+        gathered = [x.new_empty((t, x.numel())) for x in shard_bytes]
         by_rank = list(zip(*(x.unbind() for x in gathered)))
         current = torch.cuda.current_stream(self.device)
-        for view, x in zip(views[rank], own_bytes):
+        for view, x in zip(views[rank], shard_bytes):
             view.copy_(x)
         buffer.barrier()
         self._computed.record(current)
         self._computed.wait(self._stream)
-        m = t * own[0].shape[0]
+        m = t * shards[0].shape[0]
         chunks: list[tuple[slice, Callable[[], Any]]] = []
         with torch.cuda.stream(self._stream):
             for step, copied in zip(self._steps, self._copied):
@@ -96,9 +96,9 @@ class SymmetricMemory:
                 copied.record(self._stream)
                 wait = partial(self._wait, copied, current, last=copied is self._copied[-1])
                 chunks.append((step.rows(m, t), wait))
-        for out, x in zip(by_rank[rank], own_bytes):
+        for out, x in zip(by_rank[rank], shard_bytes):
             out.copy_(x)
-        return AllGatherHandle([y.view(x.dtype).view(-1, *x.shape[1:]) for x, y in zip(own, gathered)], chunks)
+        return AllGatherHandle([y.view(x.dtype).view(-1, *x.shape[1:]) for x, y in zip(shards, gathered)], chunks)
 
     def sum(self, product: Product) -> ReduceHandle:
         t, rank = self.group.size(), self.group.rank()
@@ -107,9 +107,9 @@ class SymmetricMemory:
         buffer = self._next_buffer(t * nbytes)
         current = torch.cuda.current_stream(self.device)
         partials_trn = buffer.buffers[rank][: t * nbytes].view(product.dtype).view(t, m // t, product.n)
-        own, *others = self._steps
+        own_step, *others = self._steps
         sent = []
-        for step in (*others, own):
+        for step in (*others, own_step):
             partials = compute_partials(product, step, partials_trn, rank)
             if not partials:
                 continue

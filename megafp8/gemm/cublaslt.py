@@ -185,17 +185,17 @@ class Plan:
         for name, value in settings.items():
             _set(lt.matmul_preference_set_attribute, lt.get_matmul_preference_attribute_dtype, preference, name, value)
         results = np.zeros(count, dtype=lt.matmul_heuristic_result_dtype)
-        found = np.zeros(1, dtype=np.int32)
+        num_found = np.zeros(1, dtype=np.int32)
         layouts = (self._b_layout, self._a_layout, self._out_layout, self._out_layout)
         try:
             lt.matmul_algo_get_heuristic(
-                self._handle, self._desc, *layouts, preference, count, results.ctypes.data, found.ctypes.data
+                self._handle, self._desc, *layouts, preference, count, results.ctypes.data, num_found.ctypes.data
             )
         except lt.cuBLASLtError:
             return []
         finally:
             lt.matmul_preference_destroy(preference)
-        return [result["algo"].tobytes() for result in results[: found[0]] if result["state"] == 0]
+        return [result["algo"].tobytes() for result in results[: num_found[0]] if result["state"] == 0]
 
     def accepts(self, algorithm: bytes) -> bool:
         """Whether cuBLASLt runs the problem with `algorithm`, which may come from a file."""

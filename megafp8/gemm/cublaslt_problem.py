@@ -62,7 +62,7 @@ def adds_bias(a_scaling: str, b_scaling: str, out_dtype: torch.dtype) -> bool:
 
 
 class Problem(NamedTuple):
-    """All that cuBLASLt's choice of an algorithm depends on.
+    """What cuBLASLt's choice of an algorithm depends on.
 
     `*_order`: an operand's dims, the contiguous one last. `*_scaling`: the name of its granularity, or "none". `fast`:
     sums are accumulated in the tensor cores' 14 bits. `bias`: a vector `[n]` is added before the result is rounded.

@@ -30,18 +30,18 @@ def describe_path(recipe: Fp8Recipe | None, device: torch.device, backend: GemmB
         which = f"those GEMMs with {' or '.join(fine)}" if len(fine) < len(parts) else "GEMMs"
         return f"fp8: {name}, {which} emulated in fp32: {why}"
     formats = dict.fromkeys(f"FP{part.capabilities.bits}" for part in parts)
-    of_them = f", {' and '.join(fine)}" if len(fine) < len(parts) else ""
-    line = f"fp8: {name}, GEMMs on {' and '.join(formats)} tensor cores{of_them} by scaled_mm"
+    fine_parts = f", {' and '.join(fine)}" if len(fine) < len(parts) else ""
+    line = f"fp8: {name}, GEMMs on {' and '.join(formats)} tensor cores{fine_parts} by scaled_mm"
     pairs = _emulated_pairs(recipe)
     return f"{line}, but {', '.join(pairs)} emulated in fp32: no tensor core multiplies such a pair" if pairs else line
 
 
 def _emulated_pairs(recipe: Fp8Recipe) -> list[str]:
     """Names of recipes whose operands meet in a GEMM that no tensor core computes."""
-    found: dict[str, None] = {}
+    pairs: dict[str, None] = {}
     for operands in recipe.combinations:
         for (a, b), high in zip(GEMMS.values(), recipe.override_linear_precision, strict=True):
             first, second = getattr(operands, a), getattr(operands, b)
             if not high and (first.granularity(a), second.granularity(b)) not in HOPPER_PAIRS + BLACKWELL_PAIRS:
-                found["·".join(sorted((first.name, second.name)))] = None
-    return list(found)
+                pairs["·".join(sorted((first.name, second.name)))] = None
+    return list(pairs)

@@ -56,7 +56,7 @@ def algorithm_file() -> Path:
 
 @cache
 def _shared_cublaslt(index: int, autotune: bool) -> CublasLt:
-    """That of GPU `index`, for all layers of the process: were each to have its own, workspaces would add up."""
+    """cuBLASLt's handle of GPU `index`, shared by all layers: workspaces of one for each would add up."""
     device = torch.device("cuda", index)
     return CublasLt(device, autotune=autotune, cache_file=algorithm_file() if autotune else None)
 

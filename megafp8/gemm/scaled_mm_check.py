@@ -35,8 +35,8 @@ def why_emulated(device: torch.device) -> str | None:
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" and not torch.version.hip else None
     if capability is None or capability < _BLACKWELL:
-        here = device.type if capability is None else f"capability {capability[0]}.{capability[1]}"
-        return f"tensor cores for them come with compute capability 10.0, and this is {here}"
+        this_device = device.type if capability is None else f"capability {capability[0]}.{capability[1]}"
+        return f"tensor cores for them come with compute capability 10.0, and this is {this_device}"
     for kind, a_mk, b_nk in _problems(device):
         for out_dtype in (torch.bfloat16, torch.float32):
             asked = f"{kind} into {str(out_dtype).removeprefix('torch.')} by scaled_mm of torch {torch.__version__}"

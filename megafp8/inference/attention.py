@@ -69,23 +69,23 @@ class PackedStep:
         long: list[_LongChunk] = []
         rows, at = [], 0
         for chunk in batch:
-            own = slice(at, at + len(chunk.tokens))
-            at = own.stop
+            chunk_rows = slice(at, at + len(chunk.tokens))
+            at = chunk_rows.stop
             positions = torch.arange(chunk.start, chunk.start + len(chunk.tokens))
             pages = torch.tensor(chunk.pages)
             slots = pages[positions // cache.page_size] * cache.page_size + positions % cache.page_size
             lengths = torch.full_like(positions, chunk.sequence.max_length)
-            tokens_4n[:, own] = torch.stack([torch.tensor(chunk.tokens), positions, slots, lengths])
+            tokens_4n[:, chunk_rows] = torch.stack([torch.tensor(chunk.tokens), positions, slots, lengths])
             if chunk.last:
-                rows.append(own.stop - 1)
+                rows.append(chunk_rows.stop - 1)
             if len(chunk.tokens) == 1:
                 assert not long, "a chunk of one token after longer ones"
                 continue
             state = torch.tensor([chunk.state], device=device)
             if chunk.start == 0:
-                long.append(_LongChunk(own, None, None, state))
+                long.append(_LongChunk(chunk_rows, None, None, state))
             else:
-                long.append(_LongChunk(own, pages.to(device)[None], positions.to(device)[None], state))
+                long.append(_LongChunk(chunk_rows, pages.to(device)[None], positions.to(device)[None], state))
         tokens_4n[:, count:] = tokens_4n[:, count - 1 : count]
         tokens_4n[_SLOTS, count:] = cache.unread_slot
         singles = [chunk for chunk in batch if len(chunk.tokens) == 1]
@@ -170,7 +170,7 @@ class PagedAttention:
     def __call__(
         self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
     ) -> Tensor:
-        """All `[n, 1, ...]`. `scores`: of sequences of `step.keys` tokens."""
+        """Attention of `[n, 1, ...]` tensors. `scores`: of sequences of `step.keys` tokens."""
         step, cache, b = self.step, self.cache, len(self.step.table_bm)
         cache.append(self.layer, k_sbgd[:, 0], v_sbgd[:, 0], step.slots_n)
         y_sbad = torch.empty_like(q_sbad)

@@ -33,12 +33,12 @@ def physical_cores(cpus: Collection[int], system: Path = _SYSTEM) -> list[int]:
 
 
 def _cpus(text: str) -> list[int]:
-    """Of a list such as 0-3,8."""
-    found = list[int]()
+    """The CPUs that a list such as 0-3,8 names."""
+    cpus = list[int]()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1) if part else []
-    return found
+        cpus += range(int(first), int(last or first) + 1) if part else []
+    return cpus
 
 
 def share(cores: list[int], rank: int, ranks: int) -> list[int]:
@@ -59,8 +59,8 @@ def bind_threads(threads: int | None = None) -> None:
             torch.set_num_threads(threads)
         return
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
-    own = share(physical_cores(os.sched_getaffinity(0)), rank, ranks)
-    if threads is not None and not 1 <= threads <= len(own):
-        raise ValueError(f"threads = {threads}: must be between 1 and {len(own)}, the cores of this process")
-    os.sched_setaffinity(0, own)
-    torch.set_num_threads(threads or len(own))
+    own_cores = share(physical_cores(os.sched_getaffinity(0)), rank, ranks)
+    if threads is not None and not 1 <= threads <= len(own_cores):
+        raise ValueError(f"threads = {threads}: must be between 1 and {len(own_cores)}, the cores of this process")
+    os.sched_setaffinity(0, own_cores)
+    torch.set_num_threads(threads or len(own_cores))

@@ -75,14 +75,14 @@ class DecodeGraphs:
         return inputs.step
 
     def run(self, index: int, x_sbh: Tensor | None, step: PackedStep) -> Tensor | None:
-        """As `RunStage`, of the step that `fill` returned last; the result is overwritten by the next one."""
+        """`RunStage` of the step that `fill` returned last; the next step overwrites the result."""
         size = self._sizes[step.tokens_1n.shape[1]]
         if index not in size.stages_run:
             size.stages_run.add(index)
             return self._run(index, x_sbh, step)
         if index not in size.recorded:
-            own_sbh = None if x_sbh is None else x_sbh.clone()
-            size.recorded[index] = _Recorded(own_sbh, self._capture(lambda: self._run(index, own_sbh, step)))
+            copied_sbh = None if x_sbh is None else x_sbh.clone()
+            size.recorded[index] = _Recorded(copied_sbh, self._capture(lambda: self._run(index, copied_sbh, step)))
         recorded = size.recorded[index]
         if recorded.x_sbh is not None:
             assert x_sbh is not None

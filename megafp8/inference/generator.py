@@ -101,7 +101,7 @@ class Submission:
 
     @property
     def finished(self) -> bool:
-        """All texts have ended."""
+        """Whether all texts have ended."""
         return all(text.completion.finish_reason is not None for text in self.texts)
 
 
@@ -223,17 +223,17 @@ class Generator:
         `prompts`: texts or lists of tokens, or one of them. `options`: for all, or for each. Raises ValueError, before
         anything runs, for a prompt that does not fit. Ranks use the first rank's prompts and options.
         """
-        found = {}
+        completions = {}
         for _, completion in self.stream(prompts, options):
-            found[completion.prompt, completion.sample] = completion
-        return [found[key] for key in sorted(found)]
+            completions[completion.prompt, completion.sample] = completion
+        return [completions[key] for key in sorted(completions)]
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         options: SamplingOptions | Sequence[SamplingOptions] = GREEDY,
     ) -> Iterator[Piece]:
-        """As `generate`, piece by piece; the pieces of several texts alternate. Several streams may be read in turn.
+        """`generate` piece by piece; pieces of several texts alternate, and several streams may be read in turn.
 
         All ranks must read all pieces, or stop after the same one.
         """
@@ -273,23 +273,25 @@ class Generator:
         if len(each) != len(several):
             raise ValueError(f"{len(several)} prompts and options for {len(each)}; give one for each, or one for all")
         tokens = [self.encode(prompt, i) for i, prompt in enumerate(several)]
-        for i, (prompt, own) in enumerate(zip(tokens, each, strict=True)):
-            self.check(prompt, own, i)
-        seeds = [own.seed for own in each]
+        for i, (prompt, prompt_options) in enumerate(zip(tokens, each, strict=True)):
+            self.check(prompt, prompt_options, i)
+        seeds = [prompt_options.seed for prompt_options in each]
         if None in seeds:
             drawn = broadcast_object([secrets.randbits(32) for _ in seeds], self.model.parallel.world.group)
             seeds = [new if seed is None else seed for seed, new in zip(seeds, drawn, strict=True)]
         self._before()
         submission = Submission()
         self._submitted += 1
-        for i, (prompt, own, seed) in enumerate(zip(tokens, each, seeds, strict=True)):
+        for i, (prompt, prompt_options, seed) in enumerate(zip(tokens, each, seeds, strict=True)):
             assert seed is not None
-            for sample in range(own.num_samples):
+            for sample in range(prompt_options.num_samples):
                 sequence = GrowingSequence(
-                    list(prompt), len(prompt) + own.max_tokens, client=client, request=self._submitted
+                    list(prompt), len(prompt) + prompt_options.max_tokens, client=client, request=self._submitted
                 )
-                text = None if self.tokenizer is None else TextStream(self.tokenizer.decode, prompt, own.stop)
-                row = Row(own, stream_of(seed, prompt, sample), sequence.tokens)
+                text = (
+                    None if self.tokenizer is None else TextStream(self.tokenizer.decode, prompt, prompt_options.stop)
+                )
+                row = Row(prompt_options, stream_of(seed, prompt, sample), sequence.tokens)
                 submission.texts.append(
                     _Running(sequence, Completion(i, sample, list(prompt), seed), text, row, submission)
                 )
@@ -305,7 +307,7 @@ class Generator:
                 self._scheduler.remove(text.sequence)
 
     def room(self, prompt_tokens: int) -> int:
-        """The most tokens that a text may have behind a prompt of so many, by `max_length` and the cache."""
+        """The most tokens that may follow a prompt of `prompt_tokens`, by `max_length` and the cache."""
         return min(self.max_length, self._allocator.num_pages * self._allocator.page_size) - prompt_tokens
 
     def encode(self, prompt: Prompt, index: int = 0) -> list[int]:
@@ -340,10 +342,10 @@ class Generator:
                 f"max_length is {self.max_length}; shorten it, or try max_tokens = {self.max_length - len(tokens)}"
             )
         if self._allocator.pages_for(length) > self._allocator.num_pages:
-            held = self._allocator.num_pages * self._allocator.page_size
+            room = self._allocator.num_pages * self._allocator.page_size
             raise ValueError(
                 f"prompt {index} has {len(tokens)} tokens, with max_tokens = {options.max_tokens} {length}, and the "
-                f"cache holds {held}; make it larger (cache_tokens = {length})"
+                f"cache holds {room}; make it larger (cache_tokens = {length})"
             )
 
     def step(self) -> None:
@@ -356,26 +358,26 @@ class Generator:
         ends = [self._running[chunk.sequence] for chunk in batch if chunk.last]
         if not ends:
             return
-        for own, (token, logprob, *top) in zip(ends, self._choose(logits_rv, ends), strict=True):
-            if own.sequence not in self._running:
+        for running, (token, logprob, *top) in zip(ends, self._choose(logits_rv, ends), strict=True):
+            if running.sequence not in self._running:
                 continue  # another text of its submission has failed
             try:
-                piece = self._add(own, token, logprob, top)
+                piece = self._add(running, token, logprob, top)
             except Exception as error:  # as of a tokenizer; it is the same on all ranks
-                own.submission.failure = error
-                self.cancel(own.submission)
+                running.submission.failure = error
+                self.cancel(running.submission)
                 continue
-            own.submission.pieces.append(Piece(piece, own.completion))
-            if own.completion.finish_reason is not None:
-                self._scheduler.remove(own.sequence)
-                del self._running[own.sequence]
+            running.submission.pieces.append(Piece(piece, running.completion))
+            if running.completion.finish_reason is not None:
+                self._scheduler.remove(running.sequence)
+                del self._running[running.sequence]
 
     def _choose(self, logits_rv: torch.Tensor | None, ends: Sequence[_Running]) -> list[tuple[Any, ...]]:
-        """Of each sequence the next token, its log-probability, and the (token, log-probability) of the most probable.
+        """Each sequence's next token, its log-probability, and (token, log-probability) of the most probable.
 
         The first rank that has logits tells all others, so no rank can come to another result.
         """
-        parallel, rows = self.model.parallel, [own.row for own in ends]
+        parallel, rows = self.model.parallel, [running.row for running in ends]
         top = min(max(row.options.logprobs for row in rows), self._vocab_size)
         if logits_rv is None:
             result = torch.empty(len(rows), 2 + 2 * top, dtype=torch.float64, device=parallel.device)
@@ -386,32 +388,32 @@ class Generator:
             result = torch.cat([x.double() for x in columns], dim=1)
         ranks_of_a_stage = parallel.world_size // parallel.pipeline.size
         broadcast(result, parallel.world.group, self.model.last_rank * ranks_of_a_stage)
-        found: list[tuple[Any, ...]] = []
+        choices: list[tuple[Any, ...]] = []
         for (token, logprob, *more), row in zip(result.tolist(), rows, strict=True):
             pairs = [(int(token), x) for token, x in zip(more[:top], more[top:], strict=True)]
-            found.append((int(token), logprob, *pairs[: row.options.logprobs]))
-        return found
+            choices.append((int(token), logprob, *pairs[: row.options.logprobs]))
+        return choices
 
-    def _add(self, own: _Running, token: int, logprob: float, top: list[tuple[int, float]]) -> str:
+    def _add(self, running: _Running, token: int, logprob: float, top: list[tuple[int, float]]) -> str:
         """Add a token to a completion; the text that it adds."""
         if math.isnan(logprob):
             raise ValueError("the model's logits are not finite; its weights may be damaged, or too large for FP8")
-        completion, options = own.completion, own.row.options
-        own.sequence.tokens.append(token)
+        completion, options = running.completion, running.row.options
+        running.sequence.tokens.append(token)
         completion.tokens.append(token)
         completion.logprobs.append(logprob)
         if options.logprobs:
             completion.top_logprobs.append(top)
         ended = token in self.end_tokens and not options.ignore_end
-        piece = "" if own.text is None or ended else own.text.add(token)
-        if own.text is not None and own.text.stopped:
+        piece = "" if running.text is None or ended else running.text.add(token)
+        if running.text is not None and running.text.stopped:
             completion.finish_reason = "stop"
         elif ended:
             completion.finish_reason = "end"
         elif len(completion.tokens) == options.max_tokens:
             completion.finish_reason = "length"
-        if own.text is not None:
+        if running.text is not None:
             if completion.finish_reason is not None:
-                piece += own.text.finish()
-            completion.text = own.text.text
+                piece += running.text.finish()
+            completion.text = running.text.text
         return piece

@@ -70,7 +70,7 @@ class HarnessModel(TemplateLM):
     # --- ranks ---
 
     def follow(self) -> None:
-        """On ranks but the first: do with the model what the first one does, until `release`."""
+        """Do on ranks other than the first what the first one does with the model, until `release`."""
         while (call := broadcast_object(None, self._world.group)) is not None:
             try:
                 if call == "score":
@@ -81,7 +81,7 @@ class HarnessModel(TemplateLM):
                 pass  # the first rank has it too, and decides what comes next
 
     def release(self) -> None:
-        """On the first rank: the others return from `follow`."""
+        """Make the other ranks return from `follow`; called on the first rank."""
         broadcast_object(None, self._world.group)
 
     def _scores(self, requests: Iterable[Request]) -> Iterator[Score]:
@@ -113,14 +113,14 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        found = []
+        answers = []
         scores = self._scores(Request(context, continuation) for _, context, continuation in requests)
         for score, (texts, *_tokens) in zip(
             tqdm(scores, "scored", len(requests), disable=disable_tqdm or None), requests
         ):
-            found.append((sum(score.logprobs), score.greedy))
-            self.cache_hook.add_partial("loglikelihood", texts, found[-1])
-        return found
+            answers.append((sum(score.logprobs), score.greedy))
+            self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
+        return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [request.args[0] for request in requests]
@@ -128,17 +128,17 @@ class HarnessModel(TemplateLM):
 
         def of_texts() -> Iterator[Request]:
             for text in texts:
-                own = list(windows([self._bos, *self.tok_encode(text)], self.max_length, self.max_length))
-                counts.append(len(own))
-                yield from own
+                text_windows = list(windows([self._bos, *self.tok_encode(text)], self.max_length, self.max_length))
+                counts.append(len(text_windows))
+                yield from text_windows
 
         scores = tqdm(self._scores(of_texts()), "scored", disable=disable_tqdm or None)
         logprobs = iter([sum(score.logprobs) for score in scores])
-        found = []
+        sums = []
         for text, count in zip(texts, counts, strict=True):
-            found.append(sum(itertools.islice(logprobs, count)))
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
-        return found
+            sums.append(sum(itertools.islice(logprobs, count)))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), sums[-1])
+        return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         eos = self._tokenizer.decode([self._eos])
@@ -146,17 +146,17 @@ class HarnessModel(TemplateLM):
         options: list[SamplingOptions] = []
         stops: list[list[str]] = []
         for context, given in (request.args for request in requests):
-            prompt, own, until = self._prompt(context, given, eos)
+            prompt, sampling, until = self._prompt(context, given, eos)
             prompts.append(prompt)
-            options.append(own)
+            options.append(sampling)
             stops.append(until)
         broadcast_object("generate", self._world.group)
-        found = []
+        texts = []
         for request, tokens, until in zip(requests, self._generate(prompts, options), stops, strict=True):
             text = self._tokenizer.decode([token for token in tokens if token not in self._special])
-            found.append(postprocess_generated_text(text, until, None))
-            self.cache_hook.add_partial("generate_until", request.args, found[-1])
-        return found
+            texts.append(postprocess_generated_text(text, until, None))
+            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
+        return texts
 
     def _prompt(self, context: str, given: Mapping[str, Any], eos: str) -> tuple[list[int], SamplingOptions, list[str]]:
         """Tokens, options and stop strings of a request to generate. Raises ValueError for what is not known."""
@@ -179,15 +179,15 @@ class HarnessModel(TemplateLM):
 def _contained() -> Iterator[None]:
     """The harness sets all seeds, as some tasks shuffle: the state before is restored. It forks no processes, and what
     it prints goes to stderr."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     variable, before = "DISABLE_MULTIPROC", os.environ.get("DISABLE_MULTIPROC")
     os.environ[variable] = "1"  # a process with a GPU or threads of communication must not be forked
     with torch.random.fork_rng(), redirect_stdout(sys.stderr):
         try:
             yield
         finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)  # noqa: NPY002
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
             if before is None:
                 del os.environ[variable]
             else:
@@ -263,10 +263,10 @@ def run_tasks(
 
 def metrics_of(results: Mapping[str, Any]) -> dict[str, float]:
     """The numbers in the results of the harness, by `task/metric`, or `task/metric (filter)` if there are filters."""
-    found = {}
+    metrics = {}
     for task, values in results["results"].items():
         for key, value in values.items():
             metric, _, kind = key.partition(",")
             if isinstance(value, (int, float)) and not isinstance(value, bool) and kind:
-                found[f"{task}/{metric}" + ("" if kind == "none" else f" ({kind})")] = float(value)
-    return found
+                metrics[f"{task}/{metric}" + ("" if kind == "none" else f" ({kind})")] = float(value)
+    return metrics

@@ -87,15 +87,15 @@ class LiveEvaluation:
 
         What fails is a warning, and training goes on.
         """
-        found: dict[str, float] = {}
+        scores: dict[str, float] = {}
         is_first = self._trainer.parallel.world.is_first
         for evaluates, part in ((self._evaluate.prompts, self._write_samples), (self._evaluate.tasks, self._run_tasks)):
             try:
-                found |= part(step) if evaluates else {}
+                scores |= part(step) if evaluates else {}
             except ValueError as error:  # the same on all ranks
                 if is_first:
                     logger.warning(f"evaluation after step {step}: {error}")
-        return found
+        return scores
 
     def _write_samples(self, step: int) -> dict[str, float]:
         prompts, common = self._evaluate.prompts, _sampling(self._evaluate, self._seed)
@@ -111,8 +111,8 @@ class LiveEvaluation:
         completions = generator.generate(prompts, options)
         if self._trainer.parallel.world.is_first:
             samples = [
-                {"step": step, "prompt": prompt, "text": own.text, "finish_reason": own.finish_reason}
-                for prompt, own in zip(prompts, completions, strict=True)
+                {"step": step, "prompt": prompt, "text": completion.text, "finish_reason": completion.finish_reason}
+                for prompt, completion in zip(prompts, completions, strict=True)
             ]
             with DiskErrorsLogged(SAMPLES_FILE), contextlib.closing(JsonLines(self._folder / SAMPLES_FILE)) as lines:
                 lines.append(*samples)

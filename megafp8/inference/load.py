@@ -104,8 +104,8 @@ def open_checkpoint(
         stored = source.tensors["model.embedding.word.weight"].dtype
         dtype = stored if run is None else DTYPES[run.training.precision]
     trained = run is not None and not isinstance(source, MergedSource)  # merged weights have no scales
-    of_fp8 = run.fp8 if run is not None and trained and fp8 and form is None else Fp8Config()
-    config = config_of(source.model, layout, of_fp8, dtype, cuda=cuda)
+    fp8_config = run.fp8 if run is not None and trained and fp8 and form is None else Fp8Config()
+    config = config_of(source.model, layout, fp8_config, dtype, cuda=cuda)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = layout.tensor * layout.pipeline
     if ranks != world_size:
@@ -114,18 +114,18 @@ def open_checkpoint(
             f"{world_size}; start it with torchrun --nproc-per-node {ranks}"
         )
     check_layout(config, world_size, str(source.path))
-    found = find_tokenizer(source)
+    tokenizer_path = find_tokenizer(source)
     tokenizer: Tokenizer | None = None
     start, ends = list[int](), _end_tokens(source)
     bos: int | None = None
     eos: int | None = None
-    if found is not None:
-        tokenizer = build_tokenizer(**found)
-        start = _start_tokens(found["kind"], tokenizer, run)
+    if tokenizer_path is not None:
+        tokenizer = build_tokenizer(**tokenizer_path)
+        start = _start_tokens(tokenizer_path["kind"], tokenizer, run)
         ends.add(tokenizer.eod_id)
         bos = eos = tokenizer.eod_id
         if run is None:
-            bos, eos = _bos_and_eos(tokenizer, Path(found["path"] or "").parent, start)
+            bos, eos = _bos_and_eos(tokenizer, Path(tokenizer_path["path"] or "").parent, start)
     left_out = source.about.get("fp8_left_out") or []
     trained_length = 0 if run is None else run.training.seq_length
     added = [] if run is not None else start
@@ -270,7 +270,7 @@ def start_of_documents(run: Config, tokenizer: Tokenizer) -> list[int]:
 
 
 def _bos_and_eos(tokenizer: Tokenizer, folder: Path, start: Sequence[int]) -> tuple[int, int]:
-    """As transformers' tokenizer in `folder` has them; without bos what begins a text, or else eos."""
+    """Tokens bos and eos of transformers' tokenizer in `folder`; without bos what begins a text, or else eos."""
     given = read_special_tokens(folder)
     bos, eos = (tokenizer.id_of(given.get(role, "")) for role in ("bos_token", "eos_token"))
     eos = tokenizer.eod_id if eos is None else eos

@@ -32,7 +32,7 @@ from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.actions import Placement
 
 _FP8_ROWS, _FP8_SHARD = 16, 128
-"""FP8 GEMMs get a multiple of so many tokens, and ranks that quantize slices of them: the largest `shard_alignment`."""
+"""FP8 GEMMs, and ranks that quantize slices, get a multiple of this many tokens: the largest `shard_alignment`."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class RunTokens(Tokens):
 
     def _longrope(self, rope: RotaryEmbedding, scaling: LongRopeConfig) -> tuple[Tensor, Tensor]:
         longest_short = scaling.original_max_position_embeddings
-        short, long = (rope.table(self.positions, longest_short + more) for more in (0, 1))
+        short, long = (rope.table(self.positions, longest_short + extra) for extra in (0, 1))
         is_long = (self.lengths_n.clamp(min=self.trained_length) > longest_short).view(-1, 1, 1, 1)
         return torch.where(is_long, long[0], short[0]), torch.where(is_long, long[1], short[1])
 

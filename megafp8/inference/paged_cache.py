@@ -75,19 +75,21 @@ class PagedCache:
 
     def append(self, layer: int, k_ngd: Tensor, v_ngd: Tensor, slots_n: Tensor) -> None:
         """Store keys and values of tokens. `slots_n`: int64, page · page size + place in the page, of each."""
-        own = self._layers[layer]
+        cached = self._layers[layer]
         if self.in_place:
             from megafp8.kernels import paged_attention  # needs Triton, which comes with torch's CUDA builds
 
-            paged_attention.append(k_ngd, v_ngd, slots_n, own.keys, own.values, own.scales)
+            paged_attention.append(k_ngd, v_ngd, slots_n, cached.keys, cached.values, cached.scales)
             return
-        for i, (stored, x_ngd) in enumerate(((own.keys, k_ngd), (own.values, v_ngd[..., : own.values.shape[-1]]))):
+        for i, (stored, x_ngd) in enumerate(
+            ((cached.keys, k_ngd), (cached.values, v_ngd[..., : cached.values.shape[-1]]))
+        ):
             data = x_ngd
-            if own.scales is not None:
+            if cached.scales is not None:
                 assert self._largest is not None
                 amax_ng = x_ngd.float().abs().amax(-1)
                 scale_inv_ng = torch.where(amax_ng == 0, 1.0, amax_ng / self._largest)
-                own.scales[i].flatten(0, 1).index_copy_(0, slots_n, scale_inv_ng)
+                cached.scales[i].flatten(0, 1).index_copy_(0, slots_n, scale_inv_ng)
                 data = x_ngd.float() / scale_inv_ng.unsqueeze(-1)
                 data = data.round() if stored.dtype == torch.int8 else data
                 stored, data = stored.view(torch.int8), data.to(stored.dtype).view(torch.int8)  # FP8 has no index_copy_
@@ -100,22 +102,22 @@ class PagedCache:
         """Attention of one query of each sequence, where `in_place`: `kernels.paged_attention.attend`."""
         from megafp8.kernels import paged_attention  # needs Triton, which comes with torch's CUDA builds
 
-        own = self._layers[layer]
+        cached = self._layers[layer]
         return paged_attention.attend(
-            q_nad, own.keys, own.values, own.scales, table_nm, positions_n, window, sink_a, scores
+            q_nad, cached.keys, cached.values, cached.scales, table_nm, positions_n, window, sink_a, scores
         )
 
     def read(self, layer: int, table_bp: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[t, b, g, d]` in the pages of b sequences, int32 or int64; views of `[b, t, g, d]`."""
-        own, (b, p) = self._layers[layer], table_bp.shape
+        cached, (b, p) = self._layers[layer], table_bp.shape
 
         def gathered(pages: Tensor) -> Tensor:
             raw = pages.view(torch.int8) if pages.dtype == torch.float8_e4m3fn else pages  # FP8 has no index_select
-            found = raw.index_select(0, table_bp.flatten()).view(pages.dtype)
-            return found.view(b, p * self.page_size, *pages.shape[2:]).transpose(0, 1)
+            chosen = raw.index_select(0, table_bp.flatten()).view(pages.dtype)
+            return chosen.view(b, p * self.page_size, *pages.shape[2:]).transpose(0, 1)
 
-        k, v = gathered(own.keys), gathered(own.values)
-        if own.scales is not None:
-            k_scales, v_scales = (gathered(x).unsqueeze(-1) for x in own.scales)
+        k, v = gathered(cached.keys), gathered(cached.values)
+        if cached.scales is not None:
+            k_scales, v_scales = (gathered(x).unsqueeze(-1) for x in cached.scales)
             k, v = (k.float() * k_scales).to(self.dtype), (v.float() * v_scales).to(self.dtype)
         return k, v if v.shape == k.shape else F.pad(v, (0, k.shape[-1] - v.shape[-1]))

@@ -22,16 +22,16 @@ class PageAllocator:
         return len(self._free)
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages hold so many tokens of a sequence."""
+        """Number of pages that hold `tokens` tokens of a sequence."""
         return -(-tokens // self.page_size)
 
     def extend(self, pages: MutableSequence[int], tokens: int) -> bool:
         """Append to a sequence's `pages` what it needs for `tokens` in all. False, and nothing taken, if too few are
         free."""
-        more = self.pages_for(tokens) - len(pages)
-        if more > len(self._free):
+        needed = self.pages_for(tokens) - len(pages)
+        if needed > len(self._free):
             return False
-        for _ in range(more):
+        for _ in range(needed):
             page = self._free.pop()
             self._taken.add(page)
             pages.append(page)

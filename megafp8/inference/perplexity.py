@@ -57,7 +57,7 @@ class Loss:
 
     @property
     def perplexity(self) -> float:
-        """Of a token; infinite where it is larger than numbers are."""
+        """Perplexity of a token; infinite where it is larger than a float can be."""
         return math.exp(self.nats_per_token) if self.nats_per_token < 700 else math.inf
 
     @property
@@ -112,13 +112,6 @@ _Sequence = tuple[NDArray[np.int64], NDArray[np.bool_]]
 """Tokens, and which of them count; the first does not, as nothing precedes it."""
 
 
-def _separate(documents: Iterable[Document], start: Sequence[int], counts: _Counts) -> Iterator[_Sequence]:
-    """Each document after the tokens `start`."""
-    for document in documents:
-        counts.count(document)
-        yield _sequence(start, document, [])
-
-
 def _concatenated(documents: Iterable[Document], start: Sequence[int], eod_id: int, counts: _Counts) -> _Sequence:
     """All documents, each with the token that ends one."""
     parts = [_sequence(start, Document([], None), [])]
@@ -159,7 +152,9 @@ def loss_of(
 
     def sequences() -> Iterator[_Sequence]:
         if concatenated_by is None:
-            yield from _separate(documents, start, counts)
+            for document in documents:
+                counts.count(document)
+                yield _sequence(start, document, [])
         else:
             yield _concatenated(documents, start, concatenated_by, counts)
 
@@ -180,8 +175,8 @@ def loss_of(
             scored += int(mask.sum())
             progress(len(score.logprobs))
     words, size = (counts.words, counts.bytes) if counts.known else (None, None)
-    own = Loss(counts.documents, scored, words, size, nats)
-    found: Loss = broadcast_object(own, scorer.model.parallel.world.group)
-    if not found.tokens:
-        raise ValueError(f"there is no token to score in {found.documents} documents")
-    return found
+    rank_loss = Loss(counts.documents, scored, words, size, nats)
+    loss: Loss = broadcast_object(rank_loss, scorer.model.parallel.world.group)
+    if not loss.tokens:
+        raise ValueError(f"there is no token to score in {loss.documents} documents")
+    return loss

@@ -43,9 +43,9 @@ def check_stages(stages: Sequence[GPTStage], form: WeightFormat, world: ProcessG
     error = ""
     try:
         for stage in stages:
-            for layer, own in _layers(stage, form):
+            for layer, layer_form in _layers(stage, form):
                 ranks = size(_sharing(layer))
-                check_columns(layer.state.site.name, layer.weight.shape[1] * ranks, ranks, own)
+                check_columns(layer.state.site.name, layer.weight.shape[1] * ranks, ranks, layer_form)
     except ValueError as found:
         error = str(found)
     for message in all_gather_objects(error, world):
@@ -58,9 +58,9 @@ def quantize_stages(stages: Sequence[GPTStage], form: WeightFormat) -> None:
     """Quantize one layer after the other, and free its parameter unless an embedding reads it. Collective."""
     for stage in stages:
         looked_up = None if stage.embedding is None else stage.embedding.word.weight
-        for layer, own in _layers(stage, form):
+        for layer, layer_form in _layers(stage, form):
             weight = layer.weight
-            layer.state.set_packed_weight(quantize_weight(weight.detach(), own, _sharing(layer)))
+            layer.state.set_packed_weight(quantize_weight(weight.detach(), layer_form, _sharing(layer)))
             if weight is not looked_up:
                 weight.data = weight.data.new_empty(0)
 

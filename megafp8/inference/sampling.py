@@ -34,7 +34,7 @@ from megafp8.distributed.collectives import all_gather, rank
 from megafp8.philox import Key, key_of, philox_of_words
 
 _CANDIDATES = 64
-"""Of a rank, at first, for top_p."""
+"""Candidates of a rank at first, for top_p."""
 _LEAST_TEMPERATURE = 1e-4
 """Logits divided by less may overflow."""
 _LARGEST_PENALTY = 1e4
@@ -48,8 +48,8 @@ _MASK = 0xFFFFFFFF
 class SamplingOptions:
     """How a text is continued. ValueError for values out of range.
 
-    `max_tokens`: at most so many. `temperature`: 0 takes the most probable token, and of the rest of the options only
-    `repetition_penalty` matters. `top_k`: choose among so many; 0: all. `top_p`: among the most probable tokens whose
+    `max_tokens`: at most this many. `temperature`: 0 takes the most probable token, and of the rest of the options only
+    `repetition_penalty` matters. `top_k`: choose among this many; 0: all. `top_p`: among the most probable tokens whose
     probabilities reach this sum. `min_p`: among those at least this times as probable as the most probable one.
     `repetition_penalty`: divides the logits of tokens of prompt and output if positive, and multiplies them if not.
     `stop`: strings before which the text ends. `seed`: of what is random; None: another one in each call.
@@ -147,15 +147,15 @@ class VocabShard:
 
     def logsumexp(self, x_nv: Tensor) -> Tensor:
         """`[n]`, over all slices."""
-        own_n = _kernels().log_sum_exp(x_nv) if self.by_kernel else x_nv.logsumexp(1)
-        return self.gather(own_n.unsqueeze(1)).flatten(1).logsumexp(1)
+        shard_n = _kernels().log_sum_exp(x_nv) if self.by_kernel else x_nv.logsumexp(1)
+        return self.gather(shard_n.unsqueeze(1)).flatten(1).logsumexp(1)
 
     def at(self, x_nv: Tensor, tokens_nc: Tensor) -> Tensor:
         """`x_nv` of these tokens, `[n, c]`."""
         local = tokens_nc - self.first
         foreign = (local < 0) | (local >= self.columns)
-        own = x_nv.gather(1, local.masked_fill(foreign, 0)).masked_fill(foreign, -math.inf)
-        return self.gather(own).amax(1)
+        values = x_nv.gather(1, local.masked_fill(foreign, 0)).masked_fill(foreign, -math.inf)
+        return self.gather(values).amax(1)
 
     def most_probable(self, x_nv: Tensor) -> Tensor:
         """The token of the largest value of each row, int64 `[n]`; of equal ones the lowest."""
@@ -166,10 +166,10 @@ class VocabShard:
         """Keys of candidates `[n, c]` in descending order, and how many of them are the largest of all, `[n]`: at
         least `count`, or all."""
         index = torch.arange(self.first, self.first + self.columns, device=x_nv.device)
-        keys_nv, own = _keys(x_nv, index), min(count, self.columns)
-        keys_ntc = self.gather(keys_nv.topk(own, dim=1).values)
+        keys_nv, own_count = _keys(x_nv, index), min(count, self.columns)
+        keys_ntc = self.gather(keys_nv.topk(own_count, dim=1).values)
         keys_nc = keys_ntc.flatten(1).sort(dim=1, descending=True).values
-        if own == self.columns:
+        if own_count == self.columns:
             return keys_nc, torch.full_like(keys_nc[:, 0], keys_nc.shape[1])
         return keys_nc, (keys_nc >= keys_ntc[..., -1].amax(1, keepdim=True)).sum(1)
 
@@ -201,13 +201,13 @@ def choose(shard: VocabShard, rows: Sequence[Row], num_tokens: int | None = None
     kinds = [_kind(row.options) for row in rows]
     tokens_n = None
     for kind, choice in ((_GREEDY, _greedy), (_ALL, _of_all), (_SOME, _of_some)):
-        own = [i for i, k in enumerate(kinds) if k == kind]
-        if len(own) == len(rows):
+        rows_of_kind = [i for i, k in enumerate(kinds) if k == kind]
+        if len(rows_of_kind) == len(rows):
             tokens_n = choice(shard, x_nv, rows)
-        elif own:
-            index = torch.tensor(own).to(x_nv.device, non_blocking=True)
+        elif rows_of_kind:
+            index = torch.tensor(rows_of_kind).to(x_nv.device, non_blocking=True)
             tokens_n = x_nv.new_zeros(len(rows), dtype=torch.int64) if tokens_n is None else tokens_n
-            tokens_n[index] = choice(shard, x_nv[index], [rows[i] for i in own])
+            tokens_n[index] = choice(shard, x_nv[index], [rows[i] for i in rows_of_kind])
     assert tokens_n is not None
     lse_n1 = shard.logsumexp(shard.logits).unsqueeze(1)
     logprobs_n = (shard.at(shard.logits, tokens_n.unsqueeze(1)) - lse_n1).squeeze(1)
@@ -253,8 +253,10 @@ def _penalized(shard: VocabShard, rows: Sequence[Row]) -> Tensor:
         return shard.logits
     x_nv = shard.logits.clone()
     for x_v, row in zip(x_nv, rows, strict=True):
-        own = {token - shard.first for token in row.tokens}
-        columns = torch.tensor(sorted(c for c in own if 0 <= c < shard.columns), dtype=torch.int64, device=x_nv.device)
+        used_here = {token - shard.first for token in row.tokens}
+        columns = torch.tensor(
+            sorted(c for c in used_here if 0 <= c < shard.columns), dtype=torch.int64, device=x_nv.device
+        )
         values, penalty = x_v[columns], row.options.repetition_penalty
         x_v[columns] = torch.where(values > 0, values / penalty, values * penalty)
     return x_nv

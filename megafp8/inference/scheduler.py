@@ -48,16 +48,16 @@ def to_give_way(
         ([x for x in running if x.client == sequence.client], lambda x: x.request),
     ]
     for among, owner in levels:
-        held = Counter[Hashable]()
+        pages_of_client = Counter[Hashable]()
         for x in among:
-            held[owner(x)] += size(x)
-        if not held:
+            pages_of_client[owner(x)] += size(x)
+        if not pages_of_client:
             continue
-        largest, most = held.most_common(1)[0]
+        largest, most = pages_of_client.most_common(1)[0]
         if largest == owner(sequence) or most <= whole // 4:
             continue
         last = next(x for x in reversed(among) if owner(x) == largest)
-        if most - size(last) >= held[owner(sequence)] + needed:
+        if most - size(last) >= pages_of_client[owner(sequence)] + needed:
             return last
     return None
 

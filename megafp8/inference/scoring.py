@@ -164,13 +164,13 @@ class _Packing:
         context, several = group.context, len(group.continuations) > 1
         first = len(self.tokens)
         self._segment(context if several else context + group.continuations[0][:-1], range(0))
-        own = first + len(context)
+        own_start = first + len(context)
         for continuation in group.continuations:
             if several and len(continuation) > 1:
-                own = len(self.tokens)
+                own_start = len(self.tokens)
                 self._segment(continuation[:-1], range(first, first + len(context)))
             for i, label in enumerate(continuation):
-                self._score(first + len(context) - 1 if i == 0 else own + i - 1, label)
+                self._score(first + len(context) - 1 if i == 0 else own_start + i - 1, label)
 
     def _segment(self, tokens: list[int], before: range) -> None:
         """Tokens that attend to the rows `before`, and to each other."""
@@ -184,9 +184,9 @@ class _Packing:
         self.shares |= len(before) > 0
 
     def _score(self, row: int, label: int) -> None:
-        of_row = self.labels.setdefault(row, [])
-        self.scored.append((row, len(of_row)))
-        of_row.append(label)
+        row_labels = self.labels.setdefault(row, [])
+        self.scored.append((row, len(row_labels)))
+        row_labels.append(label)
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class _PackedAttention:
     def __call__(
         self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
     ) -> Tensor:
-        """All `[n, 1, ...]`. `scores`: of sequences of `step.keys` tokens."""
+        """Attention of `[n, 1, ...]` tensors. `scores`: of sequences of `step.keys` tokens."""
         step = self.step
         if step.key_rows is not None:
             k_sbgd, v_sbgd = k_sbgd[step.key_rows], v_sbgd[step.key_rows]
@@ -288,18 +288,18 @@ class Scorer:
         used = 0
         for request in requests:
             context, continuation = self._fitting(request)
-            more = len(context) + len(continuation) - 1
+            added = len(context) + len(continuation) - 1
             if self._shares and batch and batch[-1].context == context:
-                more = len(continuation) - 1
-            if batch and used + more > self._max_batch_tokens:
+                added = len(continuation) - 1
+            if batch and used + added > self._max_batch_tokens:
                 yield batch
                 batch, used = [], 0
-                more = len(context) + len(continuation) - 1
+                added = len(context) + len(continuation) - 1
             if self._shares and batch and batch[-1].context == context:
                 batch[-1].continuations.append(continuation)
             else:
                 batch.append(_Group(context, [continuation]))
-            used += more
+            used += added
         if batch:
             yield batch
 
@@ -343,8 +343,8 @@ class Scorer:
             found_rc2 = torch.empty(*step.labels_rc.shape, 2, dtype=torch.float64, device=parallel.device)
         ranks_of_a_stage = parallel.world_size // parallel.pipeline.size
         broadcast(found_rc2, parallel.world.group, self.model.last_rank * ranks_of_a_stage)
-        found = found_rc2.tolist()
-        scored = iter(found[row][column] for row, column in step.places)
+        values = found_rc2.tolist()
+        scored = iter(values[row][column] for row, column in step.places)
         for group in groups:
             for continuation in group.continuations:
                 logprobs, greedy = zip(*itertools.islice(scored, len(continuation)), strict=True)
@@ -358,10 +358,10 @@ class Scorer:
         """Log-probabilities of all labels and whether they are the most probable tokens, float64 `[r, c, 2]`."""
         group, size = self.model.parallel.tensor.group, self.model.config.vocab_size
         assert size is not None
-        found = []
+        scores = []
         for rows_r, labels_rc in zip(step.rows_r.split(_LOGIT_ROWS), step.labels_rc.split(_LOGIT_ROWS), strict=True):
             shard = VocabShard(self._packed.logits(stage, x_sbh, branch_sbh, rows_r), size, group)
             logprobs_rc = shard.at(shard.logits, labels_rc) - shard.logsumexp(shard.logits).unsqueeze(1)
             greedy_rc = shard.most_probable(shard.logits).unsqueeze(1) == labels_rc
-            found.append(torch.stack([logprobs_rc.double(), greedy_rc.double()], dim=-1))
-        return torch.cat(found)
+            scores.append(torch.stack([logprobs_rc.double(), greedy_rc.double()], dim=-1))
+        return torch.cat(scores)

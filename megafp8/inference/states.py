@@ -33,8 +33,8 @@ class StateStore:
 
     def write(self, layer: int, slots_b: Tensor, state: State) -> None:
         """Store the states of sequences; where a slot is named more than once, its states are equal."""
-        for states, own in zip(self._layers[layer], state, strict=True):
-            states.index_copy_(0, slots_b, own)
+        for states, values in zip(self._layers[layer], state, strict=True):
+            states.index_copy_(0, slots_b, values)
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class StepRecurrence:
         step, states, layer, b = self.step, self.states, self.layer, len(self.step.table_bm)
         parts = []
         if b:
-            of_singles = tuple(x[:b].transpose(0, 1) for x in xs)
+            singles = tuple(x[:b].transpose(0, 1) for x in xs)
             begins_1b = step.positions_1n[:, :b] == 0  # a prompt of one token
-            y_1b, state = advance(of_singles, states.read(layer, step.states_b), begins_1b)
+            y_1b, state = advance(singles, states.read(layer, step.states_b), begins_1b)
             states.write(layer, step.states_b, state)
             parts.append(y_1b.transpose(0, 1))
         for chunk in step.long:

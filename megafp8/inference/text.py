@@ -45,12 +45,12 @@ class TextStream:
 
     def _emit(self, new: str, *, final: bool) -> str:
         text = self._held + new
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
-        if found:
-            piece, self._held, self.stopped = text[: min(found)], "", True
+        stops = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if stops:
+            piece, self._held, self.stopped = text[: min(stops)], "", True
         else:
-            held = 0 if final else max((_begun(text, stop) for stop in self._stop), default=0)
-            piece, self._held = text[: len(text) - held], text[len(text) - held :]
+            withheld = 0 if final else max((_begun(text, stop) for stop in self._stop), default=0)
+            piece, self._held = text[: len(text) - withheld], text[len(text) - withheld :]
         self.text += piece
         return piece
 

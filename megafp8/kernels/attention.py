@@ -178,7 +178,7 @@ def _statistic(x_sba, i, s, stride, other):
 
 @triton.jit
 def _log_sum_exp(lse_sba, i, s, stride):
-    """In base 2; infinity, which makes probabilities 0, of queries without keys and beyond s."""
+    """Log-sum-exps in base 2; infinity, which makes probabilities 0, for queries without keys and beyond s."""
     lse = _statistic(lse_sba, i, s, stride, float("inf"))
     return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
 
@@ -502,8 +502,8 @@ class _Launch:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The last ones of each kernel."""
         unread = self.mask.first_bs  # in place of None: kernels add to pointers that they do not read
-        found = (self.mask.positions_bs, self.bias, self.mask.visible, self.sample_b)
-        return tuple(unread if x is None else x for x in found)
+        tensors = (self.mask.positions_bs, self.bias, self.mask.visible, self.sample_b)
+        return tuple(unread if x is None else x for x in tensors)
 
 
 def _options(tile: _Tile) -> dict[str, int]:
@@ -513,7 +513,7 @@ def _options(tile: _Tile) -> dict[str, int]:
 def forward(
     q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """As `ops.attention.forward`; d up to 256. Does not synchronize the host."""
+    """`ops.attention.forward` for d up to 256. Does not synchronize the host."""
     q, k, v = (kernel_input(x) for x in (q_sbad, k_tbgd, v_tbgd))
     call = _Launch(q, k, mask, scores)
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -530,7 +530,7 @@ def backward(
     do_sbad: Tensor, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, o_sbad: Tensor, lse_sba: Tensor,
     mask: AttentionMask, scores: Scores, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """As `ops.attention.backward`; d up to 256. Does not synchronize the host."""
+    """`ops.attention.backward` for d up to 256. Does not synchronize the host."""
     do, q, k, v, o = (kernel_input(x) for x in (do_sbad, q_sbad, k_tbgd, v_tbgd, o_sbad))
     call = _Launch(q, k, mask, scores)
     ranges, range_stride = (call.mask.first_bs, call.mask.end_bs), call.mask.range_stride

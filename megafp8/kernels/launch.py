@@ -72,11 +72,11 @@ class BoundKernel:
         device = torch._C._cuda_getDevice()
         pointers = [None if x is None else x.data_ptr() for x in tensors]
         key = launch_key(device, tensors, pointers, numbers)
-        found = self._launchers.get(key)
-        if found is None:
+        launcher = self._launchers.get(key)
+        if launcher is None:
             self._launch_first(key, grid, (*tensors, *numbers))
             return
-        run, function, metadata, constants = found
+        run, function, metadata, constants = launcher
         stream = torch._C._cuda_getCurrentRawStream(device)
         # The arguments of `JITFunction.run`; the three None are what hooks are told, and the two hooks.
         run(grid[0], grid[1], 1, stream, function, metadata, None, None, None, *pointers, *numbers, *constants)
@@ -90,7 +90,7 @@ class BoundKernel:
 
 
 def _has_hooks() -> bool:
-    """Whether somebody, a profiler say, wants to be told of launches, which Triton then does."""
+    """Whether a hook, such as a profiler's, is registered for launches, which Triton then calls."""
     runtime = knobs.runtime  # either hook is a chain of functions, which may be empty, or one function
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -41,7 +41,7 @@ INT8_TO_BF16: tl.constexpr = tl.constexpr(
     "sub.rn.f32 c, c, 0f4B000080; sub.rn.f32 d, d, 0f4B000080; "
     "prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632; }"
 )
-"""The same in bf16: the upper halves, the lower being zero."""
+"""Four integers as bf16: the upper halves of their fp32, whose lower halves are zero."""
 INT4_TO_FP32: tl.constexpr = tl.constexpr(
     "{ .reg .b32 u; and.b32 u, $8, 0x0F0F0F0F; "
     "prmt.b32 $0, u, 0x43000000, 0x7044; prmt.b32 $1, u, 0x43000000, 0x7144; "
@@ -92,7 +92,7 @@ def _unpack_fp32(w, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _unpack_bf16(w, zero, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The same in bf16 (interpreted: fp32), of int4 less `zero`, whose dims are those of w or 1."""
+    """Values in bf16 (interpreted: fp32), of int4 less `zero`, whose dims are those of w or 1."""
     if KIND == "int4":
         if INTERPRETED:
             low, high = (w & 15).to(tl.float32) - zero, (w >> 4).to(tl.float32) - zero
@@ -174,7 +174,7 @@ def tile_kernel(x_mk, data, scale_inv_gn, zero_gn, bias_n, y_mn, m, n, k, KIND: 
                 EVEN: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
     """A program multiplies M tokens with N rows, K columns of data at a time; of int4 these are HALF, those of a group.
 
-    SPLIT: so many warps each read columns of their own, and what they have is added at the end: a product of batches
+    SPLIT: number of warps that each read columns of their own; their sums are added at the end: a product of batches
     of matrices, which Triton divides over warps. 0: they divide each product. STEP: columns of all at a time.
     """
     j = tl.program_id(0) * N + tl.arange(0, N)
@@ -187,7 +187,7 @@ def tile_kernel(x_mk, data, scale_inv_gn, zero_gn, bias_n, y_mn, m, n, k, KIND: 
         at_k = first[:, :, None] + at[None, None, :]
         at_row = data + row.to(tl.int64)[None, :, None] * width
         at_token = x_mk + i.to(tl.int64)[None, :, None] * k
-        of_batch = (i < m)[None, :, None]  # what is beyond is not read: with few tokens it would be most of all bytes
+        in_batch = (i < m)[None, :, None]  # what is beyond is not read: with few tokens it would be most of all bytes
         at_scale = row[None, :]
         sums = tl.zeros([SPLIT, M, N], tl.float32)
     else:
@@ -195,16 +195,16 @@ def tile_kernel(x_mk, data, scale_inv_gn, zero_gn, bias_n, y_mn, m, n, k, KIND: 
         at_k = at[None, :]
         at_row = data + row.to(tl.int64)[:, None] * width
         at_token = x_mk + i.to(tl.int64)[:, None] * k
-        of_batch = (i < m)[:, None]
+        in_batch = (i < m)[:, None]
         at_scale = row
         sums = tl.zeros([M, N], tl.float32)
     for begin in tl.range(0, width, STEP):
         at_w = begin + at_k
         if EVEN:
-            inside = of_batch
+            inside = in_batch
             w = tl.load(at_row + at_w)
         else:
-            inside = of_batch & (at_w < width)
+            inside = in_batch & (at_w < width)
             w = tl.load(at_row + at_w, mask=at_w < width, other=0.0)
         if KIND == "int4":
             group = tl.minimum(begin + first, width - K) // K
@@ -252,16 +252,16 @@ def dequantize_kernel(data, scale_inv_gn, zero_gn, w_nk, n, k, KIND: tl.constexp
 
 
 class VectorTile(NamedTuple):
-    """Of `vector_kernel`: rows of a program, warps of 32 stretches of 16 bytes."""
+    """Tile of `vector_kernel`: rows of a program, warps of 32 stretches of 16 bytes."""
 
     rows: int
     warps: int
 
 
 class Tile(NamedTuple):
-    """Of `tile_kernel`: rows of a program, bytes of a row that are read at a time, warps, stages of the pipeline.
+    """Tile of `tile_kernel`: rows of a program, bytes of a row read at a time, warps, stages of the pipeline.
 
-    `split`: each warp reads so many bytes, of columns of its own. Of int4 the bytes are always those of a group.
+    `split`: each warp reads `k` bytes of columns of its own. Of int4 the bytes are always those of a group.
     """
 
     n: int
@@ -273,7 +273,7 @@ class Tile(NamedTuple):
 
 _vector, _tile, _dequantize = Kernel(vector_kernel), Kernel(tile_kernel), Kernel(dequantize_kernel)
 MOST_TOKENS = 64
-"""Of a product by these kernels; more tokens are worth a weight in bf16."""
+"""Most tokens of a product by these kernels; more are worth a weight in bf16."""
 
 
 class PackedData(NamedTuple):
@@ -331,7 +331,7 @@ _ONE_TOKEN = {
 
 
 def best_tile(kind: str, m: int, n: int) -> VectorTile | Tile:
-    """By kind and shape."""
+    """The best tile for a weight's kind and shape."""
     if m == 1:
         return _ONE_TOKEN[kind]
     if m <= 16:

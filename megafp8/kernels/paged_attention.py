@@ -33,7 +33,7 @@ _LOG2E = 1 / math.log(2)
 _KEYS = 64
 """Keys of a tile."""
 _PROGRAMS = 528
-"""As many as keep a GPU of 132 multiprocessors busy to the end."""
+"""Parts of the keys, as many as keep a GPU of 132 multiprocessors busy to the end."""
 _MOST_PARTS = 64
 
 
@@ -93,9 +93,9 @@ def attend_kernel(
     first = tl.maximum(position + 1 - window, 0)
     start = first // N * N
     blocks = tl.cdiv(position + 1 - start, N)
-    own = tl.cdiv(blocks, parts)
-    begin = start + part * own * N
-    until = tl.minimum(begin + own * N, position + 1)
+    own_blocks = tl.cdiv(blocks, parts)
+    begin = start + part * own_blocks * N
+    until = tl.minimum(begin + own_blocks * N, position + 1)
     largest = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     o = tl.zeros([M, WIDTH], tl.float32)
@@ -194,8 +194,8 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Attention of each query to its sequence's keys up to its position, `[n, a, d]`, zeros from column w on.
 
-    `table_nm`: int32, the sequence's pages. `positions_n`: int64. `window`: the last so many keys. `scores`: a bias by
-    distance is of any number of keys. Does not synchronize the host.
+    `table_nm`: int32, the sequence's pages. `positions_n`: int64. `window`: how many last keys a
+    query attends to. `scores`: a bias by distance is of any number of keys. Does not synchronize the host.
     """
     q = kernel_input(q_nad.contiguous())
     if INTERPRETED:

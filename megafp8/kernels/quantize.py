@@ -141,7 +141,7 @@ class _AmaxConstants(NamedTuple):
 
 
 class _NoConstants(NamedTuple):
-    """Of a kernel that needs none."""
+    """Constants of a kernel that needs none."""
 
 
 _VALUES, _WHOLE, _COLUMNS = _CastConstants("none", True, False), _AmaxConstants(True), _AmaxConstants(COLUMNS=True)
@@ -259,7 +259,7 @@ def amaxes(source: Source) -> tuple[Tensor, Tensor]:
 
 
 def _amaxes(source: Source, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
-    """Of rows `[r]` and columns `[c]`; zeros where they are not wanted."""
+    """Amaxes of rows `[r]` and columns `[c]`; zeros where they are not wanted."""
     r, c = source.shape
     both = torch.zeros(r + c, dtype=torch.float32, device=source.device)
     if 0 not in source.shape:

@@ -25,7 +25,7 @@ def best_kernel(
     x_nv, temperature_n, least_n, position_n, stream0_n, stream1_n, value_nb, token_nb, first, columns, key0, key1,
     NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of tokens, which begins at a multiple of 4, as four have the words of one Philox."""
+    """The best of a block of tokens, which begins at a multiple of 4, as four have the words of one Philox."""
     block, row = tl.program_id(0), tl.program_id(1)
     begin = first // 4 * 4 + block * BLOCK
     token = begin + tl.arange(0, BLOCK)
@@ -52,7 +52,7 @@ def best_kernel(
 
 
 def log_sum_exp_kernel(x_nv, lse_nb, columns, BLOCK: tl.constexpr):
-    """Of a block of columns."""
+    """Log-sum-exp of a block of columns."""
     block, row = tl.program_id(0), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_nv + row.to(tl.int64) * columns + column, mask=column < columns, other=float("-inf"))
@@ -67,7 +67,7 @@ _log_sum_exp = Kernel(log_sum_exp_kernel)
 
 
 class Noise(NamedTuple):
-    """Of each sequence the temperature, float32, and the words of its noise's counter, int64; and the noise's key.
+    """Each sequence's temperature, float32, and the words of its noise's counter, int64; the noise's key.
 
     `least_n`: tokens with less than this, divided by the temperature, are left out.
     """
@@ -80,7 +80,7 @@ class Noise(NamedTuple):
 
 
 def best(x_nv: Tensor, first: int, noise: Noise | None = None) -> tuple[Tensor, Tensor]:
-    """Of each block of tokens the largest value, float32, and its token, int64, the lowest of equal ones: `[n, b]`.
+    """Each block's largest value, float32, and its token, int64, the lowest of equal ones: `[n, b]`.
 
     `x_nv`: float32, of tokens from `first` on.
     """
@@ -98,7 +98,7 @@ def best(x_nv: Tensor, first: int, noise: Noise | None = None) -> tuple[Tensor, 
 
 
 def log_sum_exp(x_nv: Tensor) -> Tensor:
-    """Of each row, from float32 `[n, v]`: `[n]`."""
+    """Log-sum-exp of each row of float32 `[n, v]`: `[n]`."""
     (n, columns), x_nv = x_nv.shape, x_nv.contiguous()
     blocks = ceil_div(columns, _BLOCK)
     lse_nb = torch.empty(n, blocks, device=x_nv.device)

@@ -36,9 +36,9 @@ class WgradStore:
     def collect(self) -> Iterator[deque[Wgrad]]:
         """Open the store; the weight gradients of the backward passes within, for `run`."""
         assert self._open is None, "the store is open already"
-        self._open = found = deque[Wgrad]()
+        self._open = wgrads = deque[Wgrad]()
         try:
-            yield found
+            yield wgrads
         finally:
             self._open = None
 

@@ -56,16 +56,16 @@ class Recompute:
         `layer_quantizer` quantizes values.
         """
         if self.quantizer is None:
-            made = layer_quantizer(Plain(self.values(tensors)()), rowwise=False, columnwise=True)
-            return made.required_columnwise, None
-        made = self.quantizer(self.source(*tensors), rowwise=False, columnwise=True)
-        return made.required_columnwise, self.group
+            quantized = layer_quantizer(Plain(self.values(tensors)()), rowwise=False, columnwise=True)
+            return quantized.required_columnwise, None
+        quantized = self.quantizer(self.source(*tensors), rowwise=False, columnwise=True)
+        return quantized.required_columnwise, self.group
 
     def values(self, tensors: Sequence[Tensor | None]) -> Callable[[], Tensor]:
         """Start gathering the values; what it returns waits for them, `[m, k]`."""
         source = self.source(*tensors)
-        own = source.x_rc if type(source) is Plain else casts(source).materialize(source)
-        alive = [own]  # until it has been sent
+        values = source.x_rc if type(source) is Plain else casts(source).materialize(source)
+        alive = [values]  # until it has been sent
         (whole,), work = all_gather_async(alive, self.group)
 
         def wait() -> Tensor:

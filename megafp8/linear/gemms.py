@@ -52,7 +52,7 @@ class Layer(Protocol):
 
 
 HIGH_PRECISION = LinearState(LinearSite(), None, high_reason="called without a state")
-"""Of layers that are called without a state of their own."""
+"""State of layers that are called without one of their own."""
 
 
 def tensors_of(x: Operand | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

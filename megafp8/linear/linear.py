@@ -94,7 +94,7 @@ def high_precision_linear(x: Tensor | LinearInput, weight: nn.Parameter, bias: T
 
 
 def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, comm: TPComm) -> Tensor:
-    """With a weight in another form than the parameter's; there are no gradients."""
+    """A linear layer whose weight has another form than the parameter; there are no gradients."""
     assert not torch.is_grad_enabled()
     if comm == LOCAL_COMM:
         return _shaped(weight.product(as_matrix(x), bias), x)
@@ -164,7 +164,7 @@ def _kept_values(ctx: Any, kept: Sequence[Tensor | None]) -> Callable[[], Tensor
 
 
 class _Linear(Function):
-    """Without communication.
+    """A linear layer without communication.
 
     `given`: the quantized input, how it is recomputed, the handoff, and whether gradients are enabled outside, as torch
     says that they are needed within no_grad too.
@@ -249,7 +249,7 @@ def _product_rows(
 
 
 class _ShardedLinear(Function):
-    """With communication at its ends, and without bias; else as `_Linear`."""
+    """A linear layer with communication at its ends, without bias; otherwise as `_Linear`."""
 
     @staticmethod
     def forward(
@@ -298,13 +298,13 @@ class _ShardedLinear(Function):
             state.record_amax("grad_output", dy)
         dw_in_fp8 = needs_dw and not high.wgrad
         if dw_in_fp8:
-            own_x, x_group = _kept_columnwise(ctx, kept_x, state, ctx.x_group)
+            x_km, x_group = _kept_columnwise(ctx, kept_x, state, ctx.x_group)
         dy8, rows, overlap, values = _gather_grad_output(ctx, dy, needs_dx=needs_dx, needs_dw=needs_dw)
         x = _kept_values(ctx, kept_x) if needs_dw and high.wgrad else None  # under way until wgrad
 
         finish: Callable[[], Tensor | None] = _nothing
         if dw_in_fp8 and dy8.columnwise is not None:  # a sharded one is gathered while dgrad runs
-            begin = partial(_begin_wgrad, state, weight, dy8.columnwise, overlap.group, own_x, x_group)
+            begin = partial(_begin_wgrad, state, weight, dy8.columnwise, overlap.group, x_km, x_group)
             finish = begin_or_defer(weight, begin)
         dx: ReduceHandle | None = None
         if needs_dx:
@@ -314,7 +314,7 @@ class _ShardedLinear(Function):
                 Product(rows.arriving, weight.shape[1], dtype, product)
             )  # under way until wgrad is done
         if dw_in_fp8 and dy8.columnwise is None:  # one scale per tensor: all rows, transposed
-            begin = partial(_begin_wgrad, state, weight, rows.columnwise(), None, own_x, x_group)
+            begin = partial(_begin_wgrad, state, weight, rows.columnwise(), None, x_km, x_group)
             finish = begin_or_defer(weight, begin)
         if x is not None:  # detached, as the graph need not live on
             finish = partial(now_or_later, weight, partial(wgrad, state, weight, values().detach(), x().detach()))
@@ -344,7 +344,7 @@ def _gather_grad_output(
 
 
 def _nothing() -> None:
-    """Nothing is left to be done."""
+    """Finishes nothing: there is no weight gradient."""
 
 
 def _no_values() -> Tensor:

@@ -51,7 +51,7 @@ class TPComm(NamedTuple):
 
 
 LOCAL_COMM = TPComm()
-"""Of a layer that is not sharded."""
+"""Communication of a layer that is not sharded: none."""
 
 
 def _joined(gathered: Tensor, ranks: int) -> Tensor:
@@ -66,38 +66,38 @@ def _joined_data(gathered: Tensor, ranks: int) -> Tensor:
 
 
 class Rows:
-    """Rows `[t·r, c]` being gathered from each rank's `own` `[r, c]`: FP8 data rowwise, or values.
+    """Rows `[t·r, c]` being gathered from each rank's `shard` `[r, c]`: FP8 data rowwise, or values.
 
     `arriving`: which rows have arrived.
     """
 
-    def __init__(self, own: ScaledTensor | Tensor, tp_overlap: TPOverlap) -> None:
-        self._own, self._gathers_scales = own, False
-        if isinstance(own, ScaledTensor):
-            self._gathers_scales = tp_overlap.group is not None and own.granularity is not TENSOR
-            assert own.tensor_scale is None or not self._gathers_scales, "slices have one level of scales"
-            sent = [own.data, own.scale_inv.t().contiguous()] if self._gathers_scales else [own.data]
+    def __init__(self, shard: ScaledTensor | Tensor, tp_overlap: TPOverlap) -> None:
+        self._own, self._gathers_scales = shard, False
+        if isinstance(shard, ScaledTensor):
+            self._gathers_scales = tp_overlap.group is not None and shard.granularity is not TENSOR
+            assert shard.tensor_scale is None or not self._gathers_scales, "slices have one level of scales"
+            sent = [shard.data, shard.scale_inv.t().contiguous()] if self._gathers_scales else [shard.data]
         else:
-            sent = [own]
+            sent = [shard]
         self.arriving = tp_overlap.gather(sent)
 
     def part(self, part: slice) -> ScaledTensor | Tensor:
         """Some rows, which must have arrived; of all ranks or of one."""
-        own, data = self._own, self.arriving.gathered[0]
-        if not isinstance(own, ScaledTensor):
+        shard, data = self._own, self.arriving.gathered[0]
+        if not isinstance(shard, ScaledTensor):
             return data[part]
         if self._gathers_scales:
-            r, blocks = own.data.shape[0], own.scale_inv.shape[1]
+            r, blocks = shard.data.shape[0], shard.scale_inv.shape[1]
             first, last = part.start // r, part.stop // r
             scale_inv = _joined(self.arriving.gathered[1][first * blocks : last * blocks], last - first).t()
-        elif own.granularity is TENSOR or part == slice(0, data.shape[0]):
-            scale_inv = own.scale_inv
+        elif shard.granularity is TENSOR or part == slice(0, data.shape[0]):
+            scale_inv = shard.scale_inv
         else:
-            scale_inv = own.scale_inv[part].t().contiguous().t()
-        return own._replace(data=data[part], scale_inv=scale_inv)
+            scale_inv = shard.scale_inv[part].t().contiguous().t()
+        return shard._replace(data=data[part], scale_inv=scale_inv)
 
     def values(self) -> Tensor:
-        """All rows, waited for, of values."""
+        """All rows, once they have arrived; for values."""
         assert not isinstance(self._own, ScaledTensor)
         return self.arriving.wait()[0]
 
@@ -124,12 +124,12 @@ class Columns(NamedTuple):
         return self.arriving._replace(data=_joined_data(self.arriving.data, self.ranks))
 
 
-def gather_columns(own: ScaledTensor, group: ProcessGroup | None) -> Columns:
-    """Start gathering columnwise data from each rank's `own` `[c, r]`, which is whole where there is no group."""
+def gather_columns(shard: ScaledTensor, group: ProcessGroup | None) -> Columns:
+    """Start gathering columnwise data from each rank's `shard` `[c, r]`, which is whole where there is no group."""
     if group is None:
-        return Columns(own, 1, DONE, [])
-    same_scales = own.granularity in (ROW, TENSOR)  # of whole columns, or of the tensor
-    wanted = [own.data] if same_scales else [own.data, own.scale_inv.t().contiguous()]
+        return Columns(shard, 1, DONE, [])
+    same_scales = shard.granularity in (ROW, TENSOR)  # of whole columns, or of the tensor
+    wanted = [shard.data] if same_scales else [shard.data, shard.scale_inv.t().contiguous()]
     gathered, work = all_gather_async(wanted, group)
-    scale_inv = own.scale_inv if same_scales else gathered[1].t()
-    return Columns(ScaledTensor(gathered[0], scale_inv, own.granularity), group.size(), work, wanted)
+    scale_inv = shard.scale_inv if same_scales else gathered[1].t()
+    return Columns(ScaledTensor(gathered[0], scale_inv, shard.granularity), group.size(), work, wanted)

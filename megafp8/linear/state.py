@@ -2,7 +2,7 @@
 
 A layer's state is made by `Fp8Manager.linear` together with the layer, and completed when the model has been built.
 What the operations around the layer need follows from the plan: `input_format` for the one before, `grad_handoff` for
-the one after. Nobody but the state changes its attributes.
+the one after. Only the state changes its attributes.
 
 Shapes: n outputs, k inputs of the weight.
 """
@@ -214,10 +214,10 @@ class LinearState:
         self._copies = WeightCopies.current(self._copies, weight, self, columnwise=columnwise)
         return self._copies
 
-    def take_copies(self, weight: Tensor, made: QuantizedTensor, *, recorded: bool) -> WeightCopies:
-        """Let `made` be the FP8 copies of `weight` as it is; `recorded`: their cast has recorded its amax, if any."""
+    def take_copies(self, weight: Tensor, quantized: QuantizedTensor, *, recorded: bool) -> WeightCopies:
+        """Take `quantized` as the FP8 copies of `weight`; `recorded`: their cast has recorded its amax, if any."""
         self._copies = WeightCopies(weight, self)
-        self._copies.take(made, recorded=recorded and self.records_weight())
+        self._copies.take(quantized, recorded=recorded and self.records_weight())
         return self._copies
 
     def quantize_weight(self, weight: Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:

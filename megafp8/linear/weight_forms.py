@@ -112,15 +112,15 @@ class WeightCopies:
 
     def make(self, *, columnwise: bool) -> QuantizedTensor:
         """The copies: rowwise, and columnwise if wanted or made already."""
-        made = self.made
-        if made is None or (columnwise and made.columnwise is None):
-            made = self._owner.quantize_weight(self.weight, rowwise=True, columnwise=columnwise)
-            self.take(made, recorded=self.recorded or self._owner.records_weight())
-        return made
+        quantized = self.made
+        if quantized is None or (columnwise and quantized.columnwise is None):
+            quantized = self._owner.quantize_weight(self.weight, rowwise=True, columnwise=columnwise)
+            self.take(quantized, recorded=self.recorded or self._owner.records_weight())
+        return quantized
 
-    def take(self, made: QuantizedTensor, *, recorded: bool) -> None:
-        """Let `made` be the copies of the weight as it is."""
-        self.made, self.recorded = made, recorded
+    def take(self, quantized: QuantizedTensor, *, recorded: bool) -> None:
+        """Take `quantized` as the copies of the weight."""
+        self.made, self.recorded = quantized, recorded
         if self._owner.watches_weight:
             self._made_from = _stamp(self.weight)
 

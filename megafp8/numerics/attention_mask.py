@@ -56,8 +56,8 @@ class AttentionMask:
 
     @property
     def tensors(self) -> list[Tensor]:
-        found = (self.cu_seqlens_q, self.cu_seqlens_k, self.prefix_b, self.visible, self.positions_bs)
-        return [x for x in found if x is not None]
+        tensors = (self.cu_seqlens_q, self.cu_seqlens_k, self.prefix_b, self.visible, self.positions_bs)
+        return [x for x in tensors if x is not None]
 
     def is_plain(self, s: int, t: int) -> bool:
         """Whether s queries attend to all t keys, or to a causal triangle of as many keys."""

@@ -96,7 +96,7 @@ def _dropout_factors(like_gnst: Tensor, block: _Block, scores: Scores) -> Tensor
 def forward(
     q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """As `ops.attention.forward`."""
+    """Reference of `ops.attention.forward`."""
     (s, b, a, _), (t, _, groups, _) = q_sbad.shape, k_tbgd.shape
     o_sbad = torch.zeros_like(q_sbad)
     wide = torch.promote_types(q_sbad.dtype, torch.float32)
@@ -154,7 +154,7 @@ def backward(
     do_sbad: Tensor, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, o_sbad: Tensor, lse_sba: Tensor,
     mask: AttentionMask, scores: Scores, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """As `ops.attention.backward`."""
+    """Reference of `ops.attention.backward`."""
     (t, _, groups, _), wide = k_tbgd.shape, torch.promote_types(q_sbad.dtype, torch.float32)
     dq_sbad, dk_tbgd, dv_tbgd = (torch.zeros_like(x, dtype=wide) for x in (q_sbad, k_tbgd, v_tbgd))
     bias_ar = scores.distance_bias_ar if bias_grad else None

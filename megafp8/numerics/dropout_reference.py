@@ -24,14 +24,14 @@ from megafp8.philox import Key, key_of, philox_of_words
 
 @dataclass(frozen=True)
 class TokenPlaces:
-    """Of each token, int64 `[n]`: its position in the sequence of its sample, and the index of this in the run."""
+    """Each token's position in its sample, int64 `[n]`, and the index of the sample in the run."""
 
     position_n: Tensor
     sample_n: Tensor
 
     @classmethod
     def of(cls, position_sb: Tensor, sample_b: Tensor) -> TokenPlaces:
-        """Of tokens `[s, b]`; positions may be `[s, 1]` where they are the same in all samples."""
+        """The places of tokens `[s, b]`; positions may be `[s, 1]` where they are the same in all samples."""
         shape = (position_sb.shape[0], sample_b.shape[0])
         return cls(position_sb.expand(shape).flatten(), sample_b.expand(shape).flatten())
 
@@ -67,7 +67,7 @@ class DropoutStream:
 
     @classmethod
     def of(cls, p: float, seed: int, name: str) -> DropoutStream:
-        """That of the layer `name` of a run with `seed`."""
+        """Dropout of the layer `name` of a run with `seed`."""
         return cls(p, key_of(seed, name, "hidden_dropout"))
 
     def at(self, places: TokenPlaces | None) -> Dropout | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,9 +52,9 @@ class GroupQuantizer:
     @classmethod
     def join(cls, quantizers: Sequence[Quantizer]) -> GroupQuantizer | None:
         """None unless they are alike, and of a granularity in `ALIGNMENTS`."""
-        own = [q for q in quantizers if isinstance(q, RecipeQuantizer)]
-        alike = len(own) == len(quantizers) and len({(type(q), q.recipe, q.tensor.group) for q in own}) == 1
-        return cls(own) if alike and own[0].granularity in ALIGNMENTS else None
+        ours = [q for q in quantizers if isinstance(q, RecipeQuantizer)]
+        alike = len(ours) == len(quantizers) and len({(type(q), q.recipe, q.tensor.group) for q in ours}) == 1
+        return cls(ours) if alike and ours[0].granularity in ALIGNMENTS else None
 
     @property
     def alignment(self) -> int:
@@ -71,7 +71,7 @@ class GroupQuantizer:
         return together([q.recorded_amax for q in self._quantizers if q.recorded_amax is not None])
 
     def __call__(self, source: Source, row_groups: RowGroups, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        first, module = self._first, _implementation(source)
+        first, module = self._first, kernels("grouped_cast") if source.device.type == "cuda" else groups
         if first.granularity is BLOCK_128X128:  # of weights, whose rows are multiples of 128: no block has two experts
             return first(source, rowwise=rowwise, columnwise=columnwise)
         if first.granularity is not TENSOR:
@@ -113,9 +113,3 @@ class RowsQuantizer:
 
     def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         return self.of_groups(source, self.row_groups, rowwise=rowwise, columnwise=columnwise)
-
-
-def _implementation(source: Source) -> Any:
-    if source.device.type != "cuda":
-        return groups
-    return kernels("grouped_cast")

@@ -74,8 +74,8 @@ class SmoothingState:
         for (name, group), row in zip(layers.items(), self.rows.values(), strict=True):
             f = channels // collectives.size(group)
             first = collectives.rank(group) * f
-            own = (x_lc[row, first : first + f] for x_lc in (self.scale_lc, self.scale_inv_lc, self.newest_amax_lc))
-            self.channel_scales[name] = ChannelScales(*own)
+            views = (x_lc[row, first : first + f] for x_lc in (self.scale_lc, self.scale_inv_lc, self.newest_amax_lc))
+            self.channel_scales[name] = ChannelScales(*views)
 
     def newest_amaxes(self) -> list[NewestAmaxes]:
         return [NewestAmaxes(self.newest_amax_lc)]

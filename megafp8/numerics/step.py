@@ -48,14 +48,14 @@ def end_step(states: Iterable[tuple[State, ProcessGroup | None]]) -> None:
 
     Collective: one all-reduce for each group, whatever the states.
     """
-    own = [(state, group, state.newest_amaxes()) for state, group in states]
+    newest_of_states = [(state, group, state.newest_amaxes()) for state, group in states]
     parts: dict[tuple[ProcessGroup | None, torch.device], list[Tensor]] = {}
-    for _, group, newest in own:
-        for amaxes, own_group in newest:
-            parts.setdefault((own_group or group, amaxes.device), []).append(amaxes)
+    for _, group, newest in newest_of_states:
+        for amaxes, amax_group in newest:
+            parts.setdefault((amax_group or group, amaxes.device), []).append(amaxes)
     reduced = {key: iter(_reduced(amaxes, key[0])) for key, amaxes in parts.items()}
-    for state, group, newest in own:
-        state.end_step([next(reduced[own_group or group, amaxes.device]) for amaxes, own_group in newest])
+    for state, group, newest in newest_of_states:
+        state.end_step([next(reduced[amax_group or group, amaxes.device]) for amaxes, amax_group in newest])
 
 
 def _reduced(amaxes: list[Tensor], group: ProcessGroup | None) -> Sequence[Tensor]:

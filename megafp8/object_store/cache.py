@@ -11,7 +11,7 @@ is downloaded the object's version is looked up again: one that changed meanwhil
 
 Several processes. A file is written under a temporary name and renamed, so that it is complete or not there. One
 process downloads a block, others that need it wait. Locks end with their process; one that finds a lock whose owner has
-downloaded nothing for a minute downloads too. So no process waits for another without end, and none can do harm.
+downloaded nothing for a minute downloads too. So no process waits for another without end.
 
 Limit. Before a block is added, the blocks that were not read for the longest time are deleted if the limit would be
 exceeded. A temporary file has its full size before it is written, and counts. Whole objects do not count: a run needs
@@ -93,12 +93,12 @@ class CachedObject:
     def read(self, start: int, end: int) -> bytearray:
         """The bytes `[start, end)`, which must be inside. Raises OSError and ObjectChanged."""
         assert 0 <= start <= end <= self.size
-        found, size = bytearray(end - start), self.cache.block_bytes
+        content, size = bytearray(end - start), self.cache.block_bytes
         for number in range(start // size, -(-end // size) if end > start else start // size):
             first = number * size
             low, high = max(start, first), min(end, first + size)
-            found[low - start : high - start] = self.cache.read(self, number, low - first, high - first)
-        return found
+            content[low - start : high - start] = self.cache.read(self, number, low - first, high - first)
+        return content
 
     def fetch_ahead(self, start: int, end: int) -> None:
         """Begin to download what `read` of these bytes will need."""
@@ -121,10 +121,10 @@ class CachedObject:
         except FileNotFoundError:
             now = None
         if now != self.version:
-            found = "it is gone" if now is None else f"{now.size:,} bytes, version {now.tag}"
+            present = "it is gone" if now is None else f"{now.size:,} bytes, version {now.tag}"
             raise ObjectChanged(
                 f"{self.path} has changed since it was opened ({self.size:,} bytes, version {self.version.tag}; now "
-                f"{found}); restore it, or give the new contents another name"
+                f"{present}); restore it, or give the new contents another name"
             )
 
 
@@ -176,12 +176,12 @@ class ObjectCache:
 
     def whole_folder(self, path: ObjectPath) -> Path:
         """A local folder with all objects under the prefix `path`. Raises OSError and ObjectChanged."""
-        found = {name: self.open(path / name) for name in sorted(path.sizes())}
-        if not found:
+        objects = {name: self.open(path / name) for name in sorted(path.sizes())}
+        if not objects:
             raise FileNotFoundError(errno.ENOENT, "no such object", path.url)
-        keys = hashlib.sha256("\n".join(f"{name} {obj.key}" for name, obj in found.items()).encode())
+        keys = hashlib.sha256("\n".join(f"{name} {obj.key}" for name, obj in objects.items()).encode())
         target = self.folder / "folders" / keys.hexdigest()[:32] / path.name
-        for name, obj in found.items():
+        for name, obj in objects.items():
             content = obj.download()
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
@@ -229,16 +229,16 @@ class ObjectCache:
         except OSError:
             return None
         try:
-            found = os.fstat(descriptor)
-            if self._verified.get(path.name) != found.st_ino:
+            status = os.fstat(descriptor)
+            if self._verified.get(path.name) != status.st_ino:
                 size = min(self.block_bytes, obj.size - number * self.block_bytes)
                 content = os.pread(descriptor, size + _CRC.size, 0)
                 if content[size:] != _CRC.pack(zlib.crc32(content[:size])):
                     logger.warning("%s is damaged: its CRC-32 does not match; it is downloaded again", path)
                     path.unlink(missing_ok=True)
                     return None
-                self._verified[path.name] = found.st_ino
-            if time.time() - found.st_mtime > 1:
+                self._verified[path.name] = status.st_ino
+            if time.time() - status.st_mtime > 1:
                 os.utime(descriptor)
             content = os.pread(descriptor, end - start, start)
             return content if len(content) == end - start else None
@@ -269,17 +269,17 @@ class ObjectCache:
         size = len(content) + _CRC.size
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
-        with _held(self.folder / ".size", _STALE_SECONDS) as held:
-            if held is None:
+        with _held(self.folder / ".size", _STALE_SECONDS) as locked:
+            if locked is None:
                 raise OSError(f"{self.folder / '.size'} is held by a process that does nothing")
-            used = held.read()
+            used = locked.read()
             if used is None or used + size > self.limit_bytes:
                 used = self._evict(size)
             if used + size > self.limit_bytes:
                 raise OSError(f"a block of {size:,} bytes does not fit into a limit of {self.limit_bytes:,}")
             with temporary.open("wb") as file:
                 os.truncate(file.fileno(), size)
-            held.write(used + size)
+            locked.write(used + size)
         try:
             with temporary.open("r+b") as file:  # keeps its size
                 file.writelines([content, _CRC.pack(zlib.crc32(content))])
@@ -290,7 +290,7 @@ class ObjectCache:
 
     def _evict(self, needed: int) -> int:
         """Delete blocks, those read last remaining, until `needed` bytes have room; returns the bytes that remain."""
-        found, now = [], time.time()
+        files, now = [], time.time()
         with os.scandir(self.folder / "blocks") as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
@@ -299,9 +299,9 @@ class ObjectCache:
                     if temporary and now - about.st_mtime > 10 * _STALE_SECONDS:
                         os.unlink(entry.path)  # of a process that was killed
                     else:
-                        found.append((temporary, about.st_mtime, about.st_size, entry.path))
-        total, room = sum(size for _, _, size, _ in found), int(self.limit_bytes * _KEPT)
-        for temporary, _, size, path in sorted(found):
+                        files.append((temporary, about.st_mtime, about.st_size, entry.path))
+        total, room = sum(size for _, _, size, _ in files), int(self.limit_bytes * _KEPT)
+        for temporary, _, size, path in sorted(files):
             if total + needed <= room or temporary:
                 break
             with contextlib.suppress(FileNotFoundError):

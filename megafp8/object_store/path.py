@@ -141,8 +141,8 @@ class ObjectPath:
         """Bytes of all objects with this prefix, by their names in it; empty where there are none."""
 
         def find(fs: Any, path: str) -> dict[str, int]:
-            found = fs.find(path, detail=True)
-            return {name.removeprefix(path).lstrip("/"): int(info["size"]) for name, info in found.items()}
+            infos = fs.find(path, detail=True)
+            return {name.removeprefix(path).lstrip("/"): int(info["size"]) for name, info in infos.items()}
 
         return self._call(find, _SHORT_DELAYS)
 
@@ -202,9 +202,9 @@ class ObjectPath:
         """Delete all objects with this prefix."""
 
         def remove(fs: Any, path: str) -> None:
-            found = fs.find(path)
-            if found:
-                fs.rm(found)
+            paths = fs.find(path)
+            if paths:
+                fs.rm(paths)
 
         self._call(remove)
 
@@ -287,10 +287,10 @@ def url_problem(path: str) -> tuple[str, str] | None:
 
 def _list(fs: Any, path: str) -> list[str]:
     try:
-        found = fs.ls(path, detail=False)
+        names = fs.ls(path, detail=False)
     except FileNotFoundError:
         return []
-    return [name for name in found if name.rstrip("/") != path.rstrip("/")]
+    return [name for name in names if name.rstrip("/") != path.rstrip("/")]
 
 
 def _is_credentials(error: Exception) -> bool:

@@ -37,17 +37,17 @@ class ObjectReader:
 
     def read_some(self, start: int, view: memoryview) -> int:
         """Fill the beginning of `view` from byte `start` on; returns how much of it, 0 at the end of the object."""
-        first, held = self._held
-        if first <= start and start + len(view) <= first + len(held):
-            view[:] = memoryview(held)[start - first : start - first + len(view)]
+        first, content_held = self._held
+        if first <= start and start + len(view) <= first + len(content_held):
+            view[:] = memoryview(content_held)[start - first : start - first + len(view)]
             return len(view)
         if len(view) >= PAGE_BYTES:
-            found = self.path.read_range(start, start + min(len(view), REQUEST_BYTES))
+            content = self.path.read_range(start, start + min(len(view), REQUEST_BYTES))
         else:
             number, skip = divmod(start, PAGE_BYTES)
-            found = self._page(number)[skip : skip + len(view)]
-        view[: len(found)] = found
-        return len(found)
+            content = self._page(number)[skip : skip + len(view)]
+        view[: len(content)] = content
+        return len(content)
 
     def blocks(self, start: int, size: int) -> Iterator[bytes]:
         """The bytes `[start, start + size)` in order, several requests at a time."""

@@ -62,7 +62,7 @@ def special_ids(
 
     `names`: by key of `section`. Raises ConfigError naming those that are missing.
     """
-    problems, found = [], {}
+    problems, ids_by_role = [], {}
     size = config.model.vocab_size
     assert size is not None
     for key, candidates in names.items():
@@ -77,7 +77,7 @@ def special_ids(
             works = f"try model.vocab_size={number + 1}, or a smaller id"
             problems.append(Problem(f"{section}.{key}", number, rule, works))
         else:
-            found[key] = number
+            ids_by_role[key] = number
     if problems:
         raise ConfigError(source, problems)
-    return found
+    return ids_by_role

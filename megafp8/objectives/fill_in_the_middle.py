@@ -45,7 +45,7 @@ class FillInTheMiddle:
     eod_id: int | None = None
 
     def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
-        """That of `next_token`."""
+        """The row of `next_token`."""
         generator = generator_of(self.seed, index)
         return self.next_token.row([self._rearranged(part, generator) for part in parts], index)
 

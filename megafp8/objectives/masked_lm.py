@@ -116,12 +116,12 @@ class MaskedLM:
         begins = self.word_starts[labels[candidates]]
         begins |= np.diff(candidates, prepend=-1) > 1  # after a special token
         words = np.split(candidates, np.flatnonzero(begins)[1:])
-        found: list[NDArray[np.int64]] = []
+        chosen_words: list[NDArray[np.int64]] = []
         for i in generator.permutation(len(words)):
             if len(words[i]) <= count:
-                found.append(words[i])
+                chosen_words.append(words[i])
                 count -= len(words[i])
-        return np.concatenate(found) if found else candidates[:0]
+        return np.concatenate(chosen_words) if chosen_words else candidates[:0]
 
     def _replaced(
         self, labels: NDArray[np.int64], chosen: NDArray[np.int64], generator: np.random.Generator
@@ -141,12 +141,16 @@ class MaskedLM:
         if not self.pairs:
             return Batch(tokens, labels, mask)
         n, swapped = rows[:, 0, -1:], rows[:, 1, -1:]
-        more = [torch.zeros_like(labels), torch.zeros_like(mask)]
-        more[0][:, :1], more[1][:, :1] = swapped, mask.sum(1, keepdim=True)
+        head_labels, head_mask = torch.zeros_like(labels), torch.zeros_like(mask)
+        head_labels[:, :1], head_mask[:, :1] = swapped, mask.sum(1, keepdim=True)
         s = torch.full_like(n, self.seq_length)
         cu_seqlens = torch.cat([torch.zeros_like(n), n, s], dim=1).int()
         return Batch(
-            tokens, torch.cat([labels, more[0]]), torch.cat([mask, more[1]]), cu_seqlens=cu_seqlens, token_types=types
+            tokens,
+            torch.cat([labels, head_labels]),
+            torch.cat([mask, head_mask]),
+            cu_seqlens=cu_seqlens,
+            token_types=types,
         )
 
 

@@ -43,7 +43,7 @@ class NextToken:
 
 
 def next_token(config: Config, _tokenizer: Tokenizer | None = None, _source: str = "") -> NextToken:
-    """As the config has it."""
+    """The objective that the config describes."""
     return NextToken(config.training.seq_length, config.data.reset_at_documents, config.data.mask_eod_loss)
 
 

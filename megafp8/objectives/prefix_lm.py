@@ -40,13 +40,13 @@ class PrefixLM:
     longest: int
 
     def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
-        """That of `next_token`, with the length of the prefix as the last column: `[s + 2]` or `[2, s + 2]`."""
+        """The row of `next_token`, with the prefix's length as the last column: `[s + 2]` or `[2, s + 2]`."""
         length = generator_of(self.seed, index).integers(self.shortest, self.longest, endpoint=True)
         row = self.next_token.row(parts, index)
         return np.concatenate([row, np.full_like(row[..., :1], length)], axis=-1)
 
     def batch(self, rows: Tensor) -> Batch:
-        """With `prefix`, and a loss mask."""
+        """The micro-batch of rows, with `prefix` and a loss mask."""
         batch, prefix_b = self.next_token.batch(rows[..., :-1]), rows.flatten(1)[:, -1].contiguous()
         counts_bs = (torch.arange(batch.tokens.shape[1]) >= prefix_b[:, None] - 1).float()
         if batch.loss_mask is not None:

@@ -103,18 +103,20 @@ def _sentinels(config: Config, tokenizer: Tokenizer | None, spans: int, source: 
     size, given = config.model.vocab_size, config.data.special_tokens.sentinels
     assert size is not None
     if given is not None:
-        found = given
+        sentinels = given
     else:
-        found = []
-        while tokenizer is not None and (number := tokenizer.id_of(f"<extra_id_{len(found)}>")) is not None:
-            found.append(number)
-        found = found or [*range(size - 1, (0 if tokenizer is None else tokenizer.vocab_size) - 1, -1)][:spans]
-    if len(found) < spans or max(found) >= size or len(set(found)) < len(found):
-        rule = f"{len(found)} different ids below model.vocab_size ({size}), and a sample has {spans} spans"
-        more = size + spans - len(found)
-        works = f"try model.vocab_size={more}, give {spans} ids, or try a larger data.span_corruption.mean_span_length"
+        sentinels = []
+        while tokenizer is not None and (number := tokenizer.id_of(f"<extra_id_{len(sentinels)}>")) is not None:
+            sentinels.append(number)
+        sentinels = sentinels or [*range(size - 1, (0 if tokenizer is None else tokenizer.vocab_size) - 1, -1)][:spans]
+    if len(sentinels) < spans or max(sentinels) >= size or len(set(sentinels)) < len(sentinels):
+        rule = f"{len(sentinels)} different ids below model.vocab_size ({size}), and a sample has {spans} spans"
+        needed = size + spans - len(sentinels)
+        works = (
+            f"try model.vocab_size={needed}, give {spans} ids, or try a larger data.span_corruption.mean_span_length"
+        )
         raise ConfigError(source, [Problem("data.special_tokens.sentinels", given, rule, works)])
-    return found
+    return sentinels
 
 
 OBJECTIVE = ObjectiveRecord(lambda config: config.model.architecture == "t5", _build)

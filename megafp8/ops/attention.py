@@ -152,8 +152,8 @@ class _Attention(Function):
 def with_sink(o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp with sinks, from those of the keys alone."""
     sink = sink_a.detach().to(lse_sba.dtype)
-    of_keys = torch.sigmoid(lse_sba - sink).unsqueeze(-1)
-    return (o_sbad * of_keys).to(o_sbad.dtype), torch.logaddexp(lse_sba, sink)
+    key_share = torch.sigmoid(lse_sba - sink).unsqueeze(-1)
+    return (o_sbad * key_share).to(o_sbad.dtype), torch.logaddexp(lse_sba, sink)
 
 
 def sink_gradient(do_sbad: Tensor, o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor) -> Tensor | None:
@@ -194,16 +194,16 @@ def choose(
     *, deterministic: bool, front_end: bool,
 ) -> Choice:  # fmt: skip
     """The kernel of s queries and t keys. `front_end`: whether cuDNN's is installed."""
-    own = _what_only_ours_computes(mask, scores, s, t)
+    feature = _what_only_ours_computes(mask, scores, s, t)
     if device_type != "cuda":
         return Choice("reference", "the reference in PyTorch")
     if dtype not in (torch.bfloat16, torch.float16):
         return Choice("reference", "the reference in PyTorch", f"kernels take bf16 and fp16, not {dtype}")
-    if own is not None and head_dim > LARGEST_HEAD:
+    if feature is not None and head_dim > LARGEST_HEAD:
         why = f"our kernel takes heads up to {LARGEST_HEAD} wide, not {head_dim}"
         return Choice("reference", "the reference in PyTorch", why)
-    if own is not None:
-        return Choice("triton", "our own kernel", f"no other one computes {own}")
+    if feature is not None:
+        return Choice("triton", "our own kernel", f"no other one computes {feature}")
     if deterministic:
         return Choice("flash", "torch's flash kernel", "deterministic is true")
     if mask.window is not None and not mask.causal:
@@ -245,13 +245,13 @@ _DOCUMENTS = AttentionMask(torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 
 
 def describe(device: torch.device, mask: AttentionMask = _DOCUMENTS, scores: Scores = PLAIN) -> str:
     """Which kernel computes such attention in bf16, by default of documents, and why: a line for the log."""
-    found = choose(
+    backend = choose(
         mask, scores, 1, 1, 128, device.type, torch.bfloat16,
         deterministic=torch.are_deterministic_algorithms_enabled(), front_end=cudnn_attention.is_available(),
     )  # fmt: skip
-    own = _what_only_ours_computes(mask, scores, 1, 1)
-    of = f"attention with {own}" if own is not None else "attention of documents and windows"
-    return f"{of}: {found.what}" + (f", since {found.why}" if found.why else "")
+    feature = _what_only_ours_computes(mask, scores, 1, 1)
+    what = f"attention with {feature}" if feature is not None else "attention of documents and windows"
+    return f"{what}: {backend.what}" + (f", since {backend.why}" if backend.why else "")
 
 
 def forward(

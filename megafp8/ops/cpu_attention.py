@@ -30,7 +30,7 @@ def computes(mask: AttentionMask, scores: Scores, sink_a: Tensor | None) -> bool
 
 
 def attention(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> Tensor:
-    """As `ops.attention.attention`, where `computes`."""
+    """`ops.attention.attention` on a CPU, where `computes` is true."""
     if mask.positions_bs is None:
         return _by_segments(q_sbad, k_tbgd, v_tbgd, mask, scores)
     (s, _, a, d), (t, _, g, _) = q_sbad.shape, k_tbgd.shape
@@ -73,9 +73,9 @@ def _segments(mask: AttentionMask, s: int, t: int, b: int) -> Iterator[tuple[int
     if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
         yield from ((sample, slice(0, s), slice(0, t)) for sample in range(b))
         return
-    of_queries, of_keys = mask.cu_seqlens_q.tolist(), mask.cu_seqlens_k.tolist()
+    query_ends, key_ends = mask.cu_seqlens_q.tolist(), mask.cu_seqlens_k.tolist()
     for sample in range(b):
-        ends_q, ends_k = (x[sample if len(x) > 1 else 0] for x in (of_queries, of_keys))
+        ends_q, ends_k = (x[sample if len(x) > 1 else 0] for x in (query_ends, key_ends))
         for (first, end), keys in zip(itertools.pairwise(ends_q), itertools.pairwise(ends_k), strict=True):
             if first < end:
                 yield sample, slice(first, end), slice(*keys)

@@ -28,7 +28,7 @@ def is_available() -> bool:
 
 
 class _Shape(NamedTuple):
-    """All that a graph depends on."""
+    """What a graph depends on."""
 
     device: torch.device
     dtype: torch.dtype
@@ -131,17 +131,17 @@ class _Graph:
         def vector(name: str, size: int, dtype: Any) -> None:
             tensors[name] = graph.tensor(name=name, dim=[size, 1, 1, 1], stride=[1, 1, 1, 1], data_type=dtype)
 
-        def heads(name: str, offset: str, made: Any = None) -> Any:
+        def heads(name: str, offset: str, tensor: Any = None) -> Any:
             """An input, or what an operation has made, whose segments begin at `offset`."""
             count, longest, width = layouts[offset]
             dim, stride = [segments, count, longest, width], [longest * b * count * width, width, b * count * width, 1]
             dtype = fp32 if name == "lse" else io
-            if made is None:
-                made = graph.tensor(name=name, dim=dim, stride=stride, data_type=dtype)
+            if tensor is None:
+                tensor = graph.tensor(name=name, dim=dim, stride=stride, data_type=dtype)
             else:
-                made.set_output(True).set_dim(dim).set_stride(stride).set_data_type(dtype)
-            tensors[name] = made.set_ragged_offset(tensors[offset])
-            return made
+                tensor.set_output(True).set_dim(dim).set_stride(stride).set_data_type(dtype)
+            tensors[name] = tensor.set_ragged_offset(tensors[offset])
+            return tensor
 
         for name in ("length_q", "length_k"):
             vector(name, segments, cudnn.data_type.INT32)

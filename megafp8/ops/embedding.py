@@ -76,10 +76,10 @@ def add_rows_(sum_vh: Tensor, dy_nh: Tensor, rows_n: Tensor, *, chunk: int) -> N
 
     Relies on the CPU's `index_add_`, which adds row after row.
     """
-    (own_n,) = torch.where((rows_n >= 0) & (rows_n < len(sum_vh)))
-    rows_n, order_n = rows_n[own_n].sort(stable=True)
+    (local_n,) = torch.where((rows_n >= 0) & (rows_n < len(sum_vh)))
+    rows_n, order_n = rows_n[local_n].sort(stable=True)
     place_n = torch.arange(len(rows_n)) - torch.searchsorted(rows_n, rows_n)
     begins_n = place_n % chunk == 0
     chunks_ch = torch.zeros((int(begins_n.sum()), sum_vh.shape[1]), dtype=sum_vh.dtype)
-    chunks_ch.index_add_(0, begins_n.cumsum(0) - 1, dy_nh[own_n[order_n]].to(sum_vh.dtype))
+    chunks_ch.index_add_(0, begins_n.cumsum(0) - 1, dy_nh[local_n[order_n]].to(sum_vh.dtype))
     sum_vh.index_add_(0, rows_n[begins_n], chunks_ch)

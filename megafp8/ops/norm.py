@@ -147,6 +147,6 @@ def norm(
     if form is None and dropout is None and runs_unfused(x):
         return _unfused(x, branch, weight, bias, eps, zero_centered=zero_centered)
     fused = FusedOutput(form, torch.is_grad_enabled())
-    own = None if branch is None else dropout
-    total, y = _Norm.apply(x, branch, weight, bias, eps, zero_centered, fused, own)
+    branch_dropout = None if branch is None else dropout
+    total, y = _Norm.apply(x, branch, weight, bias, eps, zero_centered, fused, branch_dropout)
     return total, fused.result(y)

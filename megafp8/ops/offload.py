@@ -150,19 +150,19 @@ class Forward:
         """Context of a block's forward, whose saved tensors are offloaded."""
         owner = self._owner
         block = self._last = _Block(owner.host, self._last)
-        found: dict[int, _Storage] = {}
+        storages: dict[int, _Storage] = {}
 
         def pack(tensor: Tensor) -> Tensor | _Saved:
             size = tensor.numel() * tensor.element_size()
             address = tensor.untyped_storage().data_ptr()
             if isinstance(tensor, nn.Parameter) or address in self._keep or size < owner.smallest:
                 return tensor
-            if address not in found:
+            if address not in storages:
                 flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-                found[address] = _Storage(flat, block)
-                block.storages.add(found[address])
+                storages[address] = _Storage(flat, block)
+                block.storages.add(storages[address])
             offset = int(tensor.storage_offset())
-            return _Saved(found[address], tensor.dtype, tensor.shape, tensor.stride(), offset)
+            return _Saved(storages[address], tensor.dtype, tensor.shape, tensor.stride(), offset)
 
         with saved_tensors_hooks(pack, _unpack):
             yield

@@ -57,7 +57,7 @@ def choose_adam(device: torch.device) -> tuple[type[Optimizer], str]:
 
     if device.type != "cuda":
         return torch.optim.AdamW, f"torch fused AdamW: apex has no kernels for {device.type}"
-    apex_class, found = _apex_fused_adam()
+    apex_class, apex_reason = _apex_fused_adam()
     if apex_class is None:
-        return torch.optim.AdamW, f"torch fused AdamW: {found}"
-    return apex_class, f"apex FusedAdam: {found}"
+        return torch.optim.AdamW, f"torch fused AdamW: {apex_reason}"
+    return apex_class, f"apex FusedAdam: {apex_reason}"

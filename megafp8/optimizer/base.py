@@ -42,11 +42,11 @@ class Update(Section):
 
     @property
     def decay_rates(self) -> Mapping[str, float]:
-        """By key of the config, the decay rates of moments that may be stored in less than fp32."""
+        """Decay rates of the moments that may be stored in less than fp32, by key of the config."""
         return {}
 
     def flops(self, shape: Shape) -> int:
-        """Of matrix products, for the update of a matrix of `shape`."""
+        """FLOPs of matrix products in the update of a matrix of `shape`."""
         return 0
 
     def hidden_learning_rate_scale(self, learning_rate: float, width: float) -> float:
@@ -70,7 +70,7 @@ class MatrixUpdate(Update):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which momentum and result travel between ranks."""
+        """The dtype in which momentum and result travel between ranks."""
         raise NotImplementedError
 
     def direction(self, momentum: Tensor, gradient: Tensor) -> Tensor:

@@ -99,13 +99,13 @@ class StepNorms:
 
     def by_name(self, sums: Sequence[float], kinds: Sequence[str] = KINDS) -> dict[str, float]:
         """Norms by kind and layer, and those of all weights and of the whole update, from the `sums` of all ranks."""
-        found: dict[str, float] = {}
+        norms: dict[str, float] = {}
         for kind in kinds:
-            own = {layer: sums[i] for (name, layer), i in self._rows.items() if name == kind}
-            found |= {f"{kind}/{layer}": square**0.5 for layer, square in own.items()}
+            layer_sums = {layer: sums[i] for (name, layer), i in self._rows.items() if name == kind}
+            norms |= {f"{kind}/{layer}": square**0.5 for layer, square in layer_sums.items()}
             if kind != GRADIENT:
-                found[kind] = sum(own.values()) ** 0.5
-        return found
+                norms[kind] = sum(layer_sums.values()) ** 0.5
+        return norms
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:

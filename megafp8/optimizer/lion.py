@@ -47,7 +47,7 @@ class LionOptimizer:
         self.state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
 
     def step(self) -> None:
-        """One update."""
+        """Update the weights once."""
         import torch
 
         with torch.no_grad():

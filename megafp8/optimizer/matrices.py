@@ -99,7 +99,7 @@ def assign_owners(held: Sequence[Held], cost: Callable[[Shape], int]) -> list[Ma
 
 def batches(matrices: Sequence[Matrix], ranks: int, elements: int) -> list[list[Matrix]]:
     """`matrices` in lists, in each of which a rank owns up to `elements` elements, or one matrix."""
-    found: list[list[Matrix]] = []
+    result: list[list[Matrix]] = []
     current, owned = [0] * ranks, [0] * ranks
     for matrix in matrices:
         size, owner = math.prod(matrix.shape), matrix.owner
@@ -107,10 +107,10 @@ def batches(matrices: Sequence[Matrix], ranks: int, elements: int) -> list[list[
             current[owner] += 1
             owned[owner] = 0
         owned[owner] += size
-        if current[owner] == len(found):
-            found.append([])
-        found[current[owner]].append(matrix)
-    return found
+        if current[owner] == len(result):
+            result.append([])
+        result[current[owner]].append(matrix)
+    return result
 
 
 Transfers = Sequence[tuple[int, Part]]
@@ -129,16 +129,16 @@ class Exchange(NamedTuple):
 
 def exchange_of(batch: Sequence[Matrix], rank: int) -> Exchange:
     """The part of `rank` in a batch. Two ranks that are each other's in a transfer have its parts in the same order."""
-    own = [matrix for matrix in batch if matrix.owner == rank]
+    own_matrices = [matrix for matrix in batch if matrix.owner == rank]
 
     def by_rank(transfers: Iterable[tuple[int, Part]]) -> Transfers:
         return sorted(transfers, key=lambda transfer: transfer[0])  # stable
 
     return Exchange(
-        {matrix.name: matrix.shape for matrix in own},
+        {matrix.name: matrix.shape for matrix in own_matrices},
         by_rank((m.owner, part) for m in batch for part in m.holders if m.sender(part) == rank),
-        by_rank((m.sender(part), part) for m in own for part in m.holders),
-        by_rank((holder, part) for m in own for part, holders in m.holders.items() for holder in holders),
+        by_rank((m.sender(part), part) for m in own_matrices for part in m.holders),
+        by_rank((holder, part) for m in own_matrices for part, holders in m.holders.items() for holder in holders),
         by_rank((m.owner, part) for m in batch for part, holders in m.holders.items() if rank in holders),
     )
 
@@ -179,15 +179,15 @@ class MatrixOptimizer(Optimizer):
         super().__init__(list(groups), {"lr": 0.0})
         self._rule, self._group, self._device = update, group, device
         self._places: dict[Part, _Place] = {}
-        held: list[tuple[Part, Shape]] = []
+        parts_held: list[tuple[Part, Shape]] = []
         for param_group in self.param_groups:
             for master in param_group["params"]:
                 for box in boxes_of(shards[master]):
                     part, shape = Part(box.piece.name, box.offset, box.shape), box.piece.global_shape
                     scale = update.scale(shape)
                     self._places[part] = _Place(shards[master], master, box.start, box.end, param_group, scale)
-                    held.append((part, shape))
-        self.matrices = assign_owners(collectives.all_gather_objects(held, group), update.flops)
+                    parts_held.append((part, shape))
+        self.matrices = assign_owners(collectives.all_gather_objects(parts_held, group), update.flops)
         rank, ranks = collectives.rank(group), collectives.size(group)
         self._exchanges = [exchange_of(batch, rank) for batch in batches(self.matrices, ranks, BATCH)]
 
@@ -225,9 +225,9 @@ class MatrixOptimizer(Optimizer):
     def _direction(self, part: Part) -> Tensor:
         """This rank's part of N, shaped like the part."""
         place = self._places[part]
-        own = slice(place.start, place.end)
+        rows = slice(place.start, place.end)
         assert place.master.grad is not None
-        direction = self._rule.direction(self.state[place.master][MOMENTUM][own], place.master.grad[own])
+        direction = self._rule.direction(self.state[place.master][MOMENTUM][rows], place.master.grad[rows])
         return direction.to(self._rule.dtype).view(part.shape)
 
     def _send(self, parts: Sequence[tuple[int, Tensor]], expected: Transfers) -> list[tuple[Part, Tensor]]:

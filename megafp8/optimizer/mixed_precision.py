@@ -61,7 +61,7 @@ AVERAGE = "average"
 """Name in the state of the moving average of weights."""
 
 State = dict[str, list[tuple[FlatShard, Tensor]]]
-"""By name, shards and their state, flat."""
+"""Shards and their state, flat, by name of the state."""
 
 
 def _batches(shards: Sequence[FlatShard], elements: int) -> list[list[FlatShard]]:
@@ -225,18 +225,18 @@ class MixedPrecisionOptimizer:
 
     def state(self) -> State:
         """`state_tensors` of all shards, by their names. A checkpoint loads into them, then calls `restore`."""
-        found: State = {}
+        state: State = {}
         for shard in self.shards:
             for key, tensor in self.state_tensors(shard.param).items():
-                found.setdefault(key, []).append((shard, tensor))
-        return found
+                state.setdefault(key, []).append((shard, tensor))
+        return state
 
     @torch.no_grad()
     def restore(self, state: State, step_count: int) -> None:
         """Take over a loaded `state` after `step_count` updates, and round the masters into the parameters."""
         self.step_count = step_count
-        for key, found in state.items():
-            for shard, tensor in found:
+        for key, values in state.items():
+            for shard, tensor in values:
                 storage, device = self.storage[self._masters[shard.param]][key], gradient_of(shard).device
                 storage.store(tensor.to(device, torch.float32), step_count)
         self._copy_masters_to_params()
@@ -310,9 +310,9 @@ class MixedPrecisionOptimizer:
         shards = [self._shard_of[master] for masters in groups for master in masters]
         for batch in _batches(shards, BATCH):
             chosen = [self._masters[shard.param] for shard in batch]
-            own = set(chosen)
+            in_batch = set(chosen)
             for group, masters in zip(optimizer.param_groups, groups):
-                group["params"] = [master for master in masters if master in own]
+                group["params"] = [master for master in masters if master in in_batch]
                 group["step"] = self._step_count  # apex counts its calls
             with self._watched(chosen, watch):
                 optimizer.step()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megafp8.distributed.sharding import Shape
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of x, x³ and x⁵: each iteration maps a singular value s to their sum."""
+"""Coefficients of x, x³ and x⁵, to whose sum each iteration maps a singular value x."""
 ITERATIONS = 5
 EPS = 1e-7
 """Least norm that a matrix is divided by."""
@@ -68,14 +68,14 @@ class Muon(MatrixUpdate):
         return math.sqrt(max(1.0, rows / columns))
 
     def flops(self, shape: Shape) -> int:
-        """Of `newton_schulz`."""
+        """FLOPs of `newton_schulz`."""
         short, long = sorted(shape)
         return 2 * ITERATIONS * (2 * short * short * long + short**3)
 
     def hidden_learning_rate_scale(self, learning_rate: float, width: float) -> float:
         """The spectral norm of updates scaled like AdamW's grows with the root of the width, the original's not."""
-        own = 1.0 if self.learning_rate is None else self.learning_rate / learning_rate
-        return own / math.sqrt(width) if self.scaling == "match_rms_adamw" else own
+        relative = 1.0 if self.learning_rate is None else self.learning_rate / learning_rate
+        return relative / math.sqrt(width) if self.scaling == "match_rms_adamw" else relative
 
 
 def newton_schulz(x_nm: Tensor) -> Tensor:

@@ -82,11 +82,11 @@ def check_groups(specs: Iterable[ParamSpec], groups: Sequence[ParamGroup]) -> No
                 )
     for spec in specs:
         first, *others = [piece.name for piece in spec.shards]
-        of_first = _group_of(first, groups)
+        first_group = _group_of(first, groups)
         for other in others:
-            if (of_other := _group_of(other, groups)) != of_first:
-                inside, outside = (first, other) if of_other is None else (other, first)
-                index = of_first if of_other is None else of_other
+            if (other_group := _group_of(other, groups)) != first_group:
+                inside, outside = (first, other) if other_group is None else (other, first)
+                index = first_group if other_group is None else other_group
                 raise ValueError(
                     f"optimizer.groups[{index}] has {inside} but not {outside}, and both are parts of one parameter, "
                     f"which has one learning rate and weight decay; match all of its tensors or none"

@@ -162,10 +162,10 @@ class OptimizerStep:
         for shard in self.buffer.shards:
             (counted if self._counts(spec_of(shard.param)) else uncounted).append(shard)
         device = self.buffer.owned[0].device
-        own, others = (norms([gradient_of(shard) for shard in shards]) for shards in (counted, uncounted))
+        counted_norms, others = (norms([gradient_of(shard) for shard in shards]) for shards in (counted, uncounted))
         if measured is not None:
-            measured.add(GRADIENT, counted, own)
-        total = _sum_of_squares(own, device) + 0 * _sum_of_squares(others, device)
+            measured.add(GRADIENT, counted, counted_norms)
+        total = _sum_of_squares(counted_norms, device) + 0 * _sum_of_squares(others, device)
         return self._sum_over_ranks(total).sqrt().float()
 
     def _sum_over_ranks(self, x: Tensor) -> Tensor:

@@ -84,8 +84,8 @@ class Placement:
     @cached_property
     def homes(self) -> tuple[tuple[int, int], ...]:
         """(rank, chunk) of each stage."""
-        found = {stage: (r, c) for r, stages in enumerate(self.stages) for c, stage in enumerate(stages)}
-        return tuple(found[stage] for stage in range(self.num_stages))
+        homes = {stage: (r, c) for r, stages in enumerate(self.stages) for c, stage in enumerate(stages)}
+        return tuple(homes[stage] for stage in range(self.num_stages))
 
     def neighbour(self, transfer: Kind, rank: int, chunk: int) -> tuple[int, int] | None:
         """(rank, chunk) at the other end of chunk `chunk`'s `transfer` on `rank`; None at the ends of the model.
@@ -97,18 +97,18 @@ class Placement:
     @cached_property
     def _neighbours(self) -> dict[Kind, list[list[tuple[int, int] | None]]]:
         """`neighbour` as a table."""
-        found: dict[Kind, list[list[tuple[int, int] | None]]] = {}
+        neighbours: dict[Kind, list[list[tuple[int, int] | None]]] = {}
         for transfer in DIRECTION:
             step = -1 if transfer in (Kind.RECV_FORWARD, Kind.SEND_BACKWARD) else 1
-            found[transfer] = [
-                [self.homes[s + step] if 0 <= s + step < self.num_stages else None for s in own] for own in self.stages
+            neighbours[transfer] = [
+                [self.homes[s + step] if 0 <= s + step < self.num_stages else None for s in row] for row in self.stages
             ]
-        return found
+        return neighbours
 
     def peer(self, transfer: Kind, rank: int, chunk: int) -> int | None:
         """The other rank of chunk `chunk`'s `transfer` on `rank`; None where nothing is transferred."""
-        found = self.neighbour(transfer, rank, chunk)
-        return None if found is None or found[0] == rank else found[0]
+        neighbour = self.neighbour(transfer, rank, chunk)
+        return None if neighbour is None or neighbour[0] == rank else neighbour[0]
 
 
 def loop_placement(num_ranks: int, num_chunks: int = 1) -> Placement:

@@ -37,7 +37,7 @@ _BEFORE: dict[Kind, dict[Kind, str]] = {
     Kind.SEND_FORWARD: {Kind.FORWARD: "an activation is sent after the forward that makes it"},
     Kind.SEND_BACKWARD: {Kind.BACKWARD: "a gradient is sent after the backward that makes it"},
 }
-"""For each kind of action those that come before it, with the rule."""
+"""The kinds of action that come before each kind, with the rule that says so."""
 
 
 def check_compute(compute: Schedule, placement: Placement, num_microbatches: int) -> None:

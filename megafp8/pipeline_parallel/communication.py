@@ -40,15 +40,15 @@ def with_communication(compute: Schedule, placement: Placement) -> Schedule:
     and stages of one rank pass tensors without a transfer.
     """
     timeline = simulate(compute, placement).spans
-    made: dict[tuple[Kind, int, int], _Order] = {}  # by direction, micro-batch and the stage that makes the tensor
+    orders: dict[tuple[Kind, int, int], _Order] = {}  # by direction, micro-batch and the stage that makes the tensor
     for stages, spans in zip(placement.stages, timeline):
         for (kind, microbatch, chunk), _, end in spans:
-            made[kind, microbatch, stages[chunk]] = (end, microbatch, stages[chunk])
-    return [_communicate(spans, rank, placement, made) for rank, spans in enumerate(timeline)]
+            orders[kind, microbatch, stages[chunk]] = (end, microbatch, stages[chunk])
+    return [_communicate(spans, rank, placement, orders) for rank, spans in enumerate(timeline)]
 
 
 def _communicate(
-    spans: list[Span], rank: int, placement: Placement, made: dict[tuple[Kind, int, int], _Order]
+    spans: list[Span], rank: int, placement: Placement, orders: dict[tuple[Kind, int, int], _Order]
 ) -> list[Action]:
     """The actions of one rank."""
     receives: list[list[Action]] = [[] for _ in spans]  # in front of each compute action
@@ -64,7 +64,7 @@ def _communicate(
             stage = placement.stages[rank][chunk]
             for transfer, source in ((RECEIVE_BEFORE[kind], stage + maker), (SEND_AFTER[kind], stage)):
                 if placement.peer(transfer, rank, chunk) is not None:
-                    queue.append((made[kind, microbatch, source], k, Action(transfer, microbatch, chunk)))
+                    queue.append((orders[kind, microbatch, source], k, Action(transfer, microbatch, chunk)))
         earliest = 0
         for order, k, transfer_action in sorted(queue, key=lambda entry: entry[0]):
             if transfer_action.kind is SEND_AFTER[direction]:

@@ -46,8 +46,8 @@ def unsplit_schedule(chunks: int) -> str:
 
 def place_stages(source: str, num_ranks: int, num_chunks: int, kind: Literal["loop", "v"] | None = None) -> Placement:
     """The placement of schedule `source`; `kind` overrides its record, or "loop" for a user's own schedule."""
-    own = SCHEDULES[source].placement if source in SCHEDULES else "loop"
-    return v_placement(num_ranks) if (kind or own) == "v" else loop_placement(num_ranks, num_chunks)
+    scheduled = SCHEDULES[source].placement if source in SCHEDULES else "loop"
+    return v_placement(num_ranks) if (kind or scheduled) == "v" else loop_placement(num_ranks, num_chunks)
 
 
 def training_schedule(source: str, placement: Placement, num_microbatches: int) -> Schedule:

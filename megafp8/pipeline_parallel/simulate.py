@@ -75,12 +75,12 @@ class Timeline:
 
     @property
     def peak_in_flight(self) -> list[int]:
-        """For each rank the most micro-batches × stages held for their backward; 0 in an evaluation."""
+        """Most micro-batches × stages that each rank holds for their backward; 0 in an evaluation."""
         return [_peak([span.action for span in spans], until_weight=False) for spans in self.spans]
 
     @property
     def peak_held(self) -> list[int]:
-        """For each rank the most micro-batches × stages held for their last gradient; 0 in an evaluation."""
+        """Most micro-batches × stages that each rank holds for their last gradient; 0 in an evaluation."""
         return [_peak([span.action for span in spans], until_weight=True) for spans in self.spans]
 
 
@@ -88,11 +88,11 @@ def _peak(actions: list[Action], *, until_weight: bool) -> int:
     if all(action.kind is Kind.FORWARD for action in actions):
         return 0
     split = split_backwards(actions) if until_weight else set()
-    held = peak = 0
+    in_flight = peak = 0
     for kind, microbatch, chunk in actions:
         frees = kind is Kind.BACKWARD and (microbatch, chunk) not in split
-        held += (kind is Kind.FORWARD) - (frees or (until_weight and kind is Kind.WEIGHT))
-        peak = max(peak, held)
+        in_flight += (kind is Kind.FORWARD) - (frees or (until_weight and kind is Kind.WEIGHT))
+        peak = max(peak, in_flight)
     return peak
 
 
@@ -109,20 +109,20 @@ def simulate(schedule: Schedule, placement: Placement, times: Times | Sequence[T
 
     def advance(rank: int) -> bool:
         """Run the next actions of `rank` whose inputs exist; whether there were any."""
-        before, own = len(spans[rank]), spans[rank]
-        while len(own) < len(compute[rank]):
-            action = compute[rank][len(own)]
-            start = own[-1].end if own else 0.0
+        before, rank_spans = len(spans[rank]), spans[rank]
+        while len(rank_spans) < len(compute[rank]):
+            action = compute[rank][len(rank_spans)]
+            start = rank_spans[-1].end if rank_spans else 0.0
             for source in _needed(rank, action, placement):
                 if source not in ends:
-                    return len(own) > before
+                    return len(rank_spans) > before
                 p2p = by_stage[placement.stages[source[0]][source[1].chunk]].p2p if source[0] != rank else 0.0
                 start = max(start, ends[source] + p2p)
             stage = placement.stages[rank][action.chunk]
             is_split = (action.microbatch, action.chunk) in split[rank]
-            own.append(Span(action, start, start + by_stage[stage].of(action.kind, split=is_split)))
-            ends[rank, action] = own[-1].end
-        return len(own) > before
+            rank_spans.append(Span(action, start, start + by_stage[stage].of(action.kind, split=is_split)))
+            ends[rank, action] = rank_spans[-1].end
+        return len(rank_spans) > before
 
     while sum(advance(rank) for rank in range(len(schedule))):
         pass
@@ -160,14 +160,14 @@ def _needed(rank: int, action: Action, placement: Placement) -> list[tuple[int, 
 
 def _raise_if_stuck(compute: Schedule, positions: list[int], placement: Placement) -> None:
     """Raise ValueError if a rank has not ended, preferably about one that waits for a later action of its own."""
-    found: list[tuple[bool, int, int, Action]] = []
+    waiting: list[tuple[bool, int, int, Action]] = []
     for rank, actions in enumerate(compute):
         if positions[rank] < len(actions):
             for source, awaited in _needed(rank, actions[positions[rank]], placement):
                 if awaited not in compute[source][: positions[source]]:
-                    found.append((source != rank, rank, source, awaited))
-    if found:
-        _, rank, source, awaited = min(found, key=lambda entry: entry[:3])
+                    waiting.append((source != rank, rank, source, awaited))
+    if waiting:
+        _, rank, source, awaited = min(waiting, key=lambda entry: entry[:3])
         action, other = (compute[r][positions[r]] for r in (rank, source))
         at = "which comes later" if source == rank else f"and rank {source} never gets beyond {other}"
         raise schedule_error(rank, positions[rank], action, f"deadlock: waits for {awaited} of rank {source}, {at}")

@@ -18,9 +18,9 @@ def even(num_layers: int, num_stages: int) -> list[int]:
     Otherwise some stages have one layer more, from the last but one towards the first: never the last, which has the
     output layer and the loss, and the first, which has the embedding, last of all. 10 layers on 4 stages: 2, 3, 3, 2.
     """
-    least, more = divmod(num_layers, num_stages)
+    least, remainder = divmod(num_layers, num_stages)
     last = num_stages - 1
-    return [least + (last - more <= stage < last) for stage in range(num_stages)]
+    return [least + (last - remainder <= stage < last) for stage in range(num_stages)]
 
 
 def balanced(num_layers: int, homes: Sequence[int], last_work: float) -> list[int]:
@@ -30,11 +30,11 @@ def balanced(num_layers: int, homes: Sequence[int], last_work: float) -> list[in
     one at a time to the rank with least work, there to the stage with least, to the first of equals.
     """
     counts = [1] * len(homes)
-    of_stage = [1.0] * (len(homes) - 1) + [1.0 + last_work]
-    of_rank = [sum(work for work, home in zip(of_stage, homes) if home == rank) for rank in range(max(homes) + 1)]
+    stage_work = [1.0] * (len(homes) - 1) + [1.0 + last_work]
+    rank_work = [sum(work for work, home in zip(stage_work, homes) if home == rank) for rank in range(max(homes) + 1)]
     for _ in range(num_layers - len(homes)):
-        stage = min(range(len(homes)), key=lambda stage: (of_rank[homes[stage]], of_stage[stage]))
+        stage = min(range(len(homes)), key=lambda stage: (rank_work[homes[stage]], stage_work[stage]))
         counts[stage] += 1
-        of_stage[stage] += 1
-        of_rank[homes[stage]] += 1
+        stage_work[stage] += 1
+        rank_work[homes[stage]] += 1
     return counts

@@ -71,11 +71,11 @@ def write_timeline(timeline: Timeline, placement: Placement, path: Path) -> None
 def read_timeline(path: Path) -> tuple[Timeline, Placement]:
     """Read what `write_timeline` wrote. Raises ValueError if the file is no timeline."""
     try:
-        found = parse_json(path.read_bytes())
-        placement = Placement(tuple(tuple(map(int, stages)) for stages in found["placement"]))
+        events = parse_json(path.read_bytes())
+        placement = Placement(tuple(tuple(map(int, stages)) for stages in events["placement"]))
         spans = [
             [Span(parse_cell(name, str(path)), float(start), float(end)) for name, start, end in spans]
-            for spans in found["spans"]
+            for spans in events["spans"]
         ]
     except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         raise ValueError(f"{path} is no pipeline timeline: {error}") from None

@@ -62,7 +62,7 @@ def choose(config: Config, fp8: Fp8Manager, parallel: ParallelState, dtype: torc
     kind = config.fp8.auto_filter
     if kind == "none" or fp8.recipe is None:
         return Choice()
-    found: list[Comparison] = []
+    comparisons: list[Comparison] = []
     if parallel.world.is_first:
         micro_batches = config.training.global_batch_size // (config.training.micro_batch_size * parallel.data.size)
         timing = (
@@ -70,11 +70,11 @@ def choose(config: Config, fp8: Fp8Manager, parallel: ParallelState, dtype: torc
             if kind == "predicted"
             else _measurement(fp8, parallel.device, micro_batches, dtype)
         )
-        found = compare(config, fp8, timing)
+        comparisons = compare(config, fp8, timing)
         if parallel.device.type == "cuda":  # memory of the measurement must not count as memory of the run
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(parallel.device)
-    return verdict(broadcast_object(found, parallel.world.group), kind)
+    return verdict(broadcast_object(comparisons, parallel.world.group), kind)
 
 
 def check(config: Config, fp8: Fp8Manager, device: torch.device) -> None:

@@ -40,12 +40,12 @@ def make_deterministic(device_type: str) -> None:
 
 
 def _set_variable(name: str, values: tuple[str, ...]) -> None:
-    found = os.environ.get(name)
-    if found in values:
+    value = os.environ.get(name)
+    if value in values:
         return
-    if found is not None:
+    if value is not None:
         raise ValueError(
-            f"deterministic: the environment has {name}={found}, under which two runs may differ; unset it, or try "
+            f"deterministic: the environment has {name}={value}, under which two runs may differ; unset it, or try "
             f"{name}={values[0]}"
         )
     if torch.cuda.is_initialized():

@@ -19,10 +19,12 @@ def _not_finite(trainer: Trainer, tensors: list[tuple[FlatShard, Tensor]]) -> st
     """Names of those of `tensors`, on all ranks, that have elements which are not finite. Collective."""
     finite = torch.stack([x.isfinite().all() for _, x in tensors]).tolist() if tensors else []
     bad = [shard for (shard, _), is_finite in zip(tensors, finite) if not is_finite]
-    own = [" + ".join(piece.name for piece in spec_of(shard.param).shards) for shard in bad]
-    names = list(dict.fromkeys(name for rank in all_gather_objects(own, trainer.parallel.world.group) for name in rank))
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more if names else "none"
+    bad_names = [" + ".join(piece.name for piece in spec_of(shard.param).shards) for shard in bad]
+    names = list(
+        dict.fromkeys(name for rank in all_gather_objects(bad_names, trainer.parallel.world.group) for name in rank)
+    )
+    remainder = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + remainder if names else "none"
 
 
 def diverged(trainer: Trainer, metrics: StepMetrics, saved_step: int) -> Diverged:

@@ -132,8 +132,8 @@ def _is_our_class(error: Exception) -> bool:
 
 def _file_limit(error: BaseException) -> str | None:
     """The message for an error that was caused by a limit of open files, with what to do; None for other errors."""
-    if (of_host := os_error(error, errno.ENFILE)) is not None:
-        return f"{of_host}: the host has as many open files as it allows; see sysctl fs.file-max"
+    if (host_error := os_error(error, errno.ENFILE)) is not None:
+        return f"{host_error}: the host has as many open files as it allows; see sysctl fs.file-max"
     phrase = os.strerror(errno.EMFILE)  # loader processes and native code raise other classes
     for one in causes(error):
         if (isinstance(one, OSError) and one.errno == errno.EMFILE) or phrase in str(one):

@@ -126,7 +126,7 @@ class ExpertLoadMetrics(Observer):
 
 
 def read_expert_load(path: Path) -> dict[int, dict[int, list[int]]]:
-    """By step and layer, the choices of each expert; of a step that was repeated, the later ones.
+    """The choices of each expert by step and layer, the later ones of a step that was repeated.
 
     Lines that are not complete, as a kill leaves them, are ignored.
     """
@@ -137,7 +137,7 @@ def read_expert_load(path: Path) -> dict[int, dict[int, list[int]]]:
 
 
 Load = Mapping[int, Sequence[int]]
-"""By layer, the choices of each expert."""
+"""The choices of each expert, by layer."""
 
 
 def relative(load: Load) -> NDArray[np.float64]:

@@ -130,18 +130,13 @@ def _experts_one_by_one(config: Config) -> str:
     return next(filter(None, (group.one_by_one() for group in fp8.groups)), "")
 
 
-def _kept_blocks(config: Config) -> list[str]:
-    """Patterns of the first and last blocks that stay in high precision."""
-    f, n = config.fp8, config.model.num_blocks
-    return [f"layers.{i}.*" for i in range(n) if i < f.first_blocks_bf16 or i >= n - f.last_blocks_bf16]
-
-
 def build_fp8(config: Config, parallel: ParallelState | None) -> Fp8Manager:
     """The manager that `fp8` in the config describes; None: on one rank.
 
     ValueError for a pattern that no layer of the model matches, and for what the recipe refuses.
     """
-    interval = config.fp8.report_interval
+    interval, f, n = config.fp8.report_interval, config.fp8, config.model.num_blocks
+    kept_blocks = [f"layers.{i}.*" for i in range(n) if i < f.first_blocks_bf16 or i >= n - f.last_blocks_bf16]
     context = None
     if parallel is not None and parallel.context.size > 1:
         context = ContextGroups(parallel.context.group, parallel.tensor_context.group)
@@ -150,7 +145,7 @@ def build_fp8(config: Config, parallel: ParallelState | None) -> Fp8Manager:
         amax_group=None if parallel is None else parallel.amax.group,
         context=context,
         include=tuple(config.fp8.include),
-        exclude=(*config.fp8.exclude, *_kept_blocks(config)),
+        exclude=(*config.fp8.exclude, *kept_blocks),
         gemm_backend=config.fp8.gemm_backend,
         gemm_autotune=config.tunes_gemms,
         recorder=Recorder(interval) if interval and config.fp8.recipe != "none" else None,

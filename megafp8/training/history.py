@@ -27,7 +27,7 @@ class History:
 
     @classmethod
     def resumed(cls, saved: Mapping[str, Any], config: Config) -> History:
-        """That of a run which goes on with `config` from the checkpoint with metadata `saved`."""
+        """The history of a run that goes on with `config` from the checkpoint with metadata `saved`."""
         step, samples, before = saved["step"], saved["consumed_samples"], saved["config"]
         changes, keys = saved.get("changes", ()), changed_keys(before, config.model_dump(mode="json"))
         stage = stage_at(config, step)

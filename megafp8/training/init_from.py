@@ -60,23 +60,23 @@ def complete_model(tree: dict[str, Any], source: str) -> None:
         return  # nothing to do, or an error that validation reports
     assert isinstance(section, dict)
     run, elsewhere = Path(str(tree.get("run_dir", "runs"))) / str(tree.get("name")), section.get("folder")
-    own = newest_readable(checkpoint_folder(run, elsewhere if isinstance(elsewhere, str) else None))
+    own_checkpoint = newest_readable(checkpoint_folder(run, elsewhere if isinstance(elsewhere, str) else None))
     problems: list[Problem] = []
-    if own is None:
+    if own_checkpoint is None:
         with _as_error_of_init_from(folder, source):
             opened = open_source(folder)
             model = opened.model
             problems += _complete_lora(tree, opened, folder)
     else:
-        model = saved_model(own)
+        model = saved_model(own_checkpoint)
         if isinstance(tree.get("lora"), dict):
-            tree["lora"] = (own.metadata["config"].get("lora") or {}) | tree["lora"]
+            tree["lora"] = (own_checkpoint.metadata["config"].get("lora") or {}) | tree["lora"]
     explicit = {key: value for key, value in given.items() if key not in _RESOLVED or value is not None}
-    tree["model"] = found = model.model_dump(mode="json")
+    tree["model"] = model_keys = model.model_dump(mode="json")
     for key, value in explicit.items():  # model.moe may be incomplete too
-        both = isinstance(value, dict) and isinstance(found.get(key), dict)
-        found[key] = found[key] | value if both else value
-    if own is not None:
+        both = isinstance(value, dict) and isinstance(model_keys.get(key), dict)
+        model_keys[key] = model_keys[key] | value if both else value
+    if own_checkpoint is not None:
         return
     try:
         wanted = ModelConfig.model_validate(tree["model"])
@@ -101,13 +101,13 @@ def _complete_lora(tree: dict[str, Any], opened: Source, folder: str) -> Iterato
     if adapted is None or not isinstance(section, dict):
         return
     lora = lora_of(adapted)
-    found = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
+    given = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
     for key, value in section.items():
-        if key in found and (sorted(value) if isinstance(value, list) else value) != found[key]:
-            rule = f"the run continues with the adapters of checkpoint.init_from, {folder}, where it is {found[key]!r}"
+        if key in given and (sorted(value) if isinstance(value, list) else value) != given[key]:
+            rule = f"the run continues with the adapters of checkpoint.init_from, {folder}, where it is {given[key]!r}"
             merge = f"tools/convert_checkpoint.py --load {folder} --save merged --to hf"
             yield Problem(f"lora.{key}", value, rule, f"leave it out, or begin anew from the merged model: {merge}")
-    tree["lora"] = found | section
+    tree["lora"] = given | section
 
 
 def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
@@ -134,8 +134,8 @@ def _tokenizer_file(source: Source, kind: TokenizerKind) -> str | None:
     files = {path.name: str(path) for path in source.tokenizer_files}
     if _FILES.get(kind) in files:
         return files[_FILES[kind]]
-    found = find_tokenizer(source)
-    return found["path"] if found is not None and found["kind"] == kind else None
+    tokenizer_path = find_tokenizer(source)
+    return tokenizer_path["path"] if tokenizer_path is not None and tokenizer_path["kind"] == kind else None
 
 
 @contextmanager

@@ -90,11 +90,11 @@ class Inputs:
         packed = {x.dataset.prefix: x for x in self.validation.datasets}
         names = Counter(prefix.rpartition("/")[2] for prefix in packed)
         names.update(list(self.validation_sets))
-        found = {}
-        for prefix, own in packed.items():
+        sources = {}
+        for prefix, packed_set in packed.items():
             name = prefix.rpartition("/")[2]
-            found[name if names[name] == 1 else prefix] = Blend([own], Segment.fresh([1.0], self.config.seed))
-        return found
+            sources[name if names[name] == 1 else prefix] = Blend([packed_set], Segment.fresh([1.0], self.config.seed))
+        return sources
 
     def batches(
         self,
@@ -199,7 +199,7 @@ def open_inputs(config: Config, source: str, step: int = 0) -> Inputs:
 
 def open_data_sets(config: Config) -> list[DataSet]:
     """The data sets of `data.train`, each once. Raises ValueError as `open_inputs` does."""
-    found = []
+    data_sets = []
     for prefix, times in Counter(list(config.data.train)).items():
         dataset = IndexedDataset(prefix, cache=object_cache(config))
         train, validation, _ = split_documents(dataset.num_documents, config.data.split)
@@ -209,8 +209,8 @@ def open_data_sets(config: Config) -> list[DataSet]:
             raise ConfigError(prefix, [Problem("data.split", config.data.split, rule, works)])
         parts = [train, validation] if config.training.eval_interval and len(validation) else [train]
         packed = [_packed(config, dataset, documents) for documents in parts]
-        found.append(DataSet(prefix, times, dataset, packed[0], packed[1] if len(packed) > 1 else None))
-    return found
+        data_sets.append(DataSet(prefix, times, dataset, packed[0], packed[1] if len(packed) > 1 else None))
+    return data_sets
 
 
 def object_cache(config: Config) -> ObjectCache:
@@ -237,14 +237,14 @@ def _packed(config: Config, dataset: IndexedDataset, documents: range, length: i
 
 def _validation_sets(config: Config, fingerprint: str | None) -> dict[str, Blend]:
     """The samples of each set of data.validation. Raises ValueError as `open_inputs` does."""
-    found: dict[str, Blend] = {}
+    blends: dict[str, Blend] = {}
     assert config.model.vocab_size is not None
     for name, prefix in config.data.validation.items():
         dataset = IndexedDataset(prefix, cache=object_cache(config))
         check_dataset(dataset, config.model.vocab_size, fingerprint)
         packed = _packed(config, dataset, range(dataset.num_documents))
-        found[name] = Blend([packed], Segment.fresh([1.0], config.seed))
-    return found
+        blends[name] = Blend([packed], Segment.fresh([1.0], config.seed))
+    return blends
 
 
 def _loss_mask(config: Config, dataset: IndexedDataset) -> IndexedDataset | None:
@@ -371,32 +371,32 @@ def check_ranks_agree(inputs: Inputs, consumed_samples: int, group: ProcessGroup
     Compares contents, sample indices of the current epoch, and the position in the data.
     """
     order = json.dumps(inputs.record(consumed_samples), sort_keys=True)
-    found: dict[str, str] = {}
+    facts: dict[str, str] = {}
     given = inputs.train.segment.given(consumed_samples)
     for entry, packed, count in zip(inputs.progress.active, inputs.train.datasets, given):
-        found[entry.prefix] = packed.fingerprint
-        found[f"the sample index of {entry.prefix}"] = packed.index_checksum(count)
+        facts[entry.prefix] = packed.fingerprint
+        facts[f"the sample index of {entry.prefix}"] = packed.index_checksum(count)
     for packed in inputs.validation.datasets if inputs.validation is not None else []:
-        found[f"the sample index of {packed.dataset.prefix} for validation"] = packed.index_checksum(0)
+        facts[f"the sample index of {packed.dataset.prefix} for validation"] = packed.index_checksum(0)
     for name, validation in inputs.validation_sets.items():
         (packed,) = validation.datasets
-        found[f"{packed.dataset.prefix} of data.validation.{name}"] = packed.fingerprint
-        found[f"the sample index of data.validation.{name}"] = packed.index_checksum(0)
-    found["the order of the data sets"] = hashlib.sha256(order.encode()).hexdigest()
-    everything = hashlib.sha256(json.dumps(found).encode()).hexdigest()
+        facts[f"{packed.dataset.prefix} of data.validation.{name}"] = packed.fingerprint
+        facts[f"the sample index of data.validation.{name}"] = packed.index_checksum(0)
+    facts["the order of the data sets"] = hashlib.sha256(order.encode()).hexdigest()
+    everything = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     if len(set(all_gather_objects(everything, group))) == 1:
         return
-    hosts, ranks = zip(*all_gather_objects((socket.gethostname(), found), group))
-    for name in found:
+    hosts, ranks = zip(*all_gather_objects((socket.gethostname(), facts), group))
+    for name in facts:
         values = [rank.get(name) for rank in ranks]
         usual = Counter(values).most_common(1)[0][0]
         others = [f"rank {i} ({host})" for i, host in enumerate(hosts) if values[i] != usual]
         if others:
-            more = f" and {len(others) - 8} more" if len(others) > 8 else ""
+            remainder = f" and {len(others) - 8} more" if len(others) > 8 else ""
             first = values.index(usual)
             raise DataError(
-                f"ranks would not train on the same data: {name} is not on {', '.join(others[:8])}{more} what it is on "
-                f"rank {first} ({hosts[first]}); copy the data sets there again, and remove the index cache "
+                f"ranks would not train on the same data: {name} is not on {', '.join(others[:8])}{remainder} what it "
+                f"is on rank {first} ({hosts[first]}); copy the data sets there again, and remove the index cache "
                 "(data.index_cache) there"
             )
     raise DataError("ranks would not train on the same data: their configs list other data sets")
@@ -440,8 +440,8 @@ def describe_data(
     segment = progress.segment(config.seed)
     counts = segment.given(max(samples, progress.first_sample))
     packed = [x.train.at(entry.position) for x, entry in zip(active, progress.active)]
-    of_run = zip(active, packed, shares(segment.weights), counts)
-    rows = [(x.prefix, own, share, count) for x, own, share, count in of_run]
+    rows_of_run = zip(active, packed, shares(segment.weights), counts)
+    rows = [(x.prefix, packed_set, share, count) for x, packed_set, share, count in rows_of_run]
     held_out = [(x, weight) for x, weight in zip(active, segment.weights) if x.validation is not None]
     evaluated = t.eval_steps * t.global_batch_size
     if held_out:
@@ -453,13 +453,13 @@ def describe_data(
             if x.validation is not None
         ]
     for name, blend in validation_sets.items():
-        (own,) = blend.datasets
-        rows.append((f"valid/{name}: {own.dataset.prefix} (one evaluation)", own, 1.0, evaluated))
+        (packed_set,) = blend.datasets
+        rows.append((f"valid/{name}: {packed_set.dataset.prefix} (one evaluation)", packed_set, 1.0, evaluated))
     width = max(len("data set"), *(len(name) for name, *_ in rows))
     lines = [f"{'data set':<{width}} {'tokens':>19} {'share':>8} {'samples':>15} {'epochs':>10}"]
     lines += [
-        f"{name:<{width}} {own.num_tokens:>19,} {share:>8.2%} {count:>15,} {own.epochs(count):>10.3f}"
-        for name, own, share, count in rows
+        f"{name:<{width}} {data.num_tokens:>19,} {share:>8.2%} {count:>15,} {data.epochs(count):>10.3f}"
+        for name, data, share, count in rows
     ]
     for x in active:
         if isinstance(x.train.packing, BestFit):

@@ -124,23 +124,23 @@ def _train_stage(inputs: Inputs, shared: Shared, device: torch.device, *, first:
     """
     config = inputs.config
     parallel = build_parallel(config, device)
-    found, memory = None, open_memory(config, run_folder(config), parallel, first=first)
+    reader, memory = None, open_memory(config, run_folder(config), parallel, first=first)
     if config.checkpoint.resume or not first:
-        found = find_newest(inputs.run, run_folder(config), parallel, inputs.fingerprint, memory)
-    step = 0 if found is None else int(found.metadata["step"])
+        reader = find_newest(inputs.run, run_folder(config), parallel, inputs.fingerprint, memory)
+    step = 0 if reader is None else int(reader.metadata["step"])
     if stage_at(inputs.run, step) != inputs.stage:
         return inputs.at(step)
     if first:
         record_launch(run_folder(config), parallel, step)
-    job = Job(inputs, parallel, found, shared, memory)
+    job = Job(inputs, parallel, reader, shared, memory)
     return job.inputs.at(job.step) if job.run() else None
 
 
-def _where(found: CheckpointReader, memory: NodeMemory | None) -> str:
-    """Where `found` is, if it may be in memory."""
+def _where(reader: CheckpointReader, memory: NodeMemory | None) -> str:
+    """Where the checkpoint of `reader` is, if it may be in memory."""
     if memory is None:
         return ""
-    return ", in memory" if isinstance(found, MemoryReader) else ", on disk: memory has no complete newer checkpoint"
+    return ", in memory" if isinstance(reader, MemoryReader) else ", on disk: memory has no complete newer checkpoint"
 
 
 def _is_at(interval: int, step: int) -> bool:
@@ -155,32 +155,32 @@ class Job:
         self,
         inputs: Inputs,
         parallel: ParallelState,
-        found: CheckpointReader | None,
+        reader: CheckpointReader | None,
         shared: Shared,
         memory: NodeMemory | None = None,
     ) -> None:
-        """`found`: the checkpoint to resume from, if there is one. `memory`: for checkpoints in memory."""
+        """`reader`: of the checkpoint to resume from, if there is one. `memory`: for checkpoints in memory."""
         self.inputs, self.config, self.parallel = inputs, inputs.config, parallel
         self.folder, self.lock, self.stop, self.log = run_folder(self.config), shared.lock, shared.stop, shared.log
         self.is_main = parallel.rank == 0
         keep = self.config.checkpoint
         self.flops_per_token = flops_per_token(self.config)
-        self.trainer = Trainer(self.config, parallel, saved_choice(self.config, found))
-        self.step = 0 if found is None else load_state(self.trainer, found)
-        self.history = History() if found is None else History.resumed(found.metadata, self.config)
+        self.trainer = Trainer(self.config, parallel, saved_choice(self.config, reader))
+        self.step = 0 if reader is None else load_state(self.trainer, reader)
+        self.history = History() if reader is None else History.resumed(reader.metadata, self.config)
         self.last_step = end_of_stage(inputs.run, self.step)
         logger.info(f"run folder: {self.folder}")
         if not self.step and keep.init_from is not None:
             load_init(self.trainer, keep.init_from)
             logger.info(f"weights from {keep.init_from}")
-        if found is not None:
-            logger.info(f"resumed from step {self.step}{_where(found, memory)}")
-            self.inputs, changes = inputs.resumed(found.metadata)
+        if reader is not None:
+            logger.info(f"resumed from step {self.step}{_where(reader, memory)}")
+            self.inputs, changes = inputs.resumed(reader.metadata)
             if changes:
                 logger.info(f"data changed since step {self.step}: {'; '.join(changes)}")
         in_memory = None if memory is None else memory.folder
         self.faults = Faults(self.folder, self.config.resilience.inject, self.trainer, parallel.rank, in_memory)
-        self.spikes = LossSpikes(self.config, self.folder, parallel.rank, None if found is None else found.metadata)
+        self.spikes = LossSpikes(self.config, self.folder, parallel.rank, None if reader is None else reader.metadata)
         check_ranks_agree(self.inputs, self.spikes.position_of(self.consumed_samples), parallel.world.group)
         self._log_choices()
         self.tasks: TaskEvaluation | None = None
@@ -188,7 +188,7 @@ class Job:
             assert shared.make_evaluation is not None
             self.tasks = shared.make_evaluation(self.trainer, self.inputs, self.folder)
         self.observers: list[Observer] = []  # while the loop runs
-        self.saved_step = newest_on_disk(self.config, self.folder) if isinstance(found, MemoryReader) else self.step
+        self.saved_step = newest_on_disk(self.config, self.folder) if isinstance(reader, MemoryReader) else self.step
         self.tokenizer = tokenizer_copy(self.config) if self.is_main else {}
         self.save_postponed = False
         self.skipped_in_a_row = 0
@@ -282,7 +282,7 @@ class Job:
                 logger.info(f"nothing to do: the run has done {self.step} steps, and {limit} is {t.last_step}")
                 return False
             with contextlib.ExitStack() as stack:
-                found = open_observers(
+                observers = open_observers(
                     self.trainer,
                     self.inputs,
                     self.folder,
@@ -293,7 +293,7 @@ class Job:
                     tasks=self.tasks,
                     write_error=self.log.write_error,
                 )
-                self.observers = [stack.enter_context(observer) for observer in found]
+                self.observers = [stack.enter_context(observer) for observer in observers]
                 stopped = self._train(after_step)
             if self.step < t.last_step and not stopped:
                 return True
@@ -342,20 +342,20 @@ class Job:
             saver.finish()
         if self.memory is not None:
             self.memory.remove_newer(-1)
-        found = find_checkpoint(self.inputs.run, self.folder, self.parallel, self.inputs.fingerprint)
-        if found is None:
+        reader = find_checkpoint(self.inputs.run, self.folder, self.parallel, self.inputs.fingerprint)
+        if reader is None:
             logger.warning(f"loss spike in step {spike}: there is no checkpoint to go back to; the step was skipped")
             return False
-        before = found.metadata["step"]
+        before = reader.metadata["step"]
         if stage_at(self.inputs.run, before) != self.inputs.stage:
             raise TrainingError(
                 f"loss spike in step {spike}: the newest undamaged checkpoint is that of step {before}, before the "
                 "present stage; start the run again to continue from it"
             )
-        self.step = self.saved_step = load_state(self.trainer, found)
-        self.history = History.resumed(found.metadata, self.config)
-        self.inputs, _ = self.inputs.resumed(found.metadata)  # it may be older than the one that the job resumed from
-        self.spikes.resumed(found.metadata)
+        self.step = self.saved_step = load_state(self.trainer, reader)
+        self.history = History.resumed(reader.metadata, self.config)
+        self.inputs, _ = self.inputs.resumed(reader.metadata)  # it may be older than the one that the job resumed from
+        self.spikes.resumed(reader.metadata)
         samples = (self.spikes.position_of(self.consumed_samples), end)
         times, limit = self.spikes.leave_out(samples, self.step), self.config.training.max_skipped_steps
         if limit and times > limit:
@@ -462,10 +462,10 @@ class Job:
         activity.enter("save")
         start = time.perf_counter()
         self.saved_step = self.step
-        data, more = self._records()
+        data, metadata = self._records()
         fingerprint = self.inputs.fingerprint
         if self.saver is not None and not ends:
-            begin_save(self.trainer, self.saver, self.step, fingerprint, data, self.history, more)
+            begin_save(self.trainer, self.saver, self.step, fingerprint, data, self.history, metadata)
         else:
             if self.saver is not None:
                 self.saver.finish()
@@ -480,7 +480,7 @@ class Job:
                 history=self.history,
                 files=files,
                 keep_all=keep_all,
-                more=more,
+                more=metadata,
             )
             logger.info(f"saved {path} in {time.perf_counter() - start:.1f} s")
         self.save_seconds += time.perf_counter() - start
@@ -490,8 +490,8 @@ class Job:
         assert self.memory_saver is not None
         activity.enter("save")
         start = time.perf_counter()
-        data, more = self._records()
-        begin_save(self.trainer, self.memory_saver, self.step, self.inputs.fingerprint, data, self.history, more)
+        data, metadata = self._records()
+        begin_save(self.trainer, self.memory_saver, self.step, self.inputs.fingerprint, data, self.history, metadata)
         self.save_seconds += time.perf_counter() - start
 
     def _records(self) -> tuple[dict[str, Any], dict[str, Any]]:

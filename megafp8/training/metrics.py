@@ -71,15 +71,15 @@ def read_records(path: Path, *required: str) -> list[dict[str, Any]]:
 
     Other lines are ignored, such as one truncated by a kill.
     """
-    found = []
+    records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and all(key in record for key in required):
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def counting(steps: Sequence[int]) -> list[bool]:
@@ -102,13 +102,13 @@ def fp8_scalars(records: Sequence[Record]) -> dict[str, float]:
     """
     scalars = {}
     for operand in OPERANDS:
-        own = [record for record in records if record.operand == operand]
-        known = [record.snr_db for record in own if record.snr_db is not None]
+        operand_records = [record for record in records if record.operand == operand]
+        known = [record.snr_db for record in operand_records if record.snr_db is not None]
         if known:
             scalars[f"fp8/{operand}/min_snr_db"] = min(known)
-        if own:
-            scalars[f"fp8/{operand}/max_underflow"] = max(record.underflow for record in own)
-            scalars[f"fp8/{operand}/max_saturated"] = max(record.saturated for record in own)
+        if operand_records:
+            scalars[f"fp8/{operand}/max_underflow"] = max(record.underflow for record in operand_records)
+            scalars[f"fp8/{operand}/max_saturated"] = max(record.saturated for record in operand_records)
     for record in records:
         for figure, value in (("snr_db", record.snr_db), ("amax", record.amax)):
             if value is not None:

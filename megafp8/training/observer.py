@@ -66,9 +66,9 @@ class StepMetrics:
 
     def as_dict(self) -> dict[str, Any]:
         """All metrics by name, those of mappings among them."""
-        found = asdict(self)
-        evaluations, norms, sections = (found.pop(key) for key in ("evaluations", "layer_norms", "section_seconds"))
-        return found | evaluations | norms | {f"seconds/{key.replace(' ', '_')}": x for key, x in sections.items()}
+        values = asdict(self)
+        evaluations, norms, sections = (values.pop(key) for key in ("evaluations", "layer_norms", "section_seconds"))
+        return values | evaluations | norms | {f"seconds/{key.replace(' ', '_')}": x for key, x in sections.items()}
 
     @property
     def is_spike(self) -> bool:

@@ -45,29 +45,29 @@ def open_observers(
     """
     config, parallel = trainer.config, trainer.parallel
     r, is_main, several = config.resilience, parallel.rank == 0, parallel.world_size > 1
-    found: list[Observer] = [
+    observers: list[Observer] = [
         Profiler(config.profile, folder, parallel),  # its trace begins with a section
         ProgressWatch(config, folder, parallel, step, write_error),
     ]
     if r.recompute_interval:
-        found.append(RecomputeCheck(trainer, r.recompute_interval, faults))
-    found += [faults, spikes]
+        observers.append(RecomputeCheck(trainer, r.recompute_interval, faults))
+    observers += [faults, spikes]
     if r.straggler_interval and several:
-        found.append(Stragglers(r.straggler_interval, parallel))
+        observers.append(Stragglers(r.straggler_interval, parallel))
     if config.model.moe is not None:
         interval = config.logging.expert_load_interval
         path = folder / expert_load.FILE_NAME if is_main and interval else None
-        found.append(ExpertLoadMetrics(lambda: trainer.expert_load, path, interval))
-    found += [Evaluation(trainer, inputs, last_step, tasks), PipelineTrace(trainer, folder)]
+        observers.append(ExpertLoadMetrics(lambda: trainer.expert_load, path, interval))
+    observers += [Evaluation(trainer, inputs, last_step, tasks), PipelineTrace(trainer, folder)]
     if is_main:
-        found += [SectionTimer(parallel.device), *_writers(trainer, folder, step)]
+        observers += [SectionTimer(parallel.device), *_writers(trainer, folder, step)]
     if config.training.replica_check_interval and several:
-        found.append(ReplicaCheck(trainer, step, config.training.replica_check_interval))
-    return found
+        observers.append(ReplicaCheck(trainer, step, config.training.replica_check_interval))
+    return observers
 
 
 def _writers(trainer: Trainer, folder: Path, step: int) -> list[Observer]:
-    """Those of metrics, on rank 0; also writes the config to the run folder."""
+    """The observers that write metrics, on rank 0; also writes the config to the run folder."""
     config, settings = trainer.config, trainer.config.model_dump(mode="json")
     name = "config.yaml" if not step else f"config-from-step-{step:08d}.yaml"
     with DiskErrorsLogged(name):

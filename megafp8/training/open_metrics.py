@@ -75,14 +75,14 @@ HELP: Mapping[str, str] = {
     "fp8_max_underflow": "Largest share of elements of a tensor that became zero in FP8, when last sampled",
     "fp8_max_saturated": "Largest share of elements of a tensor that were clamped in FP8, when last sampled",
 }
-"""By name, without the prefix."""
+"""Metrics by name, without the prefix."""
 
 
 _UNITS = ("seconds", "bytes", "ratio")
 
 
 class _Server(ThreadingHTTPServer):
-    """One thread a request; requests under way do not keep the process alive."""
+    """Server with a thread for each request, none of which keeps the process alive."""
 
     daemon_threads = True
     block_on_close = False
@@ -166,14 +166,14 @@ class OpenMetricsWriter(Observer):
 
     def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
         self._meter.add(metrics.as_dict())
-        found = scalars(metrics, records)
-        found["step"] = metrics.step
-        found["last_step_timestamp_seconds"] = datetime.fromisoformat(metrics.time).timestamp()
+        values = scalars(metrics, records)
+        values["step"] = metrics.step
+        values["last_step_timestamp_seconds"] = datetime.fromisoformat(metrics.time).timestamp()
         before = {} if self._latest is None else self._latest[0]
-        self._latest = before | found, self._meter.result()  # another object: a thread may be reading the one before
+        self._latest = before | values, self._meter.result()  # another object: a thread may be reading the one before
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: which metrics there are depends on the run."""
+        """Describe nothing: which metrics there are depends on the run."""
         return ()
 
     def collect(self) -> Iterable[Metric]:

@@ -54,8 +54,9 @@ def describe_schedule(config: Config, plan: PipelinePlan) -> str:
     """A log line with bubble and memory, simulated with forward, input and weight gradients of equal duration."""
     p = config.parallel
     timeline = simulate(plan.train, plan.placement)
-    held = max(timeline.peak_held) / plan.placement.num_chunks
+    held_most = max(timeline.peak_held) / plan.placement.num_chunks
     return (
         f"schedule: {p.schedule}, stages per rank: {p.virtual_pipeline}; simulated with forward, input gradients and "
-        f"weight gradients equally long: bubble {timeline.bubble_fraction:.1%}, at most {held:g} micro-batches per rank"
+        f"weight gradients equally long: bubble {timeline.bubble_fraction:.1%}, at most {held_most:g} micro-batches "
+        "per rank"
     )

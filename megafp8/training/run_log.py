@@ -49,7 +49,7 @@ class _Formatter(logging.Formatter):
         return super().formatMessage(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Without credentials, in the traceback neither."""
+        """The record's text without credentials, which its traceback may hold too."""
         return redact(super().format(record))
 
 
@@ -110,7 +110,7 @@ class RunLog:
         return self
 
     def _report_thread(self, failed: threading.ExceptHookArgs) -> None:
-        """Print the traceback of a thread, but of a full disk: then whoever uses the thread's writer logs the error."""
+        """Print a thread's traceback, unless the disk is full: the user of its writer logs that error."""
         if no_space(failed.exc_value) is None:
             self._excepthook(failed)
 

@@ -46,10 +46,10 @@ class SectionTimer(Observer):
 
     def take(self) -> dict[str, float]:
         """Seconds by section, of those that have ended since the last call."""
-        found: dict[str, float] = {}
+        seconds_by_section: dict[str, float] = {}
         while len(self._marks) > 1 and (not self._cuda or self._marks[1][1].query()):
             section, begin = self._marks.popleft()
             end = self._marks[0][1]
             seconds = begin.elapsed_time(end) / 1000 if self._cuda else end - begin
-            found[section] = found.get(section, 0.0) + seconds
-        return found
+            seconds_by_section[section] = seconds_by_section.get(section, 0.0) + seconds
+        return seconds_by_section

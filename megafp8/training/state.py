@@ -232,40 +232,40 @@ def check_resume(config: Config, run: Path, fingerprint: str | None) -> Checkpoi
     IncompatibleCheckpoint as `check_same_run` does; DamagedCheckpoint if there are checkpoints and all are damaged.
     `Inputs.resumed` compares the data sets.
     """
-    found = newest_readable(checkpoint_folder(run, config.checkpoint.folder))
-    if found is not None:
-        check_same_run(config, fingerprint, found)
-    return found
+    reader = newest_readable(checkpoint_folder(run, config.checkpoint.folder))
+    if reader is not None:
+        check_same_run(config, fingerprint, reader)
+    return reader
 
 
-def check_same_run(config: Config, fingerprint: str | None, found: CheckpointReader) -> None:
-    """Raise IncompatibleCheckpoint, with all reasons, if a run of `config` cannot continue from `found`.
+def check_same_run(config: Config, fingerprint: str | None, reader: CheckpointReader) -> None:
+    """Raise IncompatibleCheckpoint, with all reasons, if a run of `config` cannot continue from `reader`.
 
     Keys that determine weights and the order of the data must be unchanged, and so must keys that change what the model
     computes from given weights, unless `checkpoint.allow_model_change` lists them. The tensors must be those of the
     run. Of a run with stages, the config is that of the checkpoint's step.
     """
-    path, then = found.path, found.metadata.get("config") or {}
+    path, then = reader.path, reader.metadata.get("config") or {}
     if "training" not in then:
         raise IncompatibleCheckpoint(
-            f"{path} was converted from {found.metadata.get('converted_from')}, which is not a checkpoint of a run; "
+            f"{path} was converted from {reader.metadata.get('converted_from')}, which is not a checkpoint of a run; "
             f"start a run from its weights with checkpoint.init_from={path} and another name"
         )
-    model = saved_model(found)
-    config = config_at(config, found.metadata["step"])
+    model = saved_model(reader)
+    config = config_at(config, reader.metadata["step"])
 
     def fits() -> str:
-        return misfits(tensor_kinds(config), found.index, _can_lack)
+        return misfits(tensor_kinds(config), reader.index, _can_lack)
 
     try:
-        vocabulary = found.metadata["tokenizer_fingerprint"]
-        problems = _changes(then, model, config, found.metadata["step"], fits)
+        vocabulary = reader.metadata["tokenizer_fingerprint"]
+        problems = _changes(then, model, config, reader.metadata["step"], fits)
         if vocabulary != fingerprint:
             known = f"fingerprint {vocabulary}, here {fingerprint}"
             problems.append(f"was trained with another vocabulary ({known}); use that run's tokenizer, {_ANOTHER}")
-        _ = found.metadata["optimizer_steps"]
+        _ = reader.metadata["optimizer_steps"]
     except (KeyError, TypeError, AttributeError) as error:
-        raise _unknown_config(found, error) from error
+        raise _unknown_config(reader, error) from error
     if not problems and (wrong := fits()):
         problems = [f"does not fit: {wrong}"]
     if problems:
@@ -277,8 +277,8 @@ def check_next_stage(before: Config, now: Config, step: int, source: str) -> Non
 
     The reasons are those of `check_same_run` for the checkpoint of that step.
     """
-    there, here = tensor_kinds(before), tensor_kinds(now)
-    wrong = "" if there == here else "the stage's tensors have other names, shapes or dtypes"
+    kinds_before, kinds_now = tensor_kinds(before), tensor_kinds(now)
+    wrong = "" if kinds_before == kinds_now else "the stage's tensors have other names, shapes or dtypes"
     reasons = _changes(before.model_dump(mode="json"), before.model, now, step, lambda: wrong)
     if not reasons and wrong:
         reasons = [f"does not fit: {wrong}"]
@@ -309,20 +309,20 @@ def _changes(
     return problems if jump is None else [*problems, jump]
 
 
-def saved_model(found: CheckpointReader) -> ModelConfig:
-    """The model section of the config of checkpoint `found`. Raises IncompatibleCheckpoint."""
+def saved_model(reader: CheckpointReader) -> ModelConfig:
+    """The model section of the config of checkpoint `reader`. Raises IncompatibleCheckpoint."""
     try:
-        return ModelConfig.model_validate((found.metadata.get("config") or {})["model"])
+        return ModelConfig.model_validate((reader.metadata.get("config") or {})["model"])
     except (KeyError, ValidationError) as error:
-        raise _unknown_config(found, error) from error
+        raise _unknown_config(reader, error) from error
 
 
-def _unknown_config(found: CheckpointReader, error: Exception) -> IncompatibleCheckpoint:
+def _unknown_config(reader: CheckpointReader, error: Exception) -> IncompatibleCheckpoint:
     """The error for a checkpoint whose metadata.json is undamaged but lacks what this version needs."""
     wrong = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
     return IncompatibleCheckpoint(
-        f"{found.path / METADATA_FILE}, written by megafp8 {found.metadata.get('megafp8_version')}, holds no config of "
-        f"a run that megafp8 {__version__} knows: {wrong}"
+        f"{reader.path / METADATA_FILE}, written by megafp8 {reader.metadata.get('megafp8_version')}, holds no config "
+        f"of a run that megafp8 {__version__} knows: {wrong}"
     )
 
 
@@ -406,36 +406,36 @@ def find_checkpoint(
     folder, group = checkpoint_folder(run, config.checkpoint.folder), parallel.world.group
     if parallel.world.is_first:
         clean_incomplete(folder)
-    found = newest_good(folder, verify=config.checkpoint.verify, group=group)
-    if found is not None:
-        on_all_ranks(lambda: check_same_run(config, fingerprint, found), group)
-    return found
+    reader = newest_good(folder, verify=config.checkpoint.verify, group=group)
+    if reader is not None:
+        on_all_ranks(lambda: check_same_run(config, fingerprint, reader), group)
+    return reader
 
 
-def saved_choice(config: Config, found: CheckpointReader | None) -> Choice | None:
-    """The choice of fp8.auto_filter when the run of checkpoint `found` began.
+def saved_choice(config: Config, reader: CheckpointReader | None) -> Choice | None:
+    """The choice of fp8.auto_filter when the run of checkpoint `reader` began.
 
     None if there is no checkpoint, the choice was not saved, or the fp8 section has changed.
     """
-    if found is None or found.metadata["config"].get("fp8") != config.model_dump(mode="json")["fp8"]:
+    if reader is None or reader.metadata["config"].get("fp8") != config.model_dump(mode="json")["fp8"]:
         return None
-    layers = found.metadata.get("fp8_left_out")
+    layers = reader.metadata.get("fp8_left_out")
     return None if layers is None else kept_choice(layers)
 
 
 @torch.no_grad()
-def load_state(trainer: Trainer, found: CheckpointReader) -> int:
+def load_state(trainer: Trainer, reader: CheckpointReader) -> int:
     """Load the result of `find_checkpoint` and return its number of steps; log which keys changed. Collective."""
     state = trainer.optimizer.state()
-    saved = load(found, tensors(trainer, state), optional=_can_lack, verify=False)
+    saved = load(reader, tensors(trainer, state), optional=_can_lack, verify=False)
     trainer.optimizer.restore(state, saved["optimizer_steps"])
-    if AVERAGE in state and not any(name.startswith(f"optimizer.{AVERAGE}.") for name in found.tensors):
+    if AVERAGE in state and not any(name.startswith(f"optimizer.{AVERAGE}.") for name in reader.tensors):
         trainer.optimizer.restart_average()
     trainer.fp8.invalidate_weights()
     trainer.strategy.invalidate()
     changes = changed_keys(saved["config"], trainer.config.model_dump(mode="json"))
     if changes:
-        logger.info(f"changed in the config since {found.path.name}: {'; '.join(changes)}")
+        logger.info(f"changed in the config since {reader.path.name}: {'; '.join(changes)}")
     rates = schedule_change(saved["config"], trainer.config, saved["step"])
     if rates is not None:
         logger.info(rates)

@@ -170,6 +170,7 @@ class Trainer:
     def _build_update(self) -> OptimizerStep:
         """The optimizer step, with clipping and reductions."""
         parallel, o, strategy = self.parallel, self.config.optimizer, self.strategy
+        measures_layers = self.config.logging.layer_norms_interval > 0
         return OptimizerStep(
             buffer=strategy,
             optimizer=MixedPrecisionOptimizer(
@@ -191,14 +192,8 @@ class Trainer:
             data_group=strategy.group,
             expert_group=strategy.expert_group,
             scaler=self.loss_scaler,
-            layers=self._measured_layers(),
+            layers=layers_of_model(strategy.trained, parallel.model.group) if measures_layers else [],
         )
-
-    def _measured_layers(self) -> list[str]:
-        """The layers of the whole model, if their norms are measured. Collective."""
-        if not self.config.logging.layer_norms_interval:
-            return []
-        return layers_of_model(self.strategy.trained, self.parallel.model.group)
 
     def close(self) -> None:
         """Free CUDA graphs, which must not outlive the process groups whose communication they hold."""
@@ -437,10 +432,10 @@ class Trainer:
         """The records of this step: those of all stages on rank 0, none elsewhere."""
         assert self.fp8.recorder is not None
         self.fp8.recorder.observed = statistics  # of the graph that was replayed, else its own
-        own, parallel = self.fp8.recorder.end_step(), self.parallel
+        own_records, parallel = self.fp8.recorder.end_step(), self.parallel
         if not (parallel.tensor.is_first and parallel.data_context.is_first):
             return []
-        stages = all_gather_objects(own, parallel.pipeline.group)
+        stages = all_gather_objects(own_records, parallel.pipeline.group)
         return [record for stage in stages for record in stage] if parallel.is_first_stage else []
 
     @torch.no_grad()
@@ -470,5 +465,5 @@ class Trainer:
     @staticmethod
     def _loss(total: Tensor) -> Loss:
         loss, tokens, *later, _ = total.tolist()
-        means = [more / max(count, 1.0) for more, count in zip(later[::2], later[1::2])]
+        means = [loss_sum / max(count, 1.0) for loss_sum, count in zip(later[::2], later[1::2])]
         return Loss(loss / max(tokens, 1.0), int(tokens), sum(means) / len(means) if means else None)

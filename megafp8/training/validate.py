@@ -46,30 +46,30 @@ def validate(config: Config, world_size: int, source: str) -> Inputs:
     if config.deterministic:
         make_deterministic(device)  # before CUDA is used
     check_device_memory(inputs.config, plan, world_size, device, source)
-    found = check_run(inputs)
+    reader = check_run(inputs)
     if inputs.run.stages:
-        _check_later_stages(inputs, found, world_size, device, source)
+        _check_later_stages(inputs, reader, world_size, device, source)
     return inputs
 
 
 def newest_step(config: Config) -> int:
     """The step of the newest checkpoint that the run will resume from; 0 without one. Raises ValueError."""
     folder = checkpoint_folder(run_folder(config), config.checkpoint.folder)
-    found = newest_readable(folder) if config.checkpoint.resume else None
-    return 0 if found is None else int(found.metadata["step"])
+    reader = newest_readable(folder) if config.checkpoint.resume else None
+    return 0 if reader is None else int(reader.metadata["step"])
 
 
 def _check_later_stages(
-    inputs: Inputs, found: CheckpointReader | None, world_size: int, device: str, source: str
+    inputs: Inputs, reader: CheckpointReader | None, world_size: int, device: str, source: str
 ) -> None:
     """Raise ValueError if a stage that is to come cannot begin after the one before it.
 
-    `inputs`: of the present stage, which resumes from `found`. Data sets are opened and go on where they will be then.
+    `inputs`: of the present stage, which resumes from `reader`. Data sets are opened and go on where they will be then.
     """
     history = History()
-    if found is not None:
-        history = History.resumed(found.metadata, inputs.config)
-        inputs, _ = inputs.resumed(found.metadata)
+    if reader is not None:
+        history = History.resumed(reader.metadata, inputs.config)
+        inputs, _ = inputs.resumed(reader.metadata)
     for stage in planned_stages(inputs.run, source):
         if stage.begin <= (0 if inputs.stage is None else inputs.stage.begin):
             continue
@@ -86,7 +86,7 @@ def _check_later_stages(
 
 def choose_device(config: Config) -> str:
     """`cuda` or `cpu`; raises ConfigError if the config needs CUDA and there is none."""
-    found = torch.cuda.is_available()
+    has_cuda = torch.cuda.is_available()
     needs_cuda = (
         ("device", config.device, config.device == "cuda", "device=cpu or device=auto"),
         ("training.cuda_graphs", True, config.training.cuda_graphs is True, "training.cuda_graphs=auto"),
@@ -94,15 +94,15 @@ def choose_device(config: Config) -> str:
          "parallel.overlap_tensor=auto"),
     )  # fmt: skip
     for key, value, needed, works in needs_cuda:
-        if needed and not found:
+        if needed and not has_cuda:
             raise ConfigError("config", [Problem(key, value, "torch sees no CUDA device here", f"try {works}")])
     interval = config.resilience.recompute_interval
-    if interval and config.device != "cpu" and found and not config.deterministic:
+    if interval and config.device != "cpu" and has_cuda and not config.deterministic:
         rule = "two computations of a batch on a GPU may differ in their last bits unless deterministic is true"
         raise ConfigError(
             "config", [Problem("resilience.recompute_interval", interval, rule, "try 0, or deterministic=true")]
         )
-    return "cuda" if config.device != "cpu" and found else "cpu"
+    return "cuda" if config.device != "cpu" and has_cuda else "cpu"
 
 
 def run_folder(config: Config) -> Path:
@@ -126,11 +126,11 @@ def check_run(inputs: Inputs) -> CheckpointReader | None:
     auto_filter.check(config, build_fp8(config, None), torch.device(choose_device(config)))
     check_optimizer(config)
     check_init(config, folder, inputs.tokenizer)
-    found = None
+    reader = None
     if config.checkpoint.resume:
-        found = check_resume(inputs.run, folder, inputs.fingerprint)
-        if found is not None:
-            inputs.resumed(found.metadata)
+        reader = check_resume(inputs.run, folder, inputs.fingerprint)
+        if reader is not None:
+            inputs.resumed(reader.metadata)
     elif (folder / "metrics.jsonl").exists():
         rule = f"{folder} already holds a run, and checkpoint.resume is false"
         raise ConfigError("config", [Problem("name", config.name, rule, "choose another name, or resume it")])
@@ -146,7 +146,7 @@ def check_run(inputs: Inputs) -> CheckpointReader | None:
             raise ConfigError("config", [Problem("checkpoint.memory_folder", key, rule, "try /dev/shm")])
         works = "name a folder in the memory of each node, such as /dev/shm"
         _check_writable(memory, "checkpoint.memory_folder", key, "checkpoints cannot be written to", works)
-    return found
+    return reader
 
 
 def check_writable(config: Config, folder: Path) -> None:

@@ -95,14 +95,14 @@ def _may_mount(folder: Path) -> bool:
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
-def test_the_error_of_a_full_disk_is_raised_as_it_is() -> None:
+@pytest.mark.parametrize("content", [b"a", torch.zeros(1 << 20)])
+def test_the_error_of_a_full_disk_is_raised_as_it_is(content: bytes | torch.Tensor) -> None:
     """Where the buffer of a small file meets it, and where torch.save does: caused by nothing, itself included."""
-    for content in (b"a", torch.zeros(1 << 20)):
-        full = ChecksummedFiles().create_stream(Path("/dev/full"), "wb")
-        with pytest.raises(OSError, match="No space left on device: '/dev/full'") as raised, full as stream:
-            torch.save(content, stream) if isinstance(content, torch.Tensor) else stream.write(content)
-        assert raised.value.__cause__ is None
-        assert not lost_connection(raised.value)
+    full = ChecksummedFiles().create_stream(Path("/dev/full"), "wb")
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'") as raised, full as stream:
+        torch.save(content, stream) if isinstance(content, torch.Tensor) else stream.write(content)
+    assert raised.value.__cause__ is None
+    assert not lost_connection(raised.value)
 
 
 def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(("layout", "lost"), [*((layout, "a") for layout in LAYOUTS), ("same", "b"), ("same", "")])
 def test_one_node_may_be_lost(world4: World, tmp_path: Path, layout: str, lost: str) -> None:
-    assert world4.run(_save, tmp_path, PAIRS, 2, 2, [5, 10]) == [[[0, 1], [2, 3]]] * 4
+    assert world4.run(_save, tmp_path, PAIRS, tp=2, pp=2, steps=[5, 10]) == [[[0, 1], [2, 3]]] * 4
     for node in "ab":
         kept = sorted(path.name for path in (tmp_path / node / "megafp8-run" / "job").glob("*step*"))
         assert kept == ["step_00000010"]
@@ -85,7 +85,7 @@ def test_one_node_may_be_lost(world4: World, tmp_path: Path, layout: str, lost: 
 def test_neighbours_lost_together_are_too_many(world4: World, tmp_path: Path) -> None:
     """Four nodes in a ring: of two that are not neighbours all files are left."""
     ring = ("a", "b", "c", "d")
-    world4.run(_save, tmp_path, ring, 2, 2, [5])
+    world4.run(_save, tmp_path, ring, tp=2, pp=2, steps=[5])
     backup = tmp_path / "backup"
     shutil.copytree(tmp_path, backup, ignore=shutil.ignore_patterns("backup"))
     for lost, remains in (("ac", True), ("bd", True), ("ab", False), ("da", False)):
@@ -118,13 +118,13 @@ def _save_half(folder: Path, nodes: Sequence[str]) -> bool:
 
 def test_a_save_that_was_not_finished_leaves_the_one_before(world4: World, tmp_path: Path) -> None:
     ring = ("a", "b", "c", "d")
-    world4.run(_save, tmp_path, ring, 2, 2, [5])
+    world4.run(_save, tmp_path, ring, tp=2, pp=2, steps=[5])
     assert world4.run(_save_half, tmp_path, ring) == [True] * 4
     there = {node: len(list((tmp_path / node).rglob("step_00000010"))) for node in ring}
     assert there == {"a": 1, "b": 0, "c": 0, "d": 1}
     assert [one[:2] for one in world4.run(_load, tmp_path, ring, 2, 2)] == [(5, True)] * 4
     assert not list(tmp_path.rglob("step_00000010"))  # removed, so that the step can be saved again
-    world4.run(_save, tmp_path, ring, 2, 2, [10])
+    world4.run(_save, tmp_path, ring, tp=2, pp=2, steps=[10])
     assert [one[:2] for one in world4.run(_load, tmp_path, ring, 2, 2)] == [(10, True)] * 4
 
 
@@ -135,7 +135,7 @@ def _flip(path: Path) -> None:
 
 
 def test_of_a_damaged_file_the_copy_is_used(world4: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    world4.run(_save, tmp_path, PAIRS, 2, 2, [5])
+    world4.run(_save, tmp_path, PAIRS, tp=2, pp=2, steps=[5])
     files = {node: sorted((tmp_path / node).rglob("*.distcp")) for node in "ab"}
     _flip(files["a"][0])
     _flip(files["b"][3])
@@ -148,16 +148,16 @@ def test_of_a_damaged_file_the_copy_is_used(world4: World, tmp_path: Path, capfd
 
 
 def test_what_another_job_has_left_is_removed(world4: World, tmp_path: Path) -> None:
-    world4.run(_save, tmp_path, PAIRS, 2, 2, [5], "earlier")
-    assert world4.run(_load, tmp_path, PAIRS, 2, 2, "job") == [None] * 4
+    world4.run(_save, tmp_path, PAIRS, tp=2, pp=2, steps=[5], token="earlier")
+    assert world4.run(_load, tmp_path, PAIRS, tp=2, pp=2, token="job") == [None] * 4
     assert not list(tmp_path.rglob("step_*"))
 
 
 def test_older_and_unwanted_ones_are_not_loaded(world4: World, tmp_path: Path) -> None:
-    world4.run(_save, tmp_path, PAIRS, 2, 2, [5])
-    assert world4.run(_load, tmp_path, PAIRS, 2, 2, "job", 6) == [None] * 4
-    assert world4.run(_load, tmp_path, PAIRS, 2, 2, "job", 5, "5") == [None] * 4
-    assert world4.run(_load, tmp_path, PAIRS, 2, 2, "job", 5)[0][:2] == (5, True)
+    world4.run(_save, tmp_path, PAIRS, tp=2, pp=2, steps=[5])
+    assert world4.run(_load, tmp_path, PAIRS, tp=2, pp=2, token="job", at_least=6) == [None] * 4
+    assert world4.run(_load, tmp_path, PAIRS, tp=2, pp=2, token="job", at_least=5, unwanted="5") == [None] * 4
+    assert world4.run(_load, tmp_path, PAIRS, tp=2, pp=2, token="job", at_least=5)[0][:2] == (5, True)
 
 
 def _check_space(folder: Path, free: int) -> str:
@@ -191,6 +191,6 @@ def _close(folder: Path) -> None:
 
 
 def test_a_finished_job_gives_its_memory_back(world4: World, tmp_path: Path) -> None:
-    world4.run(_save, tmp_path, PAIRS, 2, 2, [5])
+    world4.run(_save, tmp_path, PAIRS, tp=2, pp=2, steps=[5])
     world4.run(_close, tmp_path)
     assert [list((tmp_path / node).iterdir()) for node in "ab"] == [[], []]

@@ -172,21 +172,21 @@ def _save_slowly(environment: dict[str, str], folder: str) -> None:
         save(folder, step, tensors(step), {}, keep_last=1)
 
 
+@pytest.mark.parametrize("moment", [0.2, 0.7, 1.3])
 @pytest.mark.slow
-def test_killed_while_uploading(s3: ObjectServer) -> None:
-    for moment in (0.2, 0.7, 1.3):
-        folder = s3.folder()
-        save(folder, 1, tensors(1), {})
-        process = start(_save_slowly, s3.environment, str(folder))
-        while not len(list(folder.iterdir())) > 1:
-            time.sleep(0.01)
-        time.sleep(moment)
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        steps = check_all_load(folder)
-        assert steps
-        save(folder, steps[-1] + 1, tensors(steps[-1] + 1), {}, keep_last=1)
-        assert check_all_load(folder) == [steps[-1] + 1]
+def test_killed_while_uploading(s3: ObjectServer, moment: float) -> None:
+    folder = s3.folder()
+    save(folder, 1, tensors(1), {})
+    process = start(_save_slowly, s3.environment, str(folder))
+    while not len(list(folder.iterdir())) > 1:
+        time.sleep(0.01)
+    time.sleep(moment)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    steps = check_all_load(folder)
+    assert steps
+    save(folder, steps[-1] + 1, tensors(steps[-1] + 1), {}, keep_last=1)
+    assert check_all_load(folder) == [steps[-1] + 1]
 
 
 def test_an_interrupted_save_is_never_loaded(s3: ObjectServer) -> None:

@@ -86,7 +86,7 @@ def _compare(
 def test_output_and_gradients_equal_the_reference(
     world4: World, s: int, heads: int, groups: int, window: int | None, documents: bool, ranks: int
 ) -> None:
-    world4.run(_compare, s, heads, groups, window, documents, ranks=ranks)
+    world4.run(_compare, s, heads, groups=groups, window=window, documents=documents, ranks=ranks)
 
 
 def _in_bf16(window: int | None) -> float:
@@ -118,7 +118,9 @@ def test_scores_and_masks_of_the_whole_sequence(
     world4: World, kind: str, window: int | None, documents: bool, causal: bool, prefix: bool
 ) -> None:
     """Dropout too is that of one process, and the bias's gradient a sum over ranks."""
-    world4.run(_compare, 48, 4, 2, window, documents, kind, causal, prefix, ranks=2)
+    world4.run(
+        _compare, 48, 4, groups=2, window=window, documents=documents, kind=kind, causal=causal, prefix=prefix, ranks=2
+    )
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -14,7 +14,8 @@ from megafp8.config import Config
 from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.native import NativeSource
 from tests.conversion import checkpoints
-from tests.training.runs import config_of, saved_tensors, train_and_save
+from tests.training.presets import SAMPLES_1, TP2, config_of
+from tests.training.runs import saved_tensors, train_and_save
 from tests.world import World
 from tools import average_checkpoints
 
@@ -91,8 +92,8 @@ def _save(config: Config, folder: str, steps: int) -> None:
 
 def test_checkpoints_of_different_layouts(world2: World, tmp_path: Path) -> None:
     """A run on one rank, and one under tensor parallelism."""
-    for words, steps in (("1-sample", 1), ("tp2 1-sample", 2)):
-        world2.run(_save, config_of(words), str(tmp_path / f"{steps}"), steps, ranks=steps)
+    for preset, steps in ((SAMPLES_1, 1), (TP2 | SAMPLES_1, 2)):
+        world2.run(_save, config_of(preset), str(tmp_path / f"{steps}"), steps, ranks=steps)
     one, other = (saved_tensors(tmp_path / f"{steps}", steps) for steps in (1, 2))
     assert average("--load", tmp_path / "1", tmp_path / "2", "--save", tmp_path / "mean") == 0
     mean = NativeSource(tmp_path / "mean")

@@ -123,7 +123,10 @@ def test_each_rank_is_written_as_megatron_has_it(name: str, layout: tuple[int, .
     t, p, virtual, expert = *layout, *[1] * (4 - len(layout))
     te = name not in ("qwen2", "mixtral")
     implementation: Any = "transformer_engine" if te else "local"
-    convert(source, MegatronSink(tmp_path / "out", t, p, virtual if virtual > 1 else None, implementation, expert))
+    convert(
+        source, MegatronSink(tmp_path / "out", tensor=t, pipeline=p, virtual_pipeline=virtual if virtual > 1 else None,
+        implementation=implementation, expert=expert),
+    )  # fmt: skip
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
     files = sorted((tmp_path / "out").rglob("*.pt"))
     assert len(files) == t * p * expert

@@ -8,6 +8,7 @@ from collections import defaultdict
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,16 +56,19 @@ def test_order_depends_on_the_seed_alone() -> None:
     assert max(len(run) for run in "".join(map(str, sources)).split("0")) < 30, "not mixed within the block"
 
 
-def test_the_order_of_fresh_runs_is_that_of_earlier_versions() -> None:
-    """Digests of the first 5,000 samples, taken from version 0.1 before blends had segments."""
-    for weights, seed, digest in [
+@pytest.mark.parametrize(
+    ("weights", "seed", "digest"),
+    [
         ([1.0, 2.0], 7, "71b00f6fc314d73c"),
         ([0.6, 0.0005, 0.0005, 0.3989], 1234, "8cd9ab2184d935af"),
         ([3.7, 1.1, 12.9], -3, "11cd36adbbc6e65a"),
-    ]:
-        segment = Segment.fresh(weights, seed)
-        order = repr([segment.locate(i) for i in range(5000)])
-        assert hashlib.sha256(order.encode()).hexdigest()[:16] == digest
+    ],
+)
+def test_the_order_of_fresh_runs_is_that_of_earlier_versions(weights: list[float], seed: int, digest: str) -> None:
+    """Digests of the first 5,000 samples, taken from version 0.1 before blends had segments."""
+    segment = Segment.fresh(weights, seed)
+    order = repr([segment.locate(i) for i in range(5000)])
+    assert hashlib.sha256(order.encode()).hexdigest()[:16] == digest
 
 
 def test_a_later_segment_continues_the_counts() -> None:

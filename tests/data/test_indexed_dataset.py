@@ -202,7 +202,11 @@ def test_check_dataset(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(ValueError, match=r"x\.json is damaged"):
         check(101, None)
-    for text, message in [
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
         ('["a"]', "it holds a list and not a mapping"),
         ('{"text": "a"}\n{"text": "b"}\n', "Extra data.*restore it, or move it away"),
         ("{}", "max_token_id is None and not a token id"),
@@ -211,21 +215,26 @@ def test_check_dataset(tmp_path: Path) -> None:
         ('{"max_token_id": -1}', "max_token_id is -1"),
         ('{"max_token_id": 1, "tokenizer_fingerprint": 7}', "tokenizer_fingerprint is 7 and not a hash"),
         ('{"max_token_id": 1, "index_sha256": "0"}', r"x\.idx is damaged, or of another data set than .*x\.json"),
-    ]:
-        (tmp_path / "x.json").write_text(text)
-        with pytest.raises(DataError, match=message):
-            check(101, "a" * 64)
+    ],
+)
+def test_damaged_sidecars(tmp_path: Path, text: str, message: str) -> None:
+    write_dataset(tmp_path / "x", DOCUMENTS)
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(DataError, match=message):
+        check_dataset(IndexedDataset(tmp_path / "x"), 101, "a" * 64)
 
 
-def test_ids_outside_the_vocabulary_are_placed(tmp_path: Path) -> None:
-    for dtype, token in ((np.int32, -1), (np.int64, 2**40), (np.int16, -300), (np.uint16, 50_000), (np.int32, 100)):
-        dataset = write_dataset(tmp_path / "x", [[1, 2, 3], [], [99, 4, token, 5]], dtype)
-        message = rf"x\.bin: document 2, position 2 holds token {token}"
-        with pytest.raises(DataError, match=message):
-            check_dataset(dataset, 100, None)
-        with pytest.raises(DataError, match=message):
-            check_ids(dataset, dataset.read(1, 6), 100, position=1)
-        check_ids(dataset, dataset.read(0, 5), 100, position=0)
+@pytest.mark.parametrize(
+    ("dtype", "token"), [(np.int32, -1), (np.int64, 2**40), (np.int16, -300), (np.uint16, 50_000), (np.int32, 100)]
+)
+def test_ids_outside_the_vocabulary_are_placed(tmp_path: Path, dtype: type, token: int) -> None:
+    dataset = write_dataset(tmp_path / "x", [[1, 2, 3], [], [99, 4, token, 5]], dtype)
+    message = rf"x\.bin: document 2, position 2 holds token {token}"
+    with pytest.raises(DataError, match=message):
+        check_dataset(dataset, 100, None)
+    with pytest.raises(DataError, match=message):
+        check_ids(dataset, dataset.read(1, 6), 100, position=1)
+    check_ids(dataset, dataset.read(0, 5), 100, position=0)
 
 
 def test_an_empty_data_set(tmp_path: Path) -> None:

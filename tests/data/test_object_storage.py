@@ -47,7 +47,9 @@ def opened(url: str, cache: Path, limit: int = 10**6) -> IndexedDataset:
 
 def stream(dataset: IndexedDataset, cache: Path, consumed: int, workers: int) -> list[torch.Tensor]:
     """Tokens and labels of some steps."""
-    packed = PackedDataset(dataset, range(dataset.num_documents), 32, 1, cache, VOCABULARY)
+    packed = PackedDataset(
+        dataset, range(dataset.num_documents), seq_length=32, seed=1, cache_dir=cache, vocab_size=VOCABULARY
+    )
     steps = batches(
         Blend([packed], Segment.fresh([1.0], 1)),
         consumed_samples=consumed,

@@ -206,21 +206,21 @@ class Interruption:
             yield Document(f"document {number}", "x" * self.size)
 
 
+@pytest.mark.parametrize(("after", "size"), [(0, 10), (20, 300_000)])
 @pytest.mark.parametrize("kill", [True, False])
-def test_killed_workers_and_interrupts_leave_no_files(tmp_path: Path, kill: bool) -> None:
+def test_killed_workers_and_interrupts_leave_no_files(tmp_path: Path, kill: bool, after: int, size: int) -> None:
     """While workers start, and while they send results larger than a pipe's buffer."""
-    for after, size in ((0, 10), (20, 300_000)):
-        documents = Interruption(after, kill, size)
-        settings = TokenizerSettings("bytes")
-        start = time.monotonic()
-        with pytest.raises(ChildProcessError if kill else KeyboardInterrupt) as raised:
-            preprocess(documents, str(tmp_path / "x"), tokenizer=settings, workers=2, progress=False)
-        assert time.monotonic() - start < 20
-        assert list(tmp_path.iterdir()) == []
-        assert len(documents.workers) == 2
-        assert not any(Path(f"/proc/{pid}").exists() for pid in documents.workers)
-        if kill:
-            assert f"worker process {documents.workers[0]} was killed by SIGKILL at document" in str(raised.value)
+    documents = Interruption(after, kill, size)
+    settings = TokenizerSettings("bytes")
+    start = time.monotonic()
+    with pytest.raises(ChildProcessError if kill else KeyboardInterrupt) as raised:
+        preprocess(documents, str(tmp_path / "x"), tokenizer=settings, workers=2, progress=False)
+    assert time.monotonic() - start < 20
+    assert list(tmp_path.iterdir()) == []
+    assert len(documents.workers) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in documents.workers)
+    if kill:
+        assert f"worker process {documents.workers[0]} was killed by SIGKILL at document" in str(raised.value)
 
 
 def test_publishing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

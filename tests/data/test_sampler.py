@@ -69,14 +69,14 @@ def test_a_resumed_stream_goes_on() -> None:
     assert firsts(stream(8, 0, rank=1, dp=2), 2) == [[9, 11], [13, 15]]
 
 
-def test_loader_processes_change_nothing() -> None:
+@pytest.mark.parametrize("workers", [1, 0])
+def test_loader_processes_change_nothing(workers: int) -> None:
     """An error neither: it comes in the step that would use the sample, with its own message."""
-    for workers in (1, 0):
-        steps = stream(4, workers)
-        assert firsts(steps, 4) == [[4 + 4 * step + i for i in range(4)] for step in range(4)]
-        with pytest.raises(DataError) as error:
-            next(steps)
-        assert str(error.value) == "x.bin: sample 20 holds token -1"
+    steps = stream(4, workers)
+    assert firsts(steps, 4) == [[4 + 4 * step + i for i in range(4)] for step in range(4)]
+    with pytest.raises(DataError) as error:
+        next(steps)
+    assert str(error.value) == "x.bin: sample 20 holds token -1"
 
 
 def test_files_that_a_loader_process_cannot_open(tmp_path: Path) -> None:

@@ -165,10 +165,10 @@ def test_frozen_weights(world2: World, names: list[str]) -> None:
         assert trained == nonzero == (4 - len(names)) * WIDTH * WIDTH // 2
 
 
-def test_gradient_shards_are_sums_over_passes_and_ranks(world2: World) -> None:
-    for overlap in (False, True):
-        for waited in world2.run(_sums, overlap):
-            assert waited == ([False, False, True] * 2 if overlap else [True] * 6)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradient_shards_are_sums_over_passes_and_ranks(world2: World, overlap: bool) -> None:
+    for waited in world2.run(_sums, overlap):
+        assert waited == ([False, False, True] * 2 if overlap else [True] * 6)
 
 
 def _replicated(overlap: bool, reduce_dtype: torch.dtype) -> list[list[int]]:

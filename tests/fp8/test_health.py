@@ -179,7 +179,7 @@ def test_what_is_not_finite_becomes_null(granularity: Granularity, broken: float
     recorder.observe("a", "input", x, ScaledTensor(scaled(x).data, torch.ones(granularity.grid(2, 32)), granularity))
     (record,) = recorder.end_step()
     saturated = 0.0 if math.isnan(broken) else 0.015625
-    assert record == Record(1, "a", "input", None, 1.0, 0.0, saturated, None)
+    assert record == Record(1, "a", "input", amax=None, scale=1.0, underflow=0.0, saturated=saturated, snr_db=None)
     writer = ReportWriter(tmp_path / "r", 0)
     writer.write([record])
     writer.close()
@@ -260,7 +260,7 @@ def test_observing_waits_for_nothing_on_a_gpu_and_finds_the_same() -> None:
         np.testing.assert_allclose(found.tolist(), statistics(x, q).tolist(), rtol=3e-7, atol=1e-4)
 
 
-RECORD = Record(100, "layers.0.mlp.down", "input", 3.5, 128.0, 0.01, 0.0, 31.5)
+RECORD = Record(100, "layers.0.mlp.down", "input", amax=3.5, scale=128.0, underflow=0.01, saturated=0.0, snr_db=31.5)
 
 
 def write(path: Path, step: int, *records: Record) -> None:
@@ -318,7 +318,16 @@ def test_a_line_of_something_else_is_named(line: str, tmp_path: Path) -> None:
 def healthy(steps: int = 12, layers: int = 4) -> list[Record]:
     """A report in which nothing is amiss."""
     return [
-        Record(step, f"layers.{i}.{kind}", operand, 2.0, 224.0, 1e-5, 0.0, 25.5 if operand == "grad_output" else 31.5)
+        Record(
+            step,
+            f"layers.{i}.{kind}",
+            operand,
+            amax=2.0,
+            scale=224.0,
+            underflow=1e-5,
+            saturated=0.0,
+            snr_db=25.5 if operand == "grad_output" else 31.5,
+        )
         for step in range(100, 100 * steps + 1, 100)
         for i in range(layers)
         for kind in ("attention.qkv", "mlp.down")

@@ -190,7 +190,10 @@ def test_tuning_adds_once_and_is_remembered(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(CublasLt, "_fastest", lambda *_: pytest.fail("timed again"))
     check_tn(CublasLt(torch.device("cuda"), autotune=True, cache_file=path), a, b, FP32, True, True)
     assert path.read_bytes() == stored
-    problem = Problem(512, 768, 1024, E5M2, "mk", "tensor", E4M3, "nk", "tensor", FP32, True, True)
+    problem = Problem(
+        512, 768, 1024, a_dtype=E5M2, a_order="mk", a_scaling="tensor", b_dtype=E4M3, b_order="nk", b_scaling="tensor",
+        out_dtype=FP32, accumulate=True, fast=True,
+    )  # fmt: skip
     kept = AlgorithmFile(path, tuned.machine).find(str(problem))
     assert kept is not None
     assert [plan.algorithm.tobytes() for plan in tuned._plans.values()] == [kept]
@@ -200,7 +203,10 @@ def test_tuning_adds_once_and_is_remembered(tmp_path: Path, monkeypatch: pytest.
 @needs_hopper
 def test_an_algorithm_the_library_refuses_is_an_error(tmp_path: Path) -> None:
     lt = CublasLt(torch.device("cuda"), autotune=True, cache_file=tmp_path / "algorithms.json")
-    problem = Problem(64, 64, 64, E4M3, "mk", "tensor", E4M3, "nk", "tensor", BF16, False, False)
+    problem = Problem(
+        64, 64, 64, a_dtype=E4M3, a_order="mk", a_scaling="tensor", b_dtype=E4M3, b_order="nk", b_scaling="tensor",
+        out_dtype=BF16, accumulate=False, fast=False,
+    )  # fmt: skip
     AlgorithmFile(tmp_path / "algorithms.json", lt.machine).store_first(str(problem), algorithm(255))
     a = operand(64, 64, E4M3, TENSOR, "cuda", 0)
     with pytest.raises(ValueError, match="delete the file"):

@@ -9,7 +9,10 @@ from megafp8.gemm.cublaslt_problem import Problem, arranged, is_arranged, scale_
 from megafp8.numerics.tensor import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
 
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
-PROBLEM = Problem(32, 48, 64, E4M3, "mk", "tensor", E4M3, "nk", "tensor", BF16, False, True)
+PROBLEM = Problem(
+    32, 48, 64, a_dtype=E4M3, a_order="mk", a_scaling="tensor", b_dtype=E4M3, b_order="nk", b_scaling="tensor",
+    out_dtype=BF16, accumulate=False, fast=True,
+)  # fmt: skip
 
 
 def scaled(r: int, c: int, granularity: Granularity, dtype: torch.dtype = E4M3) -> ScaledTensor:
@@ -18,7 +21,10 @@ def scaled(r: int, c: int, granularity: Granularity, dtype: torch.dtype = E4M3) 
 
 
 def test_every_field_of_a_problem_tells_in_its_name() -> None:
-    other = Problem(1, 2, 3, E5M2, "km", "row", E5M2, "kn", "row", FP32, True, False, True)
+    other = Problem(
+        1, 2, 3, a_dtype=E5M2, a_order="km", a_scaling="row", b_dtype=E5M2, b_order="kn", b_scaling="row",
+        out_dtype=FP32, accumulate=True, fast=False, bias=True,
+    )  # fmt: skip
     changed = [PROBLEM._replace(**{name: getattr(other, name)}) for name in Problem._fields]
     assert len({str(p) for p in (PROBLEM, *changed)}) == 1 + len(Problem._fields)
     assert str(PROBLEM) == "m=32 n=48 k=64 mk:float8_e4m3fn:tensor nk:float8_e4m3fn:tensor =:bfloat16 fast"
@@ -71,7 +77,10 @@ def test_the_problem_of_quantized_operands(granularity: Granularity, fast: bool)
     name = granularity.name
     for use_fast_accum in (False, True):
         problem = Problem.of_scaled(a, b, torch.zeros(32, 48), accumulate=True, use_fast_accum=use_fast_accum)
-        expected = Problem(32, 48, 256, E5M2, "mk", name, E4M3, "nk", name, FP32, True, fast and use_fast_accum)
+        expected = Problem(
+            32, 48, 256, a_dtype=E5M2, a_order="mk", a_scaling=name, b_dtype=E4M3, b_order="nk", b_scaling=name,
+            out_dtype=FP32, accumulate=True, fast=fast and use_fast_accum,
+        )  # fmt: skip
         assert problem == expected
 
 
@@ -79,9 +88,35 @@ def test_the_problem_of_operands_without_scales() -> None:
     """The orders of dy [t, m] and x [t, n] as a weight's gradient takes them, and of a row-major product."""
     dy, x = torch.zeros(8, 32, dtype=BF16), torch.zeros(8, 48, dtype=BF16)
     problem = Problem.of_unscaled(dy.t(), x, torch.zeros(32, 48), accumulate=True)
-    assert problem == Problem(32, 48, 8, BF16, "km", "none", BF16, "kn", "none", FP32, True, False)
+    assert problem == Problem(
+        32,
+        48,
+        8,
+        a_dtype=BF16,
+        a_order="km",
+        a_scaling="none",
+        b_dtype=BF16,
+        b_order="kn",
+        b_scaling="none",
+        out_dtype=FP32,
+        accumulate=True,
+        fast=False,
+    )
     problem = Problem.of_unscaled(dy, torch.zeros(48, 32, dtype=BF16).t(), torch.zeros(8, 48), accumulate=False)
-    assert problem == Problem(8, 48, 32, BF16, "mk", "none", BF16, "nk", "none", FP32, False, False)
+    assert problem == Problem(
+        8,
+        48,
+        32,
+        a_dtype=BF16,
+        a_order="mk",
+        a_scaling="none",
+        b_dtype=BF16,
+        b_order="nk",
+        b_scaling="none",
+        out_dtype=FP32,
+        accumulate=False,
+        fast=False,
+    )
 
 
 @pytest.mark.parametrize("wrong", ["k", "out", "scale_inv"])

@@ -24,7 +24,9 @@ from megafp8.inference.scoring import Request, Scorer
 from megafp8.training.state import checkpoint_folder, save_state
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import SMALL, RandomSource
-from tests.training.runs import config_of, ranks_of, start, steps_of
+from tests.training.presets import *  # noqa: F403
+from tests.training.presets import Preset, config_of
+from tests.training.runs import start, steps_of
 from tests.world import World
 
 PROMPTS = [[3, 6, 9, 12, 15, 2, 5, 8, 11], [0], [1, 2, 3]]
@@ -78,33 +80,33 @@ def _from_checkpoint(folder: str, layout: dict[str, int]) -> tuple[Texts, Texts,
 
 
 LIVE = [
-    "fsdp dp2 gemma",
-    "zb-v pp2 4-layers delayed smooth",
-    "tp2 chunks 3-samples",
-    "tp2 no-sp bloom",
-    "zero dp2 fp8-gather current",
-    "fsdp dp2 fp8-gather delayed",
-    "graphs delayed",
-    "deepseek tp2 ep2",
-    "moe ep2 dp2 all-to-all",
-    "moe tp2 ep2 blockwise wide",
-    "interleaved pp2 4-layers tied",
-    "tp2 pp2 gpt2 dropout",
-    "cp2 window",
-    "mtp pp2 4-layers",
-    "hybrid tp2 delayed",
-    "hybrid pp2",
-    "calibrated",
-    "mxfp8 wide tp2",
-    "custom",
+    FSDP | DP2 | GEMMA,
+    ZB_V | PP2 | LAYERS_4 | DELAYED | SMOOTH,
+    TP2 | CHUNKS | SAMPLES_3,
+    TP2 | NO_SP | BLOOM,
+    ZERO | DP2 | FP8_GATHER | CURRENT,
+    FSDP | DP2 | FP8_GATHER | DELAYED,
+    GRAPHS | DELAYED,
+    DEEPSEEK | TP2 | EP2,
+    MOE | EP2 | DP2 | ALL_TO_ALL,
+    MOE | TP2 | EP2 | BLOCKWISE | WIDE,
+    INTERLEAVED | PP2 | LAYERS_4 | TIED,
+    TP2 | PP2 | GPT2 | DROPOUT,
+    CP2 | WINDOW,
+    MTP | PP2 | LAYERS_4,
+    HYBRID | TP2 | DELAYED,
+    HYBRID | PP2,
+    CALIBRATED,
+    MXFP8 | WIDE | TP2,
+    CUSTOM,
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", LIVE)
-def test_the_live_model_and_its_checkpoint(world4: World, tmp_path: Path, words: str) -> None:
+@pytest.mark.parametrize("preset", LIVE)
+def test_the_live_model_and_its_checkpoint(world4: World, tmp_path: Path, preset: Preset) -> None:
     """Training goes on as if nothing had been generated; texts follow the weights, and a checkpoint gives the same."""
-    config, ranks = config_of(words), ranks_of(words)
+    config, ranks = config_of(preset), preset.ranks
     of_ranks = world4.run(_live, config, str(tmp_path), ranks=ranks)
     (before, after), curve, logprobs = of_ranks[0]
     assert all(found == of_ranks[0] for found in of_ranks)
@@ -136,7 +138,7 @@ def _without_scales(folder: str) -> tuple[str, list[list[float]]]:
 
 
 def test_fp8_needs_its_scales(world2: World, tmp_path: Path) -> None:
-    world2.run(_live, config_of("delayed"), str(tmp_path), ranks=1)
+    world2.run(_live, config_of(DELAYED), str(tmp_path), ranks=1)
     message, (bare, high, fp8) = world2.run(_without_scales, str(tmp_path), ranks=1)[0]
     assert "was trained in FP8 and lacks fp8.layers.0.attention.qkv" in message
     assert "fp8=False" in message
@@ -146,7 +148,7 @@ def test_fp8_needs_its_scales(world2: World, tmp_path: Path) -> None:
 
 def _bytes_config() -> Config:
     model, data = {"vocab_size": 257, "vocab_multiple": 64}, {"tokenizer": {"kind": "bytes"}}
-    return config_of("", model=model, data=data, training={"seq_length": 64})
+    return config_of(NONE, model=model, data=data, training={"seq_length": 64})
 
 
 def save_bytes_run(folder: str) -> None:
@@ -215,7 +217,7 @@ LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], "fac
 
 def _log_probabilities(folder: str) -> list[list[float]]:
     """Of a short text after two steps with long samples: live, from the checkpoint, and by the model in training."""
-    config = config_of("", model={"longrope": LONGROPE | {"original_max_position_embeddings": 24}})
+    config = config_of(NONE, model={"longrope": LONGROPE | {"original_max_position_embeddings": 24}})
     trainer, parallel = start(config)
     steps_of(trainer, parallel, range(2))
     save_state(trainer, Path(folder), 2, None)

@@ -101,10 +101,10 @@ def test_texts(world2: World, tmp_path: Path, dtype: torch.dtype, weights: str |
     """In every layout those of parameters that are not packed, up to a tie, which ends the comparison; in bf16 and int8
     with the log-probabilities of fp32, roughly."""
     _save_llama(tmp_path)
-    expected = world2.run(_texts, tmp_path, torch.float32, None, 1, False, ranks=1)[0]
+    expected = world2.run(_texts, tmp_path, torch.float32, weights=None, tensor=1, packed=False, ranks=1)[0]
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.4}[dtype]  # of weights much larger than trained ones
     for tensor in (1, 2):
-        for found in world2.run(_texts, tmp_path, dtype, weights, tensor, True, ranks=tensor):
+        for found in world2.run(_texts, tmp_path, dtype, weights=weights, tensor=tensor, packed=True, ranks=tensor):
             for (tokens, logprobs), (their_tokens, their_logprobs) in zip(found, expected, strict=True):
                 pairs = zip(tokens, their_tokens, strict=True)
                 same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))

@@ -139,11 +139,11 @@ def _gathered(
 def test_gathered_casts_are_casts_of_the_whole(
     world4: World, kind: str, r: int, c: int, dtype: torch.dtype, ranks: int
 ) -> None:
-    world4.run(_cast, kind, r, c, dtype, False, ranks=ranks)
+    world4.run(_cast, kind, r, c=c, dtype=dtype, ordered=False, ranks=ranks)
 
 
 def test_factors_as_the_kernels_write_them(world2: World) -> None:
-    world2.run(_cast, "1x128", 256, 300, torch.float32, True)
+    world2.run(_cast, "1x128", 256, c=300, dtype=torch.float32, ordered=True)
 
 
 def _no_slices() -> None:

@@ -43,8 +43,8 @@ def _compare(model: dict[str, Any], tp: int, cp: int, sequence_parallel: bool, r
     config, s = ModelConfig(**model), 8 if cp == 1 else 16
     state = initialize_model_parallel(tp, context_parallel_size=cp)
     context = BuildContext(
-        state.tensor.group, Fp8Manager(None, amax_group=None), torch.float64, state.device, sequence_parallel,
-        state.context.group if cp > 1 else None, seed=SEED,
+        state.tensor.group, Fp8Manager(None, amax_group=None), torch.float64, state.device,
+        sequence_parallel=sequence_parallel, context_parallel=state.context.group if cp > 1 else None, seed=SEED,
     )  # fmt: skip
     memory = MEMORY[recompute]
     stage = GPTStage(config, context, layers=config.layers, positions=s, memory=memory and [memory] * 2)
@@ -54,7 +54,9 @@ def _compare(model: dict[str, Any], tp: int, cp: int, sequence_parallel: bool, r
     types, swapped = torch.arange(s).expand(B, s) // 5 % 2, torch.tensor([1, 0])
     weight = torch.rand(B, s, dtype=torch.float64, generator=generator)
     ends = torch.tensor([[0, n, s] for n in LENGTHS[s]]).int()
-    batch = Batch(tokens, labels, weight, None, ends, torch.tensor(SAMPLES), types)
+    batch = Batch(
+        tokens, labels, weight, position_ids=None, cu_seqlens=ends, samples=torch.tensor(SAMPLES), token_types=types
+    )
     if config.binary_head:
         first = (torch.arange(s) == 0).expand(B, s)
         more = torch.cat([weight, first * torch.tensor([[0.7], [0.3]])])
@@ -92,4 +94,17 @@ CASES = [
 def test_loss_and_gradients(
     world4: World, name: str, tp: int, cp: int, sequence_parallel: bool, recompute: str
 ) -> None:
-    assert min(world4.run(_compare, MODELS[name], tp, cp, sequence_parallel, recompute, ranks=tp * cp)) > 30
+    assert (
+        min(
+            world4.run(
+                _compare,
+                MODELS[name],
+                tp,
+                cp=cp,
+                sequence_parallel=sequence_parallel,
+                recompute=recompute,
+                ranks=tp * cp,
+            )
+        )
+        > 30
+    )

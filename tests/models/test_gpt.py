@@ -190,8 +190,9 @@ def _compare(
         tp, context_parallel_size=cp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
     )
     context = BuildContext(
-        state.tensor.group, Fp8Manager(None, amax_group=None), torch.float64, state.device, sequence_parallel,
-        state.context.group if cp > 1 else None, expert=state.expert.group,
+        state.tensor.group, Fp8Manager(None, amax_group=None), torch.float64, state.device,
+        sequence_parallel=sequence_parallel, context_parallel=state.context.group if cp > 1 else None,
+        expert=state.expert.group,
         expert_tensor=state.expert_tensor.group, gathers_tokens=gathers_tokens,
         expert_overlap=default_overlap(state.expert.group, sequence_parallel=True),
         sequence_group=state.tensor_context.group, global_batch=B, global_tokens=B * s, seed=SEED,
@@ -214,7 +215,10 @@ def _compare(
     positions = torch.tensor([[row[:i].count(row[i]) for i in range(s)] for row in DOCUMENTS[s]]) if documents else None
     counted = torch.ones(B, s, dtype=torch.float64)
     prefix_b = None if prefix is None else torch.tensor(prefix)
-    batch = Batch(tokens, labels, counted, positions, cu_seqlens, torch.tensor(SAMPLES), prefix=prefix_b)
+    batch = Batch(
+        tokens, labels, counted, position_ids=positions, cu_seqlens=cu_seqlens, samples=torch.tensor(SAMPLES),
+        prefix=prefix_b,
+    )  # fmt: skip
     batch = batch.with_later_labels(config.mtp_num_layers)
     weight_bs = torch.rand(batch.labels.shape, dtype=torch.float64, generator=generator)
     shard = replace(batch, loss_mask=weight_bs * batch.loss_mask).shard(state.context.rank, cp)
@@ -268,7 +272,10 @@ def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, r
 @pytest.mark.parametrize("name", ["llama", "gpt2", "hybrid"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
 def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
-    world4.run(_compare, MODELS[name], tp, sequence_parallel, "full", True, 0.01, ranks=tp)
+    world4.run(
+        _compare, MODELS[name], tp, sequence_parallel=sequence_parallel, recompute="full", documents=True, z_loss=0.01,
+        ranks=tp,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -285,7 +292,9 @@ def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: 
 def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int, recompute: str) -> None:
     """Of another length in each sample, one of them the whole of it."""
     prefix = [3, 8] if cp == 1 else [11, 16]
-    world4.run(_compare, MODELS[name], tp, True, recompute, False, 0.0, cp, 1, 1, True, prefix, ranks=tp * cp)
+    world4.run(
+        _compare, MODELS[name], tp, sequence_parallel=True, recompute=recompute, cp=cp, prefix=prefix, ranks=tp * cp
+    )
 
 
 @pytest.mark.parametrize(("tp", "cp"), slow_but([(1, 2), (1, 4), (2, 2)], (2, 2)))
@@ -293,12 +302,14 @@ def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int
     "name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom"]
 )
 def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
-    world4.run(_compare, MODELS[name], tp, True, "none", False, 0.0, cp, ranks=tp * cp)
+    world4.run(_compare, MODELS[name], tp, sequence_parallel=True, cp=cp, ranks=tp * cp)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "olmo-window-mtp", "bloom"])
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
-    world4.run(_compare, MODELS[name], 2, True, "full", True, 0.0, 2, ranks=4)
+    world4.run(
+        _compare, MODELS[name], 2, sequence_parallel=True, recompute="full", documents=True, z_loss=0.0, cp=2, ranks=4
+    )
 
 
 @pytest.mark.parametrize(
@@ -319,4 +330,7 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
 )
 def test_experts(world4: World, name: str, tp: int, cp: int, ep: int, etp: int, dispatch: str, recompute: str) -> None:
     gathers = dispatch == "all_gather"
-    world4.run(_compare, MOE_MODELS[name], tp, tp > 1, recompute, False, 0.01, cp, ep, etp, gathers, ranks=tp * cp)
+    world4.run(
+        _compare, MOE_MODELS[name], tp, sequence_parallel=tp > 1, recompute=recompute, z_loss=0.01, cp=cp, ep=ep,
+        etp=etp, gathers_tokens=gathers, ranks=tp * cp,
+    )  # fmt: skip

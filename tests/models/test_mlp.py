@@ -102,4 +102,4 @@ def _compare(tp: int, activation: str, bias: bool, fused: bool, grad_fused: bool
 def test_values_and_gradients(
     world2: World, tp: int, activation: str, bias: bool, fused: bool, grad_fused: bool
 ) -> None:
-    world2.run(_compare, tp, activation, bias, fused, grad_fused, ranks=tp)
+    world2.run(_compare, tp, activation, bias=bias, fused=fused, grad_fused=grad_fused, ranks=tp)

@@ -91,4 +91,17 @@ CASES = [
 def test_loss_and_gradients(
     world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str, splits: list[int]
 ) -> None:
-    assert min(world4.run(_compare, MODELS[name], tp, sequence_parallel, recompute, splits, ranks=tp)) > 40
+    assert (
+        min(
+            world4.run(
+                _compare,
+                MODELS[name],
+                tp,
+                sequence_parallel=sequence_parallel,
+                recompute=recompute,
+                splits=splits,
+                ranks=tp,
+            )
+        )
+        > 40
+    )

@@ -143,12 +143,14 @@ def test_scale_keeps_any_shape() -> None:
     assert scale_from_amax(amax[0, 0, 0], 448.0).shape == ()
 
 
+@pytest.mark.parametrize(
+    ("largest", "scale_inv"), [(448.0, 1.0), (449.0, 2.0), (224.0, 0.5), (225.0, 1.0), (1.0, 1 / 256)]
+)
 @pytest.mark.parametrize("granularity", [ROW, BLOCK_1X128, BLOCK_128X128], ids=lambda g: g.name)
-def test_powers_of_two_are_rounded_down(granularity: Granularity) -> None:
-    for largest, scale_inv in [(448.0, 1.0), (449.0, 2.0), (224.0, 0.5), (225.0, 1.0), (1.0, 1 / 256)]:
-        x = torch.tensor([[largest, -largest / 3]])
-        scaled = quantize_blocks(x, E4M3, granularity, power_of_two=True, eps=0.0)
-        assert scaled.scale_inv.unique().tolist() == [scale_inv]
+def test_powers_of_two_are_rounded_down(granularity: Granularity, largest: float, scale_inv: float) -> None:
+    x = torch.tensor([[largest, -largest / 3]])
+    scaled = quantize_blocks(x, E4M3, granularity, power_of_two=True, eps=0.0)
+    assert scaled.scale_inv.unique().tolist() == [scale_inv]
 
 
 def test_block_amax_takes_any_dtype_and_layout() -> None:

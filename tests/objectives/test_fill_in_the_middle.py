@@ -76,7 +76,9 @@ def test_the_middle_is_drawn_uniformly() -> None:
 
 def test_documents_are_rearranged_one_by_one_and_keep_their_places() -> None:
     parts = [np.append(np.full(12, 7), END), np.append(np.full(20, 8), END), np.full(7, 9)]
-    objective = FillInTheMiddle(NextToken(S, mask_eod_loss=True), 5, 1.0, 0.5, PRE, MID, SUF, END)
+    objective = FillInTheMiddle(
+        NextToken(S, mask_eod_loss=True), seed=5, rate=1.0, spm_rate=0.5, prefix=PRE, middle=MID, suffix=SUF, eod_id=END
+    )
     for i in range(50):
         tokens, documents = objective.row(parts, i)
         assert documents.tolist() == [0] * 13 + [1] * 21 + [2] * 7
@@ -88,7 +90,9 @@ def test_documents_are_rearranged_one_by_one_and_keep_their_places() -> None:
 
 def test_a_short_document_stays_as_it_is() -> None:
     for n in range(3):
-        objective = FillInTheMiddle(NextToken(n), 5, 1.0, 0.5, PRE, MID, SUF, END)
+        objective = FillInTheMiddle(
+            NextToken(n), seed=5, rate=1.0, spm_rate=0.5, prefix=PRE, middle=MID, suffix=SUF, eod_id=END
+        )
         assert all(objective.row([np.append(TEXT[:n], END)], i).tolist() == [*TEXT[:n], END] for i in range(20))
 
 

@@ -66,7 +66,9 @@ def test_pairs_keep_every_token_and_tell_their_order(tmp_path: Path) -> None:
     """Each token of the data set is in one sample of an epoch, and the labels put back in order are the text."""
     s = 24
     dataset = sentences(tmp_path)
-    packed = PackedDataset(dataset, range(40), s - 4, 3, tmp_path, V, "sentences")
+    packed = PackedDataset(
+        dataset, range(40), seq_length=s - 4, seed=3, cache_dir=tmp_path, vocab_size=V, packing="sentences"
+    )
     found, swaps = [], 0
     for i in range(packed.samples_per_epoch):
         parts = packed.parts(i)
@@ -93,7 +95,9 @@ def test_pairs_keep_every_token_and_tell_their_order(tmp_path: Path) -> None:
 
 
 def test_a_batch_depends_on_seed_and_sample_only(tmp_path: Path) -> None:
-    packed = PackedDataset(sentences(tmp_path), range(40), 20, 3, tmp_path, V, "sentences")
+    packed = PackedDataset(
+        sentences(tmp_path), range(40), seq_length=20, seed=3, cache_dir=tmp_path, vocab_size=V, packing="sentences"
+    )
     blend = Blend([packed], Segment.fresh([1.0], 3))
 
     def steps(consumed: int, rank: int, ranks: int, seed: int = 7) -> list[Batch]:

@@ -18,7 +18,7 @@ def test_the_text_is_restored() -> None:
     config, s, d = SpanCorruptionConfig(), 64, 32
     length = config.text_length(s)
     noise, spans = config.lengths(length)
-    of = SpanCorruption(s, d, 5, noise, spans, SENTINELS, END, PAD)
+    of = SpanCorruption(s, d, seed=5, noise=noise, spans=spans, sentinels=SENTINELS, end_id=END, pad_id=PAD)
     starts, lengths = np.zeros(length), []
     for i in range(300):
         text = np.random.default_rng(i).integers(2, 190, length)
@@ -89,7 +89,9 @@ def test_every_row_has_its_end() -> None:
             noise, spans = config.lengths(length)
             d = noise + spans + 1
             text = np.arange(length) + 100_000
-            row = SpanCorruption(s, d, s, noise, spans, range(10, 10 + spans), END, PAD).row([text], s)
+            row = SpanCorruption(
+                s, d, seed=s, noise=noise, spans=spans, sentinels=range(10, 10 + spans), end_id=END, pad_id=PAD
+            ).row([text], s)
             tokens, decoder, labels, counts = np.split(row, [s, s + d, s + 2 * d])
             where = f"inputs {s}, mean {mean}, density {density}"
             assert tokens[length - noise + spans] == END, where
@@ -109,4 +111,4 @@ def test_no_row_is_written_that_does_not_fit() -> None:
     text = np.arange(20) + 100
     for s, d, message in ((19, 9, "20 tokens for an encoder of 19"), (20, 5, "6 tokens for a decoder of 5")):
         with pytest.raises(AssertionError, match=message):
-            SpanCorruption(s, d, 0, 3, 2, SENTINELS, END, PAD).row([text], 0)
+            SpanCorruption(s, d, seed=0, noise=3, spans=2, sentinels=SENTINELS, end_id=END, pad_id=PAD).row([text], 0)

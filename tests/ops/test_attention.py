@@ -143,7 +143,10 @@ def larger(mask: AttentionMask) -> AttentionMask:
         visible = visible.repeat_interleave(LARGER, 2).repeat_interleave(LARGER, 3).cuda()
     if positions is not None:
         positions = (positions[..., None] * LARGER + torch.arange(LARGER)).flatten(1).cuda()
-    return AttentionMask(q, q if same else k, mask.causal, window, mask.square, prefix_b, visible, positions)
+    return AttentionMask(
+        q, q if same else k, causal=mask.causal, window=window, square=mask.square, prefix_b=prefix_b, visible=visible,
+        positions_bs=positions,
+    )  # fmt: skip
 
 
 def inputs(s: int, t: int, heads: int, groups: int, d: int, dtype: torch.dtype, device: str) -> list[Tensor]:

@@ -16,17 +16,22 @@ from megafp8.optimizer import mixed_precision
 from megafp8.optimizer.layer_norms import KINDS, in_order
 from megafp8.training.trainer import Trainer
 from tests.marks import slow_but
-from tests.training.runs import Shard, _located, assembled, batches, config_of, ranks_of, start
+from tests.training.presets import *  # noqa: F403
+from tests.training.presets import Preset, config_of
+from tests.training.runs import Shard, _located, assembled, batches, start
 from tests.world import World
 
 STEPS = 2
 CASES = [
-    "gpt2 tied tp2 pp2", "moe dp2 ep2 zero clip", "muon groups tp2 dp2 zero", "muon moe dp2 ep2 fsdp",
-    "bf16 remainders dp2", "graphs",
-    "tp2", "dp2", "dp2 zero", "dp2 fsdp", "dp4 hsdp", "cp2", "4-layers pp2 zb-v tied", "tp2 dp2 fsdp",
-    "fp8-moments dp2", "muon tp2", "t5 tp2 pp2", "few-rows dp4 fsdp", "bert dp4 fsdp", "lora-2 moe dp4 ep2 fsdp",
-    "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "moe dp4 ep2 fsdp", "moe dp4 ep2 hsdp", "moe tp2 dp2 etp2",
-    "dp2 fsdp fp8-gather current", "fp16 dp2 zero", "lora tp2 dp2 zero", "mtp tp2 pp2 dp2 zero",
+    GPT2 | TIED | TP2 | PP2, MOE | DP2 | EP2 | ZERO | CLIP, MUON | GROUPS | TP2 | DP2 | ZERO,
+    MUON | MOE | DP2 | EP2 | FSDP,
+    BF16 | REMAINDERS | DP2, GRAPHS,
+    TP2, DP2, DP2 | ZERO, DP2 | FSDP, DP4 | HSDP, CP2, LAYERS_4 | PP2 | ZB_V | TIED, TP2 | DP2 | FSDP,
+    FP8_MOMENTS | DP2, MUON | TP2, T5 | TP2 | PP2, FEW_ROWS | DP4 | FSDP, BERT | DP4 | FSDP,
+    LORA_2 | MOE | DP4 | EP2 | FSDP,
+    DEEPSEEK | TP2 | DP2 | EP4 | ZERO | DELAYED | FP8_GATHER, MOE | DP4 | EP2 | FSDP, MOE | DP4 | EP2 | HSDP,
+    MOE | TP2 | DP2 | ETP2,
+    DP2 | FSDP | FP8_GATHER | CURRENT, FP16 | DP2 | ZERO, LORA | TP2 | DP2 | ZERO, MTP | TP2 | PP2 | DP2 | ZERO,
 ]  # fmt: skip
 QUICK = CASES[1:6]
 
@@ -42,10 +47,10 @@ def _master(trainer: Trainer) -> Callable[[FlatShard], Tensor]:
     return lambda shard: masters.get(shard, trainer.optimizer.master_of(shard))
 
 
-def _measure(words: str) -> dict[str, Any]:
+def _measure(preset: Preset) -> dict[str, Any]:
     """What a run measures in steps 1 and 2, and the tensors before, in and after these."""
     mixed_precision.BATCH = 4000  # several, of which some have several shards
-    config = config_of(words, logging={"layer_norms_interval": 1})
+    config = config_of(preset, logging={"layer_norms_interval": 1})
     trainer, parallel = start(config)
     steps = []
     for step in range(STEPS):
@@ -55,7 +60,7 @@ def _measure(words: str) -> dict[str, Any]:
         gradients = _flat(trainer, gradient_of)
         after = _flat(trainer, _master(trainer))
         steps.append((result, factor or 1.0, {"gradients": gradients, "before": before, "after": after}))
-    plain = config_of(words, logging={"layer_norms_interval": 0})
+    plain = config_of(preset, logging={"layer_norms_interval": 0})
     trainer, parallel = start(plain)
     results = [trainer.train_step(step, batches(step, plain, parallel))[1] for step in range(STEPS)]
     return {"steps": steps, "same": [_flat(trainer, _master(trainer)), results]}
@@ -66,9 +71,9 @@ def _layer(name: str) -> str:
     return f"layers.{second}" if first == "layers" else first
 
 
-@pytest.mark.parametrize("words", slow_but(CASES, *QUICK))
-def test_norms_are_those_of_whole_tensors(world4: World, words: str) -> None:
-    found = world4.run(_measure, words, ranks=ranks_of(words))
+@pytest.mark.parametrize("preset", slow_but(CASES, *QUICK))
+def test_norms_are_those_of_whole_tensors(world4: World, preset: Preset) -> None:
+    found = world4.run(_measure, preset, ranks=preset.ranks)
     for step in range(STEPS):
         result, factor, _ = found[0]["steps"][step]
         assert all(rank["steps"][step][0] == result for rank in found), "ranks report different norms"
@@ -98,8 +103,8 @@ def test_norms_are_those_of_whole_tensors(world4: World, words: str) -> None:
         assert torch.equal(x, y), f"{name}: the measurement changes the training"
 
 
-def _skipped(words: str) -> list[dict[str, float]]:
-    config = config_of(words, logging={"layer_norms_interval": 1})
+def _skipped(preset: Preset) -> list[dict[str, float]]:
+    config = config_of(preset, logging={"layer_norms_interval": 1})
     trainer, parallel = start(config)
     measured = []
     update = trainer.update
@@ -121,9 +126,9 @@ def _skipped(words: str) -> list[dict[str, float]]:
     return measured
 
 
-@pytest.mark.parametrize("words", slow_but(["dp2 zero", "muon dp2 zero"], "dp2 zero"))
-def test_a_skipped_step_tells_which_gradients_are_not_finite(world2: World, words: str) -> None:
-    for first, skipped in world2.run(_skipped, words):
+@pytest.mark.parametrize("preset", slow_but([DP2 | ZERO, MUON | DP2 | ZERO], DP2 | ZERO))
+def test_a_skipped_step_tells_which_gradients_are_not_finite(world2: World, preset: Preset) -> None:
+    for first, skipped in world2.run(_skipped, preset):
         assert set(skipped) == {name for name in first if name.startswith("grad_norm/")}
         assert [name for name, value in skipped.items() if not math.isfinite(value)] == ["grad_norm/layers.0"]
 

@@ -21,7 +21,10 @@ def schedules(draw: Any) -> Schedule:
     warmup, decay, stable = draw(st.integers(0, 50)), draw(st.integers(1, 200)), draw(st.integers(1, 200))
     peak = draw(st.floats(1e-6, 1.0))
     minimum, total = peak * draw(st.floats(0.0, 1.0)), warmup + stable + decay
-    return Schedule(kind, peak, minimum, warmup, total, decay if kind == "wsd" else 0)
+    return Schedule(
+        kind, peak=peak, minimum=minimum, warmup_steps=warmup, total_steps=total,
+        decay_steps=decay if kind == "wsd" else 0,
+    )  # fmt: skip
 
 
 @given(schedules())
@@ -66,7 +69,9 @@ def test_a_schedule_that_begins_later() -> None:
     """Annealing to zero from step 8 on; and a decay that ended at 0.2, warmed up again from there and decayed."""
     anneal = Schedule("linear", 1.0, 0.0, 0, 12, first_step=8)
     assert [anneal.at(i) for i in (0, 8, 9, 11, 12)] == [1.0, 1.0, 0.75, 0.25, 0.0]
-    again = Schedule("wsd", 1.0, 0.1, 4, 20, 4, first_step=8, warmup_from=0.2)
+    again = Schedule(
+        "wsd", peak=1.0, minimum=0.1, warmup_steps=4, total_steps=20, decay_steps=4, first_step=8, warmup_from=0.2
+    )
     rates = [again.at(i) for i in (7, 8, 9, 11, 12, 16, 17, 20)]
     assert rates == pytest.approx([0.4, 0.4, 0.6, 1.0, 1.0, 1.0, 0.55, 0.1])
     constant = Schedule("constant", 1.0, 1.0, 2, 2, first_step=8)

@@ -17,7 +17,7 @@ from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megafp8.training.describe import planned_stage
 from megafp8.training.state import tensor_kinds
 from tests.tiny_model import CPU, make_buffer, make_param
-from tests.training.runs import config_of
+from tests.training.presets import BF16, config_of
 from tests.world import World
 
 DECAY, LRS = 0.3, [0.01, 0.02, 0.03, 0.02, 0.01]
@@ -122,7 +122,7 @@ def test_a_step_with_state_in_less_than_fp32(options: dict[str, Any], rounded: f
 
 
 def test_a_checkpoint_holds_one_moment_of_each_weight() -> None:
-    config = config_of("bf16", optimizer={"name": "lion"})
+    config = config_of(BF16, optimizer={"name": "lion"})
     names = {name for stage in [planned_stage(config, 0)] for p in stage.parameters() for name in _names(p)}
     kinds = {name: kind for name, (_, kind) in tensor_kinds(config).items() if name.startswith("optimizer.")}
     moments = dict.fromkeys((f"optimizer.exp_avg.{name}" for name in names), torch.float32)

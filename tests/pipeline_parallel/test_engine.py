@@ -163,7 +163,9 @@ def test_two_pipelines_side_by_side(world4: World) -> None:
 
 def _evaluate(placement: Placement, m: int) -> tuple[list[Any], bool]:
     state = initialize_model_parallel(pipeline_model_parallel_size=placement.num_ranks)
-    engine = PipelineEngine(state.pipeline, state.pipeline_backward, placement, (ROWS, WIDTH), torch.float64, CPU)
+    engine = PipelineEngine(
+        state.pipeline, state.pipeline_backward, placement, shape=(ROWS, WIDTH), dtype=torch.float64, device=CPU
+    )
     rank = state.pipeline.rank
     with_grad: list[bool] = []
 
@@ -194,7 +196,9 @@ def test_an_evaluation_reports_in_order_and_builds_no_graph(world4: World, place
 def _train_twice(m: int) -> list[Tensor]:
     """Two runs of one engine, gradients accumulating, in bfloat16 as training sends it."""
     state = initialize_model_parallel(pipeline_model_parallel_size=2)
-    engine = PipelineEngine(state.pipeline, state.pipeline_backward, loop_placement(2), (2,), torch.bfloat16, CPU)
+    engine = PipelineEngine(
+        state.pipeline, state.pipeline_backward, loop_placement(2), shape=(2,), dtype=torch.bfloat16, device=CPU
+    )
     rank = state.pipeline.rank
     weight = nn.Parameter(torch.tensor([2.0, 4.0], dtype=torch.bfloat16))
 
@@ -219,7 +223,7 @@ def test_bfloat16_and_accumulation_over_runs(world2: World) -> None:
 def _alone() -> PipelineEngine:
     """An engine of one stage; it never touches its process group."""
     group = Group(cast(Any, None), (0,), 0)
-    return PipelineEngine(group, group, loop_placement(1), (ROWS, WIDTH), torch.float64, CPU)
+    return PipelineEngine(group, group, loop_placement(1), shape=(ROWS, WIDTH), dtype=torch.float64, device=CPU)
 
 
 @pytest.mark.parametrize(

@@ -299,8 +299,9 @@ def test_state_of_a_rank(world4: World, ranks: int) -> None:
             assert measured == planned, options
 
 
-def test_state_of_a_rank_under_fsdp(world4: World) -> None:
-    for options in (
+@pytest.mark.parametrize(
+    "options",
+    [
         ["training.precision=bf16", "fp8.recipe=delayed", "fp8.param_gather=true", "model.tie_embeddings=true"],
         ["parallel.tensor=2", "optimizer.moments_dtype=fp8", "fp8.recipe=current", *GPT2],
         ["parallel.fsdp_replicas=2", "fp8.recipe=current", "fp8.param_gather=true", "optimizer.moments_dtype=bf16"],
@@ -308,9 +309,11 @@ def test_state_of_a_rank_under_fsdp(world4: World) -> None:
         ["parallel.fsdp_replicas=2", "parallel.context=2", "model.tie_embeddings=true", "model.mtp_num_layers=1"],
         ["parallel.fsdp_replicas=2", "training.precision=bf16", "fp8.recipe=current", "lora.rank=4"],
         ["optimizer.name=muon", "fp8.recipe=current", "fp8.param_gather=true", *GPT2],
-    ):
-        for measured, planned in world4.run(_state, [*ALONE, *options, "parallel.fsdp=true"], ranks=4):
-            assert measured == planned, options
+    ],
+)
+def test_state_of_a_rank_under_fsdp(world4: World, options: list[str]) -> None:
+    for measured, planned in world4.run(_state, [*ALONE, *options, "parallel.fsdp=true"], ranks=4):
+        assert measured == planned, options
 
 
 def test_sharding_saves_memory() -> None:
@@ -333,19 +336,22 @@ def test_replicas_of_shards_hold_as_much_as_fewer_ranks() -> None:
     assert eight.masters * 2 == hybrid.masters
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_state_of_a_rank_with_fp8_parameters(world4: World, precision: str) -> None:
-    """Masters of FP8 weights exist in fp32 too."""
-    for options in (
+@pytest.mark.parametrize(
+    "options",
+    [
         ["fp8.recipe=delayed", "model.tie_embeddings=true"],
         ["fp8.recipe=current", "fp8.last_blocks_bf16=1", 'fp8.exclude=["*.proj"]', *GPT2],
-    ):
-        gather = ["parallel.zero=1", "fp8.param_gather=true", f"training.precision={precision}"]
-        for measured, planned in world4.run(_state, [*ALONE, *gather, *options], ranks=2):
-            # Weights, gradients and copies are whole on every rank; of masters and moments some rank has the padding.
-            assert [measured[i] for i in (0, 1, 4)] == [planned[i] for i in (0, 1, 4)], options
-            for i in (2, 3):
-                assert 0.97 * planned[i] <= measured[i] <= planned[i]
+    ],
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_state_of_a_rank_with_fp8_parameters(world4: World, precision: str, options: list[str]) -> None:
+    """Masters of FP8 weights exist in fp32 too."""
+    gather = ["parallel.zero=1", "fp8.param_gather=true", f"training.precision={precision}"]
+    for measured, planned in world4.run(_state, [*ALONE, *gather, *options], ranks=2):
+        # Weights, gradients and copies are whole on every rank; of masters and moments some rank has the padding.
+        assert [measured[i] for i in (0, 1, 4)] == [planned[i] for i in (0, 1, 4)], options
+        for i in (2, 3):
+            assert 0.97 * planned[i] <= measured[i] <= planned[i]
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_column_parallel(world4: World, tp: int, sequence_parallel: bool, gather
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_chunks_of_a_column_parallel_product(world4: World, tp: int) -> None:
-    world4.run(_column, tp, True, False, False, True, ranks=tp)
+    world4.run(_column, tp, True, gather=False, skip=False, chunked=True, ranks=tp)
 
 
 def _fused(tp_size: int) -> None:
@@ -159,7 +159,7 @@ def test_row_parallel(world4: World, tp: int, sequence_parallel: bool, input_is_
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_chunks_of_a_row_parallel_product(world4: World, tp: int) -> None:
-    world4.run(_row, tp, True, True, False, True, ranks=tp)
+    world4.run(_row, tp, True, input_is_parallel=True, skip=False, chunked=True, ranks=tp)
 
 
 def _embedding(tp_size: int, sequence_parallel: bool) -> None:

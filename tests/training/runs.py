@@ -1,8 +1,7 @@
 """Small models trained on real ranks in any layout: what the tests of training share.
 
-A run is described by words, each of which sets a few keys of the config: "tp2 pp2 zb-h1 delayed" (`WORDS`). `train` is
-what every run does: two steps, one that is skipped, an evaluation, and more steps. A run is computed once a session
-(`Runs.of`) for all tests.
+A run is described by a preset (`presets.py`). `train` is what every run does: two steps, one that is skipped, an
+evaluation, and more steps. A run is computed once a session (`Runs.of`) for all tests.
 """
 
 from __future__ import annotations
@@ -51,242 +50,8 @@ from megafp8.training.validate import check_run
 from tests.distributed.chunks import InChunks
 from tests.quickstart_data import CONFIG, QuickstartData
 from tests.training.latest import load_latest
+from tests.training.presets import TEXT, VOCABULARY, Preset, Sections, config, config_of, merged, without_execution
 from tests.world import World
-
-Sections = Mapping[str, Mapping[str, Any]]
-"""Keys of a config by section."""
-
-# --- configs ---------------------------------------------------------------------------------------------------------
-
-VOCABULARY = 100  # padded to 128
-BASE: Sections = {
-    "model": {
-        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_query_groups": 4, "ffn_hidden_size": 128,
-        "vocab_size": VOCABULARY, "vocab_multiple": 64,
-    },
-    "training": {"steps": 20, "seq_length": 32, "micro_batch_size": 1, "global_batch_size": 2, "precision": "fp32"},
-    "parallel": {"bucket_mib": 0.05},  # some ten buckets
-    "fp8": {"amax_history_len": 3},
-    "optimizer": {"learning_rate": 1e-3},
-    "data": {"train": ["none"]},
-}  # fmt: skip
-
-
-def merged(*sections: Sections) -> dict[str, dict[str, Any]]:
-    """All keys; of those that are given twice, the later value."""
-    names = dict.fromkeys(name for given in sections for name in given)
-    return {name: {k: v for given in sections for k, v in given.get(name, {}).items()} for name in names}
-
-
-def config(*, seed: int = 1234, device: str = "cpu", **sections: Mapping[str, Any]) -> Config:
-    """The small model with some keys changed."""
-    return Config.model_validate({"name": "test", "seed": seed, "device": device, **merged(BASE, sections)})
-
-
-def _fp8(recipe: str, **keys: Any) -> Sections:
-    return {"fp8": {"recipe": recipe, **keys}}
-
-
-def _recompute(*ops: str) -> Sections:
-    return {"parallel": {"recompute": "selective", "recompute_ops": list(ops)}}
-
-
-_GPT2 = {"position_embedding": "learned", "normalization": "layernorm", "activation": "gelu_tanh", "linear_bias": True}
-MIXED = [
-    {"layers": "*.mlp.down", "input": "rowwise", "weight": "rowwise", "grad_output": "rowwise"},
-    {"layers": "*.attention.*", "input": "current", "weight": "delayed", "grad_output": "current"},
-    {"layers": "*", "input": "delayed", "weight": "current", "grad_output": "delayed"},
-]
-STATIC_AMAX = {"*.weight": 0.2, "*.input": 8.0, "*.grad_output": 1e-3}
-DEEPSEEK = {
-    "num_experts": 8, "top_k": 2, "ffn_hidden_size": 32, "score": "sigmoid", "scaling_factor": 2.0, "num_groups": 4,
-    "top_groups": 2, "selection_bias": True, "bias_update_rate": 0.05, "shared_ffn_hidden_size": 64,
-    "first_dense_layers": 1,
-}  # fmt: skip
-BERT = {
-    **_GPT2, "architecture": "bert", "norm_position": "post", "embedding_norm": True, "activation": "gelu",
-    "tie_embeddings": True, "num_query_groups": None, "token_types": 2, "binary_head": True,
-}  # fmt: skip
-T5 = {
-    "architecture": "t5", "num_decoder_layers": 2, "num_query_groups": None, "position_embedding": "relative",
-    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "activation": "geglu_tanh",
-}  # fmt: skip
-LATENT = {"q_rank": 32, "kv_rank": 16, "nope_head_dim": 8, "rope_head_dim": 4, "value_head_dim": 8}
-DELTA_NET = {
-    "kind": "gated_delta_net", "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 8,
-}  # fmt: skip
-WORDS: dict[str, Sections] = {
-    # models
-    "4-layers": {"model": {"num_layers": 4}},
-    "8-layers": {"model": {"num_layers": 8}},
-    "wide": {"model": {"hidden_size": 128, "ffn_hidden_size": 128, "num_query_groups": 8}},  # blocks of FP8 are whole
-    "tied": {"model": {"tie_embeddings": True}},
-    "gpt2": {"model": {**_GPT2, "num_query_groups": 8}},
-    "gelu": {"model": {"activation": "gelu"}},
-    "qkv-bias": {"model": {"qkv_bias": True}},
-    "qk-norm": {"model": {"qkv_bias": True, "qk_norm": True, "attention_sinks": True}},
-    "parallel-block": {"model": {"parallel_block": True, "qk_norm": "projection"}},
-    "mtp": {"model": {"mtp_num_layers": 2}},
-    "window": {"model": {"sliding_window": 7}},
-    "dropout": {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}},
-    "moe": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1, "z_loss": 0.01}}},
-    "global-balance": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1,
-                                         "aux_loss_scope": "global_batch"}}},
-    "dropping": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "capacity_factor": 0.8}}},
-    "gemma": {"model": {"norm_position": "both", "zero_centered_gamma": True, "embedding_multiplier": 8.0,
-                        "activation": "geglu_tanh", "attention_softcap": 5.0, "logit_softcap": 10.0,
-                        "sliding_window": 7, "full_attention_layers": [1], "rope_local_theta": 100.0}},
-    "hybrid": {"model": {"layer_kinds": {"linear": {"mixer": DELTA_NET}, "full": {}}, "pattern": ["linear", "full"]}},
-    "bloom": {"model": {**_GPT2, "num_query_groups": 8, "position_embedding": "alibi", "embedding_norm": True}},
-    "gpt-oss": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1},
-                          "linear_bias": True, "attention_sinks": True, "activation": "clamped_swiglu",
-                          "norm_position": "output"}},
-    # parameters of one and two rows: vectors of two heads, two channels and two experts, and a gate of one output
-    "few-rows": {"model": {"num_attention_heads": 2, "num_query_groups": 2, "head_dim": 2, "qk_norm": True,
-                           "qkv_bias": True, "attention_sinks": True,
-                           "moe": {"num_experts": 2, "top_k": 1, "ffn_hidden_size": 32, "aux_loss": 0.1,
-                                   "shared_ffn_hidden_size": 32, "shared_gate": True}}},
-    "deepseek": {"model": {"moe": DEEPSEEK, "latent_attention": LATENT, "num_query_groups": None}},
-    "bert": {"model": BERT, "data": {"packing": "sentences"}},
-    "bert-pre": {"model": {**BERT, "norm_position": "pre", "embedding_norm": False, "activation": "gelu_tanh",
-                           "tie_embeddings": False, "binary_head": False}},
-    "t5": {"model": T5, "training": {"decoder_seq_length": 16}},
-    "t5-tied": {"model": {**T5, "activation": "relu", "tie_embeddings": True}, "training": {"decoder_seq_length": 16}},
-    "lora": {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"learning_rate": 1e-2}},
-    "lora-q-down": {"lora": {"rank": 3, "alpha": 8.0, "targets": ["q", "down"]}, "optimizer": {"learning_rate": 1e-2}},
-    "lora-2": {"lora": {"rank": 2, "alpha": 8.0}, "optimizer": {"learning_rate": 1e-2}},
-    "lora-gate": {"lora": {"targets": ["gate"]}},
-    # precision; a CPU is slow at bf16
-    "fp64": {"training": {"precision": "fp64"}},
-    "bf16": {
-        "training": {"precision": "bf16"},
-        "model": {"hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64},
-        "parallel": {"bucket_mib": 0.01},
-    },
-    "fp16": {
-        "training": {"precision": "fp16", "loss_scale": {"initial_scale": 2.0**14, "growth_interval": 2}},
-        "model": {"hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64},
-        "parallel": {"bucket_mib": 0.01},
-    },
-    # batches
-    "micro2": {"training": {"micro_batch_size": 2}},
-    "seq256": {"training": {"seq_length": 256}},
-    "1-sample": {"training": {"global_batch_size": 1}},
-    "2-samples": {"training": {"global_batch_size": 2}},
-    "3-samples": {"training": {"global_batch_size": 3}},
-    "4-samples": {"training": {"global_batch_size": 4}},
-    "8-samples": {"training": {"global_batch_size": 8}},
-    "masked": {"data": {"mask_eod_loss": True}},
-    "documents": {"data": {"mask_eod_loss": True, "reset_at_documents": True}, "training": {"z_loss": 1e-4}},
-    "best-fit": {"data": {"packing": "best_fit", "mask_eod_loss": True, "reset_at_documents": True}},
-    "prefix": {"data": {"prefix_lm": {"min_length": 2, "max_length": 20}}},
-    "answers": {"data": {"packing": "best_fit", "mask_eod_loss": True, "reset_at_documents": True,
-                         "loss_on": "answers"}},
-    "text": {},  # the quickstart's; `Runs` knows where it is
-    # FP8
-    "delayed": _fp8("delayed"),
-    "delayed-2": _fp8("delayed", interval=2, amax_compute_algo="most_recent"),
-    "current": _fp8("current"),
-    "rowwise": _fp8("rowwise"),
-    "blockwise": _fp8("blockwise"),
-    "mxfp8": _fp8("mxfp8"),
-    "nvfp4": _fp8("nvfp4"),
-    "calibrated": _fp8("static", calibration_steps=1),
-    "static": _fp8("static", static_amax=STATIC_AMAX),
-    "custom": _fp8("custom", custom=MIXED),
-    "smooth": {"fp8": {"smooth_swiglu": True}},
-    "fprop-bf16": {"fp8": {"override_linear_precision": (True, False, False)}},
-    "dgrad-bf16": {"fp8": {"override_linear_precision": (False, True, False)}},
-    "wgrad-bf16": {"fp8": {"override_linear_precision": (False, False, True)}},
-    "power-of-two": {"fp8": {"power_of_two_scale": True}},
-    "some-layers": {"fp8": {"exclude": ["layers.0.*", "*.mlp.down"]}},
-    "report": {"fp8": {"report_interval": 1}},
-    "report-2": {"fp8": {"report_interval": 2}},
-    "report-3": {"fp8": {"report_interval": 3}},
-    "fp8-gather": {"fp8": {"param_gather": True}},
-    # optimizer
-    "no-clip": {"optimizer": {"clip_grad_norm": 0.0}},
-    "clip": {"optimizer": {"clip_grad_norm": 0.1}},
-    "bf16-moments": {"optimizer": {"moments_dtype": "bf16"}},
-    "fp8-moments": {"optimizer": {"moments_dtype": "fp8"}},
-    "remainders": {"optimizer": {"store_param_remainders": True}},
-    "bf16-reduce": {"optimizer": {"reduce_dtype": "bf16"}},
-    "muon": {"optimizer": {"name": "muon", "muon": {"newton_schulz_dtype": "fp32"}}},
-    "average": {"optimizer": {"average_decay": 0.6}},
-    "groups": {"optimizer": {"groups": [{"match": ["embedding.*", "*.attention.*"], "learning_rate_scale": 0.5},
-                                        {"match": ["*norm*"], "weight_decay": 0.1}]}},
-    # layouts
-    "tp2": {"parallel": {"tensor": 2}},
-    "tp4": {"parallel": {"tensor": 4}},
-    "no-sp": {"parallel": {"sequence_parallel": False}},
-    "chunks": {"parallel": {"overlap_tensor": "symmetric"}},  # `start` gives it `InChunks`
-    "ep2": {"parallel": {"expert": 2}},
-    "ep4": {"parallel": {"expert": 4}},
-    "etp2": {"parallel": {"expert_tensor": 2}},
-    "all-to-all": {"parallel": {"expert_dispatch": "all_to_all"}},
-    "cp2": {"parallel": {"context": 2}},
-    "cp4": {"parallel": {"context": 4}},
-    "pp2": {"parallel": {"pipeline": 2}},
-    "pp4": {"parallel": {"pipeline": 4}},
-    "1+3": {"parallel": {"layers_per_stage": [1, 3]}},
-    "3+1": {"parallel": {"layers_per_stage": [3, 1]}},
-    "1+3+3+1": {"parallel": {"layers_per_stage": [1, 3, 3, 1]}},
-    "dp2": {"training": {"global_batch_size": 4}},
-    "dp3": {"training": {"global_batch_size": 6}},
-    "dp4": {"training": {"global_batch_size": 4}},
-    "interleaved": {"parallel": {"schedule": "interleaved", "virtual_pipeline": 2}},
-    "zb-h1": {"parallel": {"schedule": "zb-h1"}},
-    "zb-v": {"parallel": {"schedule": "zb-v", "virtual_pipeline": 2}},
-    "dualpipev": {"parallel": {"schedule": "dualpipev", "virtual_pipeline": 2}},
-    "late-reduce": {"parallel": {"overlap_grad_reduce": False}},
-    "large-buckets": {"parallel": {"bucket_mib": 100.0}},
-    "zero": {"parallel": {"zero": 1}},
-    "late-gather": {"parallel": {"overlap_param_gather": False}},
-    "fsdp": {"parallel": {"fsdp": True}},
-    "hsdp": {"parallel": {"fsdp": True, "fsdp_replicas": 2}},
-    # memory and launches
-    "full": {"parallel": {"recompute": "full"}},
-    "full-first": {"parallel": {"recompute": "full", "recompute_blocks": 1}},
-    "norms": _recompute("norms"),
-    "activation": _recompute("activation"),
-    "attention": _recompute("attention"),
-    "selective": _recompute("norms", "activation", "attention"),
-    "offload": {"parallel": {"offload": True}},
-    "offload-1": {"parallel": {"offload": 1}},
-    "graphs": {"training": {"cuda_graphs": True}},
-}  # fmt: skip
-EXECUTION = {
-    "training": {"cuda_graphs", "micro_batch_size"},
-    "fp8": {"param_gather", "report_interval"},
-    "optimizer": {"store_param_remainders", "reduce_dtype"},
-}
-"""Keys beside `parallel` that say how a run is executed and not what it computes."""
-
-
-def sections_of(words: str) -> dict[str, dict[str, Any]]:
-    """The keys that `words` set; of a key that several set, the last one's value."""
-    return merged(*(WORDS[word] for word in words.split()))
-
-
-def config_of(words: str, *, seed: int = 1234, device: str = "cpu", **more: Mapping[str, Any]) -> Config:
-    """The config of a run that is described by `words`, with `more` keys by section."""
-    return config(seed=seed, device=device, **merged(sections_of(words), more))
-
-
-def without_execution(words: str) -> dict[str, dict[str, Any]]:
-    """What `words` say of the model and its training, for the run of one rank that others are compared with."""
-    return {
-        section: {key: value for key, value in given.items() if key not in EXECUTION.get(section, ())}
-        for section, given in sections_of(words).items()
-        if section != "parallel"
-    }
-
-
-def ranks_of(words: str) -> int:
-    p = config_of(words).parallel
-    data = max([1, *(int(word[2:]) for word in words.split() if word in ("dp2", "dp3", "dp4"))])
-    return p.tensor * p.pipeline * p.context * data
-
 
 # --- on the ranks ----------------------------------------------------------------------------------------------------
 
@@ -668,27 +433,27 @@ class Runs:
         self._outcome = functools.lru_cache(maxsize=None)(self._run)
         self.saved = functools.lru_cache(maxsize=None)(self._save)
 
-    def of(self, words: str, steps: int = STEPS, **more: Mapping[str, Any]) -> Outcome:
-        """The run that `words` describe, with `more` keys by section."""
-        settings = self._config(words, merged(sections_of(words), more))
-        return self._outcome(settings.model_dump_json(), ranks_of(words), steps)
+    def of(self, preset: Preset, steps: int = STEPS, **more: Mapping[str, Any]) -> Outcome:
+        """The run of a preset, with `more` keys by section."""
+        settings = self._config(preset, merged(preset.sections, more))
+        return self._outcome(settings.model_dump_json(), preset.ranks, steps)
 
-    def one_rank(self, words: str, steps: int = STEPS) -> Outcome:
+    def one_rank(self, preset: Preset, steps: int = STEPS) -> Outcome:
         """The same computation on one rank, in the plainest way."""
-        return self._outcome(self._config(words, without_execution(words)).model_dump_json(), 1, steps)
+        return self._outcome(self._config(preset, without_execution(preset)).model_dump_json(), 1, steps)
 
-    def _config(self, words: str, sections: Sections) -> Config:
-        return config(**merged(sections, self.data.sections if "text" in words.split() else {}))
+    def _config(self, preset: Preset, sections: Sections) -> Config:
+        return config(**merged(sections, self.data.sections if TEXT in preset else {}))
 
     def _run(self, settings: str, ranks: int, steps: int) -> Outcome:
         return Outcome.of(self.world.run(_train, Config.model_validate_json(settings), steps, ranks=ranks))
 
-    def _save(self, words: str, source: Path | None = None) -> Saved:
+    def _save(self, preset: Preset, source: Path | None = None) -> Saved:
         """Trained two steps, or loaded from `source`, which has another seed; saved, and two more steps."""
         self.count += 1
         folder = self.folder / str(self.count)
-        settings, path = config_of(words, seed=1 if source is None else 7), None if source is None else str(source)
-        results = self.world.run(_saved_result, settings, path, str(folder), ranks=ranks_of(words))
+        settings, path = config_of(preset, seed=1 if source is None else 7), None if source is None else str(source)
+        results = self.world.run(_saved_result, settings, path, str(folder), ranks=preset.ranks)
         assert all(result.curve == results[0].curve for result in results), "ranks report different losses"
         return Saved(folder, assembled(result.shards for result in results), results[0].curve)
 

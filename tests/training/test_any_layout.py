@@ -18,92 +18,95 @@ from megafp8.checkpoint import CheckpointReader
 from megafp8.checkpoint.store import step_folder
 from megafp8.training.state import checkpoint_folder
 from tests.marks import slow_but
+from tests.training.presets import *  # noqa: F403
+from tests.training.presets import Preset
 from tests.training.runs import Curve, Runs, Saved, saved_tensors
 
 SAVED = 2  # the step
 QUICK = [
-    ("delayed tied", "tp2 dp2 zero", "dp4 zero"),
-    ("delayed tied", "dp2 fsdp fp8-gather", "tp2 dp2 fsdp"),
-    ("deepseek delayed", "dp4 ep4 zero", "tp2 pp2 ep2"),
-    ("muon moe tied average", "tp2 dp2 ep2 zero", "dp4 ep2 fsdp"),
-    ("few-rows delayed", "dp4 fsdp", ""),
+    (DELAYED | TIED, TP2 | DP2 | ZERO, DP4 | ZERO),
+    (DELAYED | TIED, DP2 | FSDP | FP8_GATHER, TP2 | DP2 | FSDP),
+    (DEEPSEEK | DELAYED, DP4 | EP4 | ZERO, TP2 | PP2 | EP2),
+    (MUON | MOE | TIED | AVERAGE, TP2 | DP2 | EP2 | ZERO, DP4 | EP2 | FSDP),
+    (FEW_ROWS | DELAYED, DP4 | FSDP, NONE),
 ]
 SLOW = [
-    ("hybrid delayed", "tp2 pp2", "dp2 fsdp"),
-    ("hybrid", "dp2 zero", "tp2"),
-    ("4-layers no-clip delayed tied", "pp2 interleaved", "pp2 zb-v"),
-    ("delayed smooth", "", "tp2 dp2 zero"),
-    ("muon bf16 delayed", "tp2 pp2", "dp2 zero fp8-gather"),
-    ("muon deepseek", "dp4 hsdp", "tp2 ep2"),
-    ("delayed fp64", "tp2 cp2", "cp4"),
-    ("gpt2 tied mtp", "tp2 pp2", "pp2 dp2 zero"),
-    ("4-layers delayed gpt2 tied", "pp2 zb-v", "tp2"),
-    ("deepseek mtp delayed", "dp4 ep4 zero", "tp2 pp2 ep2"),
-    ("moe", "", "dp4 ep4"),
-    ("gemma delayed tied", "tp2 pp2", "dp2 fsdp fp8-gather"),
-    ("gpt-oss delayed", "dp4 ep2 fsdp", "tp2 pp2 ep2"),
-    ("gpt-oss", "dp4 ep4 zero", "cp2"),
-    ("bloom", "cp2 dp2 zero", "tp2 pp2"),
-    ("moe bf16", "dp2 fsdp", "cp2 dp2 ep2 zero"),
-    ("moe", "dp4 ep2 fsdp", "dp4 ep2 zero"),
-    ("deepseek tied", "tp2 dp2 ep2 fsdp", "pp2 dp2 fsdp"),
-    ("moe delayed", "dp2 ep2 zero", "tp2 dp4 ep2 hsdp fp8-gather"),
-    ("4-layers deepseek", "pp2 dp2 ep2 zb-v", "tp2 ep2"),
-    ("4-layers tied mtp", "pp2 zb-v", "tp2 dp2 fsdp"),
-    ("bert delayed", "dp4 fsdp", "tp2 pp2"),
-    ("few-rows bf16 average", "dp4 hsdp", "dp4 fsdp"),
-    ("muon few-rows", "dp4 ep2 fsdp", "tp2 dp2 zero"),
-    ("few-rows fp8-moments", "tp2 dp4 fsdp", "dp4 fsdp"),
-    ("t5", "dp4 fsdp", "tp2"),
-    ("deepseek mtp delayed", "dp4 fsdp", "dp4 ep4 zero"),
-    ("t5-tied delayed", "pp4 4-samples zero", "tp2 dp2 fsdp"),
-    ("t5", "tp2 dp2 zero", "pp2 1+3 zb-h1"),
-    ("", "", "tp2 pp2"),
-    ("bf16 delayed average", "dp2 fsdp fp8-gather", ""),
-    ("bf16 current", "dp2 zero", "dp2 zero fp8-gather"),
-    ("delayed tied", "dp2 zero", "pp2 dp2 zero"),
-    ("", "cp2 dp2 zero", "tp2 cp2"),
-    ("4-layers", "", "pp2 interleaved dp2 zero"),
-    ("", "tp2 pp2", "dp4 zero"),
-    ("4-layers", "tp4", "pp4"),
-    ("4-layers tied", "pp2 zb-v", "tp4 no-sp"),
-    ("4-layers tied", "pp2 dp2 zero", "tp2 pp2 interleaved"),
-    ("4-layers tied", "pp4", "tp2 dp2 zero"),
-    ("4-layers gpt2 tied", "tp2 no-sp", "pp2 3+1"),
-    ("4-layers gpt2", "tp2 no-sp", "pp2 interleaved"),
-    ("4-layers qk-norm", "tp2", "pp2 zb-v"),
-    ("qk-norm", "cp2", "tp4"),
-    ("delayed smooth", "tp2 pp2", "dp2 zero"),
-    ("4-layers delayed smooth", "pp2 interleaved dp2 zero", "tp2 no-sp pp2 1+3"),
-    ("bf16-moments", "tp2 dp2 zero", "pp2"),
-    ("bf16", "tp2 pp2", "dp2 zero"),
-    ("bf16 bf16-moments", "pp2 dp2 zero", "tp2 no-sp"),
-    *(("delayed tied", "tp2 dp2 zero", there) for there in ("", "dp2", "dp2 zero large-buckets", "tp2 pp2")),
-    ("delayed tied", "dp2", "pp2 dp2 zero"),
-    ("delayed tied", "dp2 zero", "dp2 zero large-buckets"),
-    ("delayed", "dp2 zero fp8-gather", "dp2 zero"),
-    ("delayed", "dp2 zero fp8-gather", "tp2 dp2 zero fp8-gather"),
-    ("delayed", "dp2 zero fp8-gather", ""),
-    ("delayed fp64", "tp2 cp2", ""),
-    ("4-layers no-clip delayed", "pp2", "pp2 interleaved"),
-    ("4-layers no-clip delayed", "pp2 zb-v", "pp2"),
-    ("4-layers gpt2 tied", "dp2 zero", "tp2 no-sp pp2 1+3"),
-    ("4-layers bf16", "dp4 zero", "pp2 interleaved"),
-    ("4-layers gpt2", "tp2 dp2", "pp4"),
-    ("tied", "tp2 pp2 dp2 zero", "tp4 pp2"),
-    ("4-layers delayed smooth", "pp2 3+1", "tp4"),
-    *(("delayed tied", "dp4 hsdp fp8-gather", there) for there in ("", "dp4 fsdp", "tp2 dp4 hsdp", "pp2 dp2 zero")),
-    ("delayed tied", "dp4 hsdp", "dp2 zero"),
-    ("bf16 delayed", "", "dp4 hsdp fp8-gather"),
-    ("gpt2 tied", "pp2 dp4 hsdp", "tp2 dp2 fsdp"),
-    ("bf16-moments", "cp2 dp2 hsdp", "dp4 zero"),
-    ("4-layers gpt2", "tp4 no-sp", "pp2 interleaved"),
-    ("delayed smooth", "tp4 pp2", "tp2 pp2 dp2 zero"),
-    ("gpt2 tied", "", "tp2 pp2 dp2 zero"),
-    ("bf16 bf16-moments", "tp2 pp2 dp2 zero", "cp2 dp2 zero"),
-    *((model, "tp2 pp2", "cp2 dp2 zero") for model in (
-        "", "tied", "gpt2 tied", "gpt2", "qk-norm", "delayed smooth", "delayed gpt2 tied", "bf16-moments", "bf16",
-        "bf16 bf16-moments",
+    (HYBRID | DELAYED, TP2 | PP2, DP2 | FSDP),
+    (HYBRID, DP2 | ZERO, TP2),
+    (LAYERS_4 | NO_CLIP | DELAYED | TIED, PP2 | INTERLEAVED, PP2 | ZB_V),
+    (DELAYED | SMOOTH, NONE, TP2 | DP2 | ZERO),
+    (MUON | BF16 | DELAYED, TP2 | PP2, DP2 | ZERO | FP8_GATHER),
+    (MUON | DEEPSEEK, DP4 | HSDP, TP2 | EP2),
+    (DELAYED | FP64, TP2 | CP2, CP4),
+    (GPT2 | TIED | MTP, TP2 | PP2, PP2 | DP2 | ZERO),
+    (LAYERS_4 | DELAYED | GPT2 | TIED, PP2 | ZB_V, TP2),
+    (DEEPSEEK | MTP | DELAYED, DP4 | EP4 | ZERO, TP2 | PP2 | EP2),
+    (MOE, NONE, DP4 | EP4),
+    (GEMMA | DELAYED | TIED, TP2 | PP2, DP2 | FSDP | FP8_GATHER),
+    (GPT_OSS | DELAYED, DP4 | EP2 | FSDP, TP2 | PP2 | EP2),
+    (GPT_OSS, DP4 | EP4 | ZERO, CP2),
+    (BLOOM, CP2 | DP2 | ZERO, TP2 | PP2),
+    (MOE | BF16, DP2 | FSDP, CP2 | DP2 | EP2 | ZERO),
+    (MOE, DP4 | EP2 | FSDP, DP4 | EP2 | ZERO),
+    (DEEPSEEK | TIED, TP2 | DP2 | EP2 | FSDP, PP2 | DP2 | FSDP),
+    (MOE | DELAYED, DP2 | EP2 | ZERO, TP2 | DP4 | EP2 | HSDP | FP8_GATHER),
+    (LAYERS_4 | DEEPSEEK, PP2 | DP2 | EP2 | ZB_V, TP2 | EP2),
+    (LAYERS_4 | TIED | MTP, PP2 | ZB_V, TP2 | DP2 | FSDP),
+    (BERT | DELAYED, DP4 | FSDP, TP2 | PP2),
+    (FEW_ROWS | BF16 | AVERAGE, DP4 | HSDP, DP4 | FSDP),
+    (MUON | FEW_ROWS, DP4 | EP2 | FSDP, TP2 | DP2 | ZERO),
+    (FEW_ROWS | FP8_MOMENTS, TP2 | DP4 | FSDP, DP4 | FSDP),
+    (T5, DP4 | FSDP, TP2),
+    (DEEPSEEK | MTP | DELAYED, DP4 | FSDP, DP4 | EP4 | ZERO),
+    (T5_TIED | DELAYED, PP4 | SAMPLES_4 | ZERO, TP2 | DP2 | FSDP),
+    (T5, TP2 | DP2 | ZERO, PP2 | STAGES_1_3 | ZB_H1),
+    (NONE, NONE, TP2 | PP2),
+    (BF16 | DELAYED | AVERAGE, DP2 | FSDP | FP8_GATHER, NONE),
+    (BF16 | CURRENT, DP2 | ZERO, DP2 | ZERO | FP8_GATHER),
+    (DELAYED | TIED, DP2 | ZERO, PP2 | DP2 | ZERO),
+    (NONE, CP2 | DP2 | ZERO, TP2 | CP2),
+    (LAYERS_4, NONE, PP2 | INTERLEAVED | DP2 | ZERO),
+    (NONE, TP2 | PP2, DP4 | ZERO),
+    (LAYERS_4, TP4, PP4),
+    (LAYERS_4 | TIED, PP2 | ZB_V, TP4 | NO_SP),
+    (LAYERS_4 | TIED, PP2 | DP2 | ZERO, TP2 | PP2 | INTERLEAVED),
+    (LAYERS_4 | TIED, PP4, TP2 | DP2 | ZERO),
+    (LAYERS_4 | GPT2 | TIED, TP2 | NO_SP, PP2 | STAGES_3_1),
+    (LAYERS_4 | GPT2, TP2 | NO_SP, PP2 | INTERLEAVED),
+    (LAYERS_4 | QK_NORM, TP2, PP2 | ZB_V),
+    (QK_NORM, CP2, TP4),
+    (DELAYED | SMOOTH, TP2 | PP2, DP2 | ZERO),
+    (LAYERS_4 | DELAYED | SMOOTH, PP2 | INTERLEAVED | DP2 | ZERO, TP2 | NO_SP | PP2 | STAGES_1_3),
+    (BF16_MOMENTS, TP2 | DP2 | ZERO, PP2),
+    (BF16, TP2 | PP2, DP2 | ZERO),
+    (BF16 | BF16_MOMENTS, PP2 | DP2 | ZERO, TP2 | NO_SP),
+    *((DELAYED | TIED, TP2 | DP2 | ZERO, there) for there in (NONE, DP2, DP2 | ZERO | LARGE_BUCKETS, TP2 | PP2)),
+    (DELAYED | TIED, DP2, PP2 | DP2 | ZERO),
+    (DELAYED | TIED, DP2 | ZERO, DP2 | ZERO | LARGE_BUCKETS),
+    (DELAYED, DP2 | ZERO | FP8_GATHER, DP2 | ZERO),
+    (DELAYED, DP2 | ZERO | FP8_GATHER, TP2 | DP2 | ZERO | FP8_GATHER),
+    (DELAYED, DP2 | ZERO | FP8_GATHER, NONE),
+    (DELAYED | FP64, TP2 | CP2, NONE),
+    (LAYERS_4 | NO_CLIP | DELAYED, PP2, PP2 | INTERLEAVED),
+    (LAYERS_4 | NO_CLIP | DELAYED, PP2 | ZB_V, PP2),
+    (LAYERS_4 | GPT2 | TIED, DP2 | ZERO, TP2 | NO_SP | PP2 | STAGES_1_3),
+    (LAYERS_4 | BF16, DP4 | ZERO, PP2 | INTERLEAVED),
+    (LAYERS_4 | GPT2, TP2 | DP2, PP4),
+    (TIED, TP2 | PP2 | DP2 | ZERO, TP4 | PP2),
+    (LAYERS_4 | DELAYED | SMOOTH, PP2 | STAGES_3_1, TP4),
+    *((DELAYED | TIED, DP4 | HSDP | FP8_GATHER, there) for there in (NONE, DP4 | FSDP, TP2 | DP4 | HSDP,
+        PP2 | DP2 | ZERO)),
+    (DELAYED | TIED, DP4 | HSDP, DP2 | ZERO),
+    (BF16 | DELAYED, NONE, DP4 | HSDP | FP8_GATHER),
+    (GPT2 | TIED, PP2 | DP4 | HSDP, TP2 | DP2 | FSDP),
+    (BF16_MOMENTS, CP2 | DP2 | HSDP, DP4 | ZERO),
+    (LAYERS_4 | GPT2, TP4 | NO_SP, PP2 | INTERLEAVED),
+    (DELAYED | SMOOTH, TP4 | PP2, TP2 | PP2 | DP2 | ZERO),
+    (GPT2 | TIED, NONE, TP2 | PP2 | DP2 | ZERO),
+    (BF16 | BF16_MOMENTS, TP2 | PP2 | DP2 | ZERO, CP2 | DP2 | ZERO),
+    *((model, TP2 | PP2, CP2 | DP2 | ZERO) for model in (
+        NONE, TIED, GPT2 | TIED, GPT2, QK_NORM, DELAYED | SMOOTH, DELAYED | GPT2 | TIED, BF16_MOMENTS, BF16,
+        BF16 | BF16_MOMENTS,
     )),
 ]  # fmt: skip
 
@@ -115,40 +118,40 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def assert_training_goes_on(found: Curve, expected: Curve, model: list[str]) -> None:
+def assert_training_goes_on(found: Curve, expected: Curve, model: Preset) -> None:
     """Steps of another layout, as `test_layouts` compares them. Those of pipelines that do not clip have the same
     bits."""
-    if "no-clip" in model:
+    if NO_CLIP in model:
         assert [loss for loss, _ in found] == [loss for loss, _ in expected]
-    if "fp64" in model:
+    if FP64 in model:
         assert found[0][0] == pytest.approx(expected[0][0], rel=1e-8)
-    rounded = {"delayed", "current", "bf16", "bf16-moments"} & set(model)
+    rounded = {DELAYED, CURRENT, BF16, BF16_MOMENTS} & {*model.parts}
     for (a_loss, a_norm), (b_loss, b_norm) in zip(found, expected, strict=True):
         assert a_loss == pytest.approx(b_loss, rel=2e-3 if rounded else 1e-5)
         if not rounded:
             assert a_norm == pytest.approx(b_norm, rel=1e-5)
 
 
-def saved_by(runs: Runs, model: str, layout: str) -> Saved:
-    return runs.saved(f"4-samples {model} {layout}")
+def saved_by(runs: Runs, model: Preset, layout: Preset) -> Saved:
+    return runs.saved(SAMPLES_4 | model | layout)
 
 
 @pytest.mark.parametrize(("model", "a", "b"), slow_but(QUICK + SLOW, *QUICK))
-def test_there_and_back(runs: Runs, model: str, a: str, b: str) -> None:
+def test_there_and_back(runs: Runs, model: Preset, a: Preset, b: Preset) -> None:
     saved = saved_by(runs, model, a)
     moments = Counter(
         name.split(".")[1] for name, x in saved.tensors.items() if name.startswith("optimizer.") and x.any()
     )
     trained = [name for name in saved.tensors if name.startswith("model.") and not name.endswith("router.bias")]
     assert moments["exp_avg"] == moments["exp_avg_sq"] == len(trained) - moments["momentum_buffer"]
-    assert bool(moments["momentum_buffer"]) == ("muon" in model.split())
-    assert moments["average"] == ("average" in model.split()) * len(trained)
+    assert bool(moments["momentum_buffer"]) == (MUON in model)
+    assert moments["average"] == (AVERAGE in model) * len(trained)
     masters = any(name.startswith("optimizer.master.") for name in saved.tensors)
-    assert masters == bool({"bf16", "fp64"} & {*model.split()})
-    there = runs.saved(f"4-samples {model} {b}", saved.folder)
+    assert masters == (BF16 in model or FP64 in model)
+    there = runs.saved(SAMPLES_4 | model | b, saved.folder)
     assert_same(there.tensors, saved.tensors)
-    assert_training_goes_on(there.curve, saved.curve, model.split())
-    back = runs.saved(f"4-samples {model} {a}", there.folder)
+    assert_training_goes_on(there.curve, saved.curve, model)
+    back = runs.saved(SAMPLES_4 | model | a, there.folder)
     assert_same(back.tensors, saved.tensors)
     for outcome in (saved, back):
         assert_same(saved_tensors(outcome.folder, SAVED), saved.tensors)
@@ -156,9 +159,9 @@ def test_there_and_back(runs: Runs, model: str, a: str, b: str) -> None:
     assert all(math.isfinite(loss) for loss, _ in back.curve)
 
 
-@pytest.mark.parametrize("layout", slow_but(["tp2 dp2 zero", "dp4 hsdp"], "tp2 dp2 zero"))
-def test_a_checkpoint_of_shards_has_each_element_once(runs: Runs, layout: str) -> None:
-    saved = saved_by(runs, "delayed tied", layout)
+@pytest.mark.parametrize("layout", slow_but([TP2 | DP2 | ZERO, DP4 | HSDP], TP2 | DP2 | ZERO))
+def test_a_checkpoint_of_shards_has_each_element_once(runs: Runs, layout: Preset) -> None:
+    saved = saved_by(runs, DELAYED | TIED, layout)
     index = CheckpointReader(step_folder(checkpoint_folder(saved.folder), SAVED)).index
     for name, entry in index.state_dict_metadata.items():
         assert sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size), name

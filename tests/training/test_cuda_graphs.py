@@ -30,70 +30,61 @@ from megafp8.training.cuda_graphs import Graphs
 from megafp8.training.trainer import Trainer
 from megafp8.training.validate import choose_device
 from tests.marks import slow_but
-from tests.training.runs import (
-    WORDS,
-    Curve,
-    LoggedCapture,
-    RerunGraphs,
-    Runs,
-    batches,
-    config,
-    config_of,
-    start,
-    steps_of,
-)
+from tests.training.presets import *  # noqa: F403
+from tests.training.presets import Preset, config, config_of
+from tests.training.runs import Curve, LoggedCapture, RerunGraphs, Runs, batches, start, steps_of
 from tests.world import World
 
 # --- with a stand-in for CUDA ----------------------------------------------------------------------------------------
 
 SLOW = [
-    "1-sample",
-    "current report-3",
-    "dp2",
-    "moe bf16 dp2 ep2",
-    "cp2 documents",
-    "dp2 zero delayed fp8-gather",
-    "dp2 late-reduce",
-    "full",
-    "documents gpt2",
-    "tp2 delayed",
-    "dp2 zero delayed",
+    SAMPLES_1,
+    CURRENT | REPORT_3,
+    DP2,
+    MOE | BF16 | DP2 | EP2,
+    CP2 | DOCUMENTS,
+    DP2 | ZERO | DELAYED | FP8_GATHER,
+    DP2 | LATE_REDUCE,
+    FULL,
+    DOCUMENTS | GPT2,
+    TP2 | DELAYED,
+    DP2 | ZERO | DELAYED,
 ]
 CASES = {  # captures and replays, by hand: the first of five steps is eager, and an evaluation drops the graph
-    "": (2, 4),
-    "delayed": (2, 4),
-    "documents gpt2": (2, 4),
-    "full": (2, 4),
-    "1-sample": (2, 4),
-    "current report-3": (2, 3),  # the third step, the first that is sampled, is eager, and drops the graph
-    "delayed report-2": (3, 3),  # as is the second here; the fourth has a graph, beside the ordinary one
-    "dp2": (2, 4),
-    "moe bf16 dp2 ep2": (2, 4),
-    "dp2 late-reduce": (2, 4),
-    "dp2 zero delayed": (2, 4),
-    "dp2 zero delayed fp8-gather": (2, 4),
-    "dp2 zero current fp8-gather late-gather": (2, 4),
-    "fsdp dp2 current fp8-gather": (2, 4),
-    "tp2 delayed": (2, 4),
-    "cp2 documents": (2, 4),
-    "4-layers pp2 zb-v delayed": (2, 4),
+    NONE: (2, 4),
+    DELAYED: (2, 4),
+    DOCUMENTS | GPT2: (2, 4),
+    FULL: (2, 4),
+    SAMPLES_1: (2, 4),
+    CURRENT | REPORT_3: (2, 3),  # the third step, the first that is sampled, is eager, and drops the graph
+    DELAYED | REPORT_2: (3, 3),  # as is the second here; the fourth has a graph, beside the ordinary one
+    DP2: (2, 4),
+    MOE | BF16 | DP2 | EP2: (2, 4),
+    DP2 | LATE_REDUCE: (2, 4),
+    DP2 | ZERO | DELAYED: (2, 4),
+    DP2 | ZERO | DELAYED | FP8_GATHER: (2, 4),
+    DP2 | ZERO | CURRENT | FP8_GATHER | LATE_GATHER: (2, 4),
+    FSDP | DP2 | CURRENT | FP8_GATHER: (2, 4),
+    TP2 | DELAYED: (2, 4),
+    CP2 | DOCUMENTS: (2, 4),
+    LAYERS_4 | PP2 | ZB_V | DELAYED: (2, 4),
 }
 
 
-@pytest.mark.parametrize("words", slow_but(CASES, *[words for words in CASES if words not in SLOW]))
-def test_replayed_and_eager_steps_are_the_same(runs: Runs, words: str) -> None:
-    eager, replayed = runs.of(words), runs.of(f"{words} graphs")
+@pytest.mark.parametrize("preset", slow_but(CASES, *[preset for preset in CASES if preset not in SLOW]))
+def test_replayed_and_eager_steps_are_the_same(runs: Runs, preset: Preset) -> None:
+    eager, replayed = runs.of(preset), runs.of(preset | GRAPHS)
     assert replayed.curve == eager.curve
     assert replayed.state == eager.state
     assert len(set(eager.curve)) == len(eager.curve), "the batches of two steps were the same"
-    assert all((rank["captures"], rank["replays"]) == CASES[words] for rank in replayed.elements)
+    assert all((rank["captures"], rank["replays"]) == CASES[preset] for rank in replayed.elements)
 
 
-def _with_too_little_room(words: str) -> tuple[list[Any], int, int]:
+def _with_too_little_room(preset: Preset) -> tuple[list[Any], int, int]:
     """Results of steps and an evaluation with graphs that have room for half of the rows of experts that they meet."""
     own_rows.MARGIN, own_rows._MULTIPLE, margins = 0.5, 1, (own_rows.MARGIN, own_rows._MULTIPLE)
     try:
-        settings = config_of(words)
+        settings = config_of(preset)
         trainer, parallel = start(settings)
         results = [trainer.train_step(step, batches(step, settings, parallel)) for step in range(4)]
         results += [trainer.evaluate(batches(step, settings, parallel)) for step in range(2)]
@@ -105,9 +96,9 @@ def _with_too_little_room(words: str) -> tuple[list[Any], int, int]:
 
 def test_a_graph_without_room_for_all_rows_of_experts_is_discarded(world4: World) -> None:
     """Whatever it computed, results are those of eager steps."""
-    words = "moe bf16 delayed dp2 ep2"
-    expected = world4.run(_with_too_little_room, words, ranks=2)
-    found = world4.run(_with_too_little_room, f"{words} graphs", ranks=2)
+    preset = MOE | BF16 | DELAYED | DP2 | EP2
+    expected = world4.run(_with_too_little_room, preset, ranks=2)
+    found = world4.run(_with_too_little_room, preset | GRAPHS, ranks=2)
     assert [results for results, *_ in found] == [results for results, *_ in expected]
     assert [counts for _, *counts in found] == [[4, 4]] * 2  # steps 1 to 3, and the second evaluation
 
@@ -137,10 +128,10 @@ def _leaves_left(settings: Config) -> int:
     return sum("marked" in leaf(param).metadata for param in trainer.strategy.params)
 
 
-@pytest.mark.parametrize("words", ["delayed", "delayed full"])
-def test_no_leaf_remembers_the_stream_of_an_eager_step(world2: World, words: str) -> None:
+@pytest.mark.parametrize("preset", [DELAYED, DELAYED | FULL])
+def test_no_leaf_remembers_the_stream_of_an_eager_step(world2: World, preset: Preset) -> None:
     """One that did would draw that stream into the capture, which fails."""
-    assert world2.run(_leaves_left, config_of(words), ranks=1) == [0]
+    assert world2.run(_leaves_left, config_of(preset), ranks=1) == [0]
 
 
 def test_each_kind_of_step_is_eager_before_it_is_captured(caplog: pytest.LogCaptureFixture) -> None:
@@ -177,9 +168,9 @@ def test_a_step_that_cannot_be_recorded_says_how_to_train(monkeypatch: pytest.Mo
         graphs.run("step", lambda _: None, [], eager_runs=0)
 
 
-def _with_more_documents_in_step(words: str, more: int | None) -> tuple[list[float], tuple[int, int]]:
+def _with_more_documents_in_step(preset: Preset, more: int | None) -> tuple[list[float], tuple[int, int]]:
     """Losses of five steps, one with room for more documents in its batches; captures and replays."""
-    settings = config_of(words)
+    settings = config_of(preset)
     trainer, parallel = start(settings)
     losses = []
     for step in range(5):
@@ -193,8 +184,8 @@ def _with_more_documents_in_step(words: str, more: int | None) -> tuple[list[flo
 
 def test_more_documents_than_there_was_room_for(world2: World) -> None:
     """Steps 1, 2 and 4 are replayed: 0 is the first, and 3 has other shapes."""
-    ((eager, _),) = world2.run(_with_more_documents_in_step, "documents delayed", None, ranks=1)
-    ((found, counts),) = world2.run(_with_more_documents_in_step, "documents delayed graphs", 3, ranks=1)
+    ((eager, _),) = world2.run(_with_more_documents_in_step, DOCUMENTS | DELAYED, None, ranks=1)
+    ((found, counts),) = world2.run(_with_more_documents_in_step, DOCUMENTS | DELAYED | GRAPHS, 3, ranks=1)
     assert found == eager
     assert counts == (2, 3)
 
@@ -203,7 +194,7 @@ def test_without_a_gpu_they_are_refused_before_anything_starts(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device(config(device="auto")) == "cpu"
     with pytest.raises(ConfigError, match=r"training\.cuda_graphs = True: torch sees no CUDA device here; try"):
-        choose_device(config_of("graphs", device="auto"))
+        choose_device(config_of(GRAPHS, device="auto"))
 
 
 # --- with CUDA -------------------------------------------------------------------------------------------------------
@@ -256,13 +247,13 @@ def assert_replays_are_eager(settings: Config) -> None:
     assert distance <= 3 * noise, "exactly the same where two eager runs are"
 
 
-BF16 = {"precision": "bf16", "seq_length": 64, "micro_batch_size": 2, "global_batch_size": 6}
+BF16_TRAINING = {"precision": "bf16", "seq_length": 64, "micro_batch_size": 2, "global_batch_size": 6}
 LARGER = {"hidden_size": 128, "num_attention_heads": 2, "num_query_groups": 2, "ffn_hidden_size": 256}
 
 
 def gpu_config(fp8: dict[str, Any], **sections: dict[str, Any]) -> Config:
     sections["model"] = {**LARGER, **sections.get("model", {})}
-    return config(device="auto", training=BF16, fp8={**fp8, "gemm_autotune": False}, **sections)
+    return config(device="auto", training=BF16_TRAINING, fp8={**fp8, "gemm_autotune": False}, **sections)
 
 
 @pytest.mark.gpu
@@ -272,8 +263,8 @@ def test_a_gpu_replays_what_it_would_run(recipe: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ["documents", "full", "gpt2", "tied"])
-def test_a_gpu_replays_models_of_every_kind(case: str) -> None:
-    sections = {name: dict(keys) for name, keys in WORDS[case].items() if name != "training"}
+@pytest.mark.parametrize("case", [DOCUMENTS, FULL, GPT2, TIED])
+def test_a_gpu_replays_models_of_every_kind(case: Preset) -> None:
+    sections = {name: dict(keys) for name, keys in case.sections.items() if name != "training"}
     sections.get("model", {}).pop("num_query_groups", None)
     assert_replays_are_eager(gpu_config({"recipe": "delayed"}, **sections))

@@ -22,7 +22,8 @@ from megafp8.training.determinism import describe_determinism, make_deterministi
 from megafp8.training.fp8_config import build_fp8
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
-from tests.training.runs import ONE_RANK, SMALL, Outcome, RankResult, config_of, result_of, start, train
+from tests.training.presets import BF16, CP2, CURRENT, DELAYED, DOCUMENTS, NVFP4, PP2, TP2, ZB_H1, Preset, config_of
+from tests.training.runs import ONE_RANK, SMALL, Outcome, RankResult, result_of, start, train
 from tests.world import World
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
@@ -85,34 +86,34 @@ def test_what_the_environment_says_already(process: pytest.MonkeyPatch) -> None:
     [({}, {}, True), ({"deterministic": True}, {}, False), ({}, {"gemm_autotune": False}, False)],
 )
 def test_algorithms_are_not_timed(top: dict[str, Any], fp8: dict[str, Any], tunes: bool) -> None:
-    config = config_of("delayed", fp8=fp8).model_copy(update=top)
+    config = config_of(DELAYED, fp8=fp8).model_copy(update=top)
     assert build_fp8(config, None).gemm_autotune is tunes
 
 
 # --- what it refuses -------------------------------------------------------------------------------------------------
 
 
-def _deterministic(words: str, *, device: str = "auto", **sections: dict[str, Any]) -> Config:
-    return config_of(words, device=device, **sections).model_copy(update={"deterministic": True})
+def _deterministic(preset: Preset, *, device: str = "auto", **sections: dict[str, Any]) -> Config:
+    return config_of(preset, device=device, **sections).model_copy(update={"deterministic": True})
 
 
 @pytest.mark.parametrize(
-    ("words", "fp8", "key"),
+    ("preset", "fp8", "key"),
     [
-        ("current", {"auto_filter": "measured"}, "fp8.auto_filter = 'measured'"),
-        ("current", {"gemm_autotune": True}, "fp8.gemm_autotune = True"),
+        (CURRENT, {"auto_filter": "measured"}, "fp8.auto_filter = 'measured'"),
+        (CURRENT, {"gemm_autotune": True}, "fp8.gemm_autotune = True"),
     ],
 )
-def test_what_cannot_be_deterministic_is_refused(words: str, fp8: dict[str, Any], key: str) -> None:
-    check_layout(config_of(words, device="auto", fp8=fp8), 2)
+def test_what_cannot_be_deterministic_is_refused(preset: Preset, fp8: dict[str, Any], key: str) -> None:
+    check_layout(config_of(preset, device="auto", fp8=fp8), 2)
     with pytest.raises(ConfigError, match=re.escape(key)) as error:
-        check_layout(_deterministic(words, fp8=fp8), 2)
+        check_layout(_deterministic(preset, fp8=fp8), 2)
     assert "or deterministic=false" in str(error.value)
 
 
 def test_what_can_be_is_not() -> None:
-    check_layout(_deterministic("cp2 bf16"), 2)
-    check_layout(_deterministic("current bf16", fp8={"auto_filter": "predicted"}), 2)
+    check_layout(_deterministic(CP2 | BF16), 2)
+    check_layout(_deterministic(CURRENT | BF16, fp8={"auto_filter": "predicted"}), 2)
 
 
 # --- two runs --------------------------------------------------------------------------------------------------------
@@ -124,10 +125,10 @@ def _run(config: Config) -> RankResult:
     return result_of(trainer, train(trainer, parallel))
 
 
-@pytest.mark.parametrize("recipe", slow_but(["delayed", "nvfp4"], "delayed"))
-def test_two_runs_on_a_cpu(world4: World, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", slow_but([DELAYED, NVFP4], DELAYED))
+def test_two_runs_on_a_cpu(world4: World, recipe: Preset) -> None:
     """Everything at once: tensor, sequence, pipeline; the noise of nvfp4 too."""
-    config = _deterministic(f"tp2 pp2 zb-h1 documents {recipe}", device="cpu")
+    config = _deterministic(TP2 | PP2 | ZB_H1 | DOCUMENTS | recipe, device="cpu")
     first, second = (Outcome.of(world4.run(_run, config)) for _ in range(2))
     assert first == second
     assert len(set(first.curve)) == len(first.curve)

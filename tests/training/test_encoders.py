@@ -12,13 +12,14 @@ from megafp8.config import Config, ConfigError, check_layout
 from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.training.inputs import open_inputs
 from tests.quickstart_data import VOCABULARY, QuickstartData
-from tests.training.runs import BERT, T5, merged, start, text_batches
+from tests.training.presets import BERT_MODEL, T5_MODEL, merged
+from tests.training.runs import start, text_batches
 from tests.world import World
 
 IDS = {"cls": VOCABULARY, "sep": VOCABULARY + 1, "mask": VOCABULARY + 2, "pad": VOCABULARY + 3}
 MASKED_LM = {
     "model": {
-        **BERT,
+        **BERT_MODEL,
         "binary_head": False,
         "token_types": 0,
         "norm_position": "pre",
@@ -29,7 +30,7 @@ MASKED_LM = {
 }
 SPANS = {
     "model": {
-        **T5,
+        **T5_MODEL,
         "num_layers": 1,
         "num_decoder_layers": 1,
         "relative_attention_num_buckets": 32,
@@ -105,7 +106,7 @@ def _open(config: Config) -> None:
 
 
 def test_mistakes_are_named(quickstart_data: QuickstartData) -> None:
-    given = {"model": BERT, "data": {"packing": "sentences", "special_tokens": IDS}}
+    given = {"model": BERT_MODEL, "data": {"packing": "sentences", "special_tokens": IDS}}
     check_layout(_config(quickstart_data, given), 1)
     for mistake, expected in MISTAKES:
         with pytest.raises(ConfigError) as error:

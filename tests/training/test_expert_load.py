@@ -17,8 +17,10 @@ from megafp8.training.describe import describe_experts
 from megafp8.training.expert_load import ExpertLoad, ExpertLoadMetrics, LoadCollector, read_expert_load
 from megafp8.training.metrics import read_metrics
 from tests.quickstart_data import QuickstartData
-from tests.training.runs import batches, config_of, ranks_of, start, train_job
-from tests.training.runs import config as tiny_config
+from tests.training.presets import *  # noqa: F403
+from tests.training.presets import Preset, config_of
+from tests.training.presets import config as tiny_config
+from tests.training.runs import batches, start, train_job
 from tests.world import World
 from tools import plot_expert_load
 
@@ -69,10 +71,12 @@ def test_a_repeated_step_counts_once_and_torn_lines_do_not(tmp_path: Path) -> No
     assert read_expert_load(path) == {2: {3: [2, 0, 1], 5: [1, 1, 1]}, 4: {3: [4, 0, 1], 5: [1, 1, 1]}}
 
 
-@pytest.mark.parametrize(("words", "ranks", "differs"), [("tp2 ep2 current", 4, False), ("tp2 ep4 current", 4, True),
-                                                         ("cp2 dp2 ep4", 4, False)])  # fmt: skip
-def test_the_dry_run_says_where_micro_batches_share_scales(words: str, ranks: int, differs: bool) -> None:
-    assert ("several micro-batches come together" in describe_experts(config_of(f"moe {words}"), ranks)) == differs
+@pytest.mark.parametrize(
+    ("preset", "ranks", "differs"),
+    [(TP2 | EP2 | CURRENT, 4, False), (TP2 | EP4 | CURRENT, 4, True), (CP2 | DP2 | EP4, 4, False)],
+)
+def test_the_dry_run_says_where_micro_batches_share_scales(preset: Preset, ranks: int, differs: bool) -> None:
+    assert ("several micro-batches come together" in describe_experts(config_of(MOE | preset), ranks)) == differs
 
 
 def test_a_picture_and_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,12 +112,12 @@ def test_a_job_records_it(world2: World, quickstart_data: QuickstartData, tmp_pa
         assert 0.0 < metrics["router_entropy"] <= 1.0
 
 
-def _router_gradients(words: str, losses: bool, masked: bool) -> dict[str, Tensor]:
+def _router_gradients(preset: Preset, losses: bool, masked: bool) -> dict[str, Tensor]:
     """The gradients of the routers' weights in a step, whole, float64. `masked`: few tokens count, not as many in each
     micro-batch."""
     moe = {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32}
     moe |= {"aux_loss": 0.1 * losses, "z_loss": 0.01 * losses}
-    config = config_of(words, model={"moe": moe}, optimizer={"clip_grad_norm": 0.0})
+    config = config_of(preset, model={"moe": moe}, optimizer={"clip_grad_norm": 0.0})
     trainer, parallel = start(config)
     masks = [
         torch.rand(batch.tokens.shape, generator=torch.Generator().manual_seed(i)) < 0.05 * (i + 1)
@@ -132,16 +136,16 @@ def _router_gradients(words: str, losses: bool, masked: bool) -> dict[str, Tenso
     }
 
 
-@pytest.mark.parametrize("words", ["4-samples fp64", "8-samples dp2 fp64", "8-samples dp2 fp16"])
-def test_masks_do_not_change_what_router_losses_add(world2: World, words: str) -> None:
+@pytest.mark.parametrize("preset", [SAMPLES_4 | FP64, SAMPLES_8 | DP2 | FP64, SAMPLES_8 | DP2 | FP16])
+def test_masks_do_not_change_what_router_losses_add(world2: World, preset: Preset) -> None:
     """What they add to the gradient is the same with and without a loss mask, as all tokens are routed."""
 
     def added(masked: bool) -> dict[str, Tensor]:
-        gradients = [world2.run(_router_gradients, words, x, masked, ranks=ranks_of(words))[0] for x in (True, False)]
+        gradients = [world2.run(_router_gradients, preset, x, masked, ranks=preset.ranks)[0] for x in (True, False)]
         return {name: x - gradients[1][name] for name, x in gradients[0].items()}
 
     expected, found = added(masked=False), added(masked=True)
     assert len(expected) == 2
     for name, gradient in expected.items():
-        rtol = 2e-2 if "fp16" in words else 1e-5
+        rtol = 2e-2 if FP16 in preset else 1e-5
         assert (found[name] - gradient).norm() < rtol * gradient.norm()

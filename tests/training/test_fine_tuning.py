@@ -31,7 +31,8 @@ from tests.conversion import families
 from tests.data.test_chats import CHATML, write_tokenizer
 from tests.models.weights import randomize
 from tests.quickstart_data import ROOT
-from tests.training.runs import batches, config_of, start, text_batches
+from tests.training.presets import ANSWERS, BF16, DELAYED, Preset, config_of
+from tests.training.runs import batches, start, text_batches
 from tests.world import World
 from tools import convert_checkpoint, preprocess_data
 
@@ -159,9 +160,9 @@ def test_packed_chats_are_those_of_transformers_one_by_one(world4: World, tmp_pa
 # --- masks -----------------------------------------------------------------------------------------------------------
 
 
-def _gradients(words: str, other_labels: bool) -> tuple[Tensor, Tensor]:
+def _gradients(preset: Preset, other_labels: bool) -> tuple[Tensor, Tensor]:
     """All gradients of a step, and its report; with other labels wherever they do not count."""
-    trainer, parallel = start(config_of(words))
+    trainer, parallel = start(config_of(preset))
     found = batches(0, trainer.config, parallel)
     if other_labels:
         found = [replace(x, labels=(x.labels + (x.loss_mask == 0)) % 16) for x in found]
@@ -169,11 +170,11 @@ def _gradients(words: str, other_labels: bool) -> tuple[Tensor, Tensor]:
     return trainer.strategy.gradients[0].clone(), passes.report
 
 
-@pytest.mark.parametrize("words", ["answers", "answers delayed", "answers bf16"])
-def test_labels_that_do_not_count_carry_no_gradient(world2: World, words: str) -> None:
+@pytest.mark.parametrize("preset", [ANSWERS, ANSWERS | DELAYED, ANSWERS | BF16])
+def test_labels_that_do_not_count_carry_no_gradient(world2: World, preset: Preset) -> None:
     """Bit for bit: with other labels in their places nothing changes."""
     (gradients, report), (others, report_of_others) = (
-        world2.run(_gradients, words, other_labels, ranks=1)[0] for other_labels in (False, True)
+        world2.run(_gradients, preset, other_labels, ranks=1)[0] for other_labels in (False, True)
     )
     assert gradients.abs().max() > 0
     assert torch.equal(gradients, others)
@@ -182,7 +183,7 @@ def test_labels_that_do_not_count_carry_no_gradient(world2: World, words: str) -
 
 def _step_without_labels() -> tuple[float, float, bool, bool]:
     """Loss and norm of a batch without any answer, whether it was skipped, and whether all weights are finite."""
-    trainer, parallel = start(config_of("answers"))
+    trainer, parallel = start(config_of(ANSWERS))
     found = [replace(x, loss_mask=x.loss_mask * 0) for x in batches(0, trainer.config, parallel)]  # type: ignore[operator]
     loss, result = trainer.train_step(0, found)
     finite = all(bool(param.isfinite().all()) for param in trainer.strategy.params)

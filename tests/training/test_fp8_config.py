@@ -98,23 +98,23 @@ OPTIONS_OF = {
 COMMON = {"format", "override_linear_precision"}
 
 
+@pytest.mark.parametrize(("key", "value"), OPTION_VALUES.items())
 @pytest.mark.parametrize("recipe", OPTIONS_OF)
-def test_an_option_that_the_recipe_does_not_have_is_an_error(recipe: str) -> None:
-    for key, value in OPTION_VALUES.items():
-        config = configured(recipe=recipe, **{key: value})
-        if key in OPTIONS_OF[recipe] | COMMON:
-            check_recipe(config, "run.yaml")
-            continue
-        with pytest.raises(ConfigError) as error:
-            check_recipe(config, "run.yaml")
-        have = [name for name, keys in OPTIONS_OF.items() if key in keys and name != "none"] or ["custom"]
-        (problem,) = error.value.problems
-        assert str(problem).startswith(f"fp8.{key} = ")
-        assert f"fp8.recipe {recipe} has no such option; {have[0]}" in problem.rule
-        assert all(name in problem.rule for name in have)
-        assert f"try fp8.recipe={have[0]}" in problem.works
-        default = type(config.fp8).model_fields[key].default
-        check_recipe(configured(recipe=recipe, **{key: default}), "run.yaml")  # as good as left out
+def test_an_option_that_the_recipe_does_not_have_is_an_error(recipe: str, key: str, value: Any) -> None:
+    config = configured(recipe=recipe, **{key: value})
+    if key in OPTIONS_OF[recipe] | COMMON:
+        check_recipe(config, "run.yaml")
+        return
+    with pytest.raises(ConfigError) as error:
+        check_recipe(config, "run.yaml")
+    have = [name for name, keys in OPTIONS_OF.items() if key in keys and name != "none"] or ["custom"]
+    (problem,) = error.value.problems
+    assert str(problem).startswith(f"fp8.{key} = ")
+    assert f"fp8.recipe {recipe} has no such option; {have[0]}" in problem.rule
+    assert all(name in problem.rule for name in have)
+    assert f"try fp8.recipe={have[0]}" in problem.works
+    default = type(config.fp8).model_fields[key].default
+    check_recipe(configured(recipe=recipe, **{key: default}), "run.yaml")  # as good as left out
 
 
 def test_custom_has_the_options_of_the_recipes_it_names() -> None:

@@ -15,7 +15,9 @@ from megafp8.config import Config, ConfigError
 from megafp8.data_parallel.strategy import Zero1
 from megafp8.distributed import collectives
 from tests.marks import slow_but
-from tests.training.runs import MIXED, Curve, Runs, check_config, config_of, ranks_of, start, steps_of
+from tests.training.presets import *  # noqa: F403
+from tests.training.presets import MIXED, Preset, config_of
+from tests.training.runs import Curve, Runs, check_config, start, steps_of
 from tests.world import World
 
 
@@ -40,18 +42,19 @@ def _late_case(config: Config) -> tuple[Curve, Curve]:
 
 
 LATE = [
-    "pp2 dp2 zero tied current", "dp2 zero current fp8-gather", "dp2 zero tied current", "dp2 zero tied current full",
+    PP2 | DP2 | ZERO | TIED | CURRENT, DP2 | ZERO | CURRENT | FP8_GATHER, DP2 | ZERO | TIED | CURRENT,
+    DP2 | ZERO | TIED | CURRENT | FULL,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", slow_but(LATE, *LATE[:2]))
-def test_nobody_computes_with_weights_that_are_still_on_their_way(world4: World, words: str) -> None:
-    for expected, found in world4.run(_late_case, config_of(words), ranks=ranks_of(words)):
+@pytest.mark.parametrize("preset", slow_but(LATE, *LATE[:2]))
+def test_nobody_computes_with_weights_that_are_still_on_their_way(world4: World, preset: Preset) -> None:
+    for expected, found in world4.run(_late_case, config_of(preset), ranks=preset.ranks):
         assert found == expected
 
 
 def test_the_report_samples_what_is_still_cast_in_the_layers(runs: Runs) -> None:
-    values, fp8 = (runs.of(f"dp2 zero delayed report {words}") for words in ("", "fp8-gather"))
+    values, fp8 = (runs.of(DP2 | ZERO | DELAYED | REPORT | more) for more in (NONE, FP8_GATHER))
     assert fp8.curve == values.curve
     assert {record.operand for record in values.records} == {"input", "weight", "grad_output"}
     assert {record.operand for record in fp8.records} == {"input", "grad_output"}
@@ -82,7 +85,7 @@ def _report_case(config: Config) -> tuple[str, int, int, int, int]:
 def test_bytes_sent_and_held(world2: World) -> None:
     wide = {"hidden_size": 128, "ffn_hidden_size": 256}
     for text, sent, held, fp8, elements in world2.run(
-        _report_case, config_of("dp2 zero current fp8-gather", model=wide)
+        _report_case, config_of(DP2 | ZERO | CURRENT | FP8_GATHER, model=wide)
     ):
         assert sent == held
         assert fp8 + 4 * (elements - fp8) <= sent < 1.02 * (fp8 + 4 * (elements - fp8))  # padding
@@ -110,27 +113,27 @@ def _collectives_case(config: Config) -> list[tuple[int, ...]]:
     return seen
 
 
-@pytest.mark.parametrize(("recipe", "reduced"), [("current", [(8,)]), ("delayed", []), ("static", [])])
+@pytest.mark.parametrize(("recipe", "reduced"), [(CURRENT, [(8,)]), (DELAYED, []), (STATIC, [])])
 def test_the_amaxes_of_all_weights_take_one_collective(
-    world4: World, recipe: str, reduced: list[tuple[int, ...]]
+    world4: World, recipe: Preset, reduced: list[tuple[int, ...]]
 ) -> None:
-    for seen in world4.run(_collectives_case, config_of(f"tp2 dp2 zero fp8-gather {recipe}")):
+    for seen in world4.run(_collectives_case, config_of(TP2 | DP2 | ZERO | FP8_GATHER | recipe)):
         assert seen == reduced
 
 
 @pytest.mark.parametrize(
-    ("words", "fp8", "message"),
+    ("preset", "fp8", "message"),
     [
-        ("current", {}, "parallel.zero is 0"),
-        ("zero", {}, "fp8.recipe is none"),
-        ("zero blockwise", {}, "finer scales for weights"),
-        ("zero rowwise", {}, "finer scales for weights"),
-        ("zero custom", {"custom": MIXED[:1]}, "finer scales for weights"),
-        ("zero current fprop-bf16", {}, "weight's values"),
-        ("zero static", {"calibration_steps": 2}, "layers that calibrate"),
+        (CURRENT, {}, "parallel.zero is 0"),
+        (ZERO, {}, "fp8.recipe is none"),
+        (ZERO | BLOCKWISE, {}, "finer scales for weights"),
+        (ZERO | ROWWISE, {}, "finer scales for weights"),
+        (ZERO | CUSTOM, {"custom": MIXED[:1]}, "finer scales for weights"),
+        (ZERO | CURRENT | FPROP_BF16, {}, "weight's values"),
+        (ZERO | STATIC, {"calibration_steps": 2}, "layers that calibrate"),
     ],
 )
-def test_what_needs_values_is_refused(words: str, fp8: dict[str, Any], message: str) -> None:
+def test_what_needs_values_is_refused(preset: Preset, fp8: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_config(config_of(f"{words} fp8-gather", fp8=fp8), 2)
-    check_config(config_of(words, fp8=fp8), 2)
+        check_config(config_of(preset | FP8_GATHER, fp8=fp8), 2)
+    check_config(config_of(preset, fp8=fp8), 2)

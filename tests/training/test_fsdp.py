@@ -12,7 +12,9 @@ from megafp8.config import Config, ConfigError
 from megafp8.data_parallel.fsdp import Released
 from megafp8.data_parallel.strategy import FullySharded
 from tests.data_parallel.test_fsdp import param_groups
-from tests.training.runs import check_config, config_of, start, steps_of
+from tests.training.presets import *  # noqa: F403
+from tests.training.presets import Preset, config_of
+from tests.training.runs import check_config, start, steps_of
 from tests.world import World
 
 
@@ -39,9 +41,9 @@ def _held(config: Config) -> tuple[int, int, int, int]:
     return total, weights, stages.flat.nbytes, released
 
 
-@pytest.mark.parametrize(("words", "expected"), [("", 0), ("current fp8-gather", 8)])
-def test_between_steps_a_rank_holds_its_shard(world2: World, words: str, expected: int) -> None:
-    for total, weights, gradients, released in world2.run(_held, config_of(f"dp2 fsdp {words}")):
+@pytest.mark.parametrize(("preset", "expected"), [(NONE, 0), (CURRENT | FP8_GATHER, 8)])
+def test_between_steps_a_rank_holds_its_shard(world2: World, preset: Preset, expected: int) -> None:
+    for total, weights, gradients, released in world2.run(_held, config_of(DP2 | FSDP | preset)):
         assert total * 2 <= weights < total * 2.01
         assert total * 2 <= gradients < total * 2.05
         assert released == expected
@@ -57,7 +59,7 @@ def test_the_log_says_what_is_held_and_received(world2: World) -> None:
     """Of weights of 8 FP8 layers, fp32 and FP8; of embedding, output layer and 5 norms, fp32."""
     model = {"hidden_size": 1024, "ffn_hidden_size": 2048, "num_query_groups": 8}
     fp8, others = 2 * (4 * 1024**2 + 3 * 1024 * 2048), 2 * 128 * 1024 + 5 * 1024
-    for found in world2.run(_report, config_of("dp2 fsdp current fp8-gather", model=model)):
+    for found in world2.run(_report, config_of(DP2 | FSDP | CURRENT | FP8_GATHER, model=model)):
         numbers = [float(word) for word in re.findall(r"[\d.]+\d", found)]
         gib = [2.5 * fp8 + 2 * others, fp8 / 2 + 2 * others, 2 * (fp8 + others)]
         assert numbers == [round(gib[0] / 2**30, 3), 15, round(gib[1] / 2**30, 3), round(gib[2] / 2**30, 3)], found
@@ -66,7 +68,7 @@ def test_the_log_says_what_is_held_and_received(world2: World) -> None:
 
 @pytest.mark.slow
 def test_the_log_says_where_replicas_are(world4: World) -> None:
-    for found in world4.run(_report, config_of("moe dp4 ep2 hsdp")):
+    for found in world4.run(_report, config_of(MOE | DP4 | EP2 | HSDP)):
         assert found.endswith(
             "\nparallel.fsdp: weights of experts have 1 shard"
             "\nparallel.fsdp_replicas: 2 replicas of the shards, each on 2 ranks of one host"
@@ -74,15 +76,15 @@ def test_the_log_says_where_replicas_are(world4: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("preset", "message"),
     [
-        ("zero", "stage 3, which shares out all that stage 1 does"),
-        ("pp2 zb-h1", "leaves weight gradients for later"),
-        ("rowwise fp8-gather", "finer scales for weights"),
+        (ZERO, "stage 3, which shares out all that stage 1 does"),
+        (PP2 | ZB_H1, "leaves weight gradients for later"),
+        (ROWWISE | FP8_GATHER, "finer scales for weights"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused(words: str, message: str) -> None:
-    config = config_of(f"8-samples fsdp {words}", device="auto")
+def test_what_cannot_be_sharded_is_refused(preset: Preset, message: str) -> None:
+    config = config_of(SAMPLES_8 | FSDP | preset, device="auto")
     with pytest.raises(ConfigError, match=message):
         check_config(config, 4)
 
@@ -99,7 +101,7 @@ def test_what_cannot_be_sharded_is_refused(words: str, message: str) -> None:
     ],
 )
 def test_replicas_that_cannot_be_are_refused(parallel: dict[str, Any], rule: str, works: str) -> None:
-    config = config_of("8-samples", parallel=parallel)
+    config = config_of(SAMPLES_8, parallel=parallel)
     with pytest.raises(ConfigError) as error:
         check_config(config, 8)
     _, *problems = str(error.value).splitlines()
@@ -111,4 +113,4 @@ def test_replicas_that_cannot_be_are_refused(parallel: dict[str, Any], rule: str
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"context": 4}, {"context": 8}, {"pipeline": 2, "context": 2}])
 def test_replicas_may_divide_context_parallel_ranks(parallel: dict[str, int]) -> None:
-    check_config(config_of("8-samples hsdp", parallel=parallel), 8)
+    check_config(config_of(SAMPLES_8 | HSDP, parallel=parallel), 8)

@@ -1,6 +1,6 @@
 """One seed, any layout, one model: however a run is executed, its losses, gradient norms and state are the plain run's.
 
-A run is given by words (`runs.WORDS`), and compared in one of two ways.
+A run is given by a preset (`presets.py`), and compared in one of two ways.
 
 *With one rank* (`QUICK_CASES`, `OPTIONS`): the same model, batches and recipe, everything about its execution at its
 default. Sums are made in another order, so the comparison is as sharp as the arithmetic allows (`tolerances`):
@@ -34,148 +34,174 @@ import torch.distributed as dist
 
 from megafp8.config import ConfigError, check_layout
 from tests.marks import slow_but
-from tests.training.runs import VOCABULARY, Curve, Runs, check_config, config_of, ranks_of
+from tests.training.presets import *  # noqa: F403
+from tests.training.presets import VOCABULARY, Preset, config_of, joined
+from tests.training.runs import Curve, Runs, check_config
 
 # --- against one rank ------------------------------------------------------------------------------------------------
 
-FP8 = {"delayed", "current", "rowwise", "blockwise", "mxfp8", "nvfp4", "calibrated", "static", "custom"}
-ROUNDED_SUMS = {"dp2", "dp3", "dp4", "cp2", "cp4"}
+FP8 = {DELAYED, CURRENT, ROWWISE, BLOCKWISE, MXFP8, NVFP4, CALIBRATED, STATIC, CUSTOM}
+ROUNDED_SUMS = {DP2, DP3, DP4, CP2, CP4}
 LOOSE = (2e-3, 2e-2)
 
 
-def tolerances(words: str) -> tuple[tuple[float, float], tuple[int, int]]:
+def tolerances(preset: Preset) -> tuple[tuple[float, float], tuple[int, int]]:
     """Relative tolerance of losses and norms, and for how many steps each is that sharp; after that it is `LOOSE`."""
-    names = set(words.split())
+    parts = {*preset.parts}
     sharp = (math.inf, math.inf)
-    if names & {"bf16-moments", "fp8-moments"} or (names & FP8 and names & ROUNDED_SUMS):
+    if parts & {BF16_MOMENTS, FP8_MOMENTS} or (parts & FP8 and parts & ROUNDED_SUMS):
         sharp = (2, 2)
-    if "blockwise" in names:
+    if BLOCKWISE in parts:
         sharp = (2, 1)
-    if "bf16-reduce" in names:
+    if BF16_REDUCE in parts:
         sharp = (1, 0)
-    if names & {"bf16", "fp16"} or (names & FP8 and "fp64" not in names):
+    if parts & {BF16, FP16} or (parts & FP8 and FP64 not in parts):
         sharp = (0, 0)
-    return (1e-8, 1e-6) if "fp64" in names else (1e-5, 1e-5), sharp
+    return (1e-8, 1e-6) if FP64 in parts else (1e-5, 1e-5), sharp
 
 
-def assert_close_to_one_rank(runs: Runs, words: str, steps: int = 2) -> None:
-    expected, found = (of(words, steps).curve for of in (runs.one_rank, runs.of))
-    if "text" not in words:
+def assert_close_to_one_rank(runs: Runs, preset: Preset, steps: int = 2) -> None:
+    expected, found = runs.one_rank(preset, steps).curve, runs.of(preset, steps).curve
+    if TEXT not in preset:
         assert expected[-1][0] < expected[0][0], "the reference does not learn"
-    exact, sharp = tolerances(words)
+    exact, sharp = tolerances(preset)
     for step, pair in enumerate(zip(found, expected, strict=True)):
         for i, (a, b) in enumerate(zip(*pair)):
             what = f"{('loss', 'norm')[i]} of step {step}"
             assert a == pytest.approx(b, rel=exact[i] if step < sharp[i] else LOOSE[i]), what
 
 
-def product(*words: Sequence[str]) -> list[str]:
+def product(*presets: Sequence[Preset]) -> list[Preset]:
     """All combinations of one from each."""
-    return [" ".join(filter(None, chosen)) for chosen in itertools.product(*words)]
+    return [joined(chosen) for chosen in itertools.product(*presets)]
 
 
-LAYOUTS = ["tp2 no-sp", "tp2", "pp2", "4-layers pp4 4-samples", "dp2", "tp2 pp2", "dp2 pp2"]
-UNEVEN = ["4-layers pp2 1+3", "4-layers tp2 pp2 3+1"]
-CONTEXT = ["cp2", "cp4", "dp2 cp2", "tp2 no-sp cp2", "tp2 cp2", "pp2 cp2"]
-EXACT_FP8 = ["fp64 current", "fp64 delayed"]
+LAYOUTS = [TP2 | NO_SP, TP2, PP2, LAYERS_4 | PP4 | SAMPLES_4, DP2, TP2 | PP2, DP2 | PP2]
+UNEVEN = [LAYERS_4 | PP2 | STAGES_1_3, LAYERS_4 | TP2 | PP2 | STAGES_3_1]
+CONTEXT = [CP2, CP4, DP2 | CP2, TP2 | NO_SP | CP2, TP2 | CP2, PP2 | CP2]
+EXACT_FP8 = [FP64 | CURRENT, FP64 | DELAYED]
 QUICK_CASES = [
-    "4-layers pp4 4-samples", *product(["tp2 no-sp", "dp2 pp2", UNEVEN[1]], ["gpt2 tied"]),  # fp32
-    "cp4 window",
-    *product(["dropout tp2 cp2", "mtp dropout tp2 pp2"], ["documents"]), "dp2 masked", "prefix 4-layers tp2 pp2 masked",
-    "lora tp2 dp2 zero answers", "lora fp64 delayed tp2 pp2",
-    "moe dropout fp64 current tp2 cp2 etp2", "deepseek tp2 dp2 ep4 zero delayed fp8-gather",  # experts
-    "tp2 chunks fp64 delayed selective", "tp2 pp2 fp64 current",  # FP8 with fp64 sums
-    "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 wide seq256 blockwise",
-    "dp4 hsdp fp8-gather delayed",  # FP8 with fp32 sums
-    "dp2 pp2 fp16 zero delayed",
-    "hybrid tp2 pp2 documents",
-    "bert tp2 pp2 4-samples dropout", "t5 pp2 fp16 dropout",  # encoders
-    "muon groups tp2 pp2 dp2 zero",
+    LAYERS_4 | PP4 | SAMPLES_4, *product([TP2 | NO_SP, DP2 | PP2, UNEVEN[1]], [GPT2 | TIED]),  # fp32
+    CP4 | WINDOW,
+    *product([DROPOUT | TP2 | CP2, MTP | DROPOUT | TP2 | PP2], [DOCUMENTS]), DP2 | MASKED,
+    PREFIX | LAYERS_4 | TP2 | PP2 | MASKED,
+    LORA | TP2 | DP2 | ZERO | ANSWERS, LORA | FP64 | DELAYED | TP2 | PP2,
+    MOE | DROPOUT | FP64 | CURRENT | TP2 | CP2 | ETP2,
+    DEEPSEEK | TP2 | DP2 | EP4 | ZERO | DELAYED | FP8_GATHER,  # experts
+    TP2 | CHUNKS | FP64 | DELAYED | SELECTIVE, TP2 | PP2 | FP64 | CURRENT,  # FP8 with fp64 sums
+    TP2 | CP2 | FP64 | CALIBRATED | SMOOTH, CP2 | FP64 | WIDE | SEQ256 | BLOCKWISE,
+    DP4 | HSDP | FP8_GATHER | DELAYED,  # FP8 with fp32 sums
+    DP2 | PP2 | FP16 | ZERO | DELAYED,
+    HYBRID | TP2 | PP2 | DOCUMENTS,
+    BERT | TP2 | PP2 | SAMPLES_4 | DROPOUT, T5 | PP2 | FP16 | DROPOUT,  # encoders
+    MUON | GROUPS | TP2 | PP2 | DP2 | ZERO,
 ]  # fmt: skip
 SLOW_CASES = [
-    *product(["hybrid"], ["tp2", "tp2 no-sp", "pp2 zb-h1", "4-layers pp2 zb-v", "dp2 zero", "dp2 fsdp", "full"]),
-    *product(["hybrid"], ["offload", "tp2 selective", "tp2 fp64 delayed", "fp64 current dp2", "graphs", "moe dp2 ep2"]),
-    "hybrid muon dp2 zero",
-    "dropout micro2 dp2 pp2 documents", "pp2 cp2 masked", "tp2 pp2 fp64 delayed", "dp2 fp64 delayed",
-    "t5 tp2 fp64 delayed", "bert dp2 fp16 zero", "muon moe dp2 ep2 fsdp",
-    *product(["muon"], ["tp2", "tp2 no-sp", "dp2", "dp2 zero", "dp2 fsdp", "pp2", "tp2 pp2 tied", "cp2", "dp4 hsdp"]),
-    *product(["muon"], ["deepseek tp2 dp2 ep4 zero", "moe dp2 ep2", "moe tp2 dp2 etp2", "mtp pp2 dp2 zero"]),
-    *product(["muon"], ["dp2 zero fp64 delayed fp8-gather", "dp2 fsdp current fp8-gather", "bf16 dp2 zero", "graphs"]),
-    *product(["muon"], ["4-layers pp2 zb-v", "t5 tp2 pp2", "bert dp2 zero", "fp16 dp2"]),
-    "dp2 cp2 best-fit", "4-layers pp4 4-samples answers", "bert-pre tp2 cp2 fp64 delayed",
-    "dropout dp2 fsdp", "dp2 cp2 text", "tp2 dp2 answers", "moe tp2 dp2 fsdp", "4-layers moe pp2 tp2 ep2 dualpipev",
-    "cp2 fp64 rowwise", "cp2 fp64 seq256 mxfp8", "mtp dp2 fsdp", "bert dp2 fsdp", "t5-tied pp2 dp2 zero dropout",
-    *product(["dp2", "dp2 ep2", "tp2", "cp2 ep2", "cp2 dp2 ep4"], ["moe", "deepseek"]),
-    *product(["tp2 dp2 ep2 zero", "pp2 dp2 ep2"], ["moe", "deepseek"]),
-    *product(["prefix"], ["tp2", "4-layers pp2 full", "cp2 dropout", "tp2 cp2 delayed fp64", "dp2 fsdp", "graphs"]),
-    "prefix text dp2 pp2", "prefix moe tp2 ep2",
-    "tp2 cp2", "deepseek tp2 cp2 ep4", "moe dp4 ep2 fsdp", "tp2 pp2 current", "dp2 pp2 delayed",
-    "moe cp2 dp2 ep4 full", "4-layers moe pp2 dp2 ep2 zb-h1 selective", "moe dp2 ep2 zero masked documents",
-    "moe bf16 dp2 ep2", "moe offload dp2 ep2", "moe bf16 graphs", "deepseek tp2 cp2 ep4 fp64",
-    "moe dp2 ep2 bf16-reduce", "4-layers moe pp2 dp4 ep4 interleaved", "moe dp2 ep2 fp8-moments", "moe dp4 hsdp",
-    "4-layers deepseek pp2 dp2 ep2 zb-v", "moe cp2 ep2 fp64 current",
-    "moe dropout fp64 delayed tp2 cp2 ep2 etp2", "deepseek fp64 current tp2 pp2", "moe cp2 etp2 fp64 current",
-    *product(["moe fp64"], ["delayed tp2", "current cp2", "current tp2 cp2 ep2", "rowwise cp2", "blockwise cp2"]),
-    *product(["moe fp64 current"], ["cp4 ep2 all-to-all", "tp2 cp2 full", "tp2 dp2 ep2"]),
-    *product(["moe answers"], ["dp2", "tp2 pp2 zb-h1 4-layers", "cp2 dp2 ep2", "dp2 fsdp", "bf16 graphs"]),
-    "moe dp2 ep2 all-to-all", "moe fp64 delayed tp2 ep2",
-    "deepseek dp4 ep2 etp2 zero", "deepseek tp2 etp2", "4-layers moe pp2 dp2 etp2 zb-v", "moe dp4 etp2 fsdp",
-    *product(["moe", "deepseek"], ["dp2 ep2", "tp2 dp2 ep2", "tp2 dp2 ep4", "dp4 ep2 full"], ["fsdp"]), "moe dp2 fsdp",
-    "moe dp4 ep2 hsdp", "moe tp2 dp4 ep2 hsdp", "moe fp64 delayed tp2 ep2 fsdp", "moe dp4 ep2 delayed fsdp fp8-gather",
-    "4-layers moe pp2 dp2 ep2 interleaved fsdp", "4-layers moe pp2 dp2 ep2 tied fsdp", "moe bf16 dp4 ep2 fsdp",
-    "moe bf16 tp2 dp2 fsdp graphs", "moe dp4 ep2 zero",
-    *product(["dropping dp2"], ["", "ep2", "ep2 all-to-all", "etp2"]), *product(["global-balance"], ["dp2", "cp2 ep2"]),
-    "moe dp2 ep2 fsdp masked documents", "moe dp4 ep2 bf16-reduce fsdp", "moe dp4 ep2 fp8-moments fsdp late-reduce",
-    *product([*LAYOUTS[:3], *LAYOUTS[4:], *UNEVEN], [""]), *product(LAYOUTS, ["tied", "gpt2"]),
-    *product(["tp2", "pp2", "4-layers pp4 4-samples", "dp2", "dp2 fsdp", "tp2 dp2 fsdp"], ["gpt2 tied"]),
-    "tp2 pp2 gpt2 tied", f"{UNEVEN[0]} gpt2 tied",
-    "tp2 dp2 fsdp", *product(CONTEXT, ["gpt2 tied"]), "cp2", "cp4", "dp2 cp2", "tp2 no-sp cp2", "pp2 cp2",
-    "cp4 qk-norm", "cp4 full", *product(["tp2", "cp4", "dp2 cp2", "pp2 cp2"], ["documents"]),
-    "tp2 chunks fp64", "tp4 chunks fp64", "tp4 chunks fp64 delayed selective",
-    *product(["tp2 no-sp", "tp2", "pp2", "cp2", "cp4", "pp2 cp2"], EXACT_FP8), "dp2 fp64 current", "tp2 pp2 text",
-    "tp2 pp2 delayed", "dp2 pp2 current", "tp2 cp2 fp64 current", "tp2 cp2 fp64 delayed",
-    *product([*LAYOUTS[:5]], ["current", "delayed"]),
-    *product(["dp2", "tp2", "tp2 no-sp", "pp2", "dp2 cp2", "dp2 fsdp", "mtp tp2 pp2 dp2 zero"], ["answers"]),
-    *product(["lora"], ["tp2 no-sp", "tp2", "cp2 dp2", "pp2 zb-h1", "gpt2 tied tp2 pp2", "dropout tp2 cp2"]),
-    *product(["lora"], ["graphs", "offload tp2", "4-layers pp2 zb-v", "chunks fp64 delayed tp2", "calibrated report"]),
-    *product(["lora"], ["dp2 fsdp", "tp2 dp2 fsdp bf16", "dp4 hsdp tied", "fp64 delayed tp2 dp2 fsdp", "pp2 dp2 fsdp"]),
-    *product(["lora"], ["deepseek tp2 dp2 ep4", "deepseek fp64 dp2 ep2 fsdp", "moe tp2 dp2 ep2 zero"]),
-    *product(["lora-2"], ["dp4 fsdp", "moe dp4 ep2 fsdp", "few-rows dp4 fsdp"]),
-    *product(["few-rows"], ["dp4 fsdp groups", "dp4 fsdp fp8-gather delayed", "tp2 dp2 hsdp"]),
-    *product(["lora-q-down"], ["tp2", "selective pp2", "full qkv-bias tp2 no-sp dp2", "fp64 current tp2"]),
-    *product(["dp2 fsdp fp8-gather", "tp2 dp2 fsdp fp8-gather"], ["current", "delayed"]),
-    *product(["dp4 hsdp", "tp2 dp4 hsdp", "pp2 dp4 hsdp", "cp2 dp2 hsdp", "cp4 hsdp"], ["", "tied"]),
-    "dp4 8-samples hsdp gpt2 tied", "dp4 hsdp fp8-gather current", "tp2 dp4 hsdp fp8-gather delayed",
-    "pp2 dp4 8-samples hsdp fp8-gather current tied",
-    *product(["mtp"], ["pp2", "tied pp2 dp2 zero", "tp2 no-sp", "cp2 masked", "cp2 pp2 documents", "dp2 best-fit"]),
-    "mtp gpt2 tied tp2 pp2", "dp2 fsdp", "dp2 pp2 documents", "tp2 cp2 documents", "mtp tp2 pp2 documents",
-    *product(["dropout"], ["gpt2 tp2 no-sp", "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "parallel-block tp2 pp2"]),
-    *product(["fp16"], ["tp2 cp2 masked", "dp2 fsdp current", "moe tp2 dp2 ep2", "pp2 zb-h1 tied", "mtp dp2 full"]),
-    *product(["dropout"], ["mtp deepseek cp2 pp2 offload", "bf16 dp2 zero", "4-layers moe pp2 dp2 ep2 zb-v selective"]),
-    *product(["mtp 4-layers"], ["pp2 zb-h1", "pp2 zb-v", "pp2 dualpipev dp2 zero", "pp4 4-samples", "pp2 interleaved"]),
-    *product(["mtp"], ["tied dp2 fsdp", "pp2 dp2 fsdp", "dp4 hsdp", "moe dp2 fsdp", "dp2 fsdp fp8-gather current"]),
-    *product(["mtp"], ["full", "pp2 full", "offload", "pp2 offload", "graphs", "bf16 dp2", "pp2 dp2 zero late-gather"]),
-    "mtp deepseek tp2 cp2 ep4", "mtp 4-layers deepseek pp2 dp2 ep2 zb-v", "mtp tp2 chunks fp64 delayed selective",
-    *product(["bert", "bert-pre"], ["tp2", "pp2", "cp2", "pp2 dp2 zero", "tp2 fp64 current"]),
-    "bert tp2 chunks fp64 delayed", "bert-pre tp2 chunks fp64 delayed", "t5 tp2 chunks fp64 current",
-    *product(["t5", "t5-tied"], ["tp2", "tp2 no-sp", "pp2", "dp2 fsdp", "pp4 4-samples", "tp2 pp2 1+3", "pp2 full"]),
-    *product(["t5-tied 4-layers"], ["pp2 interleaved", "pp2 zb-v", "pp2 zb-h1", "pp2 dp2 dualpipev"]),
-    *product(["t5"], ["pp2 zb-h1 current", "pp2 dp2 fsdp", "selective", "graphs", "bf16 dp2"]),
-    "t5 dp2 fsdp fp8-gather delayed", "t5 pp2 dp2 zero fp8-gather current",
-    *product(["bert"], ["tp2 no-sp", "tp2 cp2 dp2", "pp2 4-layers zb-v", "4-layers pp4 4-samples", "graphs"]),
-    *product(["bert"], ["dp2 fsdp fp8-gather delayed", "full", "selective", "pp2 zb-h1 offload", "bf16 dp2"]),
-    "mtp deepseek tp2 dp2 ep4 zero delayed fp8-gather", "mtp tp2 cp2 fp64 delayed", "mtp dp2 zero fp8-gather delayed",
+    *product([HYBRID], [TP2, TP2 | NO_SP, PP2 | ZB_H1, LAYERS_4 | PP2 | ZB_V, DP2 | ZERO, DP2 | FSDP, FULL]),
+    *product([HYBRID], [OFFLOAD, TP2 | SELECTIVE, TP2 | FP64 | DELAYED, FP64 | CURRENT | DP2, GRAPHS, MOE | DP2 | EP2]),
+    HYBRID | MUON | DP2 | ZERO,
+    DROPOUT | MICRO2 | DP2 | PP2 | DOCUMENTS, PP2 | CP2 | MASKED, TP2 | PP2 | FP64 | DELAYED, DP2 | FP64 | DELAYED,
+    T5 | TP2 | FP64 | DELAYED, BERT | DP2 | FP16 | ZERO, MUON | MOE | DP2 | EP2 | FSDP,
+    *product([MUON], [TP2, TP2 | NO_SP, DP2, DP2 | ZERO, DP2 | FSDP, PP2, TP2 | PP2 | TIED, CP2, DP4 | HSDP]),
+    *product([MUON], [DEEPSEEK | TP2 | DP2 | EP4 | ZERO, MOE | DP2 | EP2, MOE | TP2 | DP2 | ETP2,
+        MTP | PP2 | DP2 | ZERO]),
+    *product([MUON], [DP2 | ZERO | FP64 | DELAYED | FP8_GATHER, DP2 | FSDP | CURRENT | FP8_GATHER, BF16 | DP2 | ZERO,
+        GRAPHS]),
+    *product([MUON], [LAYERS_4 | PP2 | ZB_V, T5 | TP2 | PP2, BERT | DP2 | ZERO, FP16 | DP2]),
+    DP2 | CP2 | BEST_FIT, LAYERS_4 | PP4 | SAMPLES_4 | ANSWERS, BERT_PRE | TP2 | CP2 | FP64 | DELAYED,
+    DROPOUT | DP2 | FSDP, DP2 | CP2 | TEXT, TP2 | DP2 | ANSWERS, MOE | TP2 | DP2 | FSDP,
+    LAYERS_4 | MOE | PP2 | TP2 | EP2 | DUALPIPEV,
+    CP2 | FP64 | ROWWISE, CP2 | FP64 | SEQ256 | MXFP8, MTP | DP2 | FSDP, BERT | DP2 | FSDP,
+    T5_TIED | PP2 | DP2 | ZERO | DROPOUT,
+    *product([DP2, DP2 | EP2, TP2, CP2 | EP2, CP2 | DP2 | EP4], [MOE, DEEPSEEK]),
+    *product([TP2 | DP2 | EP2 | ZERO, PP2 | DP2 | EP2], [MOE, DEEPSEEK]),
+    *product([PREFIX], [TP2, LAYERS_4 | PP2 | FULL, CP2 | DROPOUT, TP2 | CP2 | DELAYED | FP64, DP2 | FSDP, GRAPHS]),
+    PREFIX | TEXT | DP2 | PP2, PREFIX | MOE | TP2 | EP2,
+    TP2 | CP2, DEEPSEEK | TP2 | CP2 | EP4, MOE | DP4 | EP2 | FSDP, TP2 | PP2 | CURRENT, DP2 | PP2 | DELAYED,
+    MOE | CP2 | DP2 | EP4 | FULL, LAYERS_4 | MOE | PP2 | DP2 | EP2 | ZB_H1 | SELECTIVE,
+    MOE | DP2 | EP2 | ZERO | MASKED | DOCUMENTS,
+    MOE | BF16 | DP2 | EP2, MOE | OFFLOAD | DP2 | EP2, MOE | BF16 | GRAPHS, DEEPSEEK | TP2 | CP2 | EP4 | FP64,
+    MOE | DP2 | EP2 | BF16_REDUCE, LAYERS_4 | MOE | PP2 | DP4 | EP4 | INTERLEAVED, MOE | DP2 | EP2 | FP8_MOMENTS,
+    MOE | DP4 | HSDP,
+    LAYERS_4 | DEEPSEEK | PP2 | DP2 | EP2 | ZB_V, MOE | CP2 | EP2 | FP64 | CURRENT,
+    MOE | DROPOUT | FP64 | DELAYED | TP2 | CP2 | EP2 | ETP2, DEEPSEEK | FP64 | CURRENT | TP2 | PP2,
+    MOE | CP2 | ETP2 | FP64 | CURRENT,
+    *product([MOE | FP64], [DELAYED | TP2, CURRENT | CP2, CURRENT | TP2 | CP2 | EP2, ROWWISE | CP2, BLOCKWISE | CP2]),
+    *product([MOE | FP64 | CURRENT], [CP4 | EP2 | ALL_TO_ALL, TP2 | CP2 | FULL, TP2 | DP2 | EP2]),
+    *product([MOE | ANSWERS], [DP2, TP2 | PP2 | ZB_H1 | LAYERS_4, CP2 | DP2 | EP2, DP2 | FSDP, BF16 | GRAPHS]),
+    MOE | DP2 | EP2 | ALL_TO_ALL, MOE | FP64 | DELAYED | TP2 | EP2,
+    DEEPSEEK | DP4 | EP2 | ETP2 | ZERO, DEEPSEEK | TP2 | ETP2, LAYERS_4 | MOE | PP2 | DP2 | ETP2 | ZB_V,
+    MOE | DP4 | ETP2 | FSDP,
+    *product([MOE, DEEPSEEK], [DP2 | EP2, TP2 | DP2 | EP2, TP2 | DP2 | EP4, DP4 | EP2 | FULL], [FSDP]),
+    MOE | DP2 | FSDP,
+    MOE | DP4 | EP2 | HSDP, MOE | TP2 | DP4 | EP2 | HSDP, MOE | FP64 | DELAYED | TP2 | EP2 | FSDP,
+    MOE | DP4 | EP2 | DELAYED | FSDP | FP8_GATHER,
+    LAYERS_4 | MOE | PP2 | DP2 | EP2 | INTERLEAVED | FSDP, LAYERS_4 | MOE | PP2 | DP2 | EP2 | TIED | FSDP,
+    MOE | BF16 | DP4 | EP2 | FSDP,
+    MOE | BF16 | TP2 | DP2 | FSDP | GRAPHS, MOE | DP4 | EP2 | ZERO,
+    *product([DROPPING | DP2], [NONE, EP2, EP2 | ALL_TO_ALL, ETP2]), *product([GLOBAL_BALANCE], [DP2, CP2 | EP2]),
+    MOE | DP2 | EP2 | FSDP | MASKED | DOCUMENTS, MOE | DP4 | EP2 | BF16_REDUCE | FSDP,
+    MOE | DP4 | EP2 | FP8_MOMENTS | FSDP | LATE_REDUCE,
+    *product([*LAYOUTS[:3], *LAYOUTS[4:], *UNEVEN], [NONE]), *product(LAYOUTS, [TIED, GPT2]),
+    *product([TP2, PP2, LAYERS_4 | PP4 | SAMPLES_4, DP2, DP2 | FSDP, TP2 | DP2 | FSDP], [GPT2 | TIED]),
+    TP2 | PP2 | GPT2 | TIED, UNEVEN[0] | GPT2 | TIED,
+    TP2 | DP2 | FSDP, *product(CONTEXT, [GPT2 | TIED]), CP2, CP4, DP2 | CP2, TP2 | NO_SP | CP2, PP2 | CP2,
+    CP4 | QK_NORM, CP4 | FULL, *product([TP2, CP4, DP2 | CP2, PP2 | CP2], [DOCUMENTS]),
+    TP2 | CHUNKS | FP64, TP4 | CHUNKS | FP64, TP4 | CHUNKS | FP64 | DELAYED | SELECTIVE,
+    *product([TP2 | NO_SP, TP2, PP2, CP2, CP4, PP2 | CP2], EXACT_FP8), DP2 | FP64 | CURRENT, TP2 | PP2 | TEXT,
+    TP2 | PP2 | DELAYED, DP2 | PP2 | CURRENT, TP2 | CP2 | FP64 | CURRENT, TP2 | CP2 | FP64 | DELAYED,
+    *product([*LAYOUTS[:5]], [CURRENT, DELAYED]),
+    *product([DP2, TP2, TP2 | NO_SP, PP2, DP2 | CP2, DP2 | FSDP, MTP | TP2 | PP2 | DP2 | ZERO], [ANSWERS]),
+    *product([LORA], [TP2 | NO_SP, TP2, CP2 | DP2, PP2 | ZB_H1, GPT2 | TIED | TP2 | PP2, DROPOUT | TP2 | CP2]),
+    *product([LORA], [GRAPHS, OFFLOAD | TP2, LAYERS_4 | PP2 | ZB_V, CHUNKS | FP64 | DELAYED | TP2,
+        CALIBRATED | REPORT]),
+    *product([LORA], [DP2 | FSDP, TP2 | DP2 | FSDP | BF16, DP4 | HSDP | TIED, FP64 | DELAYED | TP2 | DP2 | FSDP,
+        PP2 | DP2 | FSDP]),
+    *product([LORA], [DEEPSEEK | TP2 | DP2 | EP4, DEEPSEEK | FP64 | DP2 | EP2 | FSDP, MOE | TP2 | DP2 | EP2 | ZERO]),
+    *product([LORA_2], [DP4 | FSDP, MOE | DP4 | EP2 | FSDP, FEW_ROWS | DP4 | FSDP]),
+    *product([FEW_ROWS], [DP4 | FSDP | GROUPS, DP4 | FSDP | FP8_GATHER | DELAYED, TP2 | DP2 | HSDP]),
+    *product([LORA_Q_DOWN], [TP2, SELECTIVE | PP2, FULL | QKV_BIAS | TP2 | NO_SP | DP2, FP64 | CURRENT | TP2]),
+    *product([DP2 | FSDP | FP8_GATHER, TP2 | DP2 | FSDP | FP8_GATHER], [CURRENT, DELAYED]),
+    *product([DP4 | HSDP, TP2 | DP4 | HSDP, PP2 | DP4 | HSDP, CP2 | DP2 | HSDP, CP4 | HSDP], [NONE, TIED]),
+    DP4 | SAMPLES_8 | HSDP | GPT2 | TIED, DP4 | HSDP | FP8_GATHER | CURRENT, TP2 | DP4 | HSDP | FP8_GATHER | DELAYED,
+    PP2 | DP4 | SAMPLES_8 | HSDP | FP8_GATHER | CURRENT | TIED,
+    *product([MTP], [PP2, TIED | PP2 | DP2 | ZERO, TP2 | NO_SP, CP2 | MASKED, CP2 | PP2 | DOCUMENTS, DP2 | BEST_FIT]),
+    MTP | GPT2 | TIED | TP2 | PP2, DP2 | FSDP, DP2 | PP2 | DOCUMENTS, TP2 | CP2 | DOCUMENTS,
+    MTP | TP2 | PP2 | DOCUMENTS,
+    *product([DROPOUT], [GPT2 | TP2 | NO_SP, DEEPSEEK | TP2 | DP2 | EP4 | ZERO | DELAYED | FP8_GATHER,
+        PARALLEL_BLOCK | TP2 | PP2]),
+    *product([FP16], [TP2 | CP2 | MASKED, DP2 | FSDP | CURRENT, MOE | TP2 | DP2 | EP2, PP2 | ZB_H1 | TIED,
+        MTP | DP2 | FULL]),
+    *product([DROPOUT], [MTP | DEEPSEEK | CP2 | PP2 | OFFLOAD, BF16 | DP2 | ZERO,
+        LAYERS_4 | MOE | PP2 | DP2 | EP2 | ZB_V | SELECTIVE]),
+    *product([MTP | LAYERS_4], [PP2 | ZB_H1, PP2 | ZB_V, PP2 | DUALPIPEV | DP2 | ZERO, PP4 | SAMPLES_4,
+        PP2 | INTERLEAVED]),
+    *product([MTP], [TIED | DP2 | FSDP, PP2 | DP2 | FSDP, DP4 | HSDP, MOE | DP2 | FSDP,
+        DP2 | FSDP | FP8_GATHER | CURRENT]),
+    *product([MTP], [FULL, PP2 | FULL, OFFLOAD, PP2 | OFFLOAD, GRAPHS, BF16 | DP2, PP2 | DP2 | ZERO | LATE_GATHER]),
+    MTP | DEEPSEEK | TP2 | CP2 | EP4, MTP | LAYERS_4 | DEEPSEEK | PP2 | DP2 | EP2 | ZB_V,
+    MTP | TP2 | CHUNKS | FP64 | DELAYED | SELECTIVE,
+    *product([BERT, BERT_PRE], [TP2, PP2, CP2, PP2 | DP2 | ZERO, TP2 | FP64 | CURRENT]),
+    BERT | TP2 | CHUNKS | FP64 | DELAYED, BERT_PRE | TP2 | CHUNKS | FP64 | DELAYED, T5 | TP2 | CHUNKS | FP64 | CURRENT,
+    *product([T5, T5_TIED], [TP2, TP2 | NO_SP, PP2, DP2 | FSDP, PP4 | SAMPLES_4, TP2 | PP2 | STAGES_1_3, PP2 | FULL]),
+    *product([T5_TIED | LAYERS_4], [PP2 | INTERLEAVED, PP2 | ZB_V, PP2 | ZB_H1, PP2 | DP2 | DUALPIPEV]),
+    *product([T5], [PP2 | ZB_H1 | CURRENT, PP2 | DP2 | FSDP, SELECTIVE, GRAPHS, BF16 | DP2]),
+    T5 | DP2 | FSDP | FP8_GATHER | DELAYED, T5 | PP2 | DP2 | ZERO | FP8_GATHER | CURRENT,
+    *product([BERT], [TP2 | NO_SP, TP2 | CP2 | DP2, PP2 | LAYERS_4 | ZB_V, LAYERS_4 | PP4 | SAMPLES_4, GRAPHS]),
+    *product([BERT], [DP2 | FSDP | FP8_GATHER | DELAYED, FULL, SELECTIVE, PP2 | ZB_H1 | OFFLOAD, BF16 | DP2]),
+    MTP | DEEPSEEK | TP2 | DP2 | EP4 | ZERO | DELAYED | FP8_GATHER, MTP | TP2 | CP2 | FP64 | DELAYED,
+    MTP | DP2 | ZERO | FP8_GATHER | DELAYED,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", slow_but(QUICK_CASES + SLOW_CASES, *QUICK_CASES))
-def test_the_loss_is_that_of_one_rank(runs: Runs, words: str) -> None:
-    assert_close_to_one_rank(runs, words)
+@pytest.mark.parametrize("preset", slow_but(QUICK_CASES + SLOW_CASES, *QUICK_CASES))
+def test_the_loss_is_that_of_one_rank(runs: Runs, preset: Preset) -> None:
+    assert_close_to_one_rank(runs, preset)
 
 
 def test_multi_token_prediction_without_weight_changes_nothing(runs: Runs) -> None:
     """It only has a loss of its own, at first that of a guess."""
-    expected, found = runs.of("no-clip"), runs.of("no-clip mtp", model={"mtp_loss_scaling_factor": 0.0})
+    expected, found = runs.of(NO_CLIP), runs.of(NO_CLIP | MTP, model={"mtp_loss_scaling_factor": 0.0})
     assert {name: found.state[name] for name in expected.state} == expected.state
     own_losses = [ours - loss for (ours, _), (loss, _) in zip(found.curve, expected.curve)]
     assert own_losses[0] == pytest.approx(math.log(VOCABULARY), rel=0.02)
@@ -183,28 +209,28 @@ def test_multi_token_prediction_without_weight_changes_nothing(runs: Runs) -> No
 
 # --- options, alone and in pairs -------------------------------------------------------------------------------------
 
-OPTIONS: list[dict[str, str]] = [  # those of one group exclude each other
+OPTIONS: list[dict[str, Preset]] = [  # those of one group exclude each other
     {
-        "1f1b": "pp2", "interleaved": "pp2 interleaved", "zb-h1": "pp2 zb-h1", "zb-v": "pp2 zb-v",
-        "dualpipev": "pp2 dualpipev",
+        "1f1b": PP2, "interleaved": PP2 | INTERLEAVED, "zb-h1": PP2 | ZB_H1, "zb-v": PP2 | ZB_V,
+        "dualpipev": PP2 | DUALPIPEV,
     },
-    {"data": "dp2"},
-    {"late-reduce": "dp2 late-reduce"},
-    {"zero": "dp2 zero", "zero-late": "dp2 zero late-gather", "hsdp": "dp4 hsdp"},
-    {"bf16-reduce": "dp2 bf16-reduce"},
-    {"bf16-moments": "bf16-moments", "fp8-moments": "fp8-moments"},
-    {"remainders": "bf16 remainders"},
-    {"tensor": "tp2 no-sp", "tensor-sequence": "tp2"},
-    {"tensor-overlap": "tp2 chunks"},
-    {"context": "cp2"},
-    {"full": "full", "selective": "selective"},
-    {"offload": "offload"},
-    {"graphs": "graphs"},
-    {"smooth": "fp64 delayed smooth"},
-    {"fp8-gather": "dp2 zero fp64 current fp8-gather"},
-    {"delayed": "fp64 delayed", "current": "fp64 current", "blockwise": "fp64 blockwise"},
+    {"data": DP2},
+    {"late-reduce": DP2 | LATE_REDUCE},
+    {"zero": DP2 | ZERO, "zero-late": DP2 | ZERO | LATE_GATHER, "hsdp": DP4 | HSDP},
+    {"bf16-reduce": DP2 | BF16_REDUCE},
+    {"bf16-moments": BF16_MOMENTS, "fp8-moments": FP8_MOMENTS},
+    {"remainders": BF16 | REMAINDERS},
+    {"tensor": TP2 | NO_SP, "tensor-sequence": TP2},
+    {"tensor-overlap": TP2 | CHUNKS},
+    {"context": CP2},
+    {"full": FULL, "selective": SELECTIVE},
+    {"offload": OFFLOAD},
+    {"graphs": GRAPHS},
+    {"smooth": FP64 | DELAYED | SMOOTH},
+    {"fp8-gather": DP2 | ZERO | FP64 | CURRENT | FP8_GATHER},
+    {"delayed": FP64 | DELAYED, "current": FP64 | CURRENT, "blockwise": FP64 | BLOCKWISE},
 ]  # fmt: skip
-OPTION = {name: words for group in OPTIONS for name, words in group.items()}
+OPTION = {name: preset for group in OPTIONS for name, preset in group.items()}
 PAIRS = [pair for one, other in itertools.combinations(OPTIONS, 2) for pair in itertools.product(one, other)]
 REFUSED = {
     **{
@@ -231,13 +257,13 @@ QUICK_PAIRS = [
 ]
 
 
-def words_of(*names: str) -> str:
-    """The words of these options; a recipe's come after what another option needs where nothing else is said."""
-    words = dict.fromkeys(word for name in names for word in OPTION[name].split())
-    chunks = words.keys() & {"interleaved", "zb-v", "dualpipev"}
-    if "hsdp" in words:  # what needs zero needs one of the two; several micro-batches
-        words = {word: None for word in words if word != "zero"} | {"8-samples": None}
-    return " ".join(["4-layers" if chunks else "", "masked", *words])
+def preset_of(*names: str) -> Preset:
+    """The preset of these options; a recipe's comes after what another option needs where nothing else is said."""
+    parts = [*dict.fromkeys(part for name in names for part in OPTION[name].parts)]
+    chunks = {INTERLEAVED, ZB_V, DUALPIPEV} & {*parts}
+    if HSDP in parts:  # what needs zero needs one of the two; several micro-batches
+        parts = [part for part in parts if part != ZERO] + [SAMPLES_8]
+    return joined([LAYERS_4 if chunks else NONE, MASKED, *parts])
 
 
 QUICK_OPTIONS = [
@@ -248,20 +274,21 @@ QUICK_OPTIONS = [
 
 @pytest.mark.parametrize("name", slow_but(OPTION, *QUICK_OPTIONS))
 def test_an_option_alone(runs: Runs, name: str) -> None:
-    assert_close_to_one_rank(runs, words_of(name))
+    assert_close_to_one_rank(runs, preset_of(name))
 
 
 @pytest.mark.parametrize(("one", "other"), slow_but(RUN, *QUICK_PAIRS))
 def test_two_options_together(runs: Runs, one: str, other: str) -> None:
-    assert_close_to_one_rank(runs, words_of(one, other), steps=2 if (one, other) in QUICK_PAIRS else 8)
+    assert_close_to_one_rank(runs, preset_of(one, other), steps=2 if (one, other) in QUICK_PAIRS else 8)
 
 
 def test_what_cannot_work_is_refused_before_any_process_group() -> None:
     """With its own reason each, wherever the run is started; all others are accepted."""
     assert not dist.is_initialized()
-    assert max(ranks_of(words_of(*pair)) for pair in RUN) == 8
+    assert max(preset_of(*pair).ranks for pair in RUN) == 8
     for pair in PAIRS:
-        config, ranks = config_of(words_of(*pair), device="auto"), ranks_of(words_of(*pair))
+        preset = preset_of(*pair)
+        config, ranks = config_of(preset, device="auto"), preset.ranks
         if frozenset(pair) not in REASONS:
             check_config(config, ranks)
             continue
@@ -273,109 +300,116 @@ def test_what_cannot_work_is_refused_before_any_process_group() -> None:
 
 def test_graphs_on_a_cpu_are_refused() -> None:
     with pytest.raises(ConfigError, match="device is cpu, which has no CUDA graphs"):
-        check_layout(config_of("graphs"), 1)
+        check_layout(config_of(GRAPHS), 1)
 
 
 # --- against the same run without an option --------------------------------------------------------------------------
 
-BITS: dict[str, list[str]] = {
+BITS: dict[Preset, list[Preset]] = {
     # Under two data-parallel ranks every sum has two terms.
-    "zero": ["dp2 masked", "pp2 dp2 zb-h1"],
-    "late-reduce": ["dp2 zero"],
-    "late-gather": ["dp2 zero"],
+    ZERO: [DP2 | MASKED, PP2 | DP2 | ZB_H1],
+    LATE_REDUCE: [DP2 | ZERO],
+    LATE_GATHER: [DP2 | ZERO],
     # FSDP reduces gradients micro-batch by micro-batch: with one there is only one order.
-    "fsdp": ["dp2 2-samples current tied", "dp2 2-samples bf16 delayed"],
-    "fp8-gather": [
-        "fsdp dp2 bf16 delayed", "zero dp2 current late-gather late-reduce", "zero dp2 custom",
-        "4-layers zero pp2 dp2 zb-v current",
+    FSDP: [DP2 | SAMPLES_2 | CURRENT | TIED, DP2 | SAMPLES_2 | BF16 | DELAYED],
+    FP8_GATHER: [
+        FSDP | DP2 | BF16 | DELAYED, ZERO | DP2 | CURRENT | LATE_GATHER | LATE_REDUCE, ZERO | DP2 | CUSTOM,
+        LAYERS_4 | ZERO | PP2 | DP2 | ZB_V | CURRENT,
     ],
-    "zb-h1": ["pp2 clip", "pp2 calibrated"],
-    "dualpipev": ["4-layers pp2 clip zb-v"],
-    "full": ["pp2 dropout"],
-    "norms": ["tp2 delayed"],
-    "activation": ["pp2"],
-    "offload": ["tp2 delayed"],
-    "offload-1 selective": ["pp2"],
-    "graphs": ["fp16 dropout"],
+    ZB_H1: [PP2 | CLIP, PP2 | CALIBRATED],
+    DUALPIPEV: [LAYERS_4 | PP2 | CLIP | ZB_V],
+    FULL: [PP2 | DROPOUT],
+    NORMS: [TP2 | DELAYED],
+    ACTIVATION: [PP2],
+    OFFLOAD: [TP2 | DELAYED],
+    OFFLOAD_1 | SELECTIVE: [PP2],
+    GRAPHS: [FP16 | DROPOUT],
 }  # fmt: skip
-SLOW_BITS: dict[str, list[str]] = {
-    "zero late-reduce": ["moe tp2 dp2 ep2"],
-    "zero": [
-        "tp2 dp2 delayed", "dp2 bf16", "dp2",
-        "dp2 tied", "dp2 gpt2", "dp2 delayed", "dp2 current", "dp2 fp64", "dp2 bf16-reduce bf16-moments", "tp2 dp2",
-        "tp2 no-sp dp2 tied", "cp2", "4-layers pp2 dp2 zb-v tied", "pp2 dp2", "pp2 dp2 tied",
-        "pp2 dp2 tied large-buckets", "pp2 dp2 current", "4-layers pp2 dp2 zb-v mtp",
+SLOW_BITS: dict[Preset, list[Preset]] = {
+    ZERO | LATE_REDUCE: [MOE | TP2 | DP2 | EP2],
+    ZERO: [
+        TP2 | DP2 | DELAYED, DP2 | BF16, DP2,
+        DP2 | TIED, DP2 | GPT2, DP2 | DELAYED, DP2 | CURRENT, DP2 | FP64, DP2 | BF16_REDUCE | BF16_MOMENTS, TP2 | DP2,
+        TP2 | NO_SP | DP2 | TIED, CP2, LAYERS_4 | PP2 | DP2 | ZB_V | TIED, PP2 | DP2, PP2 | DP2 | TIED,
+        PP2 | DP2 | TIED | LARGE_BUCKETS, PP2 | DP2 | CURRENT, LAYERS_4 | PP2 | DP2 | ZB_V | MTP,
     ],
     # Two replicas on two ranks: each has all weights and sums its micro-batches, of which a tied weight has two terms.
-    "hsdp": [f"dp2 {words}" for words in ("", "2-samples tied", "8-samples delayed", "bf16 current", "masked")],
-    "late-reduce": [
-        "4-layers pp2 dp2 zb-v", "dp4 8-samples hsdp", "4-layers pp2 dp2 interleaved", "dp4 8-samples hsdp bf16-reduce",
-        "pp2 dp4 8-samples hsdp tied", "tp2 dp4 hsdp gpt2 tied", "moe dp4 ep2 8-samples fsdp", "moe tp2 dp4 ep2 hsdp",
+    HSDP: [DP2 | more for more in (NONE, SAMPLES_2 | TIED, SAMPLES_8 | DELAYED, BF16 | CURRENT, MASKED)],
+    LATE_REDUCE: [
+        LAYERS_4 | PP2 | DP2 | ZB_V, DP4 | SAMPLES_8 | HSDP, LAYERS_4 | PP2 | DP2 | INTERLEAVED,
+        DP4 | SAMPLES_8 | HSDP | BF16_REDUCE,
+        PP2 | DP4 | SAMPLES_8 | HSDP | TIED, TP2 | DP4 | HSDP | GPT2 | TIED, MOE | DP4 | EP2 | SAMPLES_8 | FSDP,
+        MOE | TP2 | DP4 | EP2 | HSDP,
     ],
-    "fsdp": [f"dp2 2-samples {words}" for words in (
-        "", "delayed", "fp64", "bf16 bf16-reduce", "blockwise", "rowwise", "calibrated", "current selective",
-        "current fprop-bf16", "current dgrad-bf16", "current wgrad-bf16", "moe ep2", "moe ep2 bf16 delayed",
+    FSDP: [DP2 | SAMPLES_2 | more for more in (
+        NONE, DELAYED, FP64, BF16 | BF16_REDUCE, BLOCKWISE, ROWWISE, CALIBRATED, CURRENT | SELECTIVE,
+        CURRENT | FPROP_BF16, CURRENT | DGRAD_BF16, CURRENT | WGRAD_BF16, MOE | EP2, MOE | EP2 | BF16 | DELAYED,
     )],
-    "fp8-gather": [
-        "zero dp2 delayed some-layers", "zero dp2 delayed smooth",
-        "fsdp dp2 delayed tied", "dp4 hsdp delayed", "zero tp2 no-sp dp2 delayed smooth",
-        "fsdp dp3 current", "zero current", "zero dp2 current tied", "zero dp2 delayed gpt2", "zero dp2 bf16 delayed",
-        "zero tp2 dp2 current", "fsdp current", "fsdp dp2 current", "fsdp dp2 static", "fsdp dp2 delayed smooth",
-        "fsdp dp2 current some-layers", "fsdp pp2 dp2 delayed", "fsdp dp2 delayed full", "tp2 dp4 hsdp current tied",
-        "pp2 dp4 8-samples hsdp delayed", "zero dp2 delayed-2", "zero dp2 static",
-        "zero dp2 current wgrad-bf16 power-of-two", "zero dp2 current smooth", "zero dp2 delayed fp64",
-        "zero dp2 bf16 current bf16-moments", "zero dp2 delayed full", "zero cp2 current", "zero pp2 dp2 delayed tied",
-        "fsdp moe dp4 ep2 current", "fsdp tp2 dp2 current",
+    FP8_GATHER: [
+        ZERO | DP2 | DELAYED | SOME_LAYERS, ZERO | DP2 | DELAYED | SMOOTH,
+        FSDP | DP2 | DELAYED | TIED, DP4 | HSDP | DELAYED, ZERO | TP2 | NO_SP | DP2 | DELAYED | SMOOTH,
+        FSDP | DP3 | CURRENT, ZERO | CURRENT, ZERO | DP2 | CURRENT | TIED, ZERO | DP2 | DELAYED | GPT2,
+        ZERO | DP2 | BF16 | DELAYED,
+        ZERO | TP2 | DP2 | CURRENT, FSDP | CURRENT, FSDP | DP2 | CURRENT, FSDP | DP2 | STATIC,
+        FSDP | DP2 | DELAYED | SMOOTH,
+        FSDP | DP2 | CURRENT | SOME_LAYERS, FSDP | PP2 | DP2 | DELAYED, FSDP | DP2 | DELAYED | FULL,
+        TP2 | DP4 | HSDP | CURRENT | TIED,
+        PP2 | DP4 | SAMPLES_8 | HSDP | DELAYED, ZERO | DP2 | DELAYED_2, ZERO | DP2 | STATIC,
+        ZERO | DP2 | CURRENT | WGRAD_BF16 | POWER_OF_TWO, ZERO | DP2 | CURRENT | SMOOTH, ZERO | DP2 | DELAYED | FP64,
+        ZERO | DP2 | BF16 | CURRENT | BF16_MOMENTS, ZERO | DP2 | DELAYED | FULL, ZERO | CP2 | CURRENT,
+        ZERO | PP2 | DP2 | DELAYED | TIED,
+        FSDP | MOE | DP4 | EP2 | CURRENT, FSDP | TP2 | DP2 | CURRENT,
     ],
-    "zb-h1": ["pp2 delayed smooth", "pp2 nvfp4", "pp2 delayed wgrad-bf16", "pp2 delayed dgrad-bf16"],
-    "zb-v full": [f"4-layers tp2 pp2 3-samples no-clip {words}" for words in ("delayed", "wide seq256 blockwise")],
-    **{mode: ["tp2", "pp2", "tp2 delayed", "tp2 delayed dropout", "pp2 delayed", "mtp pp2 delayed",
-              "tp2 current", "tp2 blockwise", "pp2 current", "pp2 blockwise"]
-       for mode in ("full", "norms", "activation", "offload", "offload-1 selective")},
+    ZB_H1: [PP2 | DELAYED | SMOOTH, PP2 | NVFP4, PP2 | DELAYED | WGRAD_BF16, PP2 | DELAYED | DGRAD_BF16],
+    ZB_V | FULL: [LAYERS_4 | TP2 | PP2 | SAMPLES_3 | NO_CLIP | more for more in (DELAYED, WIDE | SEQ256 | BLOCKWISE)],
+    **{mode: [TP2, PP2, TP2 | DELAYED, TP2 | DELAYED | DROPOUT, PP2 | DELAYED, MTP | PP2 | DELAYED,
+              TP2 | CURRENT, TP2 | BLOCKWISE, PP2 | CURRENT, PP2 | BLOCKWISE]
+       for mode in (FULL, NORMS, ACTIVATION, OFFLOAD, OFFLOAD_1 | SELECTIVE)},
 }  # fmt: skip
-QUICK_MODES = ["tp2 no-sp delayed", "pp2 zb-h1 delayed"]
+QUICK_MODES = [TP2 | NO_SP | DELAYED, PP2 | ZB_H1 | DELAYED]
 SLOW_MODES = [
-    "pp2 delayed report", "delayed qk-norm",
-    "tp2 wide seq256 blockwise", "tp2 nvfp4", "cp2 current", "tp2 gpt2 delayed", "tp2 delayed dropout", "moe tp2 ep2",
-    "tp2 no-sp", "tp2 rowwise", "tp2 delayed smooth", "cp2", "pp2 zb-h1", "tp2 gpt2",
-    "tp2 rowwise wgrad-bf16", "tp2 calibrated", "pp2 nvfp4", "cp2 delayed",
-    "4-layers pp2 interleaved current", "tp2 gelu current", "tp2 parallel-block delayed",
+    PP2 | DELAYED | REPORT, DELAYED | QK_NORM,
+    TP2 | WIDE | SEQ256 | BLOCKWISE, TP2 | NVFP4, CP2 | CURRENT, TP2 | GPT2 | DELAYED, TP2 | DELAYED | DROPOUT,
+    MOE | TP2 | EP2,
+    TP2 | NO_SP, TP2 | ROWWISE, TP2 | DELAYED | SMOOTH, CP2, PP2 | ZB_H1, TP2 | GPT2,
+    TP2 | ROWWISE | WGRAD_BF16, TP2 | CALIBRATED, PP2 | NVFP4, CP2 | DELAYED,
+    LAYERS_4 | PP2 | INTERLEAVED | CURRENT, TP2 | GELU | CURRENT, TP2 | PARALLEL_BLOCK | DELAYED,
 ]  # fmt: skip
-ONE_RANK_MODES = ["full", "full-first", "norms", "activation", "attention", "selective", "offload", "offload full"]
-QUICK_BITS = [(option, words) for option, cases in BITS.items() for words in cases]
-QUICK_BITS += itertools.product(["selective"], QUICK_MODES)
-MORE_BITS = [(option, words) for option, cases in SLOW_BITS.items() for words in cases]
-MORE_BITS += itertools.product(["selective", "offload-1 selective"], QUICK_MODES + SLOW_MODES)
-MORE_BITS += itertools.product([*ONE_RANK_MODES, "offload-1 selective"], ["", "delayed", "current", "blockwise"])
-OTHER_PLACEMENT = {"interleaved", "zb-v", "dualpipev", "zb-v full"}
+ONE_RANK_MODES = [FULL, FULL_FIRST, NORMS, ACTIVATION, ATTENTION, SELECTIVE, OFFLOAD, OFFLOAD | FULL]
+QUICK_BITS = [(option, preset) for option, cases in BITS.items() for preset in cases]
+QUICK_BITS += itertools.product([SELECTIVE], QUICK_MODES)
+MORE_BITS = [(option, preset) for option, cases in SLOW_BITS.items() for preset in cases]
+MORE_BITS += itertools.product([SELECTIVE, OFFLOAD_1 | SELECTIVE], QUICK_MODES + SLOW_MODES)
+MORE_BITS += itertools.product([*ONE_RANK_MODES, OFFLOAD_1 | SELECTIVE], [NONE, DELAYED, CURRENT, BLOCKWISE])
+OTHER_PLACEMENT = {INTERLEAVED, ZB_V, DUALPIPEV, ZB_V | FULL}
 """Options under which a rank has other layers, so that the norm is summed in another order."""
-NOT_GATHERED_IN_FP8 = {"custom": 2, "some-layers": 5, "moe": 4}
+NOT_GATHERED_IN_FP8 = {CUSTOM: 2, SOME_LAYERS: 5, MOE: 4}
 """Of 8 linear layers."""
 
 
-@pytest.mark.parametrize(("option", "words"), slow_but(dict.fromkeys(QUICK_BITS + MORE_BITS), *QUICK_BITS))
-def test_an_option_changes_no_bit(runs: Runs, option: str, words: str) -> None:
-    expected, found = runs.of(words), runs.of(f"{words} {option}")
+@pytest.mark.parametrize(("option", "preset"), slow_but(dict.fromkeys(QUICK_BITS + MORE_BITS), *QUICK_BITS))
+def test_an_option_changes_no_bit(runs: Runs, option: Preset, preset: Preset) -> None:
+    expected, found = runs.of(preset), runs.of(preset | option)
     assert len(set(losses(found.curve))) == len(found.curve)
-    if option in OTHER_PLACEMENT and not OTHER_PLACEMENT & set(words.split()):
+    if option in OTHER_PLACEMENT and not OTHER_PLACEMENT & {*preset.parts}:
         assert losses(found.curve) == losses(expected.curve)
     else:
         assert found.curve == expected.curve
     assert found.state == expected.state
     assert found.records == expected.records
-    config, ranks = config_of(words), ranks_of(words)
-    if "clip" in words.split():
+    config, ranks = config_of(preset), preset.ranks
+    if CLIP in preset:
         assert min(norm for _, norm in expected.curve if norm) > config.optimizer.clip_grad_norm
-    if option == "zero":
+    if option == ZERO:
         shards = ranks // (config.parallel.tensor * config.parallel.pipeline)
         for key in found.elements[0].keys() & {"exp_avg", "exp_avg_sq", "master"}:
             assert all(rank[key] == rank["weights"] for rank in expected.elements)
             assert all(rank[key] <= rank["gradients"] // shards for rank in found.elements)
             total = sum(rank["weights"] for rank in expected.elements)
             assert sum(rank[key] for rank in found.elements) == total // shards
-    if option == "fp8-gather":
+    if option == FP8_GATHER:
         layers = 4 * config.model.num_layers // config.parallel.pipeline
-        layers -= sum(NOT_GATHERED_IN_FP8.get(word, 0) for word in words.split())
+        layers -= sum(NOT_GATHERED_IN_FP8.get(part, 0) for part in preset.parts)
         assert all(rank["released"] == layers for rank in found.elements)
         if config.parallel.zero:  # nothing of the values is left
             assert all(rank["released storage"] == layers for rank in found.elements)
@@ -386,26 +420,26 @@ def losses(curve: Curve) -> list[float]:
 
 
 SUMS = {
-    "zero": ["dp4", "cp2 dp2"],
-    "fsdp": [
-        "dp2", "dp2 full", "pp2 dp2 tied", "dp3", "tp2 dp2",
-        "tied", "dp2 tied", "dp2 gpt2", "dp2 8-samples", "tp2 no-sp dp2 tied", "cp2 dp2", "pp2 dp2",
-        "4-layers pp2 dp2 interleaved", "dp2 offload", "moe dp4 ep2", "deepseek tp2 dp2 ep4", "moe tp2 dp2",
+    ZERO: [DP4, CP2 | DP2],
+    FSDP: [
+        DP2, DP2 | FULL, PP2 | DP2 | TIED, DP3, TP2 | DP2,
+        TIED, DP2 | TIED, DP2 | GPT2, DP2 | SAMPLES_8, TP2 | NO_SP | DP2 | TIED, CP2 | DP2, PP2 | DP2,
+        LAYERS_4 | PP2 | DP2 | INTERLEAVED, DP2 | OFFLOAD, MOE | DP4 | EP2, DEEPSEEK | TP2 | DP2 | EP4, MOE | TP2 | DP2,
     ],
-    "hsdp": [
-        "dp4", "dp4 8-samples tied", "dp4 full", "tp2 dp4", "pp2 dp4 tied", "cp2 dp2 gpt2",
-        "4-layers pp2 dp4 8-samples interleaved", "moe dp4 ep2", "moe tp2 dp4 ep2",
+    HSDP: [
+        DP4, DP4 | SAMPLES_8 | TIED, DP4 | FULL, TP2 | DP4, PP2 | DP4 | TIED, CP2 | DP2 | GPT2,
+        LAYERS_4 | PP2 | DP4 | SAMPLES_8 | INTERLEAVED, MOE | DP4 | EP2, MOE | TP2 | DP4 | EP2,
     ],
 }  # fmt: skip
-SUMS_CASES = [(option, words) for option, cases in SUMS.items() for words in cases]
+SUMS_CASES = [(option, preset) for option, cases in SUMS.items() for preset in cases]
 
 
-@pytest.mark.parametrize(("option", "words"), slow_but(SUMS_CASES, SUMS_CASES[0], *SUMS_CASES[2:5]))
-def test_an_option_changes_only_the_order_of_sums(runs: Runs, option: str, words: str) -> None:
-    expected, found = runs.of(words), runs.of(f"{words} {option}")
+@pytest.mark.parametrize(("option", "preset"), slow_but(SUMS_CASES, SUMS_CASES[0], *SUMS_CASES[2:5]))
+def test_an_option_changes_only_the_order_of_sums(runs: Runs, option: Preset, preset: Preset) -> None:
+    expected, found = runs.of(preset), runs.of(preset | option)
     for a, b in zip(found.curve, expected.curve, strict=True):
         assert a == pytest.approx(b, rel=1e-6)
-    if option == "zero":
+    if option == ZERO:
         for whole, shard in zip(expected.elements, found.elements):
             assert shard["exp_avg"] <= shard["gradients"] // 4 < whole["exp_avg"] * 0.27
         assert sum(shard["exp_avg"] for shard in found.elements) == expected.elements[0]["exp_avg"]
@@ -413,36 +447,36 @@ def test_an_option_changes_only_the_order_of_sums(runs: Runs, option: str, words
 
 # --- pipeline schedules ----------------------------------------------------------------------------------------------
 
-SCHEDULES = ["", "zb-h1", "interleaved", "zb-v", "dualpipev"]
+SCHEDULES = [NONE, ZB_H1, INTERLEAVED, ZB_V, DUALPIPEV]
 PIPELINES = [
-    "4-layers qkv-bias no-clip dropout pp2",
-    "8-layers qkv-bias no-clip pp4 4-samples delayed",
-    "4-layers qkv-bias no-clip pp2 1-sample tied delayed",
-    "8-layers qkv-bias no-clip pp4 3-samples tied",
-    "8-layers qkv-bias no-clip pp4 8-samples delayed",
+    LAYERS_4 | QKV_BIAS | NO_CLIP | DROPOUT | PP2,
+    LAYERS_8 | QKV_BIAS | NO_CLIP | PP4 | SAMPLES_4 | DELAYED,
+    LAYERS_4 | QKV_BIAS | NO_CLIP | PP2 | SAMPLES_1 | TIED | DELAYED,
+    LAYERS_8 | QKV_BIAS | NO_CLIP | PP4 | SAMPLES_3 | TIED,
+    LAYERS_8 | QKV_BIAS | NO_CLIP | PP4 | SAMPLES_8 | DELAYED,
 ]
 
 
-@pytest.mark.parametrize("words", slow_but(PIPELINES, PIPELINES[0]))
-def test_schedules_and_one_rank_train_the_same(runs: Runs, words: str) -> None:
+@pytest.mark.parametrize("preset", slow_but(PIPELINES, PIPELINES[0]))
+def test_schedules_and_one_rank_train_the_same(runs: Runs, preset: Preset) -> None:
     """A micro-batch is computed alike under every schedule, and gradients are summed in the order of the micro-batches.
     So no bit depends on the schedule, nor on the number of stages, as long as no sum over the whole model enters
     (clipping) and the embedding is not shared between two layers of one stage."""
-    one_rank, plain = runs.one_rank(f"{words}"), runs.of(words)
+    one_rank, plain = runs.one_rank(preset), runs.of(preset)
     for schedule in SCHEDULES:
-        found = runs.of(f"{words} {schedule}")
+        found = runs.of(preset | schedule)
         assert losses(found.curve) == losses(plain.curve)
         assert found.state == plain.state
     assert plain.curve[0] == (one_rank.curve[0][0], pytest.approx(one_rank.curve[0][1], rel=1e-5))
-    if "tied" not in words.split():
+    if TIED not in preset:
         assert losses(plain.curve) == losses(one_rank.curve)
         assert plain.state == one_rank.state
-    loose = 2e-2 if "delayed" in words else 1e-5
+    loose = 2e-2 if DELAYED in preset else 1e-5
     assert [norm for _, norm in plain.curve] == pytest.approx([norm for _, norm in one_rank.curve], rel=loose)
 
 
 def test_stages_by_hand_and_one_rank_train_the_same(runs: Runs) -> None:
-    words = "8-layers qkv-bias no-clip pp2 zb-v 1+3+3+1"
-    found, expected = runs.of(words), runs.one_rank(words)
+    preset = LAYERS_8 | QKV_BIAS | NO_CLIP | PP2 | ZB_V | STAGES_1_3_3_1
+    found, expected = runs.of(preset), runs.one_rank(preset)
     assert losses(found.curve) == losses(expected.curve)
     assert found.state == expected.state

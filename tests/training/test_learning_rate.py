@@ -9,7 +9,7 @@ import pytest
 
 from megafp8.config import Config
 from megafp8.training.learning_rate import schedule_change, schedule_jump, schedule_of
-from tests.training.runs import config
+from tests.training.presets import config
 
 PEAK, LEAST = 1e-3, 1e-4
 

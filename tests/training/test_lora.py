@@ -20,21 +20,23 @@ from megafp8.training.init_from import complete_model
 from megafp8.training.inputs import open_inputs
 from megafp8.training.state import check_resume, checkpoint_folder, save_state
 from tests.training.latest import load_latest
-from tests.training.runs import batches, config_of, start, steps_of, text_batches
+from tests.training.presets import *  # noqa: F403
+from tests.training.presets import Preset, config_of
+from tests.training.runs import batches, start, steps_of, text_batches
 from tests.training.test_fine_tuning import ALONE, SAMPLES, SFT, loaded, prepare
 from tests.world import World
 from tools import convert_checkpoint
 
-LORA = ["lora={rank: 4, alpha: 16}", "optimizer.learning_rate=1e-2"]
+LORA_OVERRIDES = ["lora={rank: 4, alpha: 16}", "optimizer.learning_rate=1e-2"]
 
 
 def _values(trainer: Any) -> dict[str, Tensor]:
     return {spec_of(param).shards[0].name: param.detach().clone() for param in trainer.strategy.params}
 
 
-def _train(words: str) -> tuple[dict[str, bool], set[str], int, int]:
+def _train(preset: Preset) -> tuple[dict[str, bool], set[str], int, int]:
     """By parameter whether it changed in three steps, those with optimizer state, and elements of gradients."""
-    trainer, parallel = start(config_of(words))
+    trainer, parallel = start(config_of(preset))
     before = _values(trainer)
     steps_of(trainer, parallel, range(3))
     trainer.strategy.wait()
@@ -44,21 +46,21 @@ def _train(words: str) -> tuple[dict[str, bool], set[str], int, int]:
     return changed, with_state, trainer.strategy.gradients[0].numel(), elements
 
 
-@pytest.mark.parametrize(("words", "ranks"), [
-    ("lora delayed tied", 1), ("lora-q-down bf16", 1), ("lora pp2 dp2 zero tied", 4), ("lora dp2 fsdp", 2),
-    ("lora deepseek dp2 ep2", 2),
+@pytest.mark.parametrize(("preset", "ranks"), [
+    (LORA | DELAYED | TIED, 1), (LORA_Q_DOWN | BF16, 1), (LORA | PP2 | DP2 | ZERO | TIED, 4), (LORA | DP2 | FSDP, 2),
+    (LORA | DEEPSEEK | DP2 | EP2, 2),
 ])  # fmt: skip
-def test_only_adapters_change(world4: World, words: str, ranks: int) -> None:
+def test_only_adapters_change(world4: World, preset: Preset, ranks: int) -> None:
     """Frozen weights stay bit for bit, and have neither gradients nor optimizer state."""
-    for changed, with_state, gradients, elements in world4.run(_train, words, ranks=ranks):
+    for changed, with_state, gradients, elements in world4.run(_train, preset, ranks=ranks):
         assert changed == {name: is_lora(name) for name in changed}
         assert all(is_lora(name) for name in with_state)
         assert elements <= gradients < 1.5 * elements, "more than padding"
 
 
-def _count_quantizations(words: str) -> list[int]:
+def _count_quantizations(preset: Preset) -> list[int]:
     """Of weights, in each of four steps, with an evaluation before the last."""
-    trainer, parallel = start(config_of(words))
+    trainer, parallel = start(config_of(preset))
     count, made = 0, LinearState.quantize_weight
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -78,41 +80,40 @@ def _count_quantizations(words: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    ("lora delayed", [8, 0, 0, 0]), ("lora blockwise", [8, 0, 0, 0]), ("delayed", [8, 8, 8, 16]),
-    ("lora delayed report-2", [8, 8, 0, 8]),
+@pytest.mark.parametrize(("preset", "expected"), [
+    (LORA | DELAYED, [8, 0, 0, 0]), (LORA | BLOCKWISE, [8, 0, 0, 0]), (DELAYED, [8, 8, 8, 16]),
+    (LORA | DELAYED | REPORT_2, [8, 8, 0, 8]),
 ])  # fmt: skip
-def test_frozen_weights_are_quantized_once(world2: World, words: str, expected: list[int]) -> None:
+def test_frozen_weights_are_quantized_once(world2: World, preset: Preset, expected: list[int]) -> None:
     """And in steps that the FP8 report samples; trained ones in every step."""
-    assert world2.run(_count_quantizations, words, ranks=1)[0] == expected
+    assert world2.run(_count_quantizations, preset, ranks=1)[0] == expected
 
 
-def _save_in_the_middle(words: str, folder: Path) -> list[tuple[float, float]]:
-    trainer, parallel = start(config_of(words))
+def _save_in_the_middle(preset: Preset, folder: Path) -> list[tuple[float, float]]:
+    trainer, parallel = start(config_of(preset))
     steps_of(trainer, parallel, range(2))
     save_state(trainer, folder, 2, None)
     return steps_of(trainer, parallel, range(2, 4))
 
 
-def _resume(words: str, folder: Path) -> list[tuple[float, float]]:
-    trainer, parallel = start(config_of(words))
+def _resume(preset: Preset, folder: Path) -> list[tuple[float, float]]:
+    trainer, parallel = start(config_of(preset))
     assert load_latest(trainer, folder) == 2
     return steps_of(trainer, parallel, range(2, 4))
 
 
-@pytest.mark.parametrize("words", ["lora delayed tp2", "lora blockwise", "lora bf16 current dp2 fsdp"])
-def test_a_resumed_run_in_fp8(world2: World, tmp_path: Path, words: str) -> None:
+@pytest.mark.parametrize("preset", [LORA | DELAYED | TP2, LORA | BLOCKWISE, LORA | BF16 | CURRENT | DP2 | FSDP])
+def test_a_resumed_run_in_fp8(world2: World, tmp_path: Path, preset: Preset) -> None:
     """Bit for bit, though it quantizes the frozen weights later than the run that goes on."""
-    ranks = 2 if "p2" in words else 1
-    continued = world2.run(_save_in_the_middle, words, tmp_path, ranks=ranks)
-    assert world2.run(_resume, words, tmp_path, ranks=ranks) == continued
+    continued = world2.run(_save_in_the_middle, preset, tmp_path, ranks=preset.ranks)
+    assert world2.run(_resume, preset, tmp_path, ranks=preset.ranks) == continued
 
 
 def test_a_run_resumes_in_another_layout(world4: World, tmp_path: Path) -> None:
     """Bit for bit in its own; the checkpoint has optimizer state of adapters only. Another alpha is refused."""
-    continued = world4.run(_save_in_the_middle, "lora tp2", tmp_path, ranks=2)[0]
-    assert world4.run(_resume, "lora tp2", tmp_path, ranks=2)[0] == continued
-    for losses in world4.run(_resume, "lora pp2", tmp_path, ranks=2):
+    continued = world4.run(_save_in_the_middle, LORA | TP2, tmp_path, ranks=2)[0]
+    assert world4.run(_resume, LORA | TP2, tmp_path, ranks=2)[0] == continued
+    for losses in world4.run(_resume, LORA | PP2, tmp_path, ranks=2):
         for step, other in zip(losses, continued, strict=True):
             assert step == pytest.approx(other, rel=1e-5)
     found = newest_readable(checkpoint_folder(tmp_path))
@@ -120,11 +121,11 @@ def test_a_run_resumes_in_another_layout(world4: World, tmp_path: Path) -> None:
     state = [name for name in found.tensors if name.startswith("optimizer.")]
     assert state
     assert all(is_lora(name) for name in state)
-    assert check_resume(config_of("lora"), tmp_path, None) is not None
+    assert check_resume(config_of(LORA), tmp_path, None) is not None
     with pytest.raises(IncompatibleCheckpoint, match=r"was saved with lora = .*'alpha': 8.0.*, this run has .*16.0"):
-        check_resume(config_of("lora", lora={"alpha": 16.0}), tmp_path, None)
+        check_resume(config_of(LORA, lora={"alpha": 16.0}), tmp_path, None)
     with pytest.raises(IncompatibleCheckpoint, match="so other weights are trained; set lora="):
-        check_resume(config_of("4-layers", model={"num_layers": 2}), tmp_path, None)
+        check_resume(config_of(LAYERS_4, model={"num_layers": 2}), tmp_path, None)
 
 
 def _tune(overrides: list[str], run: str) -> tuple[float, float]:
@@ -165,7 +166,7 @@ def test_merged_is_unmerged(world2: World, tmp_path: Path) -> None:
     """The loss of a run is that of transformers on the exported folder, and that of a run that starts from it."""
     overrides, run, exported = [*prepare(tmp_path), *ALONE], tmp_path / "run", tmp_path / "exported"
     plain = world2.run(_evaluate, overrides, ranks=1)[0]
-    before, after = world2.run(_tune, [*overrides, *LORA], str(run), ranks=1)[0]
+    before, after = world2.run(_tune, [*overrides, *LORA_OVERRIDES], str(run), ranks=1)[0]
     assert before == pytest.approx(plain, rel=1e-7), "adapters begin at zero"
     assert after < before - 0.01
     assert convert_checkpoint.main(["--load", str(run), "--save", str(exported), "--to", "hf"]) == 0
@@ -182,22 +183,22 @@ def test_merged_is_unmerged(world2: World, tmp_path: Path) -> None:
     assert not any(is_lora(name) or name.startswith("optimizer.") for name in source.tensors)
 
 
-REFUSED: list[tuple[str, str]] = [
+REFUSED: list[tuple[Preset, str]] = [
     (
-        "lora-gate gelu",
+        LORA_GATE | GELU,
         "lora.targets = ['gate']: the model has no gate that can be adapted; try [q, k, v, proj, up,",
     ),
-    ("lora-q-down moe", "no down that can be adapted; adapters of experts are not offered; try [q]"),
-    ("lora-q-down deepseek", "the model has no down, q that can be adapted"),
-    ("lora mtp", "lora = 'set': the model has model.mtp_num_layers"),
-    ("lora bert", "lora = 'set': model.architecture is bert"),
-    ("lora delayed smooth", "fp8.smooth_swiglu = True: with lora"),
-    ("lora delayed zero fp8-gather", "fp8.param_gather = True: with lora"),
+    (LORA_Q_DOWN | MOE, "no down that can be adapted; adapters of experts are not offered; try [q]"),
+    (LORA_Q_DOWN | DEEPSEEK, "the model has no down, q that can be adapted"),
+    (LORA | MTP, "lora = 'set': the model has model.mtp_num_layers"),
+    (LORA | BERT, "lora = 'set': model.architecture is bert"),
+    (LORA | DELAYED | SMOOTH, "fp8.smooth_swiglu = True: with lora"),
+    (LORA | DELAYED | ZERO | FP8_GATHER, "fp8.param_gather = True: with lora"),
 ]
 
 
-@pytest.mark.parametrize(("words", "error"), REFUSED)
-def test_what_is_refused(words: str, error: str) -> None:
+@pytest.mark.parametrize(("preset", "error"), REFUSED)
+def test_what_is_refused(preset: Preset, error: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        check_layout(config_of(words), 1)
+        check_layout(config_of(preset), 1)
     assert error in str(raised.value)

@@ -13,7 +13,8 @@ from megafp8.training.job import Job
 from megafp8.training.state import save_state
 from tests.optimizer.test_loss_scale import simulated
 from tests.training.latest import load_latest
-from tests.training.runs import Runs, batches, config_of, ranks_of, start
+from tests.training.presets import DELAYED, DP2, DROPOUT, FP16, MASKED, MOE, ZERO, config_of
+from tests.training.runs import Runs, batches, start
 from tests.world import World
 
 SAVED, STEPS = 6, 10
@@ -41,11 +42,11 @@ def _train(config: Config, folder: str, first: int) -> list[Step]:
 
 
 def test_overflows_are_skipped_and_a_resumed_run_goes_on(world2: World, tmp_path: Path) -> None:
-    words = "fp16 dp2 zero delayed dropout"
-    config = config_of(words)
+    preset = FP16 | DP2 | ZERO | DELAYED | DROPOUT
+    config = config_of(preset)
     scale = config.training.loss_scale.model_copy(update={"initial_scale": 2.0**22, "growth_interval": 2})
     config = config.model_copy(update={"training": config.training.model_copy(update={"loss_scale": scale})})
-    straight, other = world2.run(_train, config, str(tmp_path), 0, ranks=ranks_of(words))
+    straight, other = world2.run(_train, config, str(tmp_path), 0, ranks=preset.ranks)
     assert straight == other
     losses, skipped, scales = zip(*straight)
     assert skipped[:2] == (True, True)
@@ -59,8 +60,8 @@ def test_overflows_are_skipped_and_a_resumed_run_goes_on(world2: World, tmp_path
 def test_gradients_are_those_of_fp32(runs: Runs) -> None:
     """Those of the routers' losses, which are added in backward, too."""
     expected, found = (
-        runs.of("fp16 moe masked", training={"precision": "fp32", "loss_scale": {}}),
-        runs.of("fp16 moe masked"),
+        runs.of(FP16 | MOE | MASKED, training={"precision": "fp32", "loss_scale": {}}),
+        runs.of(FP16 | MOE | MASKED),
     )
     for ours, theirs in zip(found.curve, expected.curve, strict=True):
         assert ours == pytest.approx(theirs, rel=3e-3)
@@ -70,7 +71,7 @@ def test_a_scale_that_can_shrink_has_not_diverged() -> None:
     def check_state() -> None:
         raise RuntimeError("too many skipped steps")
 
-    job = SimpleNamespace(config=config_of("fp16"), _check_state=check_state)
+    job = SimpleNamespace(config=config_of(FP16), _check_state=check_state)
     Job._stop_if_diverged(job, SimpleNamespace(loss_scale=2.0, skipped_in_a_row=10))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="too many"):
         Job._stop_if_diverged(job, SimpleNamespace(loss_scale=1.0, skipped_in_a_row=10))  # type: ignore[arg-type]

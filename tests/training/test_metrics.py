@@ -35,8 +35,10 @@ from megafp8.training.run_log import RunLog
 from tests.quickstart_data import ROOT
 
 STEP = StepMetrics(
-    1, 5.0, 1.0, 1e-3, 128, 10.0, 0.5, None, 1.0, 0.1, False, "2026-01-31T12:00:00.000+00:00", 4, data_seconds=0.01
-)
+    1, loss=5.0, grad_norm=1.0, learning_rate=1e-3, tokens=128, tokens_per_second_per_gpu=10.0, tflops_per_gpu=0.5,
+    mfu=None, memory_gib=1.0, step_seconds=0.1, skipped=False, time="2026-01-31T12:00:00.000+00:00",
+    consumed_samples=4, data_seconds=0.01,
+)  # fmt: skip
 
 
 def write(path: Path, *steps: StepMetrics) -> None:

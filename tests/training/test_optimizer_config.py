@@ -14,7 +14,8 @@ from megafp8.distributed.sharding import spec_of
 from megafp8.optimizer.adamw import AdamW
 from megafp8.optimizer.muon import Muon
 from megafp8.training.describe import check_optimizer, planned_stage
-from tests.training.runs import Runs, config, config_of
+from tests.training.presets import DP2, EP2, LAYERS_4, MOE, PP2, TIED, TP2, ZERO, Preset, config, config_of
+from tests.training.runs import Runs
 
 
 def test_what_updates_which_weights() -> None:
@@ -44,25 +45,25 @@ def test_learning_rate_of_hidden_matrices(optimizer: dict[str, Any], expected: f
 
 def test_groups_of_a_stage_are_checked_against_the_whole_model() -> None:
     given = [{"match": ["embedding.*"], "learning_rate_scale": 0.1}, {"match": ["*.mlp.*"], "weight_decay": 0.0}]
-    found = config_of("tp2 pp2", optimizer={"groups": given})
+    found = config_of(TP2 | PP2, optimizer={"groups": given})
     check_optimizer(found)
 
 
 @pytest.mark.parametrize(
-    ("words", "pattern", "error"),
+    ("preset", "pattern", "error"),
     [
-        ("4-layers pp2", "layers.3.*", None),
+        (LAYERS_4 | PP2, "layers.3.*", None),
         (
-            "moe dp2 ep2",
+            MOE | DP2 | EP2,
             "*.experts.7.*",
             "but not layers.0.mlp.experts.0.gate.weight, and both are parts of one parameter",
         ),
-        ("tied", "output.*", "'output.\\*', which no tensor of the model fits"),
+        (TIED, "output.*", "'output.\\*', which no tensor of the model fits"),
     ],
 )
-def test_patterns_are_checked_against_the_whole_model(words: str, pattern: str, error: str | None) -> None:
+def test_patterns_are_checked_against_the_whole_model(preset: Preset, pattern: str, error: str | None) -> None:
     """Layers and experts of other ranks included."""
-    found = config_of(words, optimizer={"groups": [{"match": [pattern]}]})
+    found = config_of(preset, optimizer={"groups": [{"match": [pattern]}]})
     with pytest.raises(ValueError, match=error) if error else nullcontext():
         check_optimizer(found)
 
@@ -77,7 +78,7 @@ def _stds(found: Config) -> dict[str, float]:
 
 def test_the_base_of_mup_is_the_usual_model(runs: Runs) -> None:
     """Bit for bit."""
-    usual, same = runs.of("dp2 zero"), runs.of("dp2 zero", model={"mup": {"base_hidden_size": 64, "base_head_dim": 8}})
+    usual, same = runs.of(DP2 | ZERO), runs.of(DP2 | ZERO, model={"mup": {"base_hidden_size": 64, "base_head_dim": 8}})
     assert same.curve == usual.curve
     assert same.state == usual.state
 

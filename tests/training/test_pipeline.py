@@ -8,7 +8,8 @@ from megafp8.config import Config
 from megafp8.pipeline_parallel.actions import COMPUTE, Action, Kind, Placement, Schedule, loop_placement
 from megafp8.pipeline_parallel.registry import SCHEDULES
 from tests.pipeline_parallel.notation import csv_of
-from tests.training.runs import Runs, config_of, start, steps_of
+from tests.training.presets import LAYERS_4, LAYERS_8, NO_CLIP, PP2, SAMPLES_4, ZB_V, config_of
+from tests.training.runs import Runs, start, steps_of
 from tests.world import World
 
 
@@ -20,12 +21,12 @@ def all_forwards_first(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 def test_schedules_of_the_users(runs: Runs, tmp_path: Path) -> None:
-    words = "8-layers no-clip 4-samples pp2"
-    expected = runs.one_rank(words)
+    preset = LAYERS_8 | NO_CLIP | SAMPLES_4 | PP2
+    expected = runs.one_rank(preset)
     path = tmp_path / "mine.csv"
     path.write_text(csv_of(SCHEDULES["zb-h1"].build(loop_placement(2), 4)))
     for schedule in ({"schedule": f"{__name__}:all_forwards_first", "virtual_pipeline": 3}, {"schedule": str(path)}):
-        found = runs.of(words, parallel=schedule)
+        found = runs.of(preset, parallel=schedule)
         assert [loss for loss, _ in found.curve] == [loss for loss, _ in expected.curve]
         assert found.state == expected.state
 
@@ -41,7 +42,7 @@ def _traced(config: Config) -> tuple[bool, list[list[Action]], list[list[Action]
 
 
 def test_a_step_is_traced_where_asked_for(world2: World) -> None:
-    config = config_of("4-layers pp2 zb-v", logging={"pipeline_trace_step": 2})
+    config = config_of(LAYERS_4 | PP2 | ZB_V, logging={"pipeline_trace_step": 2})
     for before, traced, compute in world2.run(_traced, config):
         assert before
         assert traced == compute

@@ -19,7 +19,7 @@ from megafp8.parallel_state import initialize_distributed, initialize_model_para
 from megafp8.training.metrics import read_metrics
 from megafp8.training.profiling import Profiler
 from tests.quickstart_data import QuickstartData
-from tests.training.runs import config_of
+from tests.training.presets import DP2, config_of
 from tests.training.test_job import _jobs, log_of, options
 from tests.world import World
 
@@ -106,4 +106,4 @@ def test_nothing_is_done_on_other_ranks_and_in_other_steps(tmp_path: Path, monke
 )  # fmt: skip
 def test_mistakes_in_the_config(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_layout(config_of("dp2", profile=keys), 2)
+        check_layout(config_of(DP2, profile=keys), 2)

@@ -20,7 +20,8 @@ from megafp8.training.errors import ReplicasDiffer
 from megafp8.training.replicas import check_replicas, replicated_state
 from megafp8.training.state import tensors
 from tests.marks import slow_but
-from tests.training.runs import DEEPSEEK, batches, config, start
+from tests.training.presets import DEEPSEEK_EXPERTS, config
+from tests.training.runs import batches, start
 from tests.world import World
 
 TIED = {"model": {"tie_embeddings": True}}
@@ -54,9 +55,11 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     ),
     "pp2-dp4-hsdp-tied": (8, {"parallel": {"pipeline": 2, **HSDP}, **TIED}),
     "dp2-smooth": (2, {"fp8": {**DELAYED, "smooth_swiglu": True}}),
-    "tp2-dp2-ep2-experts": (4, {"parallel": {"tensor": 2, "expert": 2}, "model": {"moe": DEEPSEEK}, "fp8": DELAYED}),
-    "dp4-ep2-zero-experts": (4, {"parallel": {"zero": 1, "expert": 2}, "model": {"moe": DEEPSEEK}}),
-    "dp4-ep2-hsdp-experts": (4, {"parallel": {"expert": 2, **HSDP}, "model": {"moe": DEEPSEEK}}),
+    "tp2-dp2-ep2-experts": (
+        4, {"parallel": {"tensor": 2, "expert": 2}, "model": {"moe": DEEPSEEK_EXPERTS}, "fp8": DELAYED}
+    ),
+    "dp4-ep2-zero-experts": (4, {"parallel": {"zero": 1, "expert": 2}, "model": {"moe": DEEPSEEK_EXPERTS}}),
+    "dp4-ep2-hsdp-experts": (4, {"parallel": {"expert": 2, **HSDP}, "model": {"moe": DEEPSEEK_EXPERTS}}),
     "dp2-zero-nvfp4": (2, {"parallel": {"zero": 1}, "fp8": {"recipe": "nvfp4"}}),
     "dp2-fp16": (2, {"training": {"precision": "fp16", "loss_scale": {"initial_scale": 2.0**14}}}),
 }  # fmt: skip

@@ -27,7 +27,7 @@ from megafp8.parallel_state import ParallelState, initialize_distributed, initia
 from megafp8.training import state
 from megafp8.training.state import check_resume, check_same_run, checkpoint_folder, save_state, tensor_kinds, weights
 from megafp8.training.trainer import Trainer
-from tests.training.runs import config_of
+from tests.training.presets import GPT2, LAYERS_4, NONE, QK_NORM, TIED, Preset, config_of
 from tests.training.test_state import changed
 from tests.world import World
 
@@ -102,7 +102,7 @@ class _Run:
 def _run(world: World, folder: Path, patch: pytest.MonkeyPatch) -> _Run:
     """A run in `folder`, and what takes most of the time out of the way: nothing has to outlive the machine, and the
     config, which is always the same, has always the same tensors."""
-    config = config_of("", seed=1)
+    config = config_of(NONE, seed=1)
     world.run(_save, config, str(folder), ranks=1)
     kinds = tensor_kinds(config)
     patch.setattr(files, "sync", lambda path: None)
@@ -203,7 +203,7 @@ CHANGES: dict[str, list[Any]] = {
     "parallel_block": [False, True],
     "init_std": [0.02, 0.5],
 }
-MODELS = ["4-layers", "4-layers gpt2", "4-layers qk-norm", "4-layers tied"]
+MODELS = [LAYERS_4, LAYERS_4 | GPT2, LAYERS_4 | QK_NORM, LAYERS_4 | TIED]
 
 
 def _logits(trainer: Trainer) -> Tensor:
@@ -219,10 +219,10 @@ def _logits(trainer: Trainer) -> Tensor:
     return logits[..., :vocab_size]
 
 
-def _change_models(name: str, folder: str, trials: int) -> tuple[dict[str, int], list[str]]:
+def _change_models(model: Preset, folder: str, trials: int) -> tuple[dict[str, int], list[str]]:
     """Outcomes of random changes of the model section by kind, and the wrong ones."""
-    rng, parallel = random.Random(name), _parallel()
-    config = changed(config_of(name, seed=1), training={"precision": "fp64"})
+    rng, parallel = random.Random(str(model)), _parallel()
+    config = changed(config_of(model, seed=1), training={"precision": "fp64"})
     trainer = Trainer(config, parallel)
     with torch.no_grad():
         for param in trainer.strategy.params:  # no norm weight of one, no bias of zero
@@ -253,16 +253,16 @@ def _change_models(name: str, folder: str, trials: int) -> tuple[dict[str, int],
         what = "the same logits" if same else "other logits" if fits else "other tensors"
         outcomes[f"{'refused' if refused else 'accepted'}, {what}"] += 1
         if not refused and not same:
-            wrong.append(f"{name} {change}")
+            wrong.append(f"{model} {change}")
         if refused and same:
-            print(f"refused with the same logits: {name} {change}")
+            print(f"refused with the same logits: {model} {change}")
     return dict(outcomes), wrong
 
 
 def test_random_changes_of_the_model_are_refused_or_change_nothing(world2: World, tmp_path: Path) -> None:
     total = Counter[str]()
-    for name in MODELS:
-        ((outcomes, wrong),) = world2.run(_change_models, name, str(tmp_path / name), 100, ranks=1, timeout=600)
+    for model in MODELS:
+        ((outcomes, wrong),) = world2.run(_change_models, model, str(tmp_path / str(model)), 100, ranks=1, timeout=600)
         assert wrong == []
         total.update(outcomes)
     print(f"\n{sum(total.values())} random changes of the model section: {dict(total)}")

@@ -31,7 +31,8 @@ from megafp8.training.trainer import Trainer
 from megafp8.training.validate import check_writable
 from tests.test_checkpoint_format import is_documented, undocumented_keys
 from tests.training.latest import load_latest
-from tests.training.runs import config_of, ranks_of
+from tests.training.presets import *  # noqa: F403
+from tests.training.presets import Preset, config_of
 from tests.world import World
 
 
@@ -54,16 +55,16 @@ def _logged_on_load(config: Config, folder: str) -> list[str]:
     return [record.getMessage() for record in handler.buffer]
 
 
-@pytest.mark.parametrize("words", ["delayed smooth pp2", "bf16 dp2 zero", "tied tp2", "moe ep2 dp2"])
-def test_metadata_says_what_is_in_the_checkpoint(world2: World, tmp_path: Path, words: str) -> None:
-    config, ranks = config_of(f"{words} 4-samples", seed=1), ranks_of(words)
+@pytest.mark.parametrize("preset", [DELAYED | SMOOTH | PP2, BF16 | DP2 | ZERO, TIED | TP2, MOE | EP2 | DP2])
+def test_metadata_says_what_is_in_the_checkpoint(world2: World, tmp_path: Path, preset: Preset) -> None:
+    config, ranks = config_of(preset | SAMPLES_4, seed=1), preset.ranks
     source = CheckpointReader(world2.run(_save, config, str(tmp_path), ranks=ranks)[0])
     about, p = source.metadata, config.parallel
     assert undocumented_keys(about) == []
     # The page names routers beside its tables, and says that experts have the names of an MLP with their number.
     names = {re.sub(r"\.mlp\.experts\.\d+\.", ".mlp.", name) for name in source.tensors}
     assert [name for name in names if not is_documented(name) and ".mlp.router.weight" not in name] == []
-    assert any(".mlp.experts." in name for name in source.tensors) == ("moe" in words)
+    assert any(".mlp.experts." in name for name in source.tensors) == (MOE in preset)
     assert about["tensors"] == len(source.tensors)
     not_fp8 = {name: kind for name, kind in source.tensors.items() if not name.startswith("fp8.")}
     assert not_fp8 == tensor_kinds(config)
@@ -79,7 +80,7 @@ def test_metadata_says_what_is_in_the_checkpoint(world2: World, tmp_path: Path, 
 
 
 def test_a_run_that_resumes_says_what_changed(world2: World, tmp_path: Path) -> None:
-    config = config_of("delayed smooth tp2", seed=1)
+    config = config_of(DELAYED | SMOOTH | TP2, seed=1)
     world2.run(_save, config, str(tmp_path), ranks=2)
     assert world2.run(_logged_on_load, config, str(tmp_path), ranks=2) == [[], []]
     other = config.model_copy(update={
@@ -139,7 +140,7 @@ OTHER: list[tuple[dict[str, Any], str]] = [
 
 
 def test_what_a_run_may_change_when_it_resumes(world2: World, tmp_path: Path) -> None:
-    config = config_of("4-layers", seed=1)
+    config = config_of(LAYERS_4, seed=1)
     world2.run(_save, config, str(tmp_path), ranks=1)
     for change in SAME:
         check_resume(changed(config, **change), tmp_path, "abc")
@@ -151,7 +152,7 @@ def test_what_a_run_may_change_when_it_resumes(world2: World, tmp_path: Path) ->
 
 
 def test_another_number_of_experts(world2: World, tmp_path: Path) -> None:
-    config = config_of("moe", seed=1)
+    config = config_of(MOE, seed=1)
     assert config.model.moe is not None
     world2.run(_save, config, str(tmp_path), ranks=1)
     check_resume(config, tmp_path, "abc")
@@ -160,16 +161,14 @@ def test_another_number_of_experts(world2: World, tmp_path: Path) -> None:
         check_resume(changed(config, model={"moe": more.model_dump(mode="json")}), tmp_path, "abc")
 
 
-def test_moments_may_change_between_bf16_and_fp8(world2: World, tmp_path: Path) -> None:
-    for moments, other in (("bf16", "fp8"), ("fp8", "bf16")):
-        config = changed(config_of("bf16", seed=1), optimizer={"moments_dtype": moments})
-        source = CheckpointReader(world2.run(_save, config, str(tmp_path / moments), ranks=1)[0])
-        assert (
-            source.tensors == tensor_kinds(config) == tensor_kinds(changed(config, optimizer={"moments_dtype": other}))
-        )
-        check_resume(changed(config, optimizer={"moments_dtype": other}), tmp_path / moments, "abc")
-        with pytest.raises(IncompatibleCheckpoint, match=f"moments_dtype = {moments}, this run has fp32"):
-            check_resume(changed(config, optimizer={"moments_dtype": "fp32"}), tmp_path / moments, "abc")
+@pytest.mark.parametrize(("moments", "other"), [("bf16", "fp8"), ("fp8", "bf16")])
+def test_moments_may_change_between_bf16_and_fp8(world2: World, tmp_path: Path, moments: str, other: str) -> None:
+    config = changed(config_of(BF16, seed=1), optimizer={"moments_dtype": moments})
+    source = CheckpointReader(world2.run(_save, config, str(tmp_path / moments), ranks=1)[0])
+    assert source.tensors == tensor_kinds(config) == tensor_kinds(changed(config, optimizer={"moments_dtype": other}))
+    check_resume(changed(config, optimizer={"moments_dtype": other}), tmp_path / moments, "abc")
+    with pytest.raises(IncompatibleCheckpoint, match=f"moments_dtype = {moments}, this run has fp32"):
+        check_resume(changed(config, optimizer={"moments_dtype": "fp32"}), tmp_path / moments, "abc")
 
 
 def _restarted_average(config: Config, folder: str) -> bool:
@@ -180,19 +179,19 @@ def _restarted_average(config: Config, folder: str) -> bool:
 
 
 def test_a_moving_average_may_begin_and_end_when_a_run_resumes(world2: World, tmp_path: Path) -> None:
-    without, moving = (config_of(words, seed=1) for words in ("bf16 dp2 zero", "bf16 dp2 zero average"))
+    without, moving = (config_of(preset, seed=1) for preset in (BF16 | DP2 | ZERO, BF16 | DP2 | ZERO | AVERAGE))
     for name, config in (("without", without), ("with", moving)):
         source = CheckpointReader(world2.run(_save, config, str(tmp_path / name), ranks=2)[0])
         assert source.tensors == tensor_kinds(config)
     check_resume(moving, tmp_path / "without", "abc")
-    other_seed = config_of("bf16 dp2 zero average", seed=2)
+    other_seed = config_of(BF16 | DP2 | ZERO | AVERAGE, seed=2)
     assert all(world2.run(_restarted_average, other_seed, str(tmp_path / "without"), ranks=2))
     check_resume(without, tmp_path / "with", "abc")
     world2.run(_logged_on_load, without, str(tmp_path / "with"), ranks=2)
 
 
 def test_another_length_of_the_amax_history_starts_afresh(world2: World, tmp_path: Path) -> None:
-    config = config_of("delayed smooth", seed=1)
+    config = config_of(DELAYED | SMOOTH, seed=1)
     world2.run(_save, config, str(tmp_path), ranks=1)
     longer = changed(config, fp8={"amax_history_len": 5})
     check_resume(longer, tmp_path, "abc")
@@ -218,8 +217,8 @@ def _find(config: Config, folder: str) -> str:
 
 def test_an_older_checkpoint_that_is_used_instead_is_checked_too(world2: World, tmp_path: Path) -> None:
     """The newest one fits and its tensors are damaged, which nobody sees before there are process groups."""
-    config = changed(config_of("", seed=1), seed=7)
-    world2.run(_save_two, config_of("", seed=1), str(tmp_path), ranks=1)
+    config = changed(config_of(NONE, seed=1), seed=7)
+    world2.run(_save_two, config_of(NONE, seed=1), str(tmp_path), ranks=1)
     assert world2.run(_find, config, str(tmp_path)) == ["step_00000003"] * 2
     data = step_folder(checkpoint_folder(tmp_path), 3) / "__0_0.distcp"
     content = bytearray(data.read_bytes())
@@ -233,7 +232,7 @@ def test_an_older_checkpoint_that_is_used_instead_is_checked_too(world2: World, 
 def test_a_run_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for run_dir, reason in ((tmp_path / "file", "Not a directory"), (Path("/proc/runs"), "No such file or directory")):
-        config = changed(config_of("", seed=1), run_dir=str(run_dir))
+        config = changed(config_of(NONE, seed=1), run_dir=str(run_dir))
         expected = rf"run_dir = '{run_dir}': the run cannot write to {run_dir}/r/checkpoints: {reason}; set run_dir to"
         with pytest.raises(ConfigError, match=expected):
             check_writable(config, run_dir / "r" / "checkpoints")
@@ -261,5 +260,5 @@ def test_the_hash_of_a_config_is_stable() -> None:
         config_hash({"b": [1, "é"], "a": {"x": 1e-05}})
         == hashlib.sha256(b'{"a":{"x":1e-05},"b":[1,"\\u00e9"]}').hexdigest()
     )
-    config = config_of("", seed=1)
+    config = config_of(NONE, seed=1)
     assert config_hash(config.model_dump(mode="json")) == config_hash(json.loads(config.model_dump_json()))

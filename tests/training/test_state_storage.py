@@ -19,6 +19,8 @@ from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
 from tests.marks import slow_but
 from tests.optimizer.test_state_storage import nearest_bf16
 from tests.quickstart_data import QuickstartData
+from tests.training.presets import *  # noqa: F403
+from tests.training.presets import Preset, config_of
 from tests.training.runs import (
     ONE_RANK,
     SMALL,
@@ -26,9 +28,7 @@ from tests.training.runs import (
     RankResult,
     Runs,
     assembled,
-    config_of,
     curve,
-    ranks_of,
     saved_tensors,
     train_and_save,
 )
@@ -36,7 +36,7 @@ from tests.training.test_any_layout import assert_same
 from tests.world import World
 
 SAVED = 2  # the step
-LAYOUTS = ["dp2 zero", "", "tp2", "pp2"]
+LAYOUTS = [DP2 | ZERO, NONE, TP2, PP2]
 
 
 def _round_ties_away(self: MixedPrecisionOptimizer) -> None:
@@ -56,13 +56,13 @@ def _train_and_save(config: Config, source: str | None, folder: str) -> tuple[Ra
     return result, sum(parts["master"].nbytes for parts in trainer.optimizer.storage.values())
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "dp2 zero"))
-def test_remainders_train_what_fp32_masters_train(world2: World, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, DP2 | ZERO))
+def test_remainders_train_what_fp32_masters_train(world2: World, tmp_path: Path, layout: Preset) -> None:
     def run(remainders: str, source: str | None, folder: str) -> tuple[list[RankResult], int]:
-        words = f"bf16 tied {layout}"
-        config = config_of(words, optimizer={"learning_rate": 0.01, "store_param_remainders": bool(remainders)})
+        preset = BF16 | TIED | layout
+        config = config_of(preset, optimizer={"learning_rate": 0.01, "store_param_remainders": bool(remainders)})
         path = None if source is None else str(tmp_path / source)
-        found = world2.run(_train_and_save, config, path, str(tmp_path / folder), ranks=ranks_of(words))
+        found = world2.run(_train_and_save, config, path, str(tmp_path / folder), ranks=preset.ranks)
         return [result for result, _ in found], sum(held for _, held in found)
 
     straight, whole = run("", None, "fp32")
@@ -79,34 +79,34 @@ def test_remainders_train_what_fp32_masters_train(world2: World, tmp_path: Path,
         assert_same(saved_tensors(tmp_path / folder, SAVED), saved)
 
 
-@pytest.mark.parametrize("layout", slow_but([*LAYOUTS, "dp2 fsdp"], "dp2 zero"))
-def test_fp8_moments_resume_bit_for_bit(runs: Runs, layout: str) -> None:
-    straight = runs.saved(f"fp8-moments {layout}")
-    assert runs.saved(f"fp8-moments {layout}", straight.folder).curve == straight.curve
+@pytest.mark.parametrize("layout", slow_but([*LAYOUTS, DP2 | FSDP], DP2 | ZERO))
+def test_fp8_moments_resume_bit_for_bit(runs: Runs, layout: Preset) -> None:
+    straight = runs.saved(FP8_MOMENTS | layout)
+    assert runs.saved(FP8_MOMENTS | layout, straight.folder).curve == straight.curve
     saved = saved_tensors(straight.folder, SAVED)
     moments = [tensor for name, tensor in saved.items() if name.startswith("optimizer.exp_avg")]
     assert all(t.dtype == torch.bfloat16 and t.any() for t in moments)
     assert all((t.view(torch.int16) & 0xF == 0).all() for t in moments), "more than four significant bits"
 
 
-@pytest.mark.parametrize("moments", ["fp8-moments", "bf16-moments"])
-def test_fp8_moments_in_another_layout(runs: Runs, moments: str) -> None:
+@pytest.mark.parametrize("moments", [FP8_MOMENTS, BF16_MOMENTS])
+def test_fp8_moments_in_another_layout(runs: Runs, moments: Preset) -> None:
     """Rounded once more where blocks are cut elsewhere; by less than a step. Runs with bf16 moments exchange them."""
-    straight = runs.saved("fp8-moments dp2 zero")
+    straight = runs.saved(FP8_MOMENTS | DP2 | ZERO)
     saved = saved_tensors(straight.folder, SAVED)
-    there = runs.saved(f"{moments} dp2 zero large-buckets", straight.folder)  # which cuts parameters elsewhere
+    there = runs.saved(moments | DP2 | ZERO | LARGE_BUCKETS, straight.folder)  # which cuts parameters elsewhere
     assert there.curve[0] == pytest.approx(straight.curve[0], rel=1e-5)  # the same weights; their updates are noisy
     for (loss, _), (expected, _) in zip(there.curve, straight.curve, strict=True):
         assert loss == pytest.approx(expected, rel=1e-2)
     again = saved_tensors(there.folder, SAVED)
     for key, tensor in saved.items():
-        if moments == "bf16-moments" or not key.startswith("optimizer.exp_avg"):
+        if moments == BF16_MOMENTS or not key.startswith("optimizer.exp_avg"):
             assert torch.equal(again[key], tensor), key
         else:
             torch.testing.assert_close(again[key], tensor, rtol=1 / 8, atol=float(tensor.abs().max()) * 2**-17)
             assert (again[key] == tensor).float().mean() > 0.9
-    if moments == "bf16-moments":
-        back = runs.saved("fp8-moments dp2 zero", there.folder)
+    if moments == BF16_MOMENTS:
+        back = runs.saved(FP8_MOMENTS | DP2 | ZERO, there.folder)
         assert_same(saved_tensors(back.folder, SAVED), saved)
 
 

@@ -13,7 +13,7 @@ _ROBERTA_OFFSET = 2
 
 
 def _read_class(hf: HfConfig) -> Fields:
-    """Of the class that config.json names; folders of BertForMaskedLM may have the tensors of the other head too."""
+    """What the class in config.json says; folders of BertForMaskedLM may have the tensors of the other head too."""
     named = hf.get("architectures") or ["BertForMaskedLM"]
     if len(named) != 1 or named[0] not in _CLASSES:
         refuse("architectures", named, " or ".join(repr([name]) for name in _CLASSES))

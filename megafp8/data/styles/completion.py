@@ -33,9 +33,9 @@ def completion_encoder(tokenizer: Tokenizer, append_eod: bool) -> Callable[[str,
     def encode(prompt: str, completion: str) -> Tokens:
         if not completion:
             raise ValueError("the completion is empty")
-        ids, own = tokenizer.encode(prompt + completion), tokenizer.encode(prompt)
-        differing = [a != b for a, b in zip(ids, own)]
-        first = differing.index(True) if True in differing else min(len(own), len(ids))
+        ids, prompt_ids = tokenizer.encode(prompt + completion), tokenizer.encode(prompt)
+        differing = [a != b for a, b in zip(ids, prompt_ids)]
+        first = differing.index(True) if True in differing else min(len(prompt_ids), len(ids))
         ids = [*ids, tokenizer.eod_id] if append_eod else ids
         mask, characters = (np.arange(len(ids)) >= first).astype(np.uint8), len(prompt) + len(completion)
         return Tokens.masked(ids, mask, characters, "no token after the prompt")

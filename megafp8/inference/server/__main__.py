@@ -90,13 +90,13 @@ def limits_of(arguments: argparse.Namespace) -> Limits:
 def chats_of(checkpoint: Path, template: Path | None) -> EncodeChat | str:
     """From messages to tokens, or why there are no chats. Raises ValueError for a template that was given, and if there
     is no tokenizer."""
-    found = find_tokenizer(open_source(checkpoint))
-    if found is None:
+    tokenizer_path = find_tokenizer(open_source(checkpoint))
+    if tokenizer_path is None:
         raise ValueError(f"{checkpoint} has no tokenizer; use megafp8.inference.Generator with tokens")
-    tokenizer = build_tokenizer(**found)
+    tokenizer = build_tokenizer(**tokenizer_path)
     try:
         given = None if template is None else str(template)
-        return chat_prompt_encoder(tokenizer, read_chat_template(found.get("path"), given))
+        return chat_prompt_encoder(tokenizer, read_chat_template(tokenizer_path.get("path"), given))
     except ValueError as error:
         if template is not None:
             raise
@@ -113,10 +113,10 @@ def key_of(variable: str | None) -> str | None:
 def bound_socket(host: str, port: int) -> socket.socket:
     """A socket with this address, which does not listen yet. OSError if the address cannot be had."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    found = socket.socket(family, kind, protocol)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    found.bind(address)
-    return found
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(address)
+    return listener
 
 
 def serve(service: Service, listener: socket.socket, *, max_connections: int) -> None:

@@ -90,7 +90,7 @@ class Service:
         self._reserved = 0
         self._texts_of = Counter[str]()  # by client, of requests that have not ended
         self._threads = anyio.CapacityLimiter(2)
-        """Parsing and tokenization run outside the event loop, in so many threads."""
+        """Threads outside the event loop in which requests are parsed and tokenized."""
         self._started = int(time.time())
 
     def app(self, on_failure: Callable[[], None] = lambda: None) -> Starlette:
@@ -143,7 +143,7 @@ class Service:
 
     @contextmanager
     def counted(self, client: str, texts: int) -> Iterator[None]:
-        """Context of a request of `client` for so many texts. Raises ApiError if it has too many."""
+        """Context of a request of `client` for `texts` texts. Raises ApiError if the client has too many."""
         room = self.engine.generator.cache.max_sequences + self.limits.waiting
         most = room * 3 // 4 if self.limits.client_texts is None else self.limits.client_texts
         if self._texts_of[client] and self._texts_of[client] + texts > most:
@@ -253,7 +253,7 @@ class _Generate:
 
 
 class _Exchange:
-    """One request and its response. `status`: how it ended."""
+    """A request and its response. `status`: how it ended."""
 
     def __init__(self, service: Service, request: Request, send: Send) -> None:
         self._service, self._request, self._asgi_send = service, request, send

@@ -12,7 +12,7 @@ from typing import ClassVar
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 10.0
-"""From the connection, or the first byte of a later request on it, to the end of its headers."""
+"""Time from the connection, or the first byte of a later request on it, to the end of its headers."""
 INCOMPLETE_PER_ADDRESS = 64
 """Connections of one address that may be without whole headers; if there are more, the oldest is closed."""
 
@@ -21,7 +21,7 @@ class LimitedProtocol(H11Protocol):
     """uvicorn's protocol with these limits."""
 
     incomplete: ClassVar[dict[str, dict[LimitedProtocol, None]]] = {}
-    """By address, the connections whose headers have not arrived, the oldest first."""
+    """Connections whose headers have not arrived, by address, the oldest first."""
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -57,7 +57,7 @@ class LimitedProtocol(H11Protocol):
             oldest.transport.abort()
 
     def _have_headers(self) -> None:
-        """They have arrived, or are not waited for any more."""
+        """Stop waiting for headers: they have arrived, or the connection has ended."""
         if self._timer is None:
             return
         self._timer.cancel()

@@ -116,7 +116,7 @@ class _Requests:
     def _check_agreement(self, failures: Mapping[int, object]) -> None:
         """Raise where other ranks could prepare a request, and this one could not, or the reverse."""
         failed = {number: str(error) for number, error in failures.items()}
-        if any(of_rank.keys() != failed.keys() for of_rank in all_gather_objects(failed, self._group)):
+        if any(other.keys() != failed.keys() for other in all_gather_objects(failed, self._group)):
             error = next((x for x in failures.values() if isinstance(x, Exception)), None)
             raise error or RuntimeError("another rank could not prepare a request")
         for number, message in failed.items():
@@ -125,12 +125,16 @@ class _Requests:
 
 def _updates(submission: Submission) -> list[Update]:
     """The pieces of one step: a token of each text at most, so that it is the completion's last."""
-    found = []
+    updates = []
     while submission.pieces:
-        text, own = submission.pieces.popleft()
-        top = own.top_logprobs[-1] if own.top_logprobs else ()
-        found.append(Update(own.prompt, own.sample, text, own.tokens[-1], own.logprobs[-1], top, own.finish_reason))
-    return found
+        text, so_far = submission.pieces.popleft()
+        top = so_far.top_logprobs[-1] if so_far.top_logprobs else ()
+        updates.append(
+            Update(
+                so_far.prompt, so_far.sample, text, so_far.tokens[-1], so_far.logprobs[-1], top, so_far.finish_reason
+            )
+        )
+    return updates
 
 
 @dataclass(eq=False)
@@ -201,7 +205,7 @@ class Engine:
             self._inbox.notify()
 
     def abandon(self, error: Exception) -> None:
-        """Cancel all requests, and give `error` to those who wait for them."""
+        """Cancel all requests; their handles raise `error`."""
         for handle in list(self._handles.values()):
             self.cancel(handle)
             handle.updates.put_nowait(error)
@@ -240,20 +244,20 @@ class Engine:
             return command
 
     def _deliver(self, updates: Mapping[int, list[Update] | Exception]) -> None:
-        for number, own in updates.items():
+        for number, arrived in updates.items():
             if (handle := self._handles.get(number)) is None:
                 continue  # cancelled meanwhile
-            if isinstance(own, Exception):
+            if isinstance(arrived, Exception):
                 self.open_texts -= handle.texts
                 del self._handles[number]
-                handle.updates.put_nowait(own)
+                handle.updates.put_nowait(arrived)
                 continue
-            ended = sum(update.finish_reason is not None for update in own)
+            ended = sum(update.finish_reason is not None for update in arrived)
             handle.texts -= ended
             self.open_texts -= ended
             if not handle.texts:
                 del self._handles[number]
-            handle.updates.put_nowait(own)
+            handle.updates.put_nowait(arrived)
 
     def _fail(self, error: Exception) -> None:
         self.failure = error

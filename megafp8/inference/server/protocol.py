@@ -305,13 +305,13 @@ class Response:
         if not (update.text or entry or choice.finish_reason):
             return None
         logprobs = None if entry is None else self._logprobs([entry])
-        found: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        choice_json: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": choice.finish_reason}
         if self._chat:
-            found["delta"] = ({} if choice.begun else {"role": "assistant"}) | {"content": update.text}
+            choice_json["delta"] = ({} if choice.begun else {"role": "assistant"}) | {"content": update.text}
         else:
-            found["text"] = update.text
+            choice_json["text"] = update.text
         choice.begun = True
-        return self._chunk([found]) | ({"usage": None} if self._includes_usage else {})
+        return self._chunk([choice_json]) | ({"usage": None} if self._includes_usage else {})
 
     def last_chunk(self) -> dict[str, Any] | None:
         """The chunk behind all others, with the usage; None if it is not wanted."""
@@ -328,9 +328,9 @@ class Response:
         choices = []
         for index, choice in enumerate(self._choices):
             logprobs = None if self._body.top is None else self._logprobs(choice.logprobs)
-            found: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+            choice_json: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": choice.finish_reason}
             text = {"message": {"role": "assistant", "content": choice.text}} if self._chat else {"text": choice.text}
-            choices.append(found | text)
+            choices.append(choice_json | text)
         return self._about | {"choices": choices, "usage": self.usage()}
 
     @property
@@ -363,7 +363,7 @@ class Response:
         return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": known}
 
     def _logprobs(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """In the form of the endpoint."""
+        """Log-probabilities in the form of the endpoint."""
         if self._chat:
             return {"content": [{key: x for key, x in entry.items() if key != "offset"} for entry in entries]}
         tops: list[dict[str, float]] = [{} for _ in entries]

@@ -221,14 +221,21 @@ class Fp8Tensor:
         return f"{self.layer}.{self.operand}"
 
 
-class AmaxGroups:
-    """The amaxes of `tensors` by the groups over which they are reduced."""
+class TensorScales:
+    """Scales `[t]`, fp32 on `device`, of `tensors` in their order, and the groups over which their amaxes are reduced.
 
-    def __init__(self, tensors: Sequence[Fp8Tensor], device: torch.device) -> None:
+    The base of the states of recipes that remember a scale per tensor.
+    """
+
+    def __init__(self, recipe: Fp8Recipe, tensors: Sequence[Fp8Tensor], device: torch.device) -> None:
+        self.scale_t = torch.ones(len(tensors), device=device)
+        # Four apart: cuBLASLt reads a scale_inv at a multiple of 16 bytes.
+        self.scale_inv_t = torch.ones(len(tensors), 4, device=device)[:, 0]
+        self.fp8_max_t = torch.tensor([recipe.format_of(tensor.operand).max for tensor in tensors], device=device)
         rows: dict[ProcessGroup | None, list[int]] = {}
         for i, tensor in enumerate(tensors):
             rows.setdefault(tensor.amax_group, []).append(i)
-        self._rows = {group: torch.tensor(own, device=device) for group, own in rows.items()}
+        self._rows = {group: torch.tensor(rows_of_group, device=device) for group, rows_of_group in rows.items()}
 
     def split(self, amax_t: Tensor) -> list[NewestAmaxes]:
         """`amax_t` `[t]` in parts, one for each group."""
@@ -313,19 +320,19 @@ class Built(NamedTuple):
 
 def by_recipe(recipe: Fp8Recipe, layers: Iterable[str]) -> dict[Fp8Recipe, list[tuple[str, OperandName]]]:
     """The operands of `layers`, all of which `recipe` scales, by the recipe that does it in the end."""
-    found: dict[Fp8Recipe, list[tuple[str, OperandName]]] = {}
+    operands_of_recipe: dict[Fp8Recipe, list[tuple[str, OperandName]]] = {}
     for layer in layers:
         operands = recipe.operands(layer)
         assert operands is not None, f"{layer} is no FP8 layer"
-        for operand, own in zip(OPERANDS, operands, strict=True):
-            found.setdefault(own, []).append((layer, operand))
-    return found
+        for operand, operand_recipe in zip(OPERANDS, operands, strict=True):
+            operands_of_recipe.setdefault(operand_recipe, []).append((layer, operand))
+    return operands_of_recipe
 
 
 def no_match(field: str, pattern: str, names: Sequence[str], kind: str = "layer") -> str:
     """The error message where `pattern` in `field` matches none of the `names`, which are of that kind.
 
-    It is an error because nobody would see the mistake: the run would train, in another precision than was meant.
+    It is an error because the mistake would go unseen: the run would train in another precision than was meant.
     """
     nearest = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
     if not nearest:

@@ -56,13 +56,13 @@ class Rule:
 
 
 def _read_rules(rules: Iterable[Any], recipe_of: Callable[[str], Fp8Recipe]) -> tuple[Rule, ...]:
-    """Of the config's rules, which name recipes."""
+    """The rules that the config gives, in which recipes are names."""
     return tuple(Rule(layers=r.layers, **{name: recipe_of(getattr(r, name)) for name in OPERANDS}) for r in rules)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CustomScaling(Fp8Recipe):
-    """By the first of `rules` that matches a layer; a layer that none matches stays in high precision.
+    """Scales by the first of `rules` that matches a layer; one that none matches stays in high precision.
 
     ValueError for a GEMM whose operands cannot be multiplied.
     """
@@ -107,10 +107,10 @@ class CustomScaling(Fp8Recipe):
 
 def _check_gemm(rule: Rule, gemm: str, a: OperandName, b: OperandName) -> None:
     first, second = getattr(rule, a), getattr(rule, b)
-    of_first, of_second = first.granularity(a), second.granularity(b)
-    if not can_multiply(of_first, of_second):
+    first_unit, second_unit = first.granularity(a), second.granularity(b)
+    if not can_multiply(first_unit, second_unit):
         raise ValueError(
             f"FP8 custom rule {rule.layers!r}: no GEMM computes {gemm}, {a} ({first.name}, a scale for each "
-            f"{of_first.name}) times {b} ({second.name}, a scale for each {of_second.name}); give both operands the "
-            f"same recipe, or keep {gemm} in high precision by fp8.override_linear_precision"
+            f"{first_unit.name}) times {b} ({second.name}, a scale for each {second_unit.name}); give both operands "
+            f"the same recipe, or keep {gemm} in high precision by fp8.override_linear_precision"
         )

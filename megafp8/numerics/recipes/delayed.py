@@ -35,12 +35,12 @@ from megafp8.numerics.quantize import ScaleRule, amax, scale_from_amax
 from megafp8.numerics.quantizers import casts
 from megafp8.numerics.recipes.base import (
     PER_TENSOR,
-    AmaxGroups,
     Built,
     Capabilities,
     Fp8Recipe,
     Fp8Tensor,
     RecipeQuantizer,
+    TensorScales,
     fast_accumulation,
     option,
 )
@@ -147,21 +147,18 @@ class DelayedScaling(Fp8Recipe):
         return Built({**state.quantizers}, state)
 
 
-class DelayedState:
+class DelayedState(TensorScales):
     """Histories `[t, l]` and scales `[t]`, fp32 on `device`, of `tensors` in their order."""
 
     def __init__(self, recipe: DelayedScaling, tensors: Sequence[Fp8Tensor], device: torch.device) -> None:
-        self.recipe, self._groups = recipe, AmaxGroups(tensors, device)
+        super().__init__(recipe, tensors, device)
+        self.recipe = recipe
         self.history_tl = torch.zeros(len(tensors), recipe.amax_history_len, device=device)
-        self.scale_t = torch.ones(len(tensors), device=device)
-        # Four apart: cuBLASLt reads a scale_inv at a multiple of 16 bytes.
-        self.scale_inv_t = torch.ones(len(tensors), 4, device=device)[:, 0]
-        self.fp8_max_t = torch.tensor([recipe.format_of(tensor.operand).max for tensor in tensors], device=device)
         self.step = torch.zeros((), dtype=torch.int64)  # on the host: it decides what end_step launches
         views = zip(self.scale_t, self.scale_inv_t, self.history_tl[:, 0])
         self.quantizers = {
-            tensor.name: DelayedQuantizer(recipe, tensor, *own, fresh=True)
-            for tensor, own in zip(tensors, views, strict=True)
+            tensor.name: DelayedQuantizer(recipe, tensor, *tensor_views, fresh=True)
+            for tensor, tensor_views in zip(tensors, views, strict=True)
         }
 
     def _set_fresh(self, fresh: bool) -> None:
@@ -169,7 +166,7 @@ class DelayedState:
             quantizer.fresh = fresh
 
     def newest_amaxes(self) -> list[NewestAmaxes]:
-        return self._groups.split(self.history_tl[:, 0]) if self.quantizers else []
+        return self.split(self.history_tl[:, 0]) if self.quantizers else []
 
     @torch.no_grad()
     def end_step(self, reduced: Sequence[Tensor]) -> None:
@@ -179,7 +176,7 @@ class DelayedState:
         """
         if not self.quantizers:
             return
-        self.history_tl[:, 0] = self._groups.joined(reduced)
+        self.history_tl[:, 0] = self.joined(reduced)
         self._advance(update=self.step.item() % self.recipe.interval == 0)
         self.scale_inv_t.copy_(self.scale_t.reciprocal())
         self.step += 1

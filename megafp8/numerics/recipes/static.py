@@ -29,12 +29,12 @@ from megafp8.numerics.quantize import ScaleRule, amax, scale_from_amax
 from megafp8.numerics.quantizers import casts
 from megafp8.numerics.recipes.base import (
     PER_TENSOR,
-    AmaxGroups,
     Built,
     Capabilities,
     Fp8Recipe,
     Fp8Tensor,
     RecipeQuantizer,
+    TensorScales,
     fast_accumulation,
     no_match,
     option,
@@ -86,7 +86,7 @@ class StaticScaling(Fp8Recipe):
     """Per tensor, by a scale that never changes.
 
     `amax`: pairs of a shell-style pattern over tensors (`layers.*.mlp.down.input`) and the largest magnitude they will
-    have; the first that matches counts. `calibration_steps`: for so many steps a layer that has a tensor without runs
+    have; the first that matches counts. `calibration_steps`: for this many steps a layer that has a tensor without runs
     in high precision and records its amaxes, then it keeps the largest. `margin`: powers of two left free above the
     amax, for tensors that grow later. `power_of_two`: round scales down to powers of two.
     """
@@ -131,29 +131,29 @@ class StaticScaling(Fp8Recipe):
         return Built({**state.quantizers}, state)
 
 
-class StaticState:
+class StaticState(TensorScales):
     """Amaxes and scales `[t]`, fp32 on `device`, of `tensors` in their order."""
 
     def __init__(self, recipe: StaticScaling, tensors: Sequence[Fp8Tensor], device: torch.device) -> None:
-        self.recipe, self._groups = recipe, AmaxGroups(tensors, device)
+        super().__init__(recipe, tensors, device)
+        self.recipe = recipe
         given = [recipe.given_amax(tensor.name) for tensor in tensors]
         self.amax_t = torch.tensor([amax or 0.0 for amax in given], dtype=torch.float32, device=device)
         self.newest_t = torch.zeros_like(self.amax_t)
-        self.scale_t = torch.ones_like(self.amax_t)
-        # Four apart: cuBLASLt reads a scale_inv at a multiple of 16 bytes.
-        self.scale_inv_t = torch.ones(len(tensors), 4, device=device)[:, 0]
-        self.fp8_max_t = torch.tensor([recipe.format_of(tensor.operand).max for tensor in tensors], device=device)
         # Of calibration, on the host: they decide what a layer does.
         steps = [0 if amax is None else recipe.calibration_steps for amax in given]
         self.steps_t = torch.tensor(steps, dtype=torch.int64)
         self.calibrated = {tensor.name: i for i, tensor in enumerate(tensors) if given[i] is None}
         views = zip(self.scale_t, self.scale_inv_t, self.newest_t)
-        self.quantizers = {t.name: StaticQuantizer(recipe, t, *own) for t, own in zip(tensors, views, strict=True)}
+        self.quantizers = {
+            tensor.name: StaticQuantizer(recipe, tensor, *tensor_views)
+            for tensor, tensor_views in zip(tensors, views, strict=True)
+        }
         self.refresh()
 
     def newest_amaxes(self) -> list[NewestAmaxes]:
         calibrating = bool((self.steps_t < self.recipe.calibration_steps).any())
-        return self._groups.split(self.newest_t) if calibrating else []
+        return self.split(self.newest_t) if calibrating else []
 
     @torch.no_grad()
     def end_step(self, reduced: Sequence[Tensor]) -> None:
@@ -161,7 +161,7 @@ class StaticState:
         if not reduced:
             return
         calibrating_t = self.steps_t < self.recipe.calibration_steps
-        newest_t = self._groups.joined(reduced)
+        newest_t = self.joined(reduced)
         torch.maximum(self.amax_t, newest_t.masked_fill(~newest_t.isfinite(), 0.0), out=self.amax_t)
         self.newest_t.zero_()
         self.steps_t += calibrating_t
@@ -183,7 +183,7 @@ class StaticState:
             quantizer.calibrating = steps < recipe.calibration_steps
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Of each tensor whose amax was not given `fp8.<tensor>.amax` `[]`, and `.calibrated_steps` `[]`.
+        """`fp8.<tensor>.amax` and `.calibrated_steps`, both `[]`, of each tensor whose amax was not given.
 
         The latter is int64 on the host. Views: reading into them and `refresh` loads them.
         """

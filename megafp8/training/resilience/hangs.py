@@ -115,8 +115,8 @@ class HangWatch:
         self._rank, self._activity, self._record, self._end = parallel.rank, activity, record, end
         self._seconds, self._elsewhere = seconds, max(seconds, seconds_elsewhere)
         self._interval = min(15.0, seconds / 10)
-        own = (Place(socket.gethostname(), os.getpid()), time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime()))
-        launches = all_gather_objects(own, parallel.world.group)
+        place_and_time = (Place(socket.gethostname(), os.getpid()), time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime()))
+        launches = all_gather_objects(place_and_time, parallel.world.group)
         self._places = [place for place, _ in launches]
         self._folder = run / FOLDER / launches[0][1]
         self._main = threading.main_thread().ident
@@ -174,7 +174,7 @@ class HangWatch:
         activity = self._activity
         calls = activity.calls()
         waits = [Call(call.op, call.key, number, call.peer_key, list(call.others)) for call, number in activity.waits()]
-        here = socket.gethostname()
+        host = socket.gethostname()
         return Report(
             rank=self._rank,
             step=activity.step,
@@ -188,20 +188,20 @@ class HangWatch:
             process_states={
                 rank: _process_state(place.pid)
                 for rank, place in enumerate(self._places)
-                if place.host == here and rank != self._rank
+                if place.host == host and rank != self._rank
             },
         )
 
     def _wait_for_reports(self) -> dict[int, Report]:
-        """All reports; after several polls, those that are there."""
+        """The reports of all ranks or, after several polls, those that are there."""
         deadline = time.monotonic() + 2 * self._interval + min(5.0, self._seconds)
         while True:
-            found = {}
+            reports = {}
             for path in sorted(self._folder.glob("rank_*.json")):
                 fields = json.loads(path.read_text(encoding="utf-8"))
-                found[fields["rank"]] = _report_of(fields)
-            if len(found) == len(self._places) or time.monotonic() > deadline:
-                return found
+                reports[fields["rank"]] = _report_of(fields)
+            if len(reports) == len(self._places) or time.monotonic() > deadline:
+                return reports
             time.sleep(min(0.2, self._interval))
 
     def _message(self, reports: Mapping[int, Report]) -> str:

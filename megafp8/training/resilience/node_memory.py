@@ -95,15 +95,15 @@ def find_newest(
     def accepts(metadata: Mapping[str, Any]) -> bool:
         return skipped_of(metadata) == skipped
 
-    found: CheckpointReader | None = memory.find(listed, accepts)
-    if found is None:
-        found = find_checkpoint(config, run, parallel, fingerprint)
-        step = 0 if found is None else int(found.metadata["step"])
+    newest: CheckpointReader | None = memory.find(listed, accepts)
+    if newest is None:
+        newest = find_checkpoint(config, run, parallel, fingerprint)
+        step = 0 if newest is None else int(newest.metadata["step"])
         newer = memory.find(step + 1, accepts) if step < listed else None  # that on disk was damaged
         if newer is None:
-            return found
-        found = newer
-    opened = found
+            return newest
+        newest = newer
+    opened = newest
     on_all_ranks(lambda: check_same_run(config, fingerprint, opened), group)
     return opened
 

@@ -48,10 +48,10 @@ def check_recompute(
     differs = torch.tensor([float(bool(what))])
     if not all_reduce(differs, parallel.world.group, "max").item():
         return
-    own = (parallel.rank, socket.gethostname(), what, (parallel.data.rank, parallel.context.rank))
-    found = [one for one in all_gather_objects(own, parallel.world.group) if one[2]]
-    named = "\n".join(f"rank {rank} on {host}: other {what}" for rank, host, what, _ in found)
-    several = len(found) > 1 and len({replica for *_, replica in found}) == 1
+    report = (parallel.rank, socket.gethostname(), what, (parallel.data.rank, parallel.context.rank))
+    reports = [one for one in all_gather_objects(report, parallel.world.group) if one[2]]
+    named = "\n".join(f"rank {rank} on {host}: other {what}" for rank, host, what, _ in reports)
+    several = len(reports) > 1 and len({replica for *_, replica in reports}) == 1
     shared = " These ranks compute with each other's activations: one of them is at fault." if several else ""
     raise ComputationDiffers(
         f"before step {step + 1} ranks computed other bits from the same micro-batches and weights when they computed "

@@ -89,13 +89,13 @@ def saved_losses(saved: Mapping[str, Any], config: Config) -> list[float]:
 
 def merged(*ranges: Sequence[Range]) -> list[Range]:
     """All ranges in order, those that touch or overlap as one."""
-    found: list[Range] = []
+    joined: list[Range] = []
     for start, end in sorted(one for several in ranges for one in several):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
         else:
-            found.append((start, end))
-    return found
+            joined.append((start, end))
+    return joined
 
 
 def skipped_of(metadata: Mapping[str, Any]) -> list[Range]:
@@ -164,12 +164,12 @@ class LossSpikes(Observer):
 
     def metadata(self, samples: int) -> dict[str, Any]:
         """Keys for the metadata of a checkpoint after training on `samples`."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         if self._spikes is not None:
-            found["losses"] = self._spikes.losses
+            values["losses"] = self._spikes.losses
         if self.skipped:
-            found |= {"skipped_samples": self.skipped, "consumed_samples": self.consumed(samples)}
-        return found
+            values |= {"skipped_samples": self.skipped, "consumed_samples": self.consumed(samples)}
+        return values
 
     def rewinds_after(self, metrics: StepMetrics) -> bool:
         """Whether the job goes back to its newest checkpoint after a step with `metrics`."""
@@ -177,7 +177,7 @@ class LossSpikes(Observer):
         return metrics.is_spike and spike is not None and spike.action == "rewind"
 
     def leave_out(self, samples: Range, step: int) -> int:
-        """From here on leave out the samples of this range of positions; `step`: of the checkpoint that is loaded.
+        """Leave out the samples of this range of positions from here on; `step`: of the checkpoint that is loaded.
 
         Returns how often the run has gone back to it. Rank 0 writes the range to the run folder.
         """

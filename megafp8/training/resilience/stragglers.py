@@ -69,31 +69,33 @@ class Slowest:
 
 def slowest(times: Sequence[Times]) -> Slowest | None:
     """The slowest rank; None if no stage has several ranks."""
-    found = [one for stage in {own.stage for own in times} if (one := _slowest([t for t in times if t.stage == stage]))]
-    return max(found, key=lambda one: one.ratio, default=None)
+    slowest_of_stages = [
+        one for stage in {t.stage for t in times} if (one := _slowest([t for t in times if t.stage == stage]))
+    ]
+    return max(slowest_of_stages, key=lambda one: one.ratio, default=None)
 
 
 def _slowest(peers: Sequence[Times]) -> Slowest | None:
     if len(peers) < 2:
         return None
-    sections = sorted({section for own in peers for section in own.seconds})
-    medians = {s: statistics.median_low([own.seconds.get(s, 0.0) for own in peers]) for s in sections}
-    gpus = [own.seconds.get(GPU_TEST, 0.0) for own in peers]
-    total = statistics.median_low([_total(own) for own in peers])
+    sections = sorted({section for peer in peers for section in peer.seconds})
+    medians = {s: statistics.median_low([peer.seconds.get(s, 0.0) for peer in peers]) for s in sections}
+    gpus = [peer.seconds.get(GPU_TEST, 0.0) for peer in peers]
+    total = statistics.median_low([_total(peer) for peer in peers])
 
-    def ratio(own: Times, gpu: float) -> float:
-        of_device = gpu / medians[GPU_TEST] if medians.get(GPU_TEST) else 0.0
-        return max(of_device, _total(own) / total if total else 0.0)
+    def ratio(times: Times, gpu: float) -> float:
+        device_ratio = gpu / medians[GPU_TEST] if medians.get(GPU_TEST) else 0.0
+        return max(device_ratio, _total(times) / total if total else 0.0)
 
-    ratios = [ratio(own, gpu) for own, gpu in zip(peers, gpus)]
-    own = peers[ratios.index(max(ratios))]
-    lost = {section: own.seconds.get(section, 0.0) - median for section, median in medians.items()}
+    ratios = [ratio(peer, gpu) for peer, gpu in zip(peers, gpus)]
+    worst = peers[ratios.index(max(ratios))]
+    lost = {section: worst.seconds.get(section, 0.0) - median for section, median in medians.items()}
     section = max(lost, key=lambda name: lost[name])
-    return Slowest(own.rank, own.host, max(ratios), section, lost[section])
+    return Slowest(worst.rank, worst.host, max(ratios), section, lost[section])
 
 
-def _total(own: Times) -> float:
-    return sum(seconds for section, seconds in own.seconds.items() if section != GPU_TEST)
+def _total(times: Times) -> float:
+    return sum(seconds for section, seconds in times.seconds.items() if section != GPU_TEST)
 
 
 class Stragglers(Observer):
@@ -113,18 +115,18 @@ class Stragglers(Observer):
         seconds = {name: spent for name, spent in activity.record.take_own_seconds().items() if name in SECTIONS}
         if parallel.device.type == "cuda":
             seconds[GPU_TEST] = _time_products(parallel.device)
-        own = Times(parallel.rank, socket.gethostname(), parallel.pipeline.rank, seconds)
-        found = self.slowest = slowest(gather_objects(own, parallel.world.group) or [])
-        if found is None:
+        times = Times(parallel.rank, socket.gethostname(), parallel.pipeline.rank, seconds)
+        slow = self.slowest = slowest(gather_objects(times, parallel.world.group) or [])
+        if slow is None:
             return {}
-        again = before is not None and before.rank == found.rank and before.is_slow(steps)
-        if again and found.is_slow(steps):
+        again = before is not None and before.rank == slow.rank and before.is_slow(steps)
+        if again and slow.is_slow(steps):
             logger.warning(
-                f"slow rank: rank {found.rank} on {found.host} took {found.ratio:.2f} times as long as the median of "
-                f"its stage in the {steps} steps to {step}, most of it in {found.section}: {found.lost_seconds:.2f} s "
+                f"slow rank: rank {slow.rank} on {slow.host} took {slow.ratio:.2f} times as long as the median of "
+                f"its stage in the {steps} steps to {step}, most of it in {slow.section}: {slow.lost_seconds:.2f} s "
                 "more"
             )
-        return {"slowest_rank": found.rank, "slowest_ratio": found.ratio}
+        return {"slowest_rank": slow.rank, "slowest_ratio": slow.ratio}
 
 
 def _time_products(device: torch.device) -> float:

@@ -99,11 +99,15 @@ def _waited_for(report: Report, reports: Mapping[int, Report], ranks: int) -> se
     def begun(rank: int, key: str) -> int:
         return reports[rank].begun.get(key, 0) if rank in reports else -1
 
-    found = {other for call in report.waits for other in call.others if begun(other, call.peer_key) < call.number}
+    ranks_waited_for = {
+        other for call in report.waits for other in call.others if begun(other, call.peer_key) < call.number
+    }
     if report.waits_for_device:
         groups = ((key, others) for key, others in report.others.items())
-        found |= {other for key, others in groups for other in others if begun(other, key) < report.begun[key]}
-    return found
+        ranks_waited_for |= {
+            other for key, others in groups for other in others if begun(other, key) < report.begun[key]
+        }
+    return ranks_waited_for
 
 
 def _of_silent(rank: int, reports: Mapping[int, Report]) -> str:
@@ -129,7 +133,7 @@ def _place_in(report: Report) -> str:
 
 
 def _minority(reports: Mapping[int, Report], waiting: set[int]) -> list[int]:
-    """Of ranks that wait for each other, those that wait for what the fewest wait for; all if it is a draw."""
+    """The ranks that wait for what the fewest wait for, among those that wait for each other; all in a draw."""
     by_call: dict[tuple[str, ...], list[int]] = {}
     for rank in sorted(waiting):
         report = reports[rank]
@@ -140,13 +144,13 @@ def _minority(reports: Mapping[int, Report], waiting: set[int]) -> list[int]:
 
 def _others(reports: Mapping[int, Report], at_fault: Sequence[int]) -> dict[str, list[int]]:
     """What the ranks that are not at fault do, and which do it."""
-    found: dict[str, list[int]] = {}
+    ranks_by_state: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
         if rank not in at_fault:
             calls = ", ".join(f"{call.op} number {call.number}" for call in report.waits)
             doing = f"wait in {calls}" if calls else f"at {report.where}"
-            found.setdefault(f"{doing}, step {report.step}, {report.section}", []).append(rank)
-    return found
+            ranks_by_state.setdefault(f"{doing}, step {report.step}, {report.section}", []).append(rank)
+    return ranks_by_state
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -38,7 +38,10 @@ def test_options_and_defaults() -> None:
     neutral = {"echo": False, "best_of": 1, "presence_penalty": 0.0, "logit_bias": {}, "user": "me", "suffix": None}
     assert completion(**neutral) == completion()
     given = {"top_p": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_end": True, "stop": "x"}
-    expected = SamplingOptions(9, 0.0, 3, 0.5, 0.1, 1.1, ("x",), 4, 2, 5, True)
+    expected = SamplingOptions(
+        max_tokens=9, temperature=0.0, top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=1.1, stop=("x",), seed=4,
+        num_samples=2, logprobs=5, ignore_end=True,
+    )  # fmt: skip
     assert completion(**given, n=2, temperature=0, logprobs=5).sampling(9, 4) == expected
     assert completion().most_tokens == ("max_tokens", 16)
     assert chat().most_tokens == ("max_tokens", None)
@@ -129,7 +132,10 @@ def test_the_text_of_a_token_depends_on_the_one_before() -> None:
 def test_log_probabilities_have_the_form_of_the_endpoint() -> None:
     """A character of two tokens has no bytes; of tokens with one text the most probable counts; no infinity."""
     tops = [[(104, -0.5), (200, -2.0), (201, -float("inf"))], [(195, -1.0), (105, -1.5), (106, -2.0)]]
-    updates = [Update(0, 0, "h", 104, -0.5, tops[0], None), Update(0, 0, "", 195, -1.0, tops[1], "length")]
+    updates = [
+        Update(0, 0, "h", token=104, logprob=-0.5, top_logprobs=tops[0], finish_reason=None),
+        Update(0, 0, "", token=195, logprob=-1.0, top_logprobs=tops[1], finish_reason="length"),
+    ]
     response = Response(completion(logprobs=3), [[1]], BYTES.decode)
     for update in updates:
         response.add(update)

@@ -178,7 +178,10 @@ def nv(weight: bool = False, key: tuple[int, int] | None = None, transform: bool
                 scale_inv[here] = block / s
         return Cast(encode(to_e2m1(y, noise), E4M3), scale_inv, E4M3)
 
-    return Reference(cast, E4M3, height, 16, 1, 0, 6.0, nearest=key is None, prepare=hadamard if transform else _same)
+    return Reference(
+        cast, E4M3, rows=height, columns=16, mantissa_bits=1, least_exponent=0, most=6.0, nearest=key is None,
+        prepare=hadamard if transform else _same,
+    )  # fmt: skip
 
 
 def gradient_key(part: str) -> tuple[int, int]:

@@ -10,22 +10,24 @@ from megafp8.training.errors import ComputationDiffers
 from megafp8.training.resilience.faults import flip_bit
 from megafp8.training.resilience.recompute import check_recompute
 from tests.marks import slow_but
-from tests.training.runs import batches, config_of, start
+from tests.training.presets import *  # noqa: F403
+from tests.training.presets import Preset, config_of
+from tests.training.runs import batches, start
 from tests.world import World
 
 CASES: dict[str, tuple[int, list[int]]] = {  # ranks; those that are named for a bit of rank 1
-    "dp2 delayed dropout": (2, [1]),
-    "tp2 delayed": (2, [1]),
-    "tp2 pp2 zb-h1": (4, [1]),
-    "dp2 zero nvfp4": (2, [1]),
-    "dp2 zero delayed fp8-gather": (2, [1]),
-    "dp2 ep2 deepseek": (2, [1]),
-    "cp2 bf16 current": (2, [1]),
+    DP2 | DELAYED | DROPOUT: (2, [1]),
+    TP2 | DELAYED: (2, [1]),
+    TP2 | PP2 | ZB_H1: (4, [1]),
+    DP2 | ZERO | NVFP4: (2, [1]),
+    DP2 | ZERO | DELAYED | FP8_GATHER: (2, [1]),
+    DP2 | EP2 | DEEPSEEK: (2, [1]),
+    CP2 | BF16 | CURRENT: (2, [1]),
 }
 
 
-def _check(words: str) -> dict[str, Any]:
-    config = config_of(words)
+def _check(preset: Preset) -> dict[str, Any]:
+    config = config_of(preset)
     trainer, parallel = start(config)
 
     def train(checked: bool) -> list[tuple[float, float]]:
@@ -56,10 +58,10 @@ def _check(words: str) -> dict[str, Any]:
     return {"plain": plain, "checked": checked, "message": message, "flips": flips[0]}
 
 
-@pytest.mark.parametrize("words", slow_but(CASES, "dp2 delayed dropout"))
-def test_a_wrong_gradient_is_found(world4: World, words: str) -> None:
-    ranks, named = CASES[words]
-    found = world4.run(_check, words, ranks=ranks)
+@pytest.mark.parametrize("preset", slow_but(CASES, DP2 | DELAYED | DROPOUT))
+def test_a_wrong_gradient_is_found(world4: World, preset: Preset) -> None:
+    ranks, named = CASES[preset]
+    found = world4.run(_check, preset, ranks=ranks)
     for own in found:
         assert own["checked"] == own["plain"], "the check changes the training"
         assert own["message"] == found[0]["message"]

@@ -20,12 +20,18 @@ def waiting(rank: int, number: int = 7, key: str = "g", ranks: tuple[int, ...] =
     """A rank that has begun call `number` of a group, and waits for it."""
     call = Call("all_reduce", key, number, key, others(rank, ranks))
     groups = {"g": others(rank), key: others(rank, ranks)}
-    return Report(rank, 3, "update", 9.0, {"g": 7, key: number}, groups, [call], False, "training/trainer.py:1 in f")
+    return Report(
+        rank, 3, "update", idle_seconds=9.0, begun={"g": 7, key: number}, others=groups, waits=[call],
+        waits_for_device=False, where="training/trainer.py:1 in f",
+    )  # fmt: skip
 
 
 def busy(rank: int, number: int = 6) -> Report:
     where = "training/job.py:7 in _one_step"
-    return Report(rank, 3, "data", 11.0, {"g": number}, {"g": others(rank)}, [], False, where)
+    return Report(
+        rank, 3, "data", idle_seconds=11.0, begun={"g": number}, others={"g": others(rank)}, waits=[],
+        waits_for_device=False, where=where,
+    )  # fmt: skip
 
 
 def on_device(rank: int, number: int) -> Report:
@@ -35,11 +41,17 @@ def on_device(rank: int, number: int) -> Report:
 def message_at(rank: int, key: str, peer: int, number: int) -> Report:
     """A rank of a pipeline that waits to receive message `number` from `peer`."""
     own, theirs = f"p {peer}>{rank} received", f"p {peer}>{rank} sent"
-    return Report(rank, 3, key, 9.0, {own: number}, {}, [Call("receive", own, number, theirs, [peer])], False, "x")
+    return Report(
+        rank, 3, key, idle_seconds=9.0, begun={own: number}, others={}, waits=[Call("receive", own, number, theirs,
+        [peer])], waits_for_device=False, where="x",
+    )  # fmt: skip
 
 
 def sender(rank: int, to: int, sent: int) -> Report:
-    return Report(rank, 3, "forward and backward", 9.0, {f"p {rank}>{to} sent": sent}, {}, [], False, "here")
+    return Report(
+        rank, 3, "forward and backward", idle_seconds=9.0, begun={f"p {rank}>{to} sent": sent}, others={}, waits=[],
+        waits_for_device=False, where="here",
+    )  # fmt: skip
 
 
 STATES = {1: "T (stopped)"}
