@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ def _squared_relu(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 CLAMP, CLAMPED_SLOPE = 7.0, 1.702
-"""Bound of gate and up in clamped SwiGLU, and factor of the gate in its sigmoid (gpt-oss, arXiv:2508.10925)."""
+"""Of clamped SwiGLU: bound of gate and up, and factor of the gate in the sigmoid (gpt-oss, arXiv:2508.10925)."""
 
 
 def _clamped_silu(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,7 +182,7 @@ class Normalized(Plain):
 
 
 class ZeroCenteredNormalized(Normalized):
-    """A norm that multiplies by 1 + weight."""
+    """With 1 + weight instead of weight."""
 
     zero_centered = True
 
@@ -218,6 +218,40 @@ class UngatedGrad(Activation):
         return wide(self.dy_rf) * FUNCTIONS[self.function](_biased(self.x_rc, self.bias_f))[1]
 
 
+class GELU(Ungated):
+    """In its tanh form."""
+
+    kind = "gelu_tanh"
+    function = "gelu_tanh"
+
+
+class GELUGrad(UngatedGrad):
+    kind = "gelu_tanh_grad"
+    function = "gelu_tanh"
+
+
+class ReLU(Ungated):
+    kind = "relu"
+    function = "relu"
+
+
+class ReLUGrad(UngatedGrad):
+    kind = "relu_grad"
+    function = "relu"
+
+
+class SquaredReLU(Ungated):
+    """So et al. 2021, arXiv:2109.08668."""
+
+    kind = "squared_relu"
+    function = "squared_relu"
+
+
+class SquaredReLUGrad(UngatedGrad):
+    kind = "squared_relu_grad"
+    function = "squared_relu"
+
+
 @dataclass(frozen=True)
 class Gated(Activation):
     """`f(gate) · up` `[r, f]` of x = [gate | up] `[r, 2f]` (Shazeer 2020, arXiv:2002.05202).
@@ -250,31 +284,56 @@ class GatedGrad(Activation):
         if self.scale_f is not None:
             dy = dy * self.scale_f
         y, derivative = FUNCTIONS[self.function](gate)
-        dup = dy * y
+        of_up = dy * y
         if self.function == "clamped_silu":
-            dup = torch.where(up.abs() <= CLAMP, dup, 0.0)
-        return torch.cat([dy * _factor(self.function, up) * derivative, dup], dim=-1)
+            of_up = torch.where(up.abs() <= CLAMP, of_up, 0.0)
+        return torch.cat([dy * _factor(self.function, up) * derivative, of_up], dim=-1)
 
 
-def _named(kind: str, function: str, *bases: type[Activation]) -> tuple[Any, ...]:
-    """The sources of the output and of the gradient of the activation `kind`."""
-    names = (kind, f"{kind}_grad")
-    return tuple(type(name, (base,), {"kind": name, "function": function}) for name, base in zip(names, bases))
+class SwiGLU(Gated):
+    kind = "swiglu"
+    function = "silu"
 
 
-SwiGLU, SwiGLUGrad = _named("swiglu", "silu", Gated, GatedGrad)
-ClampedSwiGLU, ClampedSwiGLUGrad = _named("clamped_swiglu", "clamped_silu", Gated, GatedGrad)  # of gpt-oss
-GeGLU, GeGLUGrad = _named("geglu_tanh", "gelu_tanh", Gated, GatedGrad)
-GELU, GELUGrad = _named("gelu_tanh", "gelu_tanh", Ungated, UngatedGrad)
-ReLU, ReLUGrad = _named("relu", "relu", Ungated, UngatedGrad)
-SquaredReLU, SquaredReLUGrad = _named("squared_relu", "squared_relu", Ungated, UngatedGrad)  # arXiv:2109.08668
-ACTIVATION_SOURCES: dict[str, tuple[Any, Any]] = {
-    output.kind: (output, gradient)
-    for output, gradient in (
-        (SwiGLU, SwiGLUGrad), (ClampedSwiGLU, ClampedSwiGLUGrad), (GeGLU, GeGLUGrad), (GELU, GELUGrad),
-        (ReLU, ReLUGrad), (SquaredReLU, SquaredReLUGrad),
-    )
-}  # fmt: skip
+class SwiGLUGrad(GatedGrad):
+    kind = "swiglu_grad"
+    function = "silu"
+
+
+class ClampedSwiGLU(Gated):
+    """gpt-oss's: gate and up are clamped, and up + 1 is multiplied."""
+
+    kind = "clamped_swiglu"
+    function = "clamped_silu"
+
+
+class ClampedSwiGLUGrad(GatedGrad):
+    kind = "clamped_swiglu_grad"
+    function = "clamped_silu"
+
+
+class GeGLU(Gated):
+    """With GELU's tanh form."""
+
+    kind = "geglu_tanh"
+    function = "gelu_tanh"
+
+
+class GeGLUGrad(GatedGrad):
+    kind = "geglu_tanh_grad"
+    function = "gelu_tanh"
+
+
+_ActivationSources = tuple[type[Ungated] | type[Gated], type[UngatedGrad] | type[GatedGrad]]
+_OF_ACTIVATIONS: tuple[_ActivationSources, ...] = (
+    (SwiGLU, SwiGLUGrad),
+    (ClampedSwiGLU, ClampedSwiGLUGrad),
+    (GeGLU, GeGLUGrad),
+    (GELU, GELUGrad),
+    (ReLU, ReLUGrad),
+    (SquaredReLU, SquaredReLUGrad),
+)
+ACTIVATION_SOURCES = {output.kind: (output, gradient) for output, gradient in _OF_ACTIVATIONS}
 """Sources of the output and of the gradient, by the config's name of the activation."""
 
 
