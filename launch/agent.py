@@ -1,4 +1,9 @@
-"""torchrun with exit codes and clean stops of a training job: `python -m launch.agent [torchrun's options] SCRIPT ...`.
+"""torchrun with exit codes and clean stops of a training job: `megafp8 launch [torchrun's options] COMMAND ...`.
+
+    megafp8 launch --nproc-per-node 8 pretrain --config my.yaml parallel.tensor=2
+
+COMMAND is one of megafp8's, a script, or a module after `-m`. On several nodes: the same on each of them with `--nnodes
+N --rdzv-backend c10d --rdzv-endpoint HEAD:29400 --rdzv-id JOB`.
 
 torchrun's agent treats all failures alike: it restarts a job whose config is wrong, prints a traceback of its own
 after a clean stop, and on the other nodes reports only lost connections. This one is a subclass of torch's
@@ -21,6 +26,7 @@ Exit codes, and messages of ranks: megafp8/training/errors.py.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -51,6 +57,7 @@ from torch.distributed.elastic.utils.store import barrier
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 
+from megafp8.commands import COMMANDS
 from megafp8.training.errors import AGENT_PID, DONE, FAILED, NO_RESTART
 
 LOST_STORE = (RendezvousConnectionError, dist.DistNetworkError, dist.DistStoreError)
@@ -356,6 +363,18 @@ def _attempt(agent: Agent) -> Outcome | None:
     return outcome
 
 
+def with_command(options: argparse.Namespace) -> argparse.Namespace:
+    """torchrun's options where the script may be a command of megafp8, such as `pretrain`, and a job on one node needs
+    no `--standalone`."""
+    name = options.training_script
+    if name in COMMANDS and not options.module and not options.no_python and not os.path.exists(name):
+        options.module, options.training_script = True, "megafp8"
+        options.training_script_args = [name, *options.training_script_args]
+    if options.nnodes in ("1", "1:1") and options.rdzv_backend == "static" and not options.rdzv_endpoint:
+        options.standalone = True
+    return options
+
+
 def main() -> int:
     # By default the ranks of all attempts share one store for their process groups, that of the agent on the first
     # node (DynamicRendezvousHandler._shared_tcp_store_server). It keeps addresses written by ranks of an earlier
@@ -364,7 +383,7 @@ def main() -> int:
     # store for each attempt, at a port that the agents agree on again.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ[AGENT_PID] = str(os.getpid())
-    options = parse_args(sys.argv[1:])
+    options = with_command(parse_args(sys.argv[1:]))
     if options.standalone:
         options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
     if options.rdzv_backend != "c10d":

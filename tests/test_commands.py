@@ -11,7 +11,9 @@ import venv
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import parse_args
 
+from launch import agent
 from megafp8.commands import COMMANDS, file_of, main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,7 +102,7 @@ def test_a_wheel_has_all_commands(tmp_path: Path) -> None:
     done = subprocess.run([python, "-c", find, *modules], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
     config = str(ROOT / "configs" / "quickstart.yaml")
-    assert "tensor" in megafp8("plan", "--config", config, "--gpus", "4", "--gpu", "h100-80gb")
+    assert "tensor" in megafp8("plan", "--config", config, "--gpus", "4", "--gpu", "h100")
     assert "memory of a rank" in megafp8("pretrain", "--config", config, "--dry-run", "--world-size", "4")
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("some text " * 100)
@@ -110,7 +112,23 @@ def test_a_wheel_has_all_commands(tmp_path: Path) -> None:
              "parallel.pipeline=1", "training.eval_interval=0", "logging.tensorboard=false", "data.train=[data]",
              "data.tokenizer={kind: bytes}", "data.split='100,0,0'", "data.index_cache=cache",
              "optimizer.warmup_steps=0"]  # fmt: skip
-    ranks = ["launch", "--standalone", "--nproc-per-node", "2", "-m", "megafp8"]
-    assert "run folder" in megafp8(*ranks, "pretrain", "--config", config, *small)
+    assert "run folder" in megafp8("launch", "--nproc-per-node", "2", "pretrain", "--config", config, *small)
     assert "layers.0" in megafp8("inspect", "runs/quickstart/checkpoints/step_00000002")
     assert "page: " in megafp8("plot-run", "runs/quickstart", "--html", "run.html"), "with the page's HTML"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "runs"),
+    [
+        ("--nproc-per-node 2 pretrain --config a.yaml", (True, "megafp8", ["pretrain", "--config", "a.yaml"], True)),
+        ("-m megafp8 pretrain", (True, "megafp8", ["pretrain"], True)),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint head:1 pretrain", (True, "megafp8", ["pretrain"], False)),
+        ("pretrain_gpt.py --config a.yaml", (False, "pretrain_gpt.py", ["--config", "a.yaml"], True)),
+    ],
+)
+def test_launch_takes_commands_and_needs_no_rendezvous_on_one_node(
+    arguments: str, runs: tuple[bool, str, list[str], bool]
+) -> None:
+    options = agent.with_command(parse_args(arguments.split()))
+    script = options.training_script, options.training_script_args
+    assert (options.module, *script, options.standalone) == runs

@@ -46,9 +46,18 @@ def test_json_has_the_terms_that_add_up(capsys: pytest.CaptureFixture[str]) -> N
     assert all(best["step_seconds"] <= other["step_seconds"] for other in found["best"])
 
 
+def test_the_exit_code_says_whether_a_layout_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["--set", *SMALL, "model.hidden_size=32768", "model.ffn_hidden_size=131072", "model.num_layers=64"]
+    assert main([*COMMAND[: -len(SMALL) - 1], *large, "--gpu", "H100"]) == 1
+    assert "no layout of" in capsys.readouterr().out
+
+
 def test_errors_name_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", "missing.yaml", "--gpus", "2"]) == 2
     assert "missing.yaml" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*COMMAND, "--nodes", "3"])
     assert "do not divide into 3 nodes" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*COMMAND, "--gpu", "a100"])
+    assert "'a100' is not known; there are h200-141gb, h100-80gb" in capsys.readouterr().err

@@ -39,11 +39,22 @@ from megafp8.training.fp8_config import build_fp8
 from megafp8.training.inputs import with_vocabulary
 
 
+def _gpu(name: str) -> str:
+    """The type of --gpu: the name in `GPUS`."""
+    known = next((known for known in GPUS if name.lower() in (known, GPUS[known].chip.lower())), None)
+    if known is None:
+        raise argparse.ArgumentTypeError(f"{name!r} is not known; there are {', '.join(GPUS)}")
+    return known
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--gpus", type=int, required=True, help="number of GPUs in all")
-    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100-80gb")
+    names = ", ".join(GPUS)
+    parser.add_argument(
+        "--gpu", type=_gpu, default="h100-80gb", help=f"{names}, or the chip's name; default: %(default)s"
+    )
     nodes = parser.add_mutually_exclusive_group()
     nodes.add_argument("--gpus-per-node", type=int, default=8)
     nodes.add_argument("--nodes", type=int, help="instead of --gpus-per-node")
@@ -115,7 +126,8 @@ def text(
     return "\n".join(lines)
 
 
-def plan(arguments: argparse.Namespace) -> None:
+def plan(arguments: argparse.Namespace) -> bool:
+    """Print the plan; returns whether a layout fits."""
     config = with_vocabulary(load_config(arguments.config, arguments.overrides), arguments.config)
     gpu = GPUS[arguments.gpu]
     if arguments.measure:
@@ -134,7 +146,7 @@ def plan(arguments: argparse.Namespace) -> None:
     seconds = time.perf_counter() - start
     if not arguments.json:
         print(text(own, found, arguments, config, cluster.memory, seconds))
-        return
+        return bool(found.best)
     best = [record(c.prediction) | {"keys": changed_keys(config, c.config)} for c in found.best]
     print(json.dumps({
         "config": own if isinstance(own, str) else record(own),
@@ -145,11 +157,15 @@ def plan(arguments: argparse.Namespace) -> None:
         "seconds": seconds,
         "rates": asdict(replace(gpu)),
     }))  # fmt: skip
+    return bool(found.best)
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Exit code 0; 1 if no layout fits; 2 for wrong arguments or a wrong config."""
     arguments = parse(argv)
-    return run_tool(lambda: plan(arguments))
+    fits: list[bool] = []
+    code = run_tool(lambda: fits.append(plan(arguments)))
+    return code or int(not fits[0])
 
 
 if __name__ == "__main__":

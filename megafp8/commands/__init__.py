@@ -66,7 +66,7 @@ def help_text() -> str:
     return (
         f"usage: megafp8 COMMAND ...\n\nPretrain models in FP8, and all that belongs to it.\n\n{commands}\n\n"
         "`megafp8 COMMAND --help` says more. On several GPUs:\n"
-        "  megafp8 launch --standalone --nproc-per-node 8 -m megafp8 pretrain --config my.yaml"
+        "  megafp8 launch --nproc-per-node 8 pretrain --config my.yaml"
     )
 
 

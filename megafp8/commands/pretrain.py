@@ -1,7 +1,7 @@
 """Pretrain a GPT, BERT or T5 model from one YAML file.
 
     megafp8 pretrain --config my.yaml                                  # one process
-    megafp8 launch --standalone --nproc-per-node 8 -m megafp8 pretrain --config my.yaml parallel.tensor=2
+    megafp8 launch --nproc-per-node 8 pretrain --config my.yaml parallel.tensor=2
     megafp8 pretrain --config my.yaml --dry-run --world-size 64
 
 Does what pretrain_gpt.py does. Exit codes:

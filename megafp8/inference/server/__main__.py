@@ -45,15 +45,23 @@ _FLUSH_SECONDS = 5
 logger = logging.getLogger("megafp8.inference.server")
 
 
+def _port(text: str) -> int:
+    """The type of --port."""
+    port = int(text)
+    if not 0 <= port < 2**16:
+        raise argparse.ArgumentTypeError(f"{port} is no port; ports are 0 to 65535")
+    return port
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m megafp8.inference.server",
+        prog="megafp8 serve",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", type=as_path, help="run, checkpoint or folder of Hugging Face")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: %(default)s")
-    parser.add_argument("--port", type=int, default=8000, help="0: a free one; default: %(default)s")
+    parser.add_argument("--port", type=_port, default=8000, help="0: a free one; default: %(default)s")
     parser.add_argument("--name", help="of the model in requests; default: the last part of the path")
     parser.add_argument("--chat-template", type=Path, help="default: that of the tokenizer")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key of requests")
