@@ -1,8 +1,8 @@
 """Average the weights of several checkpoints of a run, tensor by tensor, on a CPU; or take a moving average from one.
 
-    python tools/average_checkpoints.py --load runs/mine --last 5 --save averaged --to hf
-    python tools/average_checkpoints.py --load runs/mine --moving --save averaged
-    python tools/average_checkpoints.py --load runs/mine/checkpoints/step_00009000 runs/other --save averaged
+    megafp8 average --load runs/mine --last 5 --save averaged --to hf
+    megafp8 average --load runs/mine --moving --save averaged
+    megafp8 average --load runs/mine/checkpoints/step_00009000 runs/other --save averaged
 
 The checkpoints may have been saved in any layouts. The result has weights alone: a run starts from it by
 checkpoint.init_from, and generation, evaluation and conversion read it. Masters in fp32 are averaged where checkpoints

@@ -1,6 +1,6 @@
 """Check a cluster before a long run: versions, GPUs, links, clocks, file system, limits, config and data.
 
-    python -m launch.agent --standalone --nproc-per-node 8 tools/check_cluster.py
+    megafp8 launch --standalone --nproc-per-node 8 tools/check_cluster.py
     SCRIPT=tools/check_cluster.py launch/multi_node.sh configs/llama3-8b.yaml        # as a run of several nodes
     MAX_REQUEUES=0 SCRIPT=tools/check_cluster.py sbatch --nodes=4 launch/slurm.sbatch configs/llama3-8b.yaml
 

@@ -1,6 +1,6 @@
 """Compare loss curves of runs: a table of deviations from the first run, and a plot.
 
-    python tools/compare_runs.py runs/one-gpu runs/tp2 runs/pp2 [--png curves.png]
+    megafp8 compare runs/one-gpu runs/tp2 runs/pp2 [--png curves.png]
 
 Each argument is a run folder, whose metrics.jsonl is read. Deviations are relative, over the steps that both runs have.
 Runs are named by the shortest end of their path that is unique.

@@ -1,11 +1,11 @@
 """Convert a checkpoint between megafp8, Hugging Face and Megatron-LM, tensor by tensor, on a CPU.
 
-    python tools/convert_checkpoint.py --load runs/mine --save exported --to hf --verify
-    python tools/convert_checkpoint.py --load meta-llama/Llama-3.1-8B --save llama --to native
-    python tools/convert_checkpoint.py --load runs/mine --save megatron --to megatron --tensor 2 --pipeline 4
-    python tools/convert_checkpoint.py --load runs/mine --save megatron --to torch_dist
-    python tools/convert_checkpoint.py --load runs/mine --save weights --to consolidated --dtype fp32
-    python tools/convert_checkpoint.py --load runs/lora --save adapter --to peft
+    megafp8 convert --load runs/mine --save exported --to hf --verify
+    megafp8 convert --load meta-llama/Llama-3.1-8B --save llama --to native
+    megafp8 convert --load runs/mine --save megatron --to megatron --tensor 2 --pipeline 4
+    megafp8 convert --load runs/mine --save megatron --to torch_dist
+    megafp8 convert --load runs/mine --save weights --to consolidated --dtype fp32
+    megafp8 convert --load runs/lora --save adapter --to peft
 
 It needs memory for the largest tensor, whatever the size of the model. An interrupted command continues when it is
 repeated. Nothing is overwritten, and the target appears when it is complete.

@@ -1,6 +1,6 @@
 """Coordinate check of muP: how large activations are in models of several widths, over the first steps of training.
 
-    python tools/coordinate_check.py configs/mine.yaml --widths 64,128,256,512 --steps 5 --png coordinates.png
+    megafp8 coordinate-check configs/mine.yaml --widths 64,128,256,512 --steps 5 --png coordinates.png
 
 Trains the config's model (keys may be overridden: optimizer.learning_rate=0.01) in each width, once as usual and once
 with `model.mup`, on the same random tokens, in one process on this machine's CPU. With the width grow the number of

@@ -1,8 +1,8 @@
 """Evaluate a model: perplexity of texts and data sets, and tasks of lm-evaluation-harness.
 
-    python tools/evaluate.py runs/mine --input book.txt 'held-out/*.jsonl.zst'
-    python tools/evaluate.py runs/mine --data data/code data/web --split 969,30,1
-    python tools/evaluate.py meta-llama/Llama-3.1-8B --tasks hellaswag arc_easy --num-fewshot 5 --json > scores.json
+    megafp8 evaluate runs/mine --input book.txt 'held-out/*.jsonl.zst'
+    megafp8 evaluate runs/mine --data data/code data/web --split 969,30,1
+    megafp8 evaluate meta-llama/Llama-3.1-8B --tasks hellaswag arc_easy --num-fewshot 5 --json > scores.json
     torchrun --nproc-per-node 4 tools/evaluate.py runs/mine --tensor 2 --pipeline 2 --tasks mine --include-path tasks
 
 The model is a run's newest checkpoint, a checkpoint of any format and layout, or a Hugging Face folder.

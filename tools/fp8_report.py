@@ -1,6 +1,6 @@
 """Show a run's FP8 report: the tensors with the largest quantization error, a summary, advice and a heat map.
 
-    python tools/fp8_report.py runs/llama3-8b [--step 4000] [--worst 20] [--png fp8.png]
+    megafp8 report runs/llama3-8b [--step 4000] [--worst 20] [--png fp8.png]
 
 A run writes the report if its config has fp8.report_interval=100 (a sample every 100 steps). The table and summary are
 of one sampled step, the last by default; advice uses the steps up to it; the heat map shows all.

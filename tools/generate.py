@@ -1,11 +1,11 @@
 """Continue texts with a model: a run's newest checkpoint, a checkpoint of any format, a Hugging Face folder.
 
-    python tools/generate.py runs/quickstart "def main("
-    python tools/generate.py runs/quickstart "def main(" --temperature 0.8 --top-p 0.95 --samples 3 --seed 1
-    python tools/generate.py meta-llama/Llama-3.1-8B --file prompts.txt --json > texts.jsonl
+    megafp8 generate runs/quickstart "def main("
+    megafp8 generate runs/quickstart "def main(" --temperature 0.8 --top-p 0.95 --samples 3 --seed 1
+    megafp8 generate meta-llama/Llama-3.1-8B --file prompts.txt --json > texts.jsonl
     torchrun --nproc-per-node 2 tools/generate.py runs/mine --tensor 2
-    python tools/generate.py runs/mine "def main(" --device cpu --weights int8
-    python tools/generate.py runs/mine < article.txt
+    megafp8 generate runs/mine "def main(" --device cpu --weights int8
+    megafp8 generate runs/mine < article.txt
 
 Without a prompt it asks for one after the other, or reads standard input as one prompt if that is no terminal.
 """

@@ -1,7 +1,7 @@
 """Inspect a checkpoint: origin, tensors and their statistics, and differences from another checkpoint.
 
-    python tools/inspect_checkpoint.py runs/quickstart/checkpoints/step_00000150 --tensors 'model.layers.0.*' --norms
-    python tools/inspect_checkpoint.py .../step_00000100 --diff .../step_00000150
+    megafp8 inspect runs/quickstart/checkpoints/step_00000150 --tensors 'model.layers.0.*' --norms
+    megafp8 inspect .../step_00000100 --diff .../step_00000150
 
 Runs in one process. Values are read in blocks of rows, so memory does not depend on the model. Exit code: 0; with
 --diff 1 where tensors differ (differing configs are listed, but do not count); 2 for an error.

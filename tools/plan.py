@@ -1,7 +1,7 @@
 """Predict memory and step time of a config on a cluster, and search for a faster layout.
 
-    python tools/plan.py --config configs/llama3-70b.yaml --gpus 64 --gpu h100-80gb
-    python tools/plan.py --config configs/llama3-70b.yaml --gpus 16384 --set training.global_batch_size=16384 --explain
+    megafp8 plan --config configs/llama3-70b.yaml --gpus 64 --gpu h100-80gb
+    megafp8 plan --config configs/llama3-70b.yaml --gpus 16384 --set training.global_batch_size=16384 --explain
 
 Needs neither GPUs nor data; seconds on a laptop. Prints the config's own layout, the fastest layouts that fit, the best
 of them as YAML to paste (the keys that differ), and why the others lose. How the model works, and its errors for every

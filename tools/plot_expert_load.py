@@ -1,6 +1,6 @@
 """Draw how evenly a run's tokens were spread over experts, in one step and over the run.
 
-    python tools/plot_expert_load.py runs/mixtral-8x7b --png load.png [--step 4000]
+    megafp8 plot-expert-load runs/mixtral-8x7b --png load.png [--step 4000]
 
 A run with experts records the load every logging.expert_load_interval steps. Left: a heat map of one step, the last by
 default, a row for each layer. Right: the expert with the most tokens of each layer, step by step. All relative to the

@@ -1,7 +1,7 @@
 """Draw one or more runs: a page to explore in a browser, and a picture.
 
-    python tools/plot_run.py runs/llama3-8b
-    python tools/plot_run.py runs/a runs/b --html compared.html [--png compared.png]
+    megafp8 plot-run runs/llama3-8b
+    megafp8 plot-run runs/a runs/b --html compared.html [--png compared.png]
 
 The first writes run.html and run.png into the run folder. The page is one file without network access: loss, learning
 rate, gradient norm, throughput, times, memory, FP8 health, expert load, goodput, events and sample texts. Curves of

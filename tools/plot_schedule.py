@@ -1,8 +1,8 @@
 """Plot pipeline schedules, simulated or measured: a PNG, and a trace for https://ui.perfetto.dev or chrome://tracing.
 
-    python tools/plot_schedule.py 1f1b zb-h1 zb-v --pipeline 4 --micro-batches 8 --png schedules.png --trace trace.json
-    python tools/plot_schedule.py interleaved --pipeline 4 --chunks 2 --times 1,1.1,0.9 --p2p 0.1 --png schedule.png
-    python tools/plot_schedule.py zb-v --measured runs/mine/pipeline_trace.json --png schedule.png
+    megafp8 plot-schedule 1f1b zb-h1 zb-v --pipeline 4 --micro-batches 8 --png schedules.png --trace trace.json
+    megafp8 plot-schedule interleaved --pipeline 4 --chunks 2 --times 1,1.1,0.9 --p2p 0.1 --png schedule.png
+    megafp8 plot-schedule zb-v --measured runs/mine/pipeline_trace.json --png schedule.png
 
 Schedules are what `parallel.schedule` takes: names, .csv files, module:function. There is one row per rank. Forwards
 are blue, backwards green, split backwards light green, their weight gradients orange; later chunks of a rank are

@@ -1,11 +1,11 @@
 """Tokenize text, or chats for fine-tuning, into a Megatron-compatible .bin/.idx data set.
 
-    python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --tokenizer sentencepiece \
+    megafp8 preprocess --input 'corpus/*.jsonl.zst' --tokenizer sentencepiece \
         --tokenizer-path tokenizer.model --output-prefix data/mine/text --workers 16
-    python tools/preprocess_data.py --input wiki/ 'code/*.parquet' --json-key text content --tokenizer bytes \
+    megafp8 preprocess --input wiki/ 'code/*.parquet' --json-key text content --tokenizer bytes \
         --output-prefix data/both
-    python tools/preprocess_data.py --input src/ --text-files --tokenizer bytes --output-prefix data/src
-    python tools/preprocess_data.py --input chats.jsonl --style chat --tokenizer huggingface \
+    megafp8 preprocess --input src/ --text-files --tokenizer bytes --output-prefix data/src
+    megafp8 preprocess --input chats.jsonl --style chat --tokenizer huggingface \
         --tokenizer-path models/mine/tokenizer.json --output-prefix data/chats
 
 Reads .json, .jsonl, .ndjson (one JSON object per line), .parquet (rows) and .txt (one document per file), all but

@@ -1,6 +1,6 @@
 """Train a lossless sentencepiece BPE vocabulary.
 
-    python tools/train_tokenizer.py --input 'corpus/*.jsonl' --output tokenizer.model --vocab-size 32000
+    megafp8 train-tokenizer --input 'corpus/*.jsonl' --output tokenizer.model --vocab-size 32000
 
 Text is not normalized: spaces, tabs and newlines are tokens (runs of spaces, as in source code, become one), digits are
 separate tokens, and characters that were never seen fall back to bytes. Ids: 0 unknown, 1 beginning, 2 end of document,

@@ -1,6 +1,6 @@
 """What a run folder shows: curves of its metrics, FP8 health, expert load, events, texts and goodput.
 
-`read_run` reads a folder into a `RunData`; tools/plot_run.py draws it.
+`read_run` reads a folder into a `RunData`; megafp8 plot-run draws it.
 """
 
 from __future__ import annotations

@@ -379,7 +379,7 @@ class ParallelConfig(Section):
     schedule: str = "1f1b"
     """Pipeline schedule: a built-in one (README has a table; one file each in megafp8/pipeline_parallel/schedules), the
     path of a .csv file with one row per rank and cells such as F3, B3, W3, F3.1 for micro-batch 3 and chunk 1, or
-    module:function, called with placement and number of micro-batches. tools/plot_schedule.py draws them."""
+    module:function, called with placement and number of micro-batches. megafp8 plot-schedule draws them."""
     placement: Annotated[Literal["loop", "v"], BeforeValidator(_placement)] | None = None
     """Rank of each stage. loop: stage s is on rank s mod pipeline; v: down the ranks and back, so that the last stage
     is on the first rank. Default: that of the schedule, and loop for one of your own."""
@@ -830,7 +830,7 @@ class DataConfig(Section):
     the rest of a sample is padding without loss. A run logs the share of padding, well below 1% with many short
     documents, and the share of documents that are cut in either way. Requires reset_at_documents and mask_eod_loss.
     sentences: a run of sentences of one document, as many as fit, the rest padding; for data sets of
-    tools/preprocess_data.py --split-sentences, and models with model.binary_head."""
+    megafp8 preprocess --split-sentences, and models with model.binary_head."""
     validation: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")], str] = {}
     """Data sets for validation by name, {name: prefix of .bin/.idx files}: all their documents, apart from those that
     split takes from training data. The loss of each is the metric valid/<name>. They may change when a run resumes."""
@@ -921,7 +921,7 @@ class CheckpointConfig(Section):
     resume: bool = True
     """Continue from the newest complete checkpoint in the run folder, if there is one."""
     init_from: str | None = None
-    """Folder of a Hugging Face model, or of any other checkpoint that tools/convert_checkpoint.py reads, from whose
+    """Folder of a Hugging Face model, or of any other checkpoint that megafp8 convert reads, from whose
     weights a new run starts. The model section may then be left out or be incomplete; keys that are given must agree
     with the folder. With model.moe and a folder without experts, every expert starts as a copy of its layer's MLP
     (upcycling)."""
@@ -1023,7 +1023,7 @@ class LoggingConfig(Section):
     and output layer: metrics `grad_norm/layers.0`, `weight_norm/...`, `update_norm/...`. 0: none."""
     expert_load_interval: Count = 100
     """With model.moe: steps between records of each expert's tokens in expert_load.jsonl in the run folder, which
-    tools/plot_expert_load.py draws. 0: none."""
+    megafp8 plot-expert-load draws. 0: none."""
     wandb_project: str | None = None
     """Log to this Weights & Biases project; WANDB_MODE=offline is supported."""
     metrics_port: Annotated[int, Field(ge=1, le=65535), INTEGER] | None = None
@@ -1031,7 +1031,7 @@ class LoggingConfig(Section):
     (docs/watching-runs.md). Default: none."""
     pipeline_trace_step: PositiveInt | None = None
     """Step in which each pipeline rank times its actions, for pipeline_trace.json in the run folder.
-    tools/plot_schedule.py draws it next to the simulation."""
+    megafp8 plot-schedule draws it next to the simulation."""
 
 
 class ProfileConfig(Section):

@@ -5,7 +5,7 @@
            | modes i8[sequences], or nothing
 
 Document marks are sequence numbers, from 0 to the number of sequences. Modes are those of Megatron's multimodal data
-sets; only 0, text, is read. `tools/preprocess_data.py` also writes `<prefix>.json` (the sidecar): the tokenizer's
+sets; only 0, text, is read. `megafp8 preprocess` also writes `<prefix>.json` (the sidecar): the tokenizer's
 identity, the largest token and the SHA-256 of the .idx. Data sets made elsewhere have none.
 
 A data set may have a *loss mask*: `<prefix>.loss_mask.bin` and `.idx`, in the same format, with a byte for each token
@@ -424,7 +424,7 @@ def _read_sidecar(path: AnyPath) -> dict[str, Any] | None:
 
 def _no_sidecar(path: AnyPath, reason: object) -> DataError:
     return DataError(
-        f"{path} is damaged, or not the description that tools/preprocess_data.py writes beside a data set: {reason}; "
+        f"{path} is damaged, or not the description that megafp8 preprocess writes beside a data set: {reason}; "
         "restore it, or move it away (the data set can be read without)"
     )
 

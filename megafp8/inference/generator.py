@@ -178,7 +178,7 @@ class Generator:
         cache: CacheOptions = DEFAULT_CACHE,
     ) -> Generator:
         """A generator with the model in a checkpoint or run folder of ours, or a folder of Hugging Face, or any other
-        that tools/convert_checkpoint.py reads, in the layout tensor × pipeline. Collective.
+        that megafp8 convert reads, in the layout tensor × pipeline. Collective.
 
         `expert`: the ranks of a stage over which experts are divided. `dtype`: None: that of the checkpoint. `fp8`: use
         FP8 where the model was trained in it. `weights`: quantize the weights of linear layers to this format, and

@@ -64,7 +64,7 @@ class OptimizerConfig(Section):
     average_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay rate of an exponential moving average of the weights (EMA), such as 0.9999, which checkpoints hold beside
     them; 4 bytes per parameter, divided as the optimizer's state is. Training does not use it:
-    tools/average_checkpoints.py --moving writes it as weights (docs/stages.md). Default: none is kept."""
+    megafp8 average --moving writes it as weights (docs/stages.md). Default: none is kept."""
 
     @property
     def adamw(self) -> AdamW:

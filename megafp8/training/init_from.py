@@ -105,7 +105,7 @@ def _complete_lora(tree: dict[str, Any], opened: Source, folder: str) -> Iterato
     for key, value in section.items():
         if key in given and (sorted(value) if isinstance(value, list) else value) != given[key]:
             rule = f"the run continues with the adapters of checkpoint.init_from, {folder}, where it is {given[key]!r}"
-            merge = f"tools/convert_checkpoint.py --load {folder} --save merged --to hf"
+            merge = f"megafp8 convert --load {folder} --save merged --to hf"
             yield Problem(f"lora.{key}", value, rule, f"leave it out, or begin anew from the merged model: {merge}")
     tree["lora"] = given | section
 
@@ -146,7 +146,7 @@ def _as_error_of_init_from(folder: str, source: str = "config") -> Iterator[None
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
-        works = "give a folder that tools/convert_checkpoint.py reads, or remove the key to start from random weights"
+        works = "give a folder that megafp8 convert reads, or remove the key to start from random weights"
         raise ConfigError(source, [Problem("checkpoint.init_from", folder, str(error), works)]) from error
 
 

@@ -256,7 +256,7 @@ def _loss_mask(config: Config, dataset: IndexedDataset) -> IndexedDataset | None
         raise ConfigError(dataset.prefix, [Problem("data.loss_on", None, rule, works)])
     if given is not None and not dataset.has_loss_mask:
         rule = f"{dataset.prefix} has no loss mask, which says what tokens are answers"
-        works = "write it by tools/preprocess_data.py --style chat or completion, or leave data.loss_on out"
+        works = "write it by megafp8 preprocess --style chat or completion, or leave data.loss_on out"
         raise ConfigError(dataset.prefix, [Problem("data.loss_on", given, rule, works)])
     return dataset.loss_mask() if given is not None else None
 

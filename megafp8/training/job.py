@@ -521,4 +521,4 @@ class Job:
         print(f"run folder: {self.folder}\nloss curve: {self.folder / 'loss.png'}")
         report = self.folder / FILE_NAME
         if self.trainer.fp8.recorder is not None and report.exists() and report.stat().st_size:
-            print(f"FP8 report: {report}; to read it: python tools/fp8_report.py {shlex.quote(str(self.folder))}")
+            print(f"FP8 report: {report}; to read it: megafp8 report {shlex.quote(str(self.folder))}")

@@ -26,5 +26,5 @@ class PipelineTrace(Observer):
         if timeline is not None and self._trainer.parallel.rank == 0:
             with DiskErrorsLogged(self._path.name):
                 write_timeline(timeline, self._trainer.plan.placement, self._path)
-            draw = f"python tools/plot_schedule.py --measured {self._path} --png schedule.png"
+            draw = f"megafp8 plot-schedule --measured {self._path} --png schedule.png"
             logger.info(f"pipeline trace of step {metrics.step}: {self._path}; to draw it: {draw}")

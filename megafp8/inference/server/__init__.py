@@ -1,1 +1,1 @@
-"""An OpenAI-compatible HTTP server over `megafp8.inference.Generator`: `python -m megafp8.inference.server`."""
+"""An OpenAI-compatible HTTP server over `megafp8.inference.Generator`: `megafp8 serve`."""

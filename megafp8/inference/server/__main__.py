@@ -1,7 +1,7 @@
 """Serve a model over HTTP, by the API of OpenAI: completions and chats, with streams.
 
-    python -m megafp8.inference.server runs/mine
-    python -m megafp8.inference.server meta-llama/Llama-3.1-8B-Instruct --host 0.0.0.0 --api-key-env SERVER_KEY
+    megafp8 serve runs/mine
+    megafp8 serve meta-llama/Llama-3.1-8B-Instruct --host 0.0.0.0 --api-key-env SERVER_KEY
     torchrun --nproc-per-node 2 -m megafp8.inference.server runs/mine --tensor 2
 
 docs/serving.md describes endpoints, limits and metrics. SIGTERM or Ctrl-C lets running requests end and refuses others;
