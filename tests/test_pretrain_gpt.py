@@ -236,7 +236,7 @@ CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 FEWEST_RANKS = {"deepseek-v3": 512, "llama3-8b-stages": 16, "qwen3-30b-a3b": 16, "mixtral-8x7b": 32, "olmo2-7b": 2}
 
 
-@pytest.mark.parametrize("config", slow_but(CONFIGS, "llama3-8b-sft"))
+@pytest.mark.parametrize("config", slow_but(CONFIGS, "llama3-8b-sft", "llama3-8b-stages"))
 def test_dry_run_of_a_config_as_it_is(config: str) -> None:
     """Without tokenizer, data and weights, on the fewest ranks that all of its stages run on."""
     done = run_python("pretrain_gpt.py", "--config", f"configs/{config}.yaml", "--dry-run")

@@ -91,13 +91,20 @@ def _complete_model(tree: dict[str, Any], source: str) -> None:
     complete_model(tree, source)
 
 
+class NoModel(Exception):
+    """The model is that of a folder which is missing: its only argument."""
+
+
 def _complete_model_if_there(tree: dict[str, Any], source: str) -> None:
-    """`_complete_model` of a dry run: a folder that is missing need not be there yet if the config has a model."""
+    """`_complete_model` of a dry run: a folder that is missing need not be there yet. Raises NoModel without a model."""
     try:
         _complete_model(tree, source)
     except ConfigError:
-        if not tree.get("model") or as_path(tree["checkpoint"]["init_from"]).exists():
+        folder = tree["checkpoint"]["init_from"]
+        if as_path(folder).exists():
             raise
+        if not tree.get("model"):
+            raise NoModel(folder) from None
 
 
 def check_config(config: Config, world_size: int, source: str) -> list[PlannedStage]:
@@ -135,7 +142,14 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
 def _dry_run(arguments: argparse.Namespace) -> None:
     """Print what `--dry-run` shows."""
     gc.disable()  # this process ends soon, and collecting takes a sixth of its time
-    config = load_config(arguments.config, arguments.overrides, _complete_model_if_there)
+    try:
+        config = load_config(arguments.config, arguments.overrides, _complete_model_if_there)
+    except NoModel as missing:
+        print(
+            f"needed before a start:\n  checkpoint.init_from = {missing}: no such folder; it defines the model, so "
+            "nothing else can be said yet"
+        )
+        return
     world_size = arguments.world_size or int(os.environ.get("WORLD_SIZE", "0"))
     if not world_size:
         world_size = fewest_ranks([stage.config for stage in planned_stages(config, arguments.config)])
