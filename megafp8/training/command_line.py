@@ -96,7 +96,7 @@ class NoModel(Exception):
 
 
 def _complete_model_if_there(tree: dict[str, Any], source: str) -> None:
-    """`_complete_model` of a dry run: a folder that is missing need not be there yet. Raises NoModel without a model."""
+    """`_complete_model` of a dry run: a missing folder need not be there yet. Raises NoModel without a model."""
     try:
         _complete_model(tree, source)
     except ConfigError:
