@@ -21,7 +21,7 @@ SMALL = [
     "training.precision=bf16",
     "device=cuda",
 ]
-COMMAND = ["--config", str(CONFIG), "--gpus", "2", "--set", *SMALL]
+COMMAND = [str(CONFIG), *SMALL, "--gpus", "2"]
 
 
 def test_it_prints_yaml_that_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_json_has_the_terms_that_add_up(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_exit_code_says_whether_a_layout_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    large = ["--set", *SMALL, "model.hidden_size=32768", "model.ffn_hidden_size=131072", "model.num_layers=64"]
+    large = ["model.hidden_size=32768", "model.ffn_hidden_size=131072", "model.num_layers=64"]
     assert main([*COMMAND[: -len(SMALL) - 1], *large, "--gpu", "H100"]) == 1
     assert "no layout of" in capsys.readouterr().out
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megafp8.batch import Batch
-from megafp8.commands.common import new_parser, pyplot, run_tool
+from megafp8.commands.common import add_config_flags, new_parser, parse_with_config, pyplot, run_tool
 from megafp8.config import Config, ParallelConfig, load_config
 from megafp8.parallel_state import (
     ParallelState,
@@ -145,13 +145,12 @@ def table(found: Mapping[str, Mapping[int, Sizes]]) -> str:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
-    parser.add_argument("config", help="YAML file of a run")
-    parser.add_argument("overrides", nargs="*", help="keys of the config, as section.key=value")
+    add_config_flags(parser)
     parser.add_argument("--widths", required=True, help="values of model.hidden_size, as 64,128,256")
     parser.add_argument("--steps", type=int, default=5, help="default: 5")
     parser.add_argument("--widen-heads", action="store_true", help="widen heads instead of having more of them")
     parser.add_argument("--png", type=Path, help="where to draw it")
-    return parser.parse_intermixed_args(argv)
+    return parse_with_config(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Predict memory and step time of a config on a cluster, and search for a faster layout.
 
     megafp8 plan --config configs/llama3-70b.yaml --gpus 64 --gpu h100-80gb
-    megafp8 plan --config configs/llama3-70b.yaml --gpus 16384 --set training.global_batch_size=16384 --explain
+    megafp8 plan --config configs/llama3-70b.yaml --gpus 16384 --explain training.global_batch_size=16384
 
 Needs neither GPUs nor data; seconds on a laptop. Prints the config's own layout, the fastest layouts that fit, the best
 of them as YAML to paste (the keys that differ), and why the others lose. How the model works, and its errors for every
@@ -27,7 +27,7 @@ if __package__ in (None, ""):  # started as a file
 
 import yaml
 
-from megafp8.commands.common import new_parser, run_tool
+from megafp8.commands.common import add_config_flags, new_parser, parse_with_config, run_tool
 from megafp8.config import Config, ConfigError, check_layout, load_config
 from megafp8.gpus import GPUS
 from megafp8.planner.hardware import Cluster
@@ -49,7 +49,7 @@ def _gpu(name: str) -> str:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
-    parser.add_argument("--config", required=True)
+    add_config_flags(parser)
     parser.add_argument("--gpus", type=int, required=True, help="number of GPUs in all")
     names = ", ".join(GPUS)
     parser.add_argument(
@@ -58,12 +58,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     nodes = parser.add_mutually_exclusive_group()
     nodes.add_argument("--gpus-per-node", type=int, default=8)
     nodes.add_argument("--nodes", type=int, help="instead of --gpus-per-node")
-    parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="key=value", help="of the config")
     parser.add_argument("--top", type=int, default=5, help="layouts to print")
     parser.add_argument("--explain", action="store_true", help="print every term of the best prediction")
     parser.add_argument("--measure", action="store_true", help="measure the rates of the GPU in this machine first")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    found = parser.parse_args(argv)
+    found = parse_with_config(parser, argv)
     if found.gpus < 1 or found.gpus_per_node < 1 or found.top < 1 or (found.nodes or 1) < 1:
         parser.error("--gpus, --gpus-per-node, --nodes and --top are at least 1")
     if found.nodes is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
+from megafp8.config import config_and_overrides
 from megafp8.data.documents import InputFile, SkippedFile, find_files
 from megafp8.data.styles.registry import STYLES
 from megafp8.data.tokenizers import TokenizerKind, TokenizerSettingError, TokenizerSettings
@@ -22,6 +23,21 @@ _INTERRUPTED, _FAILED = 130, 2
 def new_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with the tool's docstring as help text."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """The config of a run and overrides of its keys; `parse_with_config` parses them."""
+    parser.add_argument("--config", help="the YAML file of a run; or the first argument")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config, e.g. parallel.tensor=2")
+
+
+def parse_with_config(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a parser with `add_config_flags`."""
+    arguments = parser.parse_intermixed_args(argv)
+    arguments.config, arguments.overrides = config_and_overrides(arguments.config, arguments.overrides)
+    if arguments.config is None:
+        parser.error("a config is needed, for example --config configs/llama3-8b.yaml")
+    return arguments
 
 
 def pyplot() -> ModuleType:

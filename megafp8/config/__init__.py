@@ -2,7 +2,7 @@
 
 from megafp8.config.checks import check_layout, fewest_ranks
 from megafp8.config.errors import ConfigError, Problem
-from megafp8.config.load import load_config
+from megafp8.config.load import config_and_overrides, load_config
 from megafp8.config.parts import LayerSpec
 from megafp8.config.parts.attention import AttentionConfig, LongRopeConfig, RopeScaling, RotaryKeys, YarnConfig
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, LatentMixerConfig
@@ -68,6 +68,7 @@ __all__ = [
     "TrainingConfig",
     "YarnConfig",
     "check_layout",
+    "config_and_overrides",
     "config_at",
     "end_of_stage",
     "fewest_ranks",

@@ -20,6 +20,16 @@ Completion = Callable[[dict[str, Any], str], None]
 """Completes a tree of sections in place; the second argument is the file from which it was read."""
 
 
+def config_and_overrides(config: str | None, words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Path of the config and overrides of a command line, where the path may be the first word instead of `--config`.
+
+    `config`: what `--config` says. None where no config is given.
+    """
+    if config is None and words and "=" not in words[0]:
+        return words[0], list(words[1:])
+    return config, list(words)
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = (), complete: Completion | None = None) -> Config:
     """Read `path`, apply overrides such as `parallel.tensor=2`, `complete` the tree, and validate.
 

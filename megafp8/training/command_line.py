@@ -23,6 +23,7 @@ from megafp8.config import (
     PlannedStage,
     Problem,
     check_layout,
+    config_and_overrides,
     end_of_stage,
     fewest_ranks,
     load_config,
@@ -66,7 +67,7 @@ class _Once(argparse.Action):
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
     parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", action=_Once, help="the YAML file of the run")
+    parser.add_argument("--config", action=_Once, help="the YAML file of the run; or the first argument")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, e.g. parallel.tensor=2")
     shown = "print rank layout, parameters, memory per rank, time of a step, linear layers and data sets, then stop"
     parser.add_argument("--dry-run", action="store_true", help=shown)
@@ -76,6 +77,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help=help)
     parser.add_argument("--print-schema", action="store_true", help="print the JSON schema of the config, then stop")
     arguments = parser.parse_intermixed_args()
+    arguments.config, arguments.overrides = config_and_overrides(arguments.config, arguments.overrides)
     if not arguments.config and not arguments.print_schema:
         parser.error("--config is required, for example --config configs/quickstart.yaml")
     if arguments.world_size is not None and not arguments.dry_run:
