@@ -101,12 +101,14 @@ class Work(NamedTuple):
     """Bytes that kernels beside GEMMs and attention read and write, and the number of these kernels, each way.
 
     `column_sums`: bytes of the output gradients of linear layers that are read once more for the gradient of a bias.
+    `more_in_backward`: kernels that backward has more than forward.
     """
 
     forward: float = 0.0
     backward: float = 0.0
     kernels: int = 0
     column_sums: float = 0.0
+    more_in_backward: int = 0
 
     def __add__(self, other: Work) -> Work:  # type: ignore[override]
         return Work(*(a + b for a, b in zip(self, other, strict=True)))  # type: ignore[arg-type]

@@ -187,11 +187,18 @@ class GatedDeltaNet(Mixer):
         }
 
     def work(self, batch: MicroBatch) -> Work:
-        """The passes of `in_chunks` over queries, keys and values in fp32, and convolution, norm and gate."""
-        wide = batch.tokens * self.value_heads * (4 * self.d + 6 * self.w) * max(4, batch.element)
-        narrow = batch.tokens * (2 * self.kernel * self._channels + 4 * self.value_heads * self.w) * batch.element
-        chunks = -(-batch.length // CHUNK)
-        return Work(wide + narrow, 3 * (wide + narrow), kernels=60 + 8 * chunks)
+        """Passes over queries, keys, values and chunks' matrices in fp32, and of convolution, norm and gate.
+
+        Backward computes all of it once more, and moves as much again. Kernels are counted in a profile of `_compute`.
+        """
+        heads, chunks = self.value_heads, -(-batch.length // CHUNK)
+        # Reads and writes of a channel: normalization, repetition, padding, copies of the operands of products, decays,
+        # and the system of equations of a chunk; `CHUNK` numbers of each token are its row of a chunk's matrices.
+        per_token = heads * (34 * self.d + 14 * self.w + 20 * CHUNK) + 14 * self.key_heads * self.d + self._channels
+        wide = batch.tokens * per_token * max(4, batch.element)
+        convolution = (7 + 5 * (self.kernel - 1)) * self._channels
+        moved = wide + batch.tokens * (convolution + 4 * heads * self.w) * batch.element
+        return Work(moved, 2 * moved, kernels=60 + 19 * chunks, more_in_backward=100 + 36 * chunks)
 
     def flops(self, batch: MicroBatch) -> float:
         """Read for the key, write, read for the query, and the convolution."""

@@ -160,12 +160,12 @@ class _Block:
 
     def elementwise(self) -> Phases:
         """Norms, rotation, activations, casts, permutations of experts' rows, and sums of tensor-parallel shards."""
-        forward, backward, kernels, column_sums = self.work
+        forward, backward, kernels, column_sums, more_in_backward = self.work
         backward += column_sums * self.gpu.elementwise / self.gpu.column_sums
         seconds = Phases(forward / self.copy, backward / self.copy)
         seconds += self._casts()
         seconds += self._sharding()
-        return seconds + Phases(kernels * self.gpu.small_kernel, kernels * self.gpu.small_kernel)
+        return seconds + Phases(kernels, kernels + more_in_backward) * self.gpu.small_kernel
 
     def _casts(self) -> Phases:
         """Casts of inputs and output gradients. A fused one writes FP8 instead of bf16, which is as many bytes."""
