@@ -48,7 +48,7 @@ def test_json_has_the_terms_that_add_up(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_exit_code_says_whether_a_layout_fits(capsys: pytest.CaptureFixture[str]) -> None:
     large = ["model.hidden_size=32768", "model.ffn_hidden_size=131072", "model.num_layers=64"]
-    assert main([*COMMAND[: -len(SMALL) - 1], *large, "--gpu", "H100"]) == 1
+    assert main([str(CONFIG), *large, "--gpus", "2", "--gpu", "H100"]) == 1
     assert "no layout of" in capsys.readouterr().out
 
 
