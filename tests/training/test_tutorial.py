@@ -35,13 +35,11 @@ def _commands() -> list[list[str]]:
 def _on_cpu(words: list[str]) -> list[str]:
     """With this Python and this checkout, on two ranks instead of eight and with a small config."""
     words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
-    if words[0] == "torchrun":
-        words = ["-m", "torch.distributed.run", *words[1:], *SMALL]
+    assert words[0] == "megafp8"
+    if words[1] == "launch":
+        words = [*words, *SMALL]
         words[words.index("8")] = "2"
-    else:
-        assert words[0] == "python"
-        words = words[1:]
-    return [sys.executable, *words]
+    return [sys.executable, "-m", *words]
 
 
 @pytest.mark.slow
@@ -56,11 +54,11 @@ def test_the_commands_of_the_tutorial(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text(chats)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     commands = _commands()
-    assert [words[0] for words in commands].count("torchrun") == 3
+    assert [words[1] for words in commands].count("launch") == 3
     for words in commands:
         done = subprocess.run(_on_cpu(words), cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
-        if "inspect_data.py" in words[1]:
+        if words[1] == "inspect-data":
             assert "⟦even<|im_end|>⟧" in done.stdout
     tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "tuned")
