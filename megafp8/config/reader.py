@@ -31,6 +31,17 @@ _LONGEST_INTEGER = 100
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    depth = 0
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        """The next node. Ends at once where it is nested too deeply, as the scanner's time grows with the depth."""
+        if self.depth > _MAX_DEPTH:
+            raise yaml.YAMLError(f"nested too deeply: more than {_MAX_DEPTH} levels")
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
 
 
 for _tag, _pattern, _first in (
