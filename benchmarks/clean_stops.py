@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.full_disk import RANKS, SECONDS, SMALL, attempt, losses_of
+from benchmarks.full_disk import RANKS, SECONDS, SMALL, add_data_flags, attempt, data_options, losses_of
 from megafp8.checkpoint.store import complete_checkpoints
 from megafp8.training.errors import DONE
 
@@ -57,9 +57,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stops", type=int, default=100)
     parser.add_argument("--folder", type=Path, required=True, help="made, and removed in the end")
-    parser.add_argument("--data", default="data/quickstart/stdlib")
-    parser.add_argument("--tokenizer", default="data/quickstart/tokenizer.model")
-    parser.add_argument("--vocabulary", type=int, default=2048)
+    add_data_flags(parser)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True)
@@ -69,9 +67,7 @@ def main() -> int:
         f"run_dir={arguments.folder}",
         f"training.steps={LAST_STEP}",
         "checkpoint.interval=5",
-        f"data.train=[{Path(arguments.data).resolve()}]",
-        f"data.tokenizer.path={Path(arguments.tokenizer).resolve()}",
-        f"model.vocab_size={arguments.vocabulary}",
+        *data_options(arguments),
     ]
     failed, run = 0, arguments.folder / "run"
     for number in tqdm(range(arguments.stops), mininterval=5):

@@ -171,22 +171,31 @@ def problems(point: int, first: Attempt, again: Attempt, run: Path, expected: Pa
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--points", type=int, default=200)
-    parser.add_argument("--folder", type=Path, required=True, help="made, and removed in the end")
+def add_data_flags(parser: argparse.ArgumentParser) -> None:
+    """The data set that the job of `SMALL` trains on; `data_options` gives the overrides."""
     parser.add_argument("--data", default="data/quickstart/stdlib")
     parser.add_argument("--tokenizer", default="data/quickstart/tokenizer.model")
     parser.add_argument("--vocabulary", type=int, default=2048)
-    arguments = parser.parse_args()
-    disk, output = arguments.folder / "disk", arguments.folder / "output.txt"
-    disk.mkdir(parents=True)
-    options = [
-        *SMALL,
+
+
+def data_options(arguments: argparse.Namespace) -> list[str]:
+    """Overrides of the config by the flags of `add_data_flags`."""
+    return [
         f"data.train=[{Path(arguments.data).resolve()}]",
         f"data.tokenizer.path={Path(arguments.tokenizer).resolve()}",
         f"model.vocab_size={arguments.vocabulary}",
     ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", type=int, default=200)
+    parser.add_argument("--folder", type=Path, required=True, help="made, and removed in the end")
+    add_data_flags(parser)
+    arguments = parser.parse_args()
+    disk, output = arguments.folder / "disk", arguments.folder / "output.txt"
+    disk.mkdir(parents=True)
+    options = [*SMALL, *data_options(arguments)]
     expected = arguments.folder / "undisturbed"
     done = attempt([*options, f"run_dir={expected}"], output)
     assert done.codes == [DONE] * RANKS, f"{done.codes}: {done.text}"

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
-from megafp8.config import config_and_overrides
 from megafp8.data.documents import InputFile, SkippedFile, find_files
 from megafp8.data.styles.registry import STYLES
 from megafp8.data.tokenizers import TokenizerKind, TokenizerSettingError, TokenizerSettings
@@ -34,6 +33,8 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
 def parse_with_config(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of a parser with `add_config_flags`."""
     arguments = parser.parse_intermixed_args(argv)
+    from megafp8.config import config_and_overrides  # takes half a second, which --help and other tools need not wait
+
     arguments.config, arguments.overrides = config_and_overrides(arguments.config, arguments.overrides)
     if arguments.config is None:
         parser.error("a config is needed, for example --config configs/llama3-8b.yaml")

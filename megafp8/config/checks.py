@@ -20,7 +20,6 @@ from megafp8.config.parts.latent_attention import LatentAttentionConfig, latent_
 from megafp8.config.parts.moe import MoeConfig, expert_layout, expert_ranks, experts
 from megafp8.config.schema import Config, ModelConfig, Section
 from megafp8.kernels.limits import LARGEST_HEAD
-from megafp8.object_store import url_problem
 from megafp8.pipeline_parallel.registry import SCHEDULES, unsplit_schedule
 
 
@@ -183,9 +182,13 @@ def _urls(config: Config) -> Iterator[Problem]:
     paths: list[tuple[str, str | None]] = [("data.train", path) for path in data.train]
     paths += [(f"data.validation.{name}", path) for name, path in data.validation.items()]
     paths += [("checkpoint.folder", checkpoint.folder), ("checkpoint.init_from", checkpoint.init_from)]
-    for key, path in paths:
-        if path is not None and (problem := url_problem(path)) is not None:
-            yield Problem(key, path, *problem)
+    urls = [(key, path) for key, path in paths if path is not None and ":/" in path]
+    if urls:
+        from megafp8.object_store import url_problem  # loads fsspec, which most configs do not need
+
+        for key, path in urls:
+            if (problem := url_problem(path)) is not None:
+                yield Problem(key, path, *problem)
 
 
 def _object_cache(config: Config) -> Iterator[Problem]:

@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 Names = Mapping[str, str | Place]
-"""Their names of our modules and parameters; a str is a `Place` that is ours alone."""
+"""Foreign names by the names of modules and parameters here; a str stands for a `Place` with that name alone."""
 
 EMBEDDING = {"embedding.word": "model.embed_tokens"}
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}

@@ -67,15 +67,15 @@ class DataParallelPlan:
         return self.ranks, self.stride
 
     def received(self, elements: float) -> float:
-        """What a rank receives of `elements` in such a collective."""
+        """How much of `elements`, a number or bytes, a rank receives in a collective that runs once a step."""
         return elements * (self.ranks - 1) / self.ranks
 
     def gathered(self, elements: float) -> float:
-        """What a rank receives of a block's `elements` where weights are gathered, or gradients reduced, by block."""
+        """How much of a block's `elements`, a number or bytes, a rank receives when they are gathered or reduced."""
         return elements * (self.weight_shards - 1) / self.weight_shards
 
     def held(self, numels: Ints, moments: Ints, *, own_bucket: Ints, fp8: Ints) -> HeldElements:
-        """What a rank holds of parameters of `numels` elements with so many `moments` each.
+        """Elements that a rank holds of parameters with `numels` elements and `moments` moments each.
 
         `own_bucket`, `fp8`: indices of those that several stages share, and of those that are gathered in FP8.
         """

@@ -35,7 +35,7 @@ class PartConfig(PartialSection):
     of others. Experts' have a * for the number."""
 
     megatron: ClassVar[Mapping[str, str]] = {}
-    """Those in Megatron core's layers; several modules may be rows of one tensor."""
+    """Names of its modules, or parameters, in Megatron core's layers; several modules may be rows of one tensor."""
 
     def resolved(self, model: ModelSection) -> Self:
         """The record with a value for each key, as modules read it."""
