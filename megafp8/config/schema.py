@@ -7,9 +7,9 @@ Names are those of Megatron-LM, torchtitan and Hugging Face, as far as these agr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
@@ -481,6 +481,7 @@ class Fp8Config(Section):
     Options whose description begins with names of recipes are errors with any other recipe, unless left at the default.
     """
 
+    choices: ClassVar[tuple[str, ...]] = ("recipe",)
     recipe: Literal["none", OperandRecipe, "custom"] = "none"
     """How scales are computed. none: no FP8. delayed: one scale per tensor from its amax history. current: one scale
     per tensor from its current amax. rowwise: one scale per row of each operand. blockwise: one scale per 128
@@ -551,6 +552,17 @@ class Fp8Config(Section):
     """cublaslt: time the algorithms for each shape once and store the fastest in the user's cache folder. Runs are
     bit-identical only if they use the same choices. Default: true unless deterministic."""
 
+    @classmethod
+    def options(cls, choice: str, values: Mapping[str, Any]) -> Collection[str]:
+        from megafp8.numerics.recipes import RECIPES, keys_of, per_tensor_keys_of  # needs torch
+
+        recipe, rules = values.get("recipe", "none"), values.get("custom") or ()
+        if recipe == "none":  # the section is off, whatever is in it
+            return cls.model_fields.keys() - per_tensor_keys_of(RECIPES)
+        named = [value for rule in rules if isinstance(rule, dict) for value in rule.values()]
+        names = {recipe, *(named if recipe == "custom" else ())} & RECIPES.keys()
+        return keys_of(names) | per_tensor_keys_of(names)
+
     @model_validator(mode="before")
     @classmethod
     def _wgrad_in_bf16(cls, tree: Any) -> Any:
@@ -605,6 +617,7 @@ class EvaluateConfig(Section):
 class TrainingConfig(Section):
     """Length, batch size and precision of the training."""
 
+    choices: ClassVar[tuple[str, ...]] = ("precision",)
     steps: PositiveInt
     """Number of optimizer steps in the whole run. Also the length of the learning-rate schedule, unless
     optimizer.decay_until is given."""
@@ -651,6 +664,10 @@ class TrainingConfig(Section):
     they do not, the run ends with an error that names the rank. Also checked before the first step, before each save,
     and when steps are skipped. 0: never."""
 
+    @classmethod
+    def options(cls, choice: str, values: Mapping[str, Any]) -> Collection[str]:
+        return ("loss_scale",) if values.get("precision") == "fp16" else ()
+
     @property
     def last_step(self) -> int:
         """The step after which the run ends or stops."""
@@ -660,6 +677,7 @@ class TrainingConfig(Section):
 class TokenizerConfig(Section):
     """The tokenizer that the data was preprocessed with."""
 
+    choices: ClassVar[tuple[str, ...]] = ("kind",)
     kind: Literal["sentencepiece", "huggingface", "tiktoken", "bytes"]
     """Library that reads it."""
     path: str | None = None
@@ -672,6 +690,11 @@ class TokenizerConfig(Section):
     pattern: str | None = None
     """tiktoken ranks files: regular expression that splits text before tokens are merged. Default: that of GPT-4
     (cl100k_base)."""
+
+    @classmethod
+    def options(cls, choice: str, values: Mapping[str, Any]) -> Collection[str]:
+        of_kind: dict[str, tuple[str, ...]] = {"bytes": (), "tiktoken": ("path", "end_token", "pattern")}
+        return of_kind.get(values.get(choice, ""), ("path", "end_token"))
 
 
 class SpecialTokens(Section):
