@@ -45,7 +45,7 @@ def leave_out_options(
     for key, value in given.items():
         inner = before.get(key), after.get(key), value
         if all(isinstance(tree, dict) for tree in inner):
-            yield from leave_out_options(*inner, _type_of(annotation, new, key), f"{path}{key}.")  # type: ignore[arg-type]
+            yield from leave_out_options(*inner, type_of(annotation, new, key), f"{path}{key}.")  # type: ignore[arg-type]
 
 
 def _section(annotation: Any, values: Mapping[str, Any]) -> type[Section] | None:
@@ -54,7 +54,7 @@ def _section(annotation: Any, values: Mapping[str, Any]) -> type[Section] | None
     return section_of_kind(annotation, values["kind"]) if several else section_of(annotation)  # the first by default
 
 
-def _type_of(annotation: Any, section: type[Section] | None, key: str) -> Any:
+def type_of(annotation: Any, section: type[Section] | None, key: str) -> Any:
     """The type of `key` in a section, or of a value in a mapping."""
     if section is not None:
         return section.model_fields[key].annotation if key in section.model_fields else None

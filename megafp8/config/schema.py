@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from megafp8.config.errors import Problem
 from megafp8.config.parts import LayerKind, LayerSpec
@@ -1090,6 +1091,10 @@ class Config(Section):
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
     """Name of the run and of its folder."""
+    base: str | None = Field(default=None, exclude=True)
+    """Another config file, relative to this one, whose keys hold where this file does not give its own. Sections are
+    merged key by key; lists and other values replace those of the base. Its name is not inherited
+    (docs/launching.md)."""
     run_dir: str = "runs"
     """Folder that holds the run folders <run_dir>/<name>."""
     seed: Integer = 1234
@@ -1117,6 +1122,12 @@ class Config(Section):
     resilience: ResilienceConfig = ResilienceConfig()
     profile: ProfileConfig | None = None
     """Profile some steps. Default: none."""
+
+    @field_validator("base")
+    @classmethod
+    def _read_already(cls, base: str | None) -> None:
+        if base is not None:
+            raise PydanticCustomError("base", "Only load_config reads a base")
 
     @property
     def lora_targets(self) -> Sequence[str]:
