@@ -36,9 +36,7 @@ def error_of(path: str, *overrides: str) -> str:
 
 
 def test_a_chain_merges_sections_and_replaces_other_values(base: str, tmp_path: Path) -> None:
-    write(
-        tmp_path, "middle.yaml", "name: middle\nbase: base.yaml\ntraining: {steps: 20}\ndata: {train: {books: 1.0}}\n"
-    )
+    write(tmp_path, "middle.yaml", "name: middle\nbase: base.yaml\ntraining: {steps: 20}\ndata: {train: {books: 1}}\n")
     text = "name: last\nbase: ../middle.yaml\ntraining: {seq_length: 64}\nfp8: {exclude: [layers.2.*], margin: 3}\n"
     config = load_config(write(tmp_path, "sub/last.yaml", text), ["training.global_batch_size=16"])
     training, fp8 = config.training, config.fp8
@@ -51,7 +49,7 @@ def test_a_chain_merges_sections_and_replaces_other_values(base: str, tmp_path: 
     assert Config.model_validate(dumped) == config
 
 
-def test_a_kind_leaves_out_the_options_of_the_base(base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kind_leaves_out_options_of_the_base(base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path, "other.yaml", "name: other\nbase: base.yaml\nfp8: {recipe: current, amax_epsilon: 0.5}\n")
     fp8 = load_config(path).fp8
     assert (fp8.recipe, fp8.margin, fp8.amax_epsilon, len(fp8.exclude)) == ("current", 0, 0.5, 2)
@@ -62,16 +60,16 @@ def test_a_kind_leaves_out_the_options_of_the_base(base: str, tmp_path: Path, ca
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("base: absent.yaml\nname: a\n", "line 1: base = '{folder}/absent.yaml': No such file or directory; there is: "),
+        ("base: absent.yaml\nname: a\n", "line 1: base = '{folder}/absent.yaml': No such file or directory; there is"),
         ("base: base.yaml\n", "name = None: not inherited from base, as each run has a folder of its own; add it"),
-        ("name: a\nbase: 3\n", "line 2: base = 3: this is the path of another config; for example base: llama3-8b.yaml"),
+        ("name: a\nbase: 3\n", "line 2: base = 3: this is the path of another config; for example base: "),
         ("name: a\nbase: s3://bucket/a.yaml\n", "line 2: base = 's3://bucket/a.yaml': configs are read from local"),
         ("name: a\nbase: last.yaml\n", "line 2: base = 'last.yaml': a file cannot be its own base: {path} -> {path};"),
         ("name: a\nbase: ring.yaml\n",
          "ring.yaml: 1 problem\n  line 2: base = 'last.yaml': a file cannot be its own base: {path} -> "
          "{folder}/ring.yaml -> {folder}/last.yaml; name another file"),
-        ("name: a\nbase: wrong.yaml\n", "{path}: 1 problem\n  {folder}/wrong.yaml, line 4: fp8.marge = 1: there is no "),
-        ("name: a\nbase: base.yaml\nfp8:\n  marge: 1\n", "{path}: 1 problem\n  line 4: fp8.marge = 1: there is no such"),
+        ("name: a\nbase: wrong.yaml\n", "{path}: 1 problem\n  {folder}/wrong.yaml, line 4: fp8.marge = 1: there is"),
+        ("name: a\nbase: base.yaml\nfp8:\n  marge: 1\n", "{path}: 1 problem\n  line 4: fp8.marge = 1: there is no"),
         ("name: a\nbase: base.yaml\nfp8:\n  exclude:\n  - 1\n", "line 5: fp8.exclude.0 = 1: this key is text"),
     ],
 )  # fmt: skip
