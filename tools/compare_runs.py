@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megafp8.commands.common import names_of, new_parser, pyplot, run_tool
+from megafp8.commands.common import names_of, new_parser, pyplot, run_tool, text_table
 from megafp8.training.metrics import read_metrics
 
 Run = dict[int, dict[str, Any]]
@@ -74,12 +74,12 @@ def plot(runs: dict[str, Run], path: Path) -> None:
 def compare(arguments: argparse.Namespace) -> None:
     runs = dict(zip(names_of(arguments.runs), map(read_run, arguments.runs)))
     reference = next(iter(runs.values()))
-    width = max(28, *(len(name) + 1 for name in runs))
-    print(f"{'run':<{width}}{'steps':>6}{'first loss':>12}{'last loss':>12}{'max |Δloss|':>13}{'max |Δnorm|':>13}")
+    rows = []
     for name, run in runs.items():
         first, last = (_number(run[step]["loss"]) for step in (min(run), max(run)))
         loss, norm = (largest_deviation(run, reference, key) for key in ("loss", "grad_norm"))
-        print(f"{name:<{width}}{len(run):>6}{first:>12.5f}{last:>12.5f}{loss:>13.1e}{norm:>13.1e}")
+        rows.append([name, str(len(run)), f"{first:.5f}", f"{last:.5f}", f"{loss:.1e}", f"{norm:.1e}"])
+    print(text_table(["run", "steps", "first loss", "last loss", "max |Δloss|", "max |Δnorm|"], rows))
     if arguments.png:
         plot(runs, arguments.png)
         print(f"plot: {arguments.png}")

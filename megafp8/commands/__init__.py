@@ -24,6 +24,7 @@ COMMANDS = {
     "train-tokenizer": "tools.train_tokenizer",
     "preprocess": "tools.preprocess_data",
     "inspect-data": "tools.inspect_data",
+    "sweep": "tools.sweep",
     "compare": "tools.compare_runs",
     "report": "tools.fp8_report",
     "inspect": "tools.inspect_checkpoint",

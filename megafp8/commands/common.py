@@ -51,6 +51,16 @@ def pyplot() -> ModuleType:
     return matplotlib.pyplot
 
 
+def text_table(heading: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Lines of columns as wide as their longest cell, the first `left` of them aligned to the left."""
+    widths = [max(len(row[i]) for row in (heading, *rows)) for i in range(len(heading))]
+    lines = (
+        "  ".join(f"{cell:{'<' if i < left else '>'}{widths[i]}}" for i, cell in enumerate(row))
+        for row in (heading, *rows)
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
 def file_of_run(folder: Path, name: str, advice: str) -> Path:
     """A file in the folder of a run. ValueError with `advice` if the run has not written it."""
     if not folder.is_dir():
