@@ -1,8 +1,8 @@
 """Check a cluster before a long run: versions, GPUs, links, clocks, file system, limits, config and data.
 
-    megafp8 launch --standalone --nproc-per-node 8 tools/check_cluster.py
-    SCRIPT=tools/check_cluster.py launch/multi_node.sh configs/llama3-8b.yaml        # as a run of several nodes
-    MAX_REQUEUES=0 SCRIPT=tools/check_cluster.py sbatch --nodes=4 launch/slurm.sbatch configs/llama3-8b.yaml
+    megafp8 launch --nproc-per-node 8 check-cluster
+    SCRIPT=check-cluster launch/multi_node.sh configs/llama3-8b.yaml        # as a run of several nodes
+    MAX_REQUEUES=0 SCRIPT=check-cluster sbatch --nodes=4 launch/slurm.sbatch configs/llama3-8b.yaml
 
 Every rank measures itself, then all nodes at once, so that links are shared as in training. Rates of equal parts are
 compared with their median, and the slowest is named. Bandwidths are bus bandwidths, as nccl-tests defines them

@@ -15,6 +15,8 @@ from pydantic_core import ErrorDetails
 from megafp8.config.errors import ConfigError, Problem
 from megafp8.config.reader import compose, construct, duplicate_keys, member_with, members, override_value, section_of
 from megafp8.config.schema import Config
+from megafp8.shipped import shipped_configs
+from megafp8.suggestions import did_you_mean, near_name
 
 Completion = Callable[[dict[str, Any], str], None]
 """Completes a tree of sections in place; the second argument is the file from which it was read."""
@@ -33,13 +35,15 @@ def config_and_overrides(config: str | None, words: Sequence[str]) -> tuple[str 
 def load_config(path: str | Path, overrides: Sequence[str] = (), complete: Completion | None = None) -> Config:
     """Read `path`, apply overrides such as `parallel.tensor=2`, `complete` the tree, and validate.
 
+    `path` may also be the name of a shipped config, such as `llama3-8b`, where there is no file of that name.
+
     The value of an override is YAML, or for a text field the text itself (`reader.override_value`). `complete` is
     called if checkpoint.init_from is given. Raises ConfigError for a file that cannot be read or parsed, a duplicate
     key, an override that is not `key=value`, an unknown key (with the nearest valid name), and a value of the wrong
     type or out of range (with the rule).
     """
     source = str(path)
-    tree = _read(Path(path), source)
+    tree = _read(_file_of(source), source)
     for override in overrides:
         _apply(tree, override, source)
     checkpoint = tree.get("checkpoint")
@@ -51,13 +55,31 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), complete: Compl
         raise ConfigError(source, explain(error.errors())) from None
 
 
+def _file_of(source: str) -> Path:
+    """The file that a command line calls `source`: a path, or else the name of a shipped config."""
+    path = Path(source)
+    return path if path.exists() else shipped_configs().get(source, path)
+
+
+def _where_it_is(path: Path) -> str:
+    """Advice for a config that does not exist."""
+    configs = shipped_configs()
+    if path.stem in configs:
+        return f"megafp8 init {path.stem} writes the shipped one, and --config {path.stem} uses it as it is"
+    near = None if path.suffix else near_name(path.name, configs)
+    if near is not None:
+        return f"did you mean {near}?"
+    nearby = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:8])
+    return did_you_mean(path, f"there is: {nearby}" if nearby else "megafp8 init lists shipped configs and writes them")
+
+
 def _read(path: Path, source: str) -> dict[str, Any]:
     """The sections in the file."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        nearby = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:8]) or "no .yaml file beside it"
-        raise ConfigError(source, [Problem("--config", source, f"{error.strerror}", f"there is: {nearby}")]) from None
+        works = _where_it_is(path)
+        raise ConfigError(source, [Problem("--config", source, f"{error.strerror}", works)]) from None
     except UnicodeDecodeError as error:
         rule = f"not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
         raise ConfigError(source, [Problem("--config", source, rule, "save it as UTF-8")]) from None
@@ -74,7 +96,7 @@ def _read(path: Path, source: str) -> dict[str, Any]:
         raise ConfigError(source, duplicates)
     if not isinstance(tree, dict):
         rule = "the file must hold a mapping of sections"
-        raise ConfigError(source, [Problem("(file)", tree, rule, "start from configs/quickstart.yaml")])
+        raise ConfigError(source, [Problem("(file)", tree, rule, "start from a shipped one: megafp8 init")])
     return tree
 
 
