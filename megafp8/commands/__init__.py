@@ -21,6 +21,7 @@ COMMANDS = {
     "pretrain": "megafp8.commands.pretrain",
     "launch": "launch.agent",
     "plan": "tools.plan",
+    "doctor": "megafp8.commands.doctor",
     "check-cluster": "tools.check_cluster",
     "train-tokenizer": "tools.train_tokenizer",
     "preprocess": "tools.preprocess_data",
