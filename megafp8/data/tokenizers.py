@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.data.packages import import_package
+from megafp8.data.packages import MissingPackage, import_package
 
 TokenizerKind = Literal["sentencepiece", "huggingface", "tiktoken", "bytes"]
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
@@ -62,7 +62,7 @@ class TokenizerSettingError(ValueError):
 
 
 class MissingTokenizer(TokenizerSettingError):
-    """A tokenizer whose files are not on this machine."""
+    """A tokenizer whose file, or library, is not on this machine."""
 
 
 def build_tokenizer(
@@ -71,8 +71,8 @@ def build_tokenizer(
     """The tokenizer `kind` read from `path` (for tiktoken an encoding's name or a ranks file; None for bytes).
 
     `end_token` ends a document in place of the tokenizer's own; `pattern` is the regular expression that splits text
-    for a tiktoken ranks file. Raises TokenizerSettingError if a setting is missing or cannot be used, and ValueError if
-    the library is not installed.
+    for a tiktoken ranks file. Raises TokenizerSettingError if a setting is missing or cannot be used, MissingTokenizer
+    if its file or library is.
     """
     if pattern is not None and kind != "tiktoken":
         raise TokenizerSettingError("pattern", pattern, "only tiktoken ranks files are read with one", "leave it out")
@@ -88,9 +88,12 @@ def build_tokenizer(
         if Path(path).is_dir():
             raise TokenizerSettingError("path", path, "is a folder", works)
         raise MissingTokenizer("path", path, "no such file", works)
-    if kind == "tiktoken":
-        return _tiktoken(path, end_token, pattern)
-    return _sentencepiece(path, end_token) if kind == "sentencepiece" else _huggingface(path, end_token)
+    try:
+        if kind == "tiktoken":
+            return _tiktoken(path, end_token, pattern)
+        return _sentencepiece(path, end_token) if kind == "sentencepiece" else _huggingface(path, end_token)
+    except MissingPackage as error:
+        raise MissingTokenizer("kind", kind, error.rule, error.works) from None
 
 
 def _fingerprint(kind: str, content: bytes, **changed: str | int | None) -> str:

@@ -26,6 +26,7 @@ from megafp8.config import (
     config_and_overrides,
     end_of_stage,
     fewest_ranks,
+    json_schema,
     load_config,
     planned_stages,
 )
@@ -79,7 +80,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args()
     arguments.config, arguments.overrides = config_and_overrides(arguments.config, arguments.overrides)
     if not arguments.config and not arguments.print_schema:
-        parser.error("--config is required, for example --config configs/quickstart.yaml")
+        parser.error("a config is needed: a YAML file, or the name of a shipped config, as megafp8 init lists them")
     if arguments.world_size is not None and not arguments.dry_run:
         parser.error("--world-size is for --dry-run; a run has as many ranks as torchrun starts processes")
     if arguments.verbose and not arguments.dry_run:
@@ -127,7 +128,7 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
     Importing torch takes longer than all checks, so those that do not need it come before the import.
     """
     if arguments.print_schema:
-        print(json.dumps(Config.model_json_schema(), indent=2))
+        print(json.dumps(json_schema(), indent=2))
         return None
     if arguments.dry_run:
         _dry_run(arguments)
