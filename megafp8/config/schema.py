@@ -922,9 +922,9 @@ class CheckpointConfig(Section):
     """Continue from the newest complete checkpoint in the run folder, if there is one."""
     init_from: str | None = None
     """Folder of a Hugging Face model, its name on the Hub (org/name), or any other checkpoint that megafp8 convert
-    reads, from whose weights a new run starts. The model section may then be left out or be incomplete; keys that are given must agree
-    with the folder. With model.moe and a folder without experts, every expert starts as a copy of its layer's MLP
-    (upcycling)."""
+    reads, from whose weights a new run starts. The model section may then be left out or be incomplete; keys that are
+    given must agree with the folder. With model.moe and a folder without experts, every expert starts as a copy of its
+    layer's MLP (upcycling)."""
     init_optimizer: bool = False
     """Take the optimizer's state (Adam's moments, fp32 masters, count of steps) from init_from as well: a checkpoint of
     a run, or one of Megatron core. The run still begins with step 0, so learning rates and data are those of a
