@@ -8,6 +8,7 @@ from typing import Any
 _EXTRAS = {
     "tokenizers": "hf",
     "jinja2": "hf",
+    "huggingface_hub": "hf",
     "tiktoken": "data",
     "pyarrow": "data",
     "uvicorn": "server",

@@ -30,7 +30,6 @@ from megafp8.config import (
     load_config,
     planned_stages,
 )
-from megafp8.object_store import as_path
 from megafp8.redaction import redact_arguments
 from megafp8.training.errors import run_and_report
 
@@ -95,19 +94,22 @@ def _complete_model(tree: dict[str, Any], source: str) -> None:
 
 
 class NoModel(Exception):
-    """The model is that of a folder which is missing: its only argument."""
+    """The model is that of a folder which is missing: its only argument says which, and why."""
 
 
 def _complete_model_if_there(tree: dict[str, Any], source: str) -> None:
     """`_complete_model` of a dry run: a missing folder need not be there yet. Raises NoModel without a model."""
+    from megafp8.data.hub import missing_folder
+    from megafp8.training.init_from import complete_model
+
     try:
-        _complete_model(tree, source)
+        complete_model(tree, source, download=False)
     except ConfigError:
-        folder = tree["checkpoint"]["init_from"]
-        if as_path(folder).exists():
+        missing = missing_folder(tree["checkpoint"]["init_from"])
+        if missing is None:
             raise
         if not tree.get("model"):
-            raise NoModel(folder) from None
+            raise NoModel(missing) from None
 
 
 def check_config(config: Config, world_size: int, source: str) -> list[PlannedStage]:
@@ -149,8 +151,8 @@ def _dry_run(arguments: argparse.Namespace) -> None:
         config = load_config(arguments.config, arguments.overrides, _complete_model_if_there)
     except NoModel as missing:
         print(
-            f"needed before a start:\n  checkpoint.init_from = {missing}: no such folder; it defines the model, so "
-            "nothing else can be said yet"
+            f"needed before a start:\n  checkpoint.init_from = {missing}; it defines the model, so nothing else can "
+            "be said yet"
         )
         return
     world_size = arguments.world_size or int(os.environ.get("WORLD_SIZE", "0"))
