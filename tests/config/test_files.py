@@ -60,7 +60,7 @@ def test_a_kind_leaves_out_options_of_the_base(base: str, tmp_path: Path, caplog
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("base: absent.yaml\nname: a\n", "line 1: base = '{folder}/absent.yaml': No such file or directory; there is"),
+        ("base: absent.yaml\nname: a\n", "line 1: base = '{folder}/absent.yaml': No such file or directory; "),
         ("base: base.yaml\n", "name = None: not inherited from base, as each run has a folder of its own; add it"),
         ("name: a\nbase: 3\n", "line 2: base = 3: this is the path of another config; for example base: "),
         ("name: a\nbase: s3://bucket/a.yaml\n", "line 2: base = 's3://bucket/a.yaml': configs are read from local"),
