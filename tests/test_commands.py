@@ -21,11 +21,8 @@ BARE = {"PATH": "/usr/bin:/bin"}
 
 
 def test_every_tool_is_a_command() -> None:
-    """All but quickstart.py, which needs a checkout."""
     tools = {path.stem for path in (ROOT / "tools").glob("*.py") if "\ndef main(" in path.read_text()}
-    assert {module.split(".")[1] for module in COMMANDS.values() if module.startswith("tools.")} == tools - {
-        "quickstart"
-    }
+    assert {module.split(".")[1] for module in COMMANDS.values() if module.startswith("tools.")} == tools
     for name in COMMANDS:
         functions = {
             node.name for node in ast.parse(file_of(name).read_text()).body if isinstance(node, ast.FunctionDef)
@@ -64,7 +61,7 @@ def test_the_wheel_has_all_packages() -> None:
     config = pytest.importorskip("setuptools.config.pyprojecttoml")
     listed = config.read_configuration(ROOT / "pyproject.toml")["tool"]["setuptools"]["packages"]
     found = [".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "megafp8").rglob("__init__.py")]
-    assert sorted(listed) == sorted([*found, "megafp8.launch", "megafp8.tools"])
+    assert sorted(listed) == sorted([*found, "megafp8.configs", "megafp8.launch", "megafp8.tools"])
 
 
 @pytest.mark.slow

@@ -273,7 +273,7 @@ A = ["--config", "a.yaml"]
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["training.steps=3"], "--config is required"),
+        (["training.steps=3"], "a config is needed"),
         ([*A, "--dry-run", "--world-size", "0"], "--world-size: 0 ranks; at least 1 is needed"),
         ([*A, "--dry-run", "--world-size", "-4"], "--world-size: -4 ranks; at least 1 is needed"),
         ([*A, "--dry-run", "--world-size", "4", "--world-size", "8"], "--world-size is given twice: 4 and 8; give one"),

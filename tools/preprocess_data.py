@@ -12,9 +12,10 @@ Reads .json, .jsonl, .ndjson (one JSON object per line), .parquet (rows) and .tx
 parquet also compressed (.gz, .zst, .bz2, .xz). The text is under --json-key. With --text-files every file is one
 document. Other files of a folder are reported and not read. The order of documents does not depend on --workers.
 
---style chat reads lists of messages with role and content (under --json-key, default messages) and renders them by the
-tokenizer's chat template; --style completion reads a prompt (--json-key, default prompt) and a completion
-(--completion-key). Both write <prefix>.loss_mask.bin and .idx, which data.loss_on reads: 1 for tokens of answers.
+--style chat reads lists of messages with role and content (under --json-key, default messages), or ShareGPT's
+conversations, and renders them by the tokenizer's chat template; --style completion reads a prompt (--json-key, default
+prompt) and a completion (--completion-key). Both write <prefix>.loss_mask.bin and .idx, which data.loss_on reads: 1 for
+tokens of answers.
 """
 
 from __future__ import annotations

@@ -13,13 +13,15 @@ from importlib import import_module
 from pathlib import Path
 
 from megafp8 import __version__
-
-PACKAGE = Path(__file__).resolve().parents[1]
+from megafp8.shipped import PACKAGE, is_checkout
 
 COMMANDS = {
+    "quickstart": "tools.quickstart",
+    "init": "megafp8.commands.init",
     "pretrain": "megafp8.commands.pretrain",
     "launch": "launch.agent",
     "plan": "tools.plan",
+    "doctor": "megafp8.commands.doctor",
     "check-cluster": "tools.check_cluster",
     "train-tokenizer": "tools.train_tokenizer",
     "preprocess": "tools.preprocess_data",
@@ -39,11 +41,6 @@ COMMANDS = {
     "plot-expert-load": "tools.plot_expert_load",
 }
 """Subcommands, and the modules whose `main` they are."""
-
-
-def is_checkout() -> bool:
-    """Whether tools/ and launch/ are beside the package."""
-    return not (PACKAGE / "tools").is_dir()
 
 
 def file_of(name: str) -> Path:

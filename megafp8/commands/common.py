@@ -37,7 +37,7 @@ def parse_with_config(parser: argparse.ArgumentParser, argv: Sequence[str] | Non
 
     arguments.config, arguments.overrides = config_and_overrides(arguments.config, arguments.overrides)
     if arguments.config is None:
-        parser.error("a config is needed, for example --config configs/llama3-8b.yaml")
+        parser.error("a config is needed: a YAML file, or the name of a shipped config, as megafp8 init lists them")
     return arguments
 
 

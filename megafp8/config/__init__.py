@@ -2,6 +2,7 @@
 
 from megafp8.config.checks import check_layout, fewest_ranks
 from megafp8.config.errors import ConfigError, Problem
+from megafp8.config.json_schema import json_schema
 from megafp8.config.load import config_and_overrides, load_config
 from megafp8.config.parts import LayerSpec
 from megafp8.config.parts.attention import AttentionConfig, LongRopeConfig, RopeScaling, RotaryKeys, YarnConfig
@@ -72,6 +73,7 @@ __all__ = [
     "config_at",
     "end_of_stage",
     "fewest_ranks",
+    "json_schema",
     "load_config",
     "planned_stages",
     "stage_at",

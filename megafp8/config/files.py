@@ -19,6 +19,8 @@ from megafp8.config.choices import LeftOut, leave_out_options, type_of
 from megafp8.config.errors import ConfigError, Problem
 from megafp8.config.reader import compose, construct, duplicate_keys, section_of
 from megafp8.config.schema import Config
+from megafp8.shipped import shipped_configs
+from megafp8.suggestions import did_you_mean, near_name
 
 BASE = "base"
 
@@ -41,6 +43,24 @@ class Tree:
             return ""
         file, line = self.lines[path]
         return f"line {line}: " if file == source else f"{file}, line {line}: "
+
+
+def file_of(source: str) -> Path:
+    """The file that a command line calls `source`: a path, or else the name of a shipped config."""
+    path = Path(source)
+    return path if path.exists() else shipped_configs().get(source, path)
+
+
+def _where_it_is(path: Path) -> str:
+    """Advice for a config that does not exist."""
+    configs = shipped_configs()
+    if path.stem in configs:
+        return f"megafp8 init {path.stem} writes the shipped one, and --config {path.stem} uses it as it is"
+    near = None if path.suffix else near_name(path.name, configs)
+    if near is not None:
+        return f"did you mean {near}?"
+    nearby = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:8])
+    return did_you_mean(path, f"there is: {nearby}" if nearby else "megafp8 init lists shipped configs and writes them")
 
 
 def read_tree(source: str) -> Tree:
@@ -102,9 +122,8 @@ def _read_file(source: str, naming: tuple[str, str] | None) -> Tree:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        nearby = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:8]) or "no .yaml file beside it"
         named, key, where = (source, "--config", "") if naming is None else (naming[0], BASE, naming[1])
-        problem = Problem(key, source, f"{error.strerror}", f"there is: {nearby}", where)
+        problem = Problem(key, source, f"{error.strerror}", _where_it_is(path), where)
         raise ConfigError(named, [problem]) from None
     except UnicodeDecodeError as error:
         rule = f"not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
@@ -122,7 +141,7 @@ def _read_file(source: str, naming: tuple[str, str] | None) -> Tree:
         raise ConfigError(source, duplicates)
     if not isinstance(tree, dict):
         rule = "the file must hold a mapping of sections"
-        raise ConfigError(source, [Problem("(file)", tree, rule, "start from configs/quickstart.yaml")])
+        raise ConfigError(source, [Problem("(file)", tree, rule, "start from a shipped one: megafp8 init")])
     return Tree(tree, {name: (source, line) for name, line in _lines(node, "")})
 
 

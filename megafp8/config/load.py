@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from megafp8.config.choices import leave_out_options, report
 from megafp8.config.errors import ConfigError, Problem
-from megafp8.config.files import BASE, Tree, read_tree
+from megafp8.config.files import BASE, Tree, file_of, read_tree
 from megafp8.config.reader import member_with, members, override_value, section_of, section_of_kind
 from megafp8.config.schema import Config
 
@@ -37,13 +37,15 @@ def config_and_overrides(config: str | None, words: Sequence[str]) -> tuple[str 
 def load_config(path: str | Path, overrides: Sequence[str] = (), complete: Completion | None = None) -> Config:
     """Read `path` with its bases, apply overrides such as `parallel.tensor=2`, `complete` the tree, and validate.
 
+    `path` may also be the name of a shipped config, such as `llama3-8b`, where there is no file of that name.
+
     The value of an override is YAML, or for a text field the text itself (`reader.override_value`). One that chooses
     another kind, such as `fp8.recipe`, leaves out the file's options of the old one (`choices`). `complete` is
     called if checkpoint.init_from is given. Raises ConfigError for a file that cannot be read or parsed, a duplicate
     key, an override that is not `key=value`, an unknown key (with the nearest valid name), and a value of the wrong
     type or out of range (with the rule).
     """
-    source = str(path)
+    source = str(file_of(str(path)))
     read = read_tree(source)
     tree = read.values
     before, given = copy.deepcopy(tree), dict[str, Any]()

@@ -682,8 +682,8 @@ class TokenizerConfig(Section):
     kind: Literal["sentencepiece", "huggingface", "tiktoken", "bytes"]
     """Library that reads it."""
     path: str | None = None
-    """Model file; for huggingface a tokenizer.json, or a vocab.json with merges.txt beside it; for tiktoken the name of
-    an encoding or a ranks file; none for bytes."""
+    """Model file, a folder with one, or a name of the Hugging Face Hub (org/name); for huggingface a tokenizer.json, or
+    a vocab.json with merges.txt beside it; for tiktoken the name of an encoding or a ranks file; none for bytes."""
     end_token: str | None = None
     """Token that ends a document, such as "<|im_end|>". Default: eos of sentencepiece; in tokenizer.json the first that
     exists of <|endoftext|>, <|end_of_text|>, </s>, <eos>, <|eot_id|>; in tiktoken <|endoftext|>, which is appended to
@@ -945,10 +945,10 @@ class CheckpointConfig(Section):
     resume: bool = True
     """Continue from the newest complete checkpoint in the run folder, if there is one."""
     init_from: str | None = None
-    """Folder of a Hugging Face model, or of any other checkpoint that megafp8 convert reads, from whose
-    weights a new run starts. The model section may then be left out or be incomplete; keys that are given must agree
-    with the folder. With model.moe and a folder without experts, every expert starts as a copy of its layer's MLP
-    (upcycling)."""
+    """Folder of a Hugging Face model, its name on the Hub (org/name), or any other checkpoint that megafp8 convert
+    reads, from whose weights a new run starts. The model section may then be left out or be incomplete; keys that are
+    given must agree with the folder. With model.moe and a folder without experts, every expert starts as a copy of its
+    layer's MLP (upcycling)."""
     init_optimizer: bool = False
     """Take the optimizer's state (Adam's moments, fp32 masters, count of steps) from init_from as well: a checkpoint of
     a run, or one of Megatron core. The run still begins with step 0, so learning rates and data are those of a

@@ -23,6 +23,7 @@ from megafp8.conversion.peft_source import ADAPTER_CONFIG_FILE, open_peft
 from megafp8.conversion.target import Sink
 from megafp8.conversion.torch_dist_sink import TorchDistSink
 from megafp8.conversion.torch_dist_source import TorchDistSource
+from megafp8.data.hub import is_hub_name, local_folder
 from megafp8.object_store import AnyPath, ObjectPath, as_path, is_transient
 from megafp8.object_store.cache import ObjectCache, ObjectChanged, default_cache
 
@@ -82,13 +83,14 @@ def recognize(path: Path) -> str:
 
 
 def fetched(path: AnyPath | str) -> Path:
-    """`path`; of a URL a local copy, of a run in object storage one of its newest checkpoint.
+    """`path`; of a URL or a name of the Hugging Face Hub a local copy, of a run in object storage one of its newest
+    checkpoint.
 
     Raises ValueError, and ObjectStoreError where object storage cannot be reached.
     """
     where = as_path(path)
     if isinstance(where, Path):
-        return where
+        return local_folder(str(where)) if is_hub_name(where) else where
     newest = latest(where / "checkpoints") or latest(where) or where
     assert isinstance(newest, ObjectPath)
     try:

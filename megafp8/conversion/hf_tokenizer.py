@@ -119,13 +119,14 @@ def find_tokenizer(source: Source) -> dict[str, Any] | None:
     if "kind" in described and (name := Path(described.get("path", "")).name):
         if name in files:
             return described | {"path": files[name]}
-        if described["kind"] == "tiktoken" and "." not in name:
+        if described["kind"] == "tiktoken" and described["path"] == name and "." not in name:
             return described  # the name of an encoding
     by_suffix: dict[str, TokenizerKind] = {".json": "huggingface", ".model": "sentencepiece", ".tiktoken": "tiktoken"}
     for name in (TOKENIZER_FILE, _SENTENCEPIECE_FILE, *sorted(files)):
         suffix = Path(name).suffix
         if name in files and suffix in by_suffix and (suffix != ".json" or name == TOKENIZER_FILE):
-            return {"kind": by_suffix[suffix], "path": files[name]}
+            same_kind = described if described.get("kind") == by_suffix[suffix] else {}  # of a folder, or the Hub
+            return same_kind | {"kind": by_suffix[suffix], "path": files[name]}
     return None
 
 

@@ -32,6 +32,7 @@ from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.patterns import matches
 from megafp8.conversion.safetensors_format import DTYPES, Entry, read_header, read_rows
 from megafp8.conversion.target import TOKENIZER_NAMES, own_files
+from megafp8.data.hub import NotOnThisMachine, is_hub_name, local_folder
 from megafp8.tensor_parallel.lora import A, B
 
 ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -167,11 +168,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _base_folder(path: Path, base: str | None) -> Path:
+    what = f"{path / ADAPTER_CONFIG_FILE}: base_model_name_or_path = {base!r}"
+    if base is not None and is_hub_name(base):
+        try:
+            return local_folder(base)
+        except NotOnThisMachine as error:
+            raise ValueError(f"{what}: {error}") from None
     if base is None or not Path(base).is_dir():
-        raise ValueError(
-            f"{path / ADAPTER_CONFIG_FILE}: base_model_name_or_path = {base!r} is no folder here; set it to that of "
-            "the model that the adapter was trained on"
-        )
+        raise ValueError(f"{what} is no folder here; set it to that of the model that the adapter was trained on")
     return Path(base)
 
 

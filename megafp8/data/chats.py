@@ -29,7 +29,7 @@ import numpy as np
 from megafp8.data.packages import import_package
 from megafp8.data.styles import Tokens
 from megafp8.data.template_process import BEGIN, END, render
-from megafp8.data.tokenizers import Tokenizer
+from megafp8.data.tokenizers import Tokenizer, tokenizer_file
 from megafp8.strict_json import parse_json
 
 CONFIG_FILE, TOKENS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
@@ -108,7 +108,7 @@ def read_chat_template(tokenizer_path: str | None, given: str | None = None) -> 
     As transformers reads them: chat_template.jinja, or else chat_template of tokenizer_config.json, where several have
     names its "default". Raises ValueError if there is none, or if a file cannot be read.
     """
-    folder = Path(tokenizer_path or "").parent
+    folder = Path("." if tokenizer_path is None else tokenizer_file("huggingface", tokenizer_path)).parent
     config = _tokenizer_config(folder)
     file = Path(given) if given is not None else folder / TEMPLATE_FILE
     source = config.get("chat_template")

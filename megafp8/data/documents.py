@@ -290,10 +290,11 @@ def _parse_line(line: bytes, origin: str, file: InputFile) -> Document:
         return Document(origin, None, f"not UTF-8 text: {position(error)}{hint}")
     except ValueError as error:
         return Document(origin, None, f"not JSON: {error}{hint} (each line must be one JSON object)")
-    keys = list(record) if isinstance(record, dict) else [f"a {type(record).__name__}"]
-    if not isinstance(record, dict) or any(key not in record for key in file.keys):
-        return Document(origin, None, _missing(file, keys, "key"))
-    return STYLES[file.style].document(origin, file.keys, [record[key] for key in file.keys])
+    style, present = STYLES[file.style], list(record) if isinstance(record, dict) else [f"a {type(record).__name__}"]
+    names = style.names(file.keys, present)
+    if not isinstance(record, dict) or any(name not in record for name in names):
+        return Document(origin, None, _missing(file, present, "key"))
+    return style.document(origin, names, [record[name] for name in names])
 
 
 def _missing(file: InputFile, found: list[str], what: str) -> str:
@@ -310,9 +311,10 @@ def _read_parquet(file: InputFile) -> Iterator[Document]:
     path, style = file.path, STYLES[file.style]
     try:
         table = parquet.ParquetFile(path.open("rb") if isinstance(path, ObjectPath) else path)
-        names = table.schema_arrow.names
-        if not set(file.keys) <= set(names):
-            yield Document(str(path), None, _missing(file, names, "column"))
+        present = table.schema_arrow.names
+        names = style.names(file.keys, present)
+        if not set(names) <= set(present):
+            yield Document(str(path), None, _missing(file, present, "column"))
             return
         groups = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
     except _READ_ERRORS as failure:
@@ -322,9 +324,9 @@ def _read_parquet(file: InputFile) -> Iterator[Document]:
     for group, rows in enumerate(groups):
         row = first
         try:
-            for batch in table.iter_batches(row_groups=[group], columns=list(file.keys)):
-                for values in zip(*(_parquet_values(batch.column(key)) for key in file.keys)):
-                    yield style.document(f"{path}, row {row}", file.keys, values)
+            for batch in table.iter_batches(row_groups=[group], columns=list(names)):
+                for values in zip(*(_parquet_values(batch.column(name)) for name in names)):
+                    yield style.document(f"{path}, row {row}", names, values)
                     row += 1
         except _READ_ERRORS as error:
             yield Document(f"{path}, rows {row} to {first + rows - 1}", None, f"cannot be read: {error}")

@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.data.packages import import_package
+from megafp8.data.hub import TOKENIZER_FILES, NotOnThisMachine, is_hub_name, local_folder
+from megafp8.data.packages import MissingPackage, import_package
 
 TokenizerKind = Literal["sentencepiece", "huggingface", "tiktoken", "bytes"]
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
@@ -62,7 +63,7 @@ class TokenizerSettingError(ValueError):
 
 
 class MissingTokenizer(TokenizerSettingError):
-    """A tokenizer whose files are not on this machine."""
+    """A tokenizer whose file, or library, is not on this machine."""
 
 
 def build_tokenizer(
@@ -71,8 +72,8 @@ def build_tokenizer(
     """The tokenizer `kind` read from `path` (for tiktoken an encoding's name or a ranks file; None for bytes).
 
     `end_token` ends a document in place of the tokenizer's own; `pattern` is the regular expression that splits text
-    for a tiktoken ranks file. Raises TokenizerSettingError if a setting is missing or cannot be used, and ValueError if
-    the library is not installed.
+    for a tiktoken ranks file. Raises TokenizerSettingError if a setting is missing or cannot be used, MissingTokenizer
+    if its file or library is.
     """
     if pattern is not None and kind != "tiktoken":
         raise TokenizerSettingError("pattern", pattern, "only tiktoken ranks files are read with one", "leave it out")
@@ -83,14 +84,46 @@ def build_tokenizer(
         return _bytes_tokenizer()
     if path is None:
         raise TokenizerSettingError("path", None, f"a {kind} tokenizer is read from a file", "give its path")
-    if not Path(path).is_file() and (kind != "tiktoken" or Path(path).exists()):
-        works = "give the path of the tokenizer's file"
-        if Path(path).is_dir():
-            raise TokenizerSettingError("path", path, "is a folder", works)
-        raise MissingTokenizer("path", path, "no such file", works)
-    if kind == "tiktoken":
-        return _tiktoken(path, end_token, pattern)
-    return _sentencepiece(path, end_token) if kind == "sentencepiece" else _huggingface(path, end_token)
+    path = tokenizer_file(kind, path)
+    try:
+        if kind == "tiktoken":
+            return _tiktoken(path, end_token, pattern)
+        return _sentencepiece(path, end_token) if kind == "sentencepiece" else _huggingface(path, end_token)
+    except MissingPackage as error:
+        raise MissingTokenizer("kind", kind, error.rule, error.works) from None
+
+
+_FILES: dict[str, tuple[str, ...]] = {
+    "sentencepiece": ("tokenizer.model", "spiece.model", "*.model"),
+    "huggingface": ("tokenizer.json", "vocab.json"),
+    "tiktoken": ("*.tiktoken", "tiktoken.model"),
+}
+"""Patterns of the tokenizer's file in a folder, by kind; the first that matches is read."""
+
+
+def tokenizer_file(kind: TokenizerKind, path: str) -> str:
+    """The file that a tokenizer's `path` names: a file itself, or that in a folder or in a repository of the Hub.
+
+    The name of a tiktoken encoding stays as it is. Raises TokenizerSettingError where there is none.
+    """
+    given = Path(path)
+    if given.is_file() or kind == "bytes":
+        return path
+    if is_hub_name(path):
+        try:
+            given = local_folder(path, TOKENIZER_FILES)
+        except NotOnThisMachine as error:
+            rule, _, works = str(error).rpartition(": ")
+            raise MissingTokenizer("path", path, rule, works) from None
+    if given.is_dir():
+        for pattern in _FILES[kind]:
+            if files := sorted(given.glob(pattern)):
+                return str(files[0])
+        rule = f"{given} is a folder without a tokenizer of kind {kind}"
+        raise TokenizerSettingError("path", path, f"{rule}; looked for {', '.join(_FILES[kind])}", "give its file")
+    if kind == "tiktoken" and not given.exists():
+        return path
+    raise MissingTokenizer("path", path, "no such file", "give the path of the tokenizer's file")
 
 
 def _fingerprint(kind: str, content: bytes, **changed: str | int | None) -> str:

@@ -42,7 +42,7 @@ def check(inputs: Inputs) -> None:
             rule = f"{_tokens_of(prompt, tokenizer)} tokens leave no room in the model's {rows} positions"
             problems.append(Problem(f"{_KEY}.prompts", prompt, rule, "shorten it"))
     if evaluate.tasks and importlib.util.find_spec("lm_eval") is None:
-        rule, works = "lm-evaluation-harness is not installed", "run pip install -e '.[eval]', or leave them out"
+        rule, works = "lm-evaluation-harness is not installed", "run pip install 'megafp8[eval]', or leave them out"
         problems.append(Problem(f"{_KEY}.tasks", evaluate.tasks, rule, works))
     elif evaluate.tasks:
         problems += _unknown_tasks(evaluate)

@@ -93,7 +93,7 @@ def open_checkpoint(
     """Read what describes the checkpoint, and check that it fits. Raises ValueError; needs no process group."""
     source = open_source(path)
     if isinstance(source, HfSource):  # its vocabulary is not padded, so it fits any number of ranks
-        source = HfSource(path, math.lcm(128, layout.tensor))
+        source = HfSource(source.path, math.lcm(128, layout.tensor))
     check_decoder(source.model)
     form = None if weights is None else weight_format(weights, experts=source.model.moe is not None)
     run = _config_of_run(source)

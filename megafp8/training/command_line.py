@@ -26,10 +26,10 @@ from megafp8.config import (
     config_and_overrides,
     end_of_stage,
     fewest_ranks,
+    json_schema,
     load_config,
     planned_stages,
 )
-from megafp8.object_store import as_path
 from megafp8.redaction import redact_arguments
 from megafp8.training import notify
 from megafp8.training.errors import run_and_report
@@ -80,7 +80,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args()
     arguments.config, arguments.overrides = config_and_overrides(arguments.config, arguments.overrides)
     if not arguments.config and not arguments.print_schema:
-        parser.error("--config is required, for example --config configs/quickstart.yaml")
+        parser.error("a config is needed: a YAML file, or the name of a shipped config, as megafp8 init lists them")
     if arguments.world_size is not None and not arguments.dry_run:
         parser.error("--world-size is for --dry-run; a run has as many ranks as torchrun starts processes")
     if arguments.verbose and not arguments.dry_run:
@@ -95,19 +95,22 @@ def _complete_model(tree: dict[str, Any], source: str) -> None:
 
 
 class NoModel(Exception):
-    """The model is that of a folder which is missing: its only argument."""
+    """The model is that of a folder which is missing: its only argument says which, and why."""
 
 
 def _complete_model_if_there(tree: dict[str, Any], source: str) -> None:
     """`_complete_model` of a dry run: a missing folder need not be there yet. Raises NoModel without a model."""
+    from megafp8.data.hub import missing_folder
+    from megafp8.training.init_from import complete_model
+
     try:
-        _complete_model(tree, source)
+        complete_model(tree, source, download=False)
     except ConfigError:
-        folder = tree["checkpoint"]["init_from"]
-        if as_path(folder).exists():
+        missing = missing_folder(tree["checkpoint"]["init_from"])
+        if missing is None:
             raise
         if not tree.get("model"):
-            raise NoModel(folder) from None
+            raise NoModel(missing) from None
 
 
 def check_config(config: Config, world_size: int, source: str) -> list[PlannedStage]:
@@ -128,7 +131,7 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
     Importing torch takes longer than all checks, so those that do not need it come before the import.
     """
     if arguments.print_schema:
-        print(json.dumps(Config.model_json_schema(), indent=2))
+        print(json.dumps(json_schema(), indent=2))
         return None
     if arguments.dry_run:
         _dry_run(arguments)
@@ -150,8 +153,8 @@ def _dry_run(arguments: argparse.Namespace) -> None:
         config = load_config(arguments.config, arguments.overrides, _complete_model_if_there)
     except NoModel as missing:
         print(
-            f"needed before a start:\n  checkpoint.init_from = {missing}: no such folder; it defines the model, so "
-            "nothing else can be said yet"
+            f"needed before a start:\n  checkpoint.init_from = {missing}; it defines the model, so nothing else can "
+            "be said yet"
         )
         return
     world_size = arguments.world_size or int(os.environ.get("WORLD_SIZE", "0"))

@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from megafp8.config import Config, ParallelConfig
+from megafp8.data.hub import missing_folder
 from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.gpus import GPUS
@@ -21,7 +22,6 @@ from megafp8.models.build import build_stage
 from megafp8.models.context import planning_context
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
-from megafp8.object_store import as_path
 from megafp8.optimizer.param_groups import check_groups
 from megafp8.parallel_state import rank_groups
 from megafp8.pipeline_parallel.actions import v_placement
@@ -100,8 +100,8 @@ def dry_run(config: Config, world_size: int, source: str, steps: int | None = No
     fp8 = build_fp8(config, None)
     no_data, start = missing_data(config), config.checkpoint.init_from
     missing += no_data
-    if start is not None and not as_path(start).exists():
-        missing.append(f"checkpoint.init_from = {start}: no such folder")
+    if start is not None and (missing_start := missing_folder(start)) is not None:
+        missing.append(f"checkpoint.init_from = {missing_start}")
     parts = [
         _describe(config, world_size, fp8, plan),
         memory_table(memory),

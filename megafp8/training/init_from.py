@@ -33,6 +33,7 @@ from megafp8.conversion.hf_tokenizer import find_tokenizer
 from megafp8.conversion.load import load_weights
 from megafp8.conversion.model import is_mtp
 from megafp8.conversion.upcycle import UpcycledSource, is_router
+from megafp8.data.hub import missing_folder
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
 from megafp8.optimizer.mixed_precision import AVERAGE
 from megafp8.tensor_parallel.lora import is_lora
@@ -47,12 +48,13 @@ _RESOLVED = ("vocab_size", "max_position_embeddings")
 """Keys for which null means the default, which here is the folder's value."""
 
 
-def complete_model(tree: dict[str, Any], source: str) -> None:
+def complete_model(tree: dict[str, Any], source: str, *, download: bool = True) -> None:
     """Complete the model section of the config `tree`, in place, if `checkpoint.init_from` is set.
 
     The section lora, if the run has one, is completed from a folder with adapters, with which the run continues. Raises
     ConfigError with every key of these sections that differs from the folder, or with checkpoint.init_from if the
     folder cannot be read. If the run has checkpoints, `state.check_same_run` compares the sections with the newest.
+    `download`: a model of the Hugging Face Hub that is not in its cache; otherwise that is an error, too.
     """
     section, given = tree.get("checkpoint"), tree.get("model") or {}
     folder = section.get("init_from") if isinstance(section, dict) else None
@@ -64,6 +66,8 @@ def complete_model(tree: dict[str, Any], source: str) -> None:
     problems: list[Problem] = []
     if own_checkpoint is None:
         with _as_error_of_init_from(folder, source):
+            if not download and (missing := missing_folder(folder)) is not None:
+                raise ValueError(missing)
             opened = open_source(folder)
             model = opened.model
             problems += _complete_lora(tree, opened, folder)

@@ -57,6 +57,7 @@ from megafp8.checkpoint.store import METADATA_FILE
 from megafp8.config import Config, ConfigError, ModelConfig, PlannedStage, Problem, config_at, stage_at
 from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.target import TOKENIZER_FOLDER, with_companions
+from megafp8.data.tokenizers import tokenizer_file
 from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.dtypes import DTYPES
 from megafp8.object_store import AnyPath, as_path
@@ -140,9 +141,12 @@ def tokenizer_copy(config: Config) -> dict[str, bytes]:
     Raises ValueError if it cannot be read.
     """
     given = config.data.tokenizer
-    if given is None or given.path is None or not Path(given.path).is_file():
-        return {}  # bytes, or a tiktoken encoding, whose name is in the config
-    return {f"{TOKENIZER_FOLDER}/{file.name}": read_file(file) for file in with_companions(Path(given.path))}
+    if given is None or given.path is None:
+        return {}
+    path = Path(tokenizer_file(given.kind, given.path))
+    if not path.is_file():
+        return {}  # a tiktoken encoding, whose name is in the config
+    return {f"{TOKENIZER_FOLDER}/{file.name}": read_file(file) for file in with_companions(path)}
 
 
 def _metadata(

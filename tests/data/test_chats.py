@@ -354,6 +354,28 @@ def test_completions_become_a_data_set_with_a_mask(tmp_path: Path, tokenizer_pat
         assert masked_documents(tmp_path / kind) == expected
 
 
+def test_other_forms_of_chats_give_the_same_tokens(tmp_path: Path, tokenizer_path: Path) -> None:
+    messages = chat("What is 2 + 2?", "4", "And\n?", " spaces ", system="Be brief.")
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    sharegpt = [{"from": names[x["role"]], "value": x["content"]} for x in messages]
+    halves = [
+        {**x, "content": [{"type": "text", "text": part} for part in (x["content"][:3], x["content"][3:])]}
+        for x in messages
+    ]
+    records = {"a": {"messages": messages}, "b": {"conversations": sharegpt}, "c": {"messages": halves}}
+    for name, record in records.items():
+        (tmp_path / f"{name}.jsonl").write_bytes(lines([record]))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([records["b"]]), tmp_path / "d.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([records["c"]]), tmp_path / "e.parquet")
+    written = []
+    for source in ("a.jsonl", "b.jsonl", "c.jsonl", "d.parquet", "e.parquet"):
+        assert run(tmp_path / source[0], tokenizer_path, tmp_path / source, "--style", "chat") == 0
+        written.append(masked_documents(tmp_path / source[0]))
+    assert written == [written[0]] * 5
+    assert run(tmp_path / "f", tokenizer_path, tmp_path / "b.jsonl", "--style", "chat", "--json-key", "messages") == 0
+    assert run(tmp_path / "g", tokenizer_path, tmp_path / "b.jsonl", "--style", "chat", "--json-key", "talk") == 2
+
+
 def test_a_bad_chat_is_named_and_counted(
     tmp_path: Path, tokenizer_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -364,6 +386,11 @@ def test_a_bad_chat_is_named_and_counted(
         ({"messages": ["hi"]}, "message 1 of 'messages' is a str, not an object with role and content"),
         ({"messages": [*CHATS[0], {"role": "user"}]}, "'content' of message 3 of 'messages' is not a string"),
         ({"messages": [{"content": "x"}]}, "'role' of message 1 of 'messages' is not a string"),
+        ({"conversations": [{"from": "human"}]}, "'value' of message 1 of 'conversations' is not a string"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "part 1 of message 1 of 'messages' is of type image_url: parts of a content must be texts",
+        ),
         ({"messages": [{"role": "user", "content": "x"}]}, "cannot be tokenized: has nothing to learn: no message"),
     ]
     good, source = {"messages": CHATS[0]}, tmp_path / "x.jsonl"

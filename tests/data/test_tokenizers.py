@@ -107,7 +107,7 @@ def test_errors_name_the_key_or_flag(tmp_path: Path, capsys: pytest.CaptureFixtu
     cases: list[tuple[dict[str, str], str, str]] = [
         ({"kind": "sentencepiece"}, "path", "a sentencepiece tokenizer is read from a file"),
         ({"kind": "sentencepiece", "path": "absent.model"}, "path", "no such file"),
-        ({"kind": "huggingface", "path": str(tmp_path)}, "path", "is a folder"),
+        ({"kind": "huggingface", "path": str(tmp_path)}, "path", "is a folder without a tokenizer of kind huggingface"),
         ({"kind": "sentencepiece", "path": __file__}, "path", "is not a sentencepiece model"),
         ({"kind": "huggingface", "path": __file__}, "path", "is not a tokenizer.json"),
         ({"kind": "tiktoken", "path": __file__}, "path", "not a tiktoken ranks file: line 1: "),

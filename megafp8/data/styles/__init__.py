@@ -7,7 +7,7 @@ and `megafp8 preprocess --style its-name` reads it. This package has what such a
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -60,11 +60,12 @@ class Method(Protocol):
 
 
 class Key(NamedTuple):
-    """A key of a record: the flag that names it, what is under it, and its usual name."""
+    """A key of a record: the flag that names it, what is under it, its usual name, and others that stand for that."""
 
     flag: str
     meaning: str
     name: str
+    others: tuple[str, ...] = ()
 
 
 def position(error: UnicodeDecodeError) -> str:
@@ -72,17 +73,17 @@ def position(error: UnicodeDecodeError) -> str:
     return f"byte {error.object[error.start]:#04x} at position {error.start} ({error.reason})"
 
 
-def fault_of_text(text: Any, name: str) -> str | None:
-    """Why `text` is none. JSON can hold lone surrogates, which tokenizers do not take."""
-    if isinstance(text, UnicodeDecodeError):
-        return f"not UTF-8 text: {position(text)}"
-    if not isinstance(text, str):
-        return f"{name} is not a string"
+def text_of(value: Any, name: str) -> str:
+    """The text that `value` is. Raises ValueError if it is none, as of lone surrogates, which JSON can hold."""
+    if isinstance(value, UnicodeDecodeError):
+        raise ValueError(f"not UTF-8 text: {position(value)}")
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is not a string")
     try:
-        text.encode("utf-8")
+        value.encode("utf-8")
     except UnicodeEncodeError as error:
-        return f"{name} is not valid Unicode: {error}"
-    return None
+        raise ValueError(f"{name} is not valid Unicode: {error}") from None
+    return value
 
 
 @dataclass(frozen=True)
@@ -90,19 +91,29 @@ class Style:
     """What a record holds.
 
     `keys`: what is read of it; the first is that of --json-key. `flags`: those of the tool that say something of it, by
-    which `method` makes what tokenizes its documents. `fault(value, name)`: why a value is none; None where it is one.
+    which `method` makes what tokenizes its documents. `read(value, name)`: what a document has of a key's value.
+    Raises ValueError where that is none.
     """
 
     name: str
     keys: tuple[Key, ...]
     method: Callable[[argparse.Namespace], Method]
     flags: frozenset[str] = field(default_factory=frozenset)
-    fault: Callable[[Any, str], str | None] = fault_of_text
+    read: Callable[[Any, str], Any] = text_of
 
     def document(self, origin: str, names: Sequence[str], values: Sequence[Any]) -> Document:
         """A document of the values of the keys that a file calls `names`, or of an error."""
-        for name, value in zip(names, values):
-            if fault := self.fault(value, repr(name)):
-                return Document(origin, None, fault)
-        text = values[0] if isinstance(values[0], str) else None
-        return Document(origin, text, None, tuple(values))
+        try:
+            record = tuple(self.read(value, repr(name)) for name, value in zip(names, values))
+        except ValueError as error:
+            return Document(origin, None, str(error))
+        return Document(origin, record[0] if isinstance(record[0], str) else None, None, record)
+
+    def names(self, wanted: Sequence[str], present: Collection[str]) -> tuple[str, ...]:
+        """What a record that has the keys `present` calls the keys `wanted`: usual names may be other ones there."""
+        return tuple(
+            next((other for other in key.others if other in present), name)
+            if name == key.name and name not in present
+            else name
+            for key, name in zip(self.keys, wanted)
+        )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megafp8.data.chats import ChatTemplate, chat_encoder, read_chat_template
-from megafp8.data.styles import Document, Key, Style, Tokens, fault_of_text
+from megafp8.data.styles import Document, Key, Style, Tokens, text_of
 from megafp8.data.tokenizers import Tokenizer
 
 
@@ -23,23 +23,46 @@ class Chats:
         return lambda document: encode(*document.record)
 
 
-def _fault_of_messages(messages: Any, name: str) -> str | None:
-    """Why `messages` are none: a chat is a list of objects with a role and a content, both strings."""
-    if not isinstance(messages, list) or not messages:
-        return f"{name} is not a list of messages"
-    for number, message in enumerate(messages, 1):
+_ROLES = {"human": "user", "gpt": "assistant"}
+"""Names of roles in ShareGPT's form that are not those of chat templates."""
+
+
+def _messages(value: Any, name: str) -> list[dict[str, Any]]:
+    """Messages with a role and a content, both strings. ShareGPT's `from` and `value` become these, and so do lists of
+    parts of text. Raises ValueError where `value` is no chat."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{name} is not a list of messages")
+    messages = []
+    for number, message in enumerate(value, 1):
         if not isinstance(message, dict):
-            return f"message {number} of {name} is a {type(message).__name__}, not an object with role and content"
-        for part in ("role", "content"):
-            if fault := fault_of_text(message.get(part), f"{part!r} of message {number} of {name}"):
-                return fault
-    return None
+            what = f"message {number} of {name} is a {type(message).__name__}"
+            raise ValueError(f"{what}, not an object with role and content")
+        role, content = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
+        texts = [
+            text_of(_joined(message.get(key), f"message {number} of {name}"), f"{key!r} of message {number} of {name}")
+            for key in (role, content)
+        ]
+        others = {key: part for key, part in message.items() if key not in (role, content)}
+        messages.append(others | {"role": _ROLES.get(texts[0], texts[0]) if role == "from" else texts[0]})
+        messages[-1]["content"] = texts[1]
+    return messages
+
+
+def _joined(content: Any, name: str) -> Any:
+    """A list of parts {"type": "text", "text": ...} as one text; other contents as they are."""
+    if not isinstance(content, list):
+        return content
+    for number, part in enumerate(content, 1):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise ValueError(f"part {number} of {name} is of type {kind}: parts of a content must be texts")
+    return "".join(part["text"] for part in content)
 
 
 STYLE = Style(
     "chat",
-    (Key("--json-key", "list of messages", "messages"),),
+    (Key("--json-key", "list of messages", "messages", ("conversations",)),),
     lambda flags: Chats(read_chat_template(flags.tokenizer_path, flags.chat_template)),
     frozenset({"--chat-template"}),  # the template says what ends a chat
-    _fault_of_messages,
+    _messages,
 )

@@ -1,0 +1,149 @@
+"""Models, tokenizers and data sets of the Hugging Face Hub: `org/name` or `org/name@revision` as a local folder.
+
+The library huggingface_hub downloads into its own cache and reads its own environment variables: HF_TOKEN for what is
+private or gated, HF_HUB_CACHE for the folder, HF_HUB_OFFLINE to use the cache alone, HF_ENDPOINT for a mirror. A local
+path of that name is always meant before a name of the Hub.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megafp8.data.packages import import_package
+from megafp8.object_store import ObjectStoreError, as_path
+from megafp8.user_cache import user_cache
+
+_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+)
+MODEL_FILES = ("*.safetensors", "*.json", *TOKENIZER_FILES)
+_FILE_SUFFIXES = (".json", ".model", ".tiktoken", ".txt", ".bin", ".idx", ".safetensors", ".yaml")
+_NOT_READ = ("*/*", "consolidated*")  # copies of the weights in other formats
+
+
+class NotOnThisMachine(ValueError):
+    """What a name of the Hub stands for is neither in its cache nor can be downloaded."""
+
+
+def is_hub_name(path: object) -> bool:
+    """Whether `path` has the form of a name of the Hub, and is no local path.
+
+    A path in a local folder is local even if it is not there: `runs/mine` beside the folder `runs`.
+    """
+    text = str(path)
+    if _NAME.fullmatch(text) is None or text.endswith(_FILE_SUFFIXES):
+        return False
+    return not os.path.exists(text) and not os.path.isdir(text.split("/")[0])
+
+
+def cached_folder(name: str, files: Sequence[str] = MODEL_FILES) -> Path | None:
+    """The local folder of a name of the Hub if all of it was downloaded before; contacts nobody."""
+    try:
+        return _snapshot(name, files, local_files_only=True)
+    except (ValueError, OSError):  # the library's errors of a missing copy are both
+        return None
+
+
+def missing_folder(path: str) -> str | None:
+    """`path` and what is to be done if it is neither a local folder, nor one of object storage, nor in the Hub's cache.
+
+    None if it is there. Downloads nothing.
+    """
+    if as_path(path).exists():
+        return None
+    if not is_hub_name(path):
+        return f"{path}: no such folder"
+    if cached_folder(path) is not None:
+        return None
+    start = "a start downloads it if the Hugging Face Hub has a model of this name"
+    return f"{path}: no such folder; {start} ({_command(path)})"
+
+
+def local_folder(name: str, files: Sequence[str] = MODEL_FILES) -> Path:
+    """The local folder of a name of the Hub, downloaded if need be: of its files those that match `files`.
+
+    One process of a node downloads; those that waited for it take what it got. Raises NotOnThisMachine with one line
+    that says why, and how to download; ObjectStoreError where another attempt may help.
+    """
+    with _turn(name) as waited:
+        if waited and (folder := cached_folder(name, files)) is not None:
+            return folder
+        return _snapshot(name, files)
+
+
+@contextlib.contextmanager
+def _turn(name: str) -> Iterator[bool]:
+    """Hold this node's lock of `name`, which ends with its process; gives whether another process held it before."""
+    path = user_cache() / "hub" / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        waited = False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited = True
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield waited
+
+
+def _parts(name: str) -> tuple[str, str | None]:
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    return match["repo"], match["revision"]
+
+
+def _command(name: str) -> str:
+    """The command that downloads it."""
+    repo, revision = _parts(name)
+    return f"hf download {repo}" + (f" --revision {revision}" if revision else "")
+
+
+def _snapshot(name: str, files: Sequence[str], **options: Any) -> Path:
+    repo, revision = _parts(name)
+    command = _command(name)
+    nothing_here = f"{name} is no local path"
+    try:
+        hub = import_package("huggingface_hub", "a name of the Hugging Face Hub")
+    except ValueError as error:
+        raise NotOnThisMachine(f"{nothing_here}, and {error}; or download the model and give its folder") from None
+    errors = import_package("huggingface_hub.errors", "a name of the Hugging Face Hub")
+    try:
+        return Path(
+            hub.snapshot_download(
+                repo, revision=revision, allow_patterns=list(files), ignore_patterns=list(_NOT_READ), **options
+            )
+        )
+    except errors.GatedRepoError:
+        works = f"ask for access at https://huggingface.co/{repo}, set HF_TOKEN (or run hf auth login), and {command}"
+        raise NotOnThisMachine(f"{nothing_here}, and gated on the Hugging Face Hub: {works}") from None
+    except errors.RepositoryNotFoundError:
+        works = f"check the name; a private one needs HF_TOKEN, or hf auth login, before {command}"
+        raise NotOnThisMachine(f"{nothing_here}, and the Hugging Face Hub has none of that name: {works}") from None
+    except errors.RevisionNotFoundError:
+        works = f"its revisions are at https://huggingface.co/{repo}/tree/main"
+        raise NotOnThisMachine(f"the Hugging Face Hub has no revision {revision} of {repo}: {works}") from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "no", "false", "off")
+        why = "HF_HUB_OFFLINE is set" if offline or options else "the Hugging Face Hub cannot be reached"
+        works = f"where there is a network: {command}, with the folder HF_HUB_CACHE of this machine, or copy it here"
+        raise NotOnThisMachine(f"{nothing_here} and not in the cache of the Hub, and {why}: {works}") from None
+    except Exception as error:  # of the connection, of its HTTP library
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ObjectStoreError(
+            f"{name} cannot be downloaded from the Hugging Face Hub: {what}; try {command}"
+        ) from None
