@@ -20,6 +20,7 @@ after a clean stop, and on the other nodes reports only lost connections. This o
 - The rendezvous store is in the agent of the head node. If that agent is lost, the others rejoin when it is back, for
   as long as a rendezvous may take (`--rdzv-conf join_timeout=600`).
 - Each attempt gets its own process group store, see `main`.
+- The agent of rank 0's node tells `resilience.notify` how the job ended (megafp8/training/notify.py).
 
 Exit codes, and messages of ranks: megafp8/training/errors.py.
 """
@@ -34,9 +35,11 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -58,6 +61,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 
 from megafp8.commands import COMMANDS
+from megafp8.training import notify
 from megafp8.training.errors import AGENT_PID, DONE, FAILED, NO_RESTART
 
 LOST_STORE = (RendezvousConnectionError, dist.DistNetworkError, dist.DistStoreError)
@@ -270,8 +274,8 @@ class Agent(LocalElasticAgent):
         return self.outcome or Outcome(FAILED, "error: the rendezvous is closed: another node has ended the job")
 
 
-def run(config: LaunchConfig, entrypoint: str, arguments: list[str]) -> Outcome:
-    """Run the ranks of this node until the job has ended on all nodes."""
+def run(config: LaunchConfig, entrypoint: str, arguments: list[str]) -> tuple[Outcome, bool]:
+    """Run the ranks of this node until the job has ended on all nodes. Also returns whether rank 0 was one of them."""
     restarts = config.max_restarts
     patience = float(config.rdzv_configs.get("join_timeout", 600))
     give_up = time.monotonic() + patience
@@ -281,15 +285,16 @@ def run(config: LaunchConfig, entrypoint: str, arguments: list[str]) -> Outcome:
         except RendezvousConnectionError as error:
             if time.monotonic() > give_up:
                 cause = error.__cause__ or error
-                return Outcome(FAILED, f"error: no agent answers at the head node, {config.rdzv_endpoint}: {cause}")
+                text = f"error: no agent answers at the head node, {config.rdzv_endpoint}: {cause}"
+                return Outcome(FAILED, text), False
             time.sleep(1.0)
             continue
         outcome = _attempt(agent)
         if outcome is not None:
-            return outcome
+            return outcome, agent.get_worker_group().group_rank == 0
         restarts = agent.remaining_restarts - 1
         if restarts < 0:
-            return Outcome(FAILED, f"error: lost the agent of the head node, {config.rdzv_endpoint}")
+            return Outcome(FAILED, f"error: lost the agent of the head node, {config.rdzv_endpoint}"), False
         text = f"lost the agent of the head node, {config.rdzv_endpoint}; waiting for it to be restarted"
         print(f"{text}, {restarts} restarts left", file=sys.stderr, flush=True)
         give_up = time.monotonic() + patience
@@ -391,9 +396,14 @@ def main() -> int:
         return NO_RESTART
     config, entrypoint, arguments = config_from_args(options)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
-    outcome = run(config, str(entrypoint), arguments)
-    if outcome.message:
-        print(outcome.message, file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="megafp8-agent-") as folder:
+        subscription = Path(folder) / "notify.json"
+        os.environ[notify.AGENT_FILE] = str(subscription)
+        outcome, has_rank_0 = run(config, str(entrypoint), arguments)
+        if outcome.message:
+            print(outcome.message, file=sys.stderr, flush=True)
+        if has_rank_0:
+            notify.ended(notify.of_file(subscription), outcome.code, outcome.message)
     return int(os.environ.get("STOPPED_EXIT_CODE", DONE)) if outcome.stopped else outcome.code
 
 

@@ -1030,6 +1030,9 @@ class ResilienceConfig(Section):
     GPUs with deterministic: true only. 0: never."""
     inject: list[FaultConfig] = []
     """Faults, for tests."""
+    notify: str | None = None
+    """Command that a shell runs when the run starts, restarts, stops, finishes or fails, once each, with event, run,
+    step, reason and exit code in variables and as JSON on stdin (docs/resilience.md). Default: none."""
 
 
 class LoggingConfig(Section):

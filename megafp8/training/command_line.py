@@ -31,6 +31,7 @@ from megafp8.config import (
     planned_stages,
 )
 from megafp8.redaction import redact_arguments
+from megafp8.training import notify
 from megafp8.training.errors import run_and_report
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
         _dry_run(arguments)
         return None
     config = load_config(arguments.config, arguments.overrides, _complete_model)
+    notify.subscribe(config)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_config(config, world_size, arguments.config)
     # From here on torch is needed.
@@ -191,7 +193,10 @@ def main(description: str | None, live_evaluation: Callable[[Inputs], MakeEvalua
 
     `live_evaluation`: checks what `training.evaluate` asks for, which raises ValueError, and gives what does it.
     """
-    return run_and_report(partial(run, description, live_evaluation))
+    code = run_and_report(partial(run, description, live_evaluation))
+    if not code:
+        notify.ended(notify.of_process(), code)
+    return code
 
 
 def exit_with(code: int) -> None:

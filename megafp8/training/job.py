@@ -38,7 +38,7 @@ from megafp8.parallel_state import (
 )
 from megafp8.planner.flops import describe_flops, flops_per_token
 from megafp8.text_file import DiskErrorsLogged
-from megafp8.training import cuda_graphs
+from megafp8.training import cuda_graphs, notify
 from megafp8.training.describe import describe_longrope
 from megafp8.training.determinism import describe_determinism
 from megafp8.training.divergence import diverged
@@ -132,6 +132,7 @@ def _train_stage(inputs: Inputs, shared: Shared, device: torch.device, *, first:
         return inputs.at(step)
     if first:
         record_launch(run_folder(config), parallel, step)
+        notify.started(step)
     job = Job(inputs, parallel, reader, shared, memory)
     return job.inputs.at(job.step) if job.run() else None
 
