@@ -27,7 +27,8 @@ if __package__ in (None, ""):  # started as a file
 
 import yaml
 
-from megafp8.commands.common import add_config_flags, new_parser, parse_with_config, run_tool
+from megafp8.arguments import ArgumentParser
+from megafp8.commands.common import add_config_flags, parse_with_config, run_tool
 from megafp8.config import Config, ConfigError, check_layout, load_config
 from megafp8.gpus import GPUS
 from megafp8.planner.hardware import Cluster
@@ -47,8 +48,8 @@ def _gpu(name: str) -> str:
     return known
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = new_parser(__doc__)
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     add_config_flags(parser)
     parser.add_argument("--gpus", type=int, required=True, help="number of GPUs in all")
     names = ", ".join(GPUS)
@@ -56,12 +57,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--gpu", type=_gpu, default="h100-80gb", help=f"{names}, or the chip's name; default: %(default)s"
     )
     nodes = parser.add_mutually_exclusive_group()
-    nodes.add_argument("--gpus-per-node", type=int, default=8)
+    nodes.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of each node, which NVLink connects")
     nodes.add_argument("--nodes", type=int, help="instead of --gpus-per-node")
     parser.add_argument("--top", type=int, default=5, help="layouts to print")
     parser.add_argument("--explain", action="store_true", help="print every term of the best prediction")
     parser.add_argument("--measure", action="store_true", help="measure the rates of the GPU in this machine first")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    return parser
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser()
     found = parse_with_config(parser, argv)
     if found.gpus < 1 or found.gpus_per_node < 1 or found.top < 1 or (found.nodes or 1) < 1:
         parser.error("--gpus, --gpus-per-node, --nodes and --top are at least 1")

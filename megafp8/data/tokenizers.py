@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.data.packages import MissingPackage, import_package
+from megafp8.suggestions import did_you_mean
 
 TokenizerKind = Literal["sentencepiece", "huggingface", "tiktoken", "bytes"]
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
@@ -87,7 +88,7 @@ def build_tokenizer(
         works = "give the path of the tokenizer's file"
         if Path(path).is_dir():
             raise TokenizerSettingError("path", path, "is a folder", works)
-        raise MissingTokenizer("path", path, "no such file", works)
+        raise MissingTokenizer("path", path, "no such file", did_you_mean(Path(path), works))
     try:
         if kind == "tiktoken":
             return _tiktoken(path, end_token, pattern)
