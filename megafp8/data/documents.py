@@ -25,6 +25,7 @@ from megafp8.data.styles import Document, position
 from megafp8.data.styles.registry import STYLES
 from megafp8.object_store import AnyPath, ObjectPath, as_path
 from megafp8.strict_json import parse_json
+from megafp8.suggestions import did_you_mean
 
 Content = Literal["json_lines", "text", "parquet"]
 _CONTENTS: dict[str, Content] = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json_lines")
@@ -91,7 +92,8 @@ def find_files(
             matches = [path] if path.is_file() else _matches(path)
             files = [_named_file(match, key, any_text) for match in matches if match.is_file()]
             if not files:
-                raise ValueError(f"--input {item}: no such file, and no pattern that matches one")
+                works = did_you_mean(Path(str(path)), "give files, folders or patterns")
+                raise ValueError(f"--input {item}: no such file, and no pattern that matches one; {works}")
             reason = "the pattern matches a folder or special file; files in folders are matched by **"
             others = [SkippedFile(match, reason) for match in matches if not match.is_file()]
         input_files.update(dict.fromkeys(files))
