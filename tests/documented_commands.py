@@ -142,6 +142,7 @@ def inputs(folder: Path, programs: Programs) -> None:
     run("megafp8 pretrain --config mine.yaml name=lora lora={} optimizer.average_decay=null training.steps=2")
     experts = "'model.moe={num_experts: 8, ffn_hidden_size: 64, aux_loss: 0.01}' logging.expert_load_interval=1"
     run(f"megafp8 pretrain --config mine.yaml name=moe {experts} training.steps=2")
+    run("megafp8 convert --load runs/mine --save runs/megatron --to torch_dist")
     for name in "ab":
         shutil.copytree(folder / "runs" / "mine", folder / "runs" / name)
     lines = [
