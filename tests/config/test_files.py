@@ -11,6 +11,8 @@ import yaml
 from megafp8.config import Config, ConfigError, load_config
 from tests.config.test_config import MINIMAL
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def write(folder: Path, name: str, text: str) -> str:
     path = folder / name
@@ -49,6 +51,14 @@ def test_a_chain_merges_sections_and_replaces_other_values(base: str, tmp_path: 
     assert Config.model_validate(dumped) == config
 
 
+def test_a_shipped_config_as_a_base(tmp_path: Path) -> None:
+    path = write(tmp_path, "mine.yaml", "name: mine\nbase: llama3-8b\n")
+    shipped = load_config(ROOT / "configs" / "llama3-8b.yaml", ["name=mine"])
+    assert load_config(path) == shipped
+    write(tmp_path, "llama3-8b", "name: own\nbase: mine.yaml\n")  # a file comes first
+    assert "a file cannot be its own base" in error_of(path)
+
+
 def test_a_kind_leaves_out_options_of_the_base(base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path, "other.yaml", "name: other\nbase: base.yaml\nfp8: {recipe: current, amax_epsilon: 0.5}\n")
     fp8 = load_config(path).fp8
@@ -60,7 +70,7 @@ def test_a_kind_leaves_out_options_of_the_base(base: str, tmp_path: Path, caplog
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("base: absent.yaml\nname: a\n", "line 1: base = '{folder}/absent.yaml': No such file or directory; there is"),
+        ("base: absent.yaml\nname: a\n", "line 1: base = '{folder}/absent.yaml': No such file or directory; "),
         ("base: base.yaml\n", "name = None: not inherited from base, as each run has a folder of its own; add it"),
         ("name: a\nbase: 3\n", "line 2: base = 3: this is the path of another config; for example base: "),
         ("name: a\nbase: s3://bucket/a.yaml\n", "line 2: base = 's3://bucket/a.yaml': configs are read from local"),
