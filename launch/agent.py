@@ -1,9 +1,4 @@
-"""torchrun with exit codes and clean stops of a training job: `megafp8 launch [torchrun's options] COMMAND ...`.
-
-    megafp8 launch --nproc-per-node 8 pretrain --config my.yaml parallel.tensor=2
-
-COMMAND is one of megafp8's, a script, or a module after `-m`. On several nodes: the same on each of them with `--nnodes
-N --rdzv-backend c10d --rdzv-endpoint HEAD:29400 --rdzv-id JOB`.
+"""The agent of `megafp8 launch`: torchrun's, with exit codes and clean stops of a training job (launch/command.py).
 
 torchrun's agent treats all failures alike: it restarts a job whose config is wrong, prints a traceback of its own
 after a clean stop, and on the other nodes reports only lost connections. This one is a subclass of torch's
@@ -58,8 +53,9 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.elastic.utils.store import barrier
 from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.run import config_from_args, parse_args
+from torch.distributed.run import config_from_args, get_args_parser
 
+from megafp8.arguments import ArgumentParser
 from megafp8.commands import COMMANDS
 from megafp8.training import notify
 from megafp8.training.errors import AGENT_PID, DONE, FAILED, NO_RESTART
@@ -388,7 +384,9 @@ def main() -> int:
     # store for each attempt, at a port that the agents agree on again.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ[AGENT_PID] = str(os.getpid())
-    options = with_command(parse_args(sys.argv[1:]))
+    parser = get_args_parser()
+    parser.__class__ = ArgumentParser  # for errors in the form of all others
+    options = with_command(parser.parse_args(sys.argv[1:]))
     if options.standalone:
         options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
     if options.rdzv_backend != "c10d":

@@ -45,8 +45,12 @@ def test_the_schema_knows_what_is_right_and_what_is_wrong(name: str) -> None:
     tree = yaml.safe_load(Path("sub/mine.yaml").read_text())
     validator = jsonschema.Draft202012Validator(json.loads(Path("sub", SCHEMA).read_text()))
     validator.validate(tree)
-    tree["training"]["stepps"] = 1
+    if "base" in tree:  # which was written beside it
+        assert load_config("sub/mine.yaml") == load_config(name)
+    tree.setdefault("training", {})["stepps"] = 1
     assert "stepps" in str(list(validator.iter_errors(tree)))
+    del tree["name"]
+    assert "'name' is a required property" in str(list(validator.iter_errors(tree)))
 
 
 def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:

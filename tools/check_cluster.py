@@ -36,8 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megafp8.arguments import ArgumentParser
 from megafp8.commands import machine
-from megafp8.commands.common import new_parser
 from megafp8.commands.machine import Finding, Status, judge_gpu, report
 from megafp8.commands.machine import judge_limits as machine_limits
 from megafp8.config import Config, check_layout, load_config
@@ -571,16 +571,21 @@ def _answer(ask: Callable[[], dict[str, str]]) -> tuple[dict[str, str], str]:
         return {}, str(error)
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser(__doc__)
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--config", help="also check that all ranks can read its data and write its checkpoints")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides of the config")
     parser.add_argument("--folder", type=Path, help="shared folder; default: the run's, if a config is given")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are")
     parser.add_argument("--mebibytes", type=float, help="of a message; default: 256 on CUDA, 4 on CPU")
-    parser.add_argument("--warn-below", type=float, default=0.9, help="fraction of the median rate (%(default)s)")
-    parser.add_argument("--fail-below", type=float, default=0.7, help="fraction of the median rate (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a collective may take (%(default)s)")
+    parser.add_argument("--warn-below", type=float, default=0.9, help="fraction of the median rate")
+    parser.add_argument("--fail-below", type=float, default=0.7, help="fraction of the median rate")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a collective may take")
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser()
     arguments = parser.parse_intermixed_args(argv)
     if arguments.overrides and not arguments.config:
         parser.error(f"{arguments.overrides[0]} overrides a config: give --config")

@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megafp8.commands.common import names_of, new_parser, pyplot, run_tool, text_table
+from megafp8.arguments import ArgumentParser
+from megafp8.commands.common import file_of_run, names_of, pyplot, run_tool, text_table
 from megafp8.training.metrics import read_metrics
 
 Run = dict[int, dict[str, Any]]
@@ -22,9 +23,7 @@ Run = dict[int, dict[str, Any]]
 
 def read_run(folder: Path) -> Run:
     """The run's steps by number. ValueError if there is no metrics.jsonl with steps."""
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{folder} is no run folder: it has no metrics.jsonl")
+    path = file_of_run(folder, "metrics.jsonl", "it is no run folder, or no step has ended yet")
     records = read_metrics(path)
     if not records:
         raise ValueError(f"{path} has no step")
@@ -85,11 +84,15 @@ def compare(arguments: argparse.Namespace) -> None:
         print(f"plot: {arguments.png}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = new_parser(__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER")
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER", help="runs; deviations are from the first")
     parser.add_argument("--png", type=Path, help="also plot into this file")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
     return run_tool(lambda: compare(arguments))
 
 

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megafp8.arguments import ArgumentParser
 from megafp8.conversion.adapters import adapters_alone
 from megafp8.conversion.base import Source
 from megafp8.conversion.convert import Selected, convert, verify
@@ -35,8 +36,8 @@ SINK_OPTIONS = {
 """Keywords of sinks, by format."""
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--load", required=True, metavar="PATH", help="checkpoint, or the folder of a run; or its URL")
     parser.add_argument("--save", required=True, type=Path, metavar="PATH", help="folder to make, or an empty one")
     formats = "megatron and torch_dist are Megatron-LM's --ckpt-format torch and torch_dist (docs/converting.md)"
@@ -56,6 +57,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     of.add_argument("--vocab-size", type=int, metavar="N", help="tokens before padding, where its files do not say")
     help = "Hugging Face folder of the adapted model; default: the run's checkpoint.init_from"
     parser.add_argument_group("to PEFT").add_argument("--base", metavar="PATH", help=help)
+    return parser
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = make_parser()
     arguments = parser.parse_args(argv)
     for format, options in SINK_OPTIONS.items():
         foreign = tuple(option for option in options if option not in SINK_OPTIONS.get(arguments.to, ()))

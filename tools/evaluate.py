@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from megafp8.commands.common import add_input_flags, input_files, new_parser, run_tool
+from megafp8.arguments import ArgumentParser
+from megafp8.commands.common import add_input_flags, input_files, run_tool
 from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.packages import import_package
 from megafp8.data.samples import split_documents
@@ -34,8 +35,8 @@ from megafp8.object_store import as_path
 from megafp8.parallel_state import destroy_model_parallel
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser(__doc__)
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=as_path, help="run, checkpoint or folder of Hugging Face")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     texts = parser.add_argument_group("texts and data sets")
@@ -52,7 +53,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     tasks.add_argument("--limit", type=int, help="questions of each task, from the first")
     add_model_flags(parser)
     parser.add_argument("--max-batch-tokens", type=int, default=8192, help="in a forward pass; default: %(default)s")
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    return make_parser().parse_args(argv)
 
 
 class _Texts(NamedTuple):

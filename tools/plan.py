@@ -32,7 +32,8 @@ if __package__ in (None, ""):  # started as a file
 
 import yaml
 
-from megafp8.commands.common import add_config_flags, new_parser, parse_with_config, run_tool
+from megafp8.arguments import ArgumentParser
+from megafp8.commands.common import add_config_flags, parse_with_config, run_tool
 from megafp8.config import Config, ConfigError, check_layout, load_config
 from megafp8.gpus import GPUS
 from megafp8.planner.budget import Budget, budget, mfu, number_of_tokens, tokens_per_day
@@ -73,8 +74,8 @@ def _price(text: str) -> float:
     return price
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = new_parser(__doc__)
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     add_config_flags(parser)
     parser.add_argument("--gpus", type=int, required=True, help="number of GPUs in all")
     names = ", ".join(GPUS)
@@ -82,7 +83,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--gpu", type=_gpu, default="h100-80gb", help=f"{names}, or the chip's name; default: %(default)s"
     )
     nodes = parser.add_mutually_exclusive_group()
-    nodes.add_argument("--gpus-per-node", type=int, default=8)
+    nodes.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of each node, which NVLink connects")
     nodes.add_argument("--nodes", type=int, help="instead of --gpus-per-node")
     parser.add_argument("--top", type=int, default=5, help="layouts to print")
     parser.add_argument("--tokens", type=_tokens, help="15T, 300B, 2e12: how long they take; default: those of the run")
@@ -90,6 +91,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--explain", action="store_true", help="print every term of the best prediction")
     parser.add_argument("--measure", action="store_true", help="measure the rates of the GPU in this machine first")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    return parser
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser()
     found = parse_with_config(parser, argv)
     if found.gpus < 1 or found.gpus_per_node < 1 or found.top < 1 or (found.nodes or 1) < 1:
         parser.error("--gpus, --gpus-per-node, --nodes and --top are at least 1")
@@ -97,6 +103,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if found.gpus % found.nodes:
             parser.error(f"--nodes: {found.gpus} GPUs do not divide into {found.nodes} nodes")
         found.gpus_per_node = found.gpus // found.nodes
+    if found.gpus % min(found.gpus, found.gpus_per_node):
+        parser.error(f"--gpus: {found.gpus} are no whole nodes of --gpus-per-node {found.gpus_per_node}")
     return found
 
 

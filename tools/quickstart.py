@@ -18,7 +18,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-from megafp8.commands.common import new_parser
+from megafp8.arguments import ArgumentParser
 
 DATA = Path("data/quickstart")
 CHECKPOINTS = Path("runs/quickstart/checkpoints")
@@ -46,10 +46,14 @@ def write_file_list() -> Path:
     return path
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = new_parser(__doc__)
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config, e.g. training.steps=20")
-    overrides = parser.parse_args(argv).overrides
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    overrides = make_parser().parse_args(argv).overrides
     start = time.monotonic()
     model, prefix = DATA / "tokenizer.model", DATA / "stdlib"
     files = write_file_list()

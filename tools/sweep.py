@@ -38,7 +38,8 @@ from typing import Any
 if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megafp8.commands.common import add_config_flags, new_parser, parse_with_config, run_tool, text_table
+from megafp8.arguments import ArgumentParser
+from megafp8.commands.common import add_config_flags, parse_with_config, run_tool, text_table
 from megafp8.config import load_config
 from megafp8.config.files import file_of
 from megafp8.text_file import replace_text
@@ -284,14 +285,19 @@ def best_lines(results: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"lowest {what}: {best[key]:.5f}, {best['run']}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = new_parser(__doc__)
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     add_config_flags(parser)
     parser.add_argument("--folder", type=Path, help="of the runs; default: <run_dir>/<name>-sweep of the config")
     parser.add_argument("--nproc-per-node", type=int, help="processes of each run, by megafp8 launch; default: one")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--slurm", metavar="OPTIONS", help=f"submit an array of {SCRIPT} with these options of sbatch")
     where.add_argument("--table", action="store_true", help="start nothing, print the table of what has been run")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser()
     arguments = parse_with_config(parser, argv)
     if arguments.nproc_per_node is not None and arguments.nproc_per_node < 1:
         parser.error("--nproc-per-node is at least 1")

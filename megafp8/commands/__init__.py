@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from megafp8 import __version__
 from megafp8.shipped import PACKAGE, is_checkout
@@ -19,7 +20,7 @@ COMMANDS = {
     "quickstart": "tools.quickstart",
     "init": "megafp8.commands.init",
     "pretrain": "megafp8.commands.pretrain",
-    "launch": "launch.agent",
+    "launch": "launch.command",
     "plan": "tools.plan",
     "doctor": "megafp8.commands.doctor",
     "check-cluster": "tools.check_cluster",
@@ -39,6 +40,7 @@ COMMANDS = {
     "plot-run": "tools.plot_run",
     "plot-schedule": "tools.plot_schedule",
     "plot-expert-load": "tools.plot_expert_load",
+    "completion": "megafp8.commands.completion",
 }
 """Subcommands, and the modules whose `main` they are."""
 
@@ -49,6 +51,17 @@ def file_of(name: str) -> Path:
     first, *rest = module.split(".")
     root = PACKAGE.parent if first == "megafp8" or is_checkout() else PACKAGE
     return root.joinpath(first, *rest).with_suffix(".py")
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a subcommand, with its `main` and `make_parser`."""
+    module = COMMANDS[name]
+    if not module.startswith("megafp8."):
+        if is_checkout():
+            sys.path.insert(0, str(PACKAGE.parent))
+        else:
+            module = f"megafp8.{module}"
+    return import_module(module)
 
 
 def summary(name: str) -> str:
@@ -82,12 +95,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         works = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
         print(f"error: megafp8 has no command {name!r}; {works}", file=sys.stderr)
         return 2
-    module = COMMANDS[name]
-    if not module.startswith("megafp8."):
-        if is_checkout():
-            sys.path.insert(0, str(PACKAGE.parent))
-        else:
-            module = f"megafp8.{module}"
     sys.argv = [f"megafp8 {name}", *arguments]  # argparse's name of the program
-    code: int = import_module(module).main()
+    code: int = module_of(name).main()
     return code

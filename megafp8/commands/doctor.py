@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megafp8 import __version__
-from megafp8.commands.common import new_parser
+from megafp8.arguments import ArgumentParser
 from megafp8.commands.machine import Finding, ask_gpu, judge_gpu, judge_limits, limits, report
 from megafp8.shipped import PACKAGE, is_checkout
 from megafp8.user_cache import user_cache
@@ -242,8 +242,12 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
+def make_parser() -> ArgumentParser:
+    return ArgumentParser(description=__doc__)
+
+
 def main(argv: list[str] | None = None) -> int:
-    new_parser(__doc__).parse_args(argv)
+    make_parser().parse_args(argv)
     found = check()
     print(report(found))
     return int(any(finding.status == "fail" for finding in found))

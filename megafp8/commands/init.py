@@ -19,7 +19,8 @@ import textwrap
 from pathlib import Path
 
 from megafp8 import __version__
-from megafp8.commands.common import new_parser, run_tool
+from megafp8.arguments import ArgumentParser
+from megafp8.commands.common import run_tool
 from megafp8.shipped import shipped, shipped_configs
 from megafp8.suggestions import near_name
 
@@ -123,11 +124,15 @@ def init(name: str | None, file: Path | None) -> None:
         write_config(name.removesuffix(".yaml"), file)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = new_parser(__doc__)
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("name", nargs="?", help="a shipped config, or launch; without it they are listed")
     parser.add_argument("file", nargs="?", type=Path, help="file, or folder, to write; default: NAME.yaml, or launch/")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
     return run_tool(lambda: init(arguments.name, arguments.file))
 
 

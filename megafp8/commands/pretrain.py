@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megafp8.arguments import ArgumentParser
 from megafp8.training import command_line
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ def live_evaluation(inputs: Inputs) -> MakeEvaluation:
 
     live.check(inputs)
     return live.LiveEvaluation
+
+
+def make_parser() -> ArgumentParser:
+    return command_line.make_parser(__doc__)
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """The config of a run: its fields (`schema`), read from YAML (`load`), checked as a whole (`checks`)."""
 
-from megafp8.config.checks import check_layout, fewest_ranks
+from megafp8.config.checks import canonical_streams_problem, check_layout, fewest_ranks
 from megafp8.config.errors import ConfigError, Problem
 from megafp8.config.json_schema import json_schema
 from megafp8.config.load import config_and_overrides, load_config
@@ -30,6 +30,7 @@ from megafp8.config.schema import (
     StageConfig,
     TokenizerConfig,
     TrainingConfig,
+    is_text,
 )
 from megafp8.config.stages import PlannedStage, config_at, end_of_stage, planned_stages, stage_at
 
@@ -68,11 +69,13 @@ __all__ = [
     "TokenizerConfig",
     "TrainingConfig",
     "YarnConfig",
+    "canonical_streams_problem",
     "check_layout",
     "config_and_overrides",
     "config_at",
     "end_of_stage",
     "fewest_ranks",
+    "is_text",
     "json_schema",
     "load_config",
     "planned_stages",

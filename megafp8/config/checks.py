@@ -51,6 +51,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _lora,
         _tokenizer,
         _packing,
+        _text,
         _objective,
         encoder_checks.data,
         _blend,
@@ -86,7 +87,15 @@ def fewest_ranks(configs: Sequence[Config]) -> int:
 
 
 def _problems_on_ranks(config: Config, world_size: int) -> list[Problem]:
-    rules = (_counts, _batch, _fsdp_replicas, expert_ranks, resilience_checks.faults, _profiled_ranks)
+    rules = (
+        _counts,
+        _batch,
+        _fsdp_replicas,
+        expert_ranks,
+        resilience_checks.faults,
+        _profiled_ranks,
+        _streams_of_ranks,
+    )
     return [problem for rule in rules for problem in rule(config, world_size)]
 
 
@@ -150,6 +159,55 @@ def _packing(config: Config) -> Iterator[Problem]:
     rule = "each document attends only to itself and padding has no loss, so it needs two more keys"
     works = "try data.reset_at_documents=true data.mask_eod_loss=true, or data.packing=concatenate"
     yield Problem("data.packing", d.packing, rule, works)
+
+
+def _text(config: Config) -> Iterator[Problem]:
+    """What does not work with text that is tokenized while the run trains."""
+    d, text = config.data, config.data.text
+    if not text:
+        if d.streams != type(d.streams)():
+            rule = "it is about text in data.train or data.validation, and there is none"
+            yield Problem("data.streams", "set", rule, "leave it out")
+        return
+    key, path = text[0]
+    given = f"{key}, {path}, is text that is tokenized while the run trains"
+    if d.tokenizer is None:
+        yield Problem("data.tokenizer", None, given, "set it, or write .bin/.idx files by megafp8 preprocess")
+    if d.packing != "concatenate":
+        rule = f"{given}, and how long its documents are is not known before"
+        yield Problem(
+            "data.packing", d.packing, rule, "try concatenate, or write .bin/.idx files by megafp8 preprocess"
+        )
+    if d.loss_on is not None:
+        rule = f"{given}, without a loss mask"
+        yield Problem("data.loss_on", d.loss_on, rule, "leave it out, or write .bin/.idx files by megafp8 preprocess")
+    in_train = [path for key, path in text if key == "data.train"]
+    if in_train and len(d.train) > 1 and not isinstance(d.train, dict):
+        rule = f"a list is weighted by numbers of tokens, and that of {in_train[0]} is not known"
+        yield Problem("data.train", d.train, rule, "give shares of the samples: {path: weight}")
+    if config.training.eval_interval and len(in_train) == len(set(d.train)) and not d.validation:
+        rule = f"{given}, of which data.split takes no documents"
+        yield Problem("training.eval_interval", config.training.eval_interval, rule, "give data.validation, or try 0")
+
+
+def _streams_of_ranks(config: Config, world_size: int) -> Iterator[Problem]:
+    """The canonical streams of each data-parallel rank must always be the same ones."""
+    count = config.data.streams.canonical_streams
+    if config.data.text and count is not None:
+        yield from canonical_streams_problem(config, world_size, count)
+
+
+def canonical_streams_problem(config: Config, world_size: int, count: int) -> Iterator[Problem]:
+    """What is wrong with `count` canonical streams."""
+    t, p = config.training, config.parallel
+    ranks = world_size // (p.tensor * p.pipeline * p.context)
+    together = t.micro_batch_size * ranks
+    if together and count % together:
+        rule = (
+            f"not a multiple of training.micro_batch_size ({t.micro_batch_size}) times {ranks} data-parallel ranks, so "
+            "a rank would not have the same streams in each step"
+        )
+        yield Problem("data.streams.canonical_streams", count, rule, f"try {-(-count // together) * together}")
 
 
 def _objective(config: Config) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
@@ -826,6 +827,19 @@ class FillInTheMiddleConfig(ObjectiveConfig):
             yield Problem("data.loss_on", config.data.loss_on, rule, f"leave it out, {off}")
 
 
+class StreamsConfig(Section):
+    """Text of data.train and data.validation that is tokenized while the run trains (docs/streaming.md)."""
+
+    text_key: str = "text"
+    """Key of JSON lines, or column of parquet, that holds the text."""
+    canonical_streams: PositiveInt | None = None
+    """Number of streams that documents are dealt to; sample i is of stream i mod this number. It decides the order of
+    samples, so it stays as it was when the run began. A multiple of training.micro_batch_size times the data-parallel
+    size. Default: training.global_batch_size when the run began, which is one in every layout."""
+    skip_errors: bool = False
+    """Leave out documents that cannot be read or tokenized, each with a warning. Default: they end the run."""
+
+
 class ObjectCacheConfig(Section):
     """Local cache of data sets in object storage (docs/object-storage.md), which processes and runs may share."""
 
@@ -839,15 +853,31 @@ class ObjectCacheConfig(Section):
     of the data, as shuffled documents use only a part of each."""
 
 
+_TEXT_SUFFIXES = (".json", ".jsonl", ".ndjson", ".txt", ".parquet")
+_COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
+
+
+def is_text(path: str) -> bool:
+    """Whether an entry of data.train is text, and no prefix of .bin/.idx files: by its name, or as it is a folder."""
+    name = path
+    for suffix in _COMPRESSIONS:
+        name = name.removesuffix(suffix)
+    if name.endswith((*_TEXT_SUFFIXES, "/")) or any(x in path for x in "*?[") or path.startswith("hf://"):
+        return True
+    return "://" not in path and Path(path).is_dir() and not Path(f"{path}.idx").exists()
+
+
 class DataConfig(Section):
     """Data sets and their tokenizer."""
 
     train: list[str] | dict[str, PositiveFloat] = Field(min_length=1)
-    """Prefixes of .bin/.idx files: paths, or URLs of object storage such as s3://bucket/corpus. A list weights data
-    sets by their number of training tokens (of samples if packing is best_fit), so that all finish an epoch at the same
-    time; a blend {prefix: weight} sets their shares of the samples, in any unit. A prefix that is listed twice counts
-    twice. When a run resumes, weights may change and data sets may be added or removed: each continues with the samples
-    that it has not given."""
+    """Prefixes of .bin/.idx files, or text that is tokenized while the run trains (docs/streaming.md): JSON lines,
+    parquet and plain text, compressed or not, folders and patterns of these such as corpus/*.jsonl.zst. Both are paths
+    or URLs such as s3://bucket/corpus; text may be at hf://datasets/org/name. A list weights data sets by their number
+    of training tokens (of samples if packing is best_fit), so that all finish an epoch at the same time; a blend
+    {prefix: weight} sets their shares of the samples, in any unit. A prefix that is listed twice counts twice. When a
+    run resumes, weights may change and data sets may be added or removed: each continues with the samples that it has
+    not given."""
     packing: Literal["concatenate", "best_fit", "sentences"] = "concatenate"
     """How documents fill samples. concatenate: shuffled documents one after the other, cut where a sample ends.
     best_fit: each document whole in one sample, by best-fit decreasing; only those longer than a sample are cut, and
@@ -856,8 +886,9 @@ class DataConfig(Section):
     sentences: a run of sentences of one document, as many as fit, the rest padding; for data sets of
     megafp8 preprocess --split-sentences, and models with model.binary_head."""
     validation: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")], str] = {}
-    """Data sets for validation by name, {name: prefix of .bin/.idx files}: all their documents, apart from those that
-    split takes from training data. The loss of each is the metric valid/<name>. They may change when a run resumes."""
+    """Data sets for validation by name, {name: prefix of .bin/.idx files, or text}: all their documents, apart from
+    those that split takes from training data. The loss of each is the metric valid/<name>. They may change when a run
+    resumes."""
     validation_by_source: bool = False
     """Also measure the validation loss of each data set of data.train, on its documents for validation (split): the
     metric valid/<the last part of its prefix>, or valid/<prefix> where several have the same."""
@@ -889,11 +920,20 @@ class DataConfig(Section):
     span_corruption: SpanCorruptionConfig = SpanCorruptionConfig()
     """Spans to restore, with model.architecture t5."""
     num_workers: Annotated[int, Field(ge=0, le=1024), INTEGER] = 0
-    """Number of loader processes per rank. 0: load in the training process."""
+    """Number of loader processes per rank; of text, of processes that tokenize. 0: load in the training process."""
+    streams: StreamsConfig = StreamsConfig()
+    """Text that is tokenized while the run trains."""
     index_cache: str | None = None
     """Folder on local disk for sample indices. Default: in the user's cache folder."""
     object_cache: ObjectCacheConfig = ObjectCacheConfig()
     """Where data sets in object storage are kept on local disk."""
+
+    @property
+    def text(self) -> list[tuple[str, str]]:
+        """Key and path of each data set that is tokenized while the run trains."""
+        named = [("data.train", path) for path in self.train]
+        named += [(f"data.validation.{name}", path) for name, path in self.validation.items()]
+        return [(key, path) for key, path in named if is_text(path)]
 
     @property
     def objectives(self) -> dict[str, ObjectiveConfig]:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.data.samples import PackedDataset
+from megafp8.data.text_source import TextSource
 
 BLOCK = 1024
 
@@ -96,27 +97,38 @@ class Segment:
 
 @dataclass(frozen=True)
 class Blend:
-    """`datasets` blended by `segment`."""
+    """`datasets` blended by `segment`. Samples of text sources are read in order alone (`text_stream`)."""
 
-    datasets: Sequence[PackedDataset]
+    datasets: Sequence[PackedDataset | TextSource]
     segment: Segment
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Global sample `index`, int64 `[seq_length + 1]`. Raises DataError."""
-        source, number = self.segment.locate(index)
-        return self.datasets[source][number]
+        packed, number = self._locate(index)
+        return packed[number]
 
     def parts(self, index: int) -> list[NDArray[Any]]:
         """The pieces of documents that global sample `index` consists of. Raises DataError."""
-        source, number = self.segment.locate(index)
-        return self.datasets[source].parts(number)
+        packed, number = self._locate(index)
+        return packed.parts(number)
 
     @property
     def is_remote(self) -> bool:
         """Whether some data set is in object storage."""
-        return any(packed.dataset.is_remote for packed in self.datasets)
+        return any(isinstance(x, PackedDataset) and x.dataset.is_remote for x in self.datasets)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether some data set is tokenized while the run trains."""
+        return any(isinstance(x, TextSource) for x in self.datasets)
 
     def fetch_ahead(self, index: int) -> None:
         """Begin to download what `parts` of global sample `index` will read. Raises DataError."""
+        packed, number = self._locate(index)
+        packed.fetch_ahead(number)
+
+    def _locate(self, index: int) -> tuple[PackedDataset, int]:
         source, number = self.segment.locate(index)
-        self.datasets[source].fetch_ahead(number)
+        packed = self.datasets[source]
+        assert isinstance(packed, PackedDataset)
+        return packed, number

@@ -25,6 +25,7 @@ from megafp8.data.styles import Document, position
 from megafp8.data.styles.registry import STYLES
 from megafp8.object_store import AnyPath, ObjectPath, as_path
 from megafp8.strict_json import parse_json
+from megafp8.suggestions import did_you_mean
 
 Content = Literal["json_lines", "text", "parquet"]
 _CONTENTS: dict[str, Content] = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json_lines")
@@ -59,13 +60,15 @@ def find_files(
     any_text: bool = False,
     style: str = "text",
     more_keys: Sequence[str] = (),
+    flag: str = "--input",
 ) -> tuple[list[InputFile], list[SkippedFile]]:
     """Files that `inputs` (files, folders, globs, URLs) name, in a fixed order, each once for each of its keys.
 
     `json_keys` is one key for all inputs or one for each, of the first key of the `style`; `more_keys` are the others.
     Folders are searched for files with known suffixes, or with
     `any_text`, which reads every file as one document, for all files; the second list has their other files. A file
-    that is itself an input, or matches a glob, is read as JSON lines if its suffix is unknown.
+    that is itself an input, or matches a glob, is read as JSON lines if its suffix is unknown. `flag`: names an input
+    in errors.
 
     Raises ValueError if an input names no file that can be read, or a package to read one is missing.
     """
@@ -86,12 +89,13 @@ def find_files(
             files, others = _search(path, key, any_text)
             if not files:
                 seen = f"; it holds {others[0].path} ({others[0].reason})" if others else "; it is empty"
-                raise ValueError(f"--input {item}: no file in this folder can be read{seen}")
+                raise ValueError(f"{flag} {item}: no file in this folder can be read{seen}")
         else:
             matches = [path] if path.is_file() else _matches(path)
-            files = [_named_file(match, key, any_text) for match in matches if match.is_file()]
+            files = [_named_file(match, key, any_text, flag) for match in matches if match.is_file()]
             if not files:
-                raise ValueError(f"--input {item}: no such file, and no pattern that matches one")
+                works = did_you_mean(Path(str(path)), "give files, folders or patterns")
+                raise ValueError(f"{flag} {item}: no such file, and no pattern that matches one; {works}")
             reason = "the pattern matches a folder or special file; files in folders are matched by **"
             others = [SkippedFile(match, reason) for match in matches if not match.is_file()]
         input_files.update(dict.fromkeys(files))
@@ -129,11 +133,11 @@ def _classify(path: AnyPath, keys: _Keys, any_text: bool, default: Content | Non
     return InputFile(path, content, compression, *keys)
 
 
-def _named_file(path: AnyPath, keys: _Keys, any_text: bool) -> InputFile:
+def _named_file(path: AnyPath, keys: _Keys, any_text: bool, flag: str) -> InputFile:
     """How a file is read that is itself an input. Raises ValueError if it cannot be."""
     file = _classify(path, keys, any_text, "json_lines")
     if isinstance(file, str):
-        raise ValueError(f"--input {path}: {file}")
+        raise ValueError(f"{flag} {path}: {file}")
     return file
 
 
@@ -246,6 +250,48 @@ def read_documents(
             yield Document(str(file.path), None, f"cannot be read: {error}")
 
 
+def read_part(file: InputFile, start: int = 0, stop: int | None = None) -> Iterator[Document]:
+    """The documents of a part of a file, in order: of parquet the row groups [start, stop), of JSON lines that are not
+    compressed the lines that begin in the bytes [start, stop). Without `stop` of the whole file, of any kind."""
+    try:
+        if file.content == "parquet":
+            yield from _read_parquet(file, start, stop)
+        elif stop is not None:
+            yield from _read_block(file, start, stop)
+        else:
+            yield from read_documents([file])
+    except OSError as error:
+        yield Document(str(file.path), None, f"cannot be read: {error}")
+
+
+def _read_block(file: InputFile, start: int, stop: int) -> Iterator[Document]:
+    """The JSON lines that begin in a range of bytes."""
+    with file.path.open("rb") as stream:
+        place = start
+        if start:  # the line that holds the byte before begins earlier
+            stream.seek(start - 1)
+            place = start - 1 + len(stream.readline())
+        while place < stop and (line := stream.readline()):
+            origin, place = f"{file.path}, line at byte {place}", place + len(line)
+            line = line.removeprefix(_BOM)
+            if line.strip():
+                yield _parse_line(line, origin, file)
+
+
+def row_groups(file: InputFile) -> list[int]:
+    """Bytes of each row group of a parquet file. Raises ValueError if it cannot be read."""
+    parquet = import_package("pyarrow.parquet", "reading .parquet files")
+    try:
+        metadata = parquet.ParquetFile(_parquet_input(file.path)).metadata
+        return [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
+    except _READ_ERRORS as error:
+        raise ValueError(f"{file.path} cannot be read: {error}") from None
+
+
+def _parquet_input(path: AnyPath) -> Any:
+    return path.open("rb") if isinstance(path, ObjectPath) else path
+
+
 def _wide_encoding(head: bytes) -> str | None:
     """UTF-16 or UTF-32 if the first 12 bytes of a text have their byte order mark, or are ASCII in one of them."""
     for encoding in ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be"):
@@ -305,12 +351,12 @@ def _missing(file: InputFile, found: list[str], what: str) -> str:
     return f"has no {what} {name!r} (it has {', '.join(found[:10])}); {key.flag} names the {key.meaning}"
 
 
-def _read_parquet(file: InputFile) -> Iterator[Document]:
-    """Row groups are read one by one, so that a damaged one costs only its own rows."""
+def _read_parquet(file: InputFile, start: int = 0, stop: int | None = None) -> Iterator[Document]:
+    """The row groups [start, stop), read one by one, so that a damaged one costs only its own rows."""
     parquet = import_package("pyarrow.parquet", "reading .parquet files")
     path, style = file.path, STYLES[file.style]
     try:
-        table = parquet.ParquetFile(path.open("rb") if isinstance(path, ObjectPath) else path)
+        table = parquet.ParquetFile(_parquet_input(path))
         present = table.schema_arrow.names
         names = style.names(file.keys, present)
         if not set(names) <= set(present):
@@ -320,8 +366,8 @@ def _read_parquet(file: InputFile) -> Iterator[Document]:
     except _READ_ERRORS as failure:
         yield Document(str(path), None, f"cannot be read: {failure}")
         return
-    first = 1
-    for group, rows in enumerate(groups):
+    for group in range(start, len(groups) if stop is None else stop):
+        first, rows = 1 + sum(groups[:group]), groups[group]
         row = first
         try:
             for batch in table.iter_batches(row_groups=[group], columns=list(names)):
@@ -330,7 +376,6 @@ def _read_parquet(file: InputFile) -> Iterator[Document]:
                     row += 1
         except _READ_ERRORS as error:
             yield Document(f"{path}, rows {row} to {first + rows - 1}", None, f"cannot be read: {error}")
-        first += rows
 
 
 def _parquet_values(column: Any) -> Iterator[Any]:

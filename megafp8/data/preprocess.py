@@ -128,7 +128,7 @@ def _tokenized(
     documents: Iterable[Document], tokenizer: TokenizerSettings, workers: int, method: Method
 ) -> Generator[tuple[Document, Tokens | None], None, None]:
     """`documents` in order with their tokens; None for those without text or with an error."""
-    make = partial(_make_tokenize, tokenizer, method)
+    make = partial(make_tokenize, tokenizer, method)
     chunks = map_in_order(make, _chunks(documents), workers=workers, describe=_describe)
     with contextlib.closing(chunks):
         for chunk, results in chunks:
@@ -164,7 +164,7 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, values))
 
 
-def _make_tokenize(
+def make_tokenize(
     tokenizer: TokenizerSettings, method: Method
 ) -> Callable[[Sequence[Document]], list[Tokens | str | None]]:
     """The function of a worker: the tokens of each document, None for one without text, or the tokenizer's error."""

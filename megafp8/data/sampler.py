@@ -117,7 +117,8 @@ class _Samples(Dataset[Any]):
         return {"blend": blend, "objective": self.objective}
 
 
-def _collate(rows: list[Any], objective: Objective) -> Batch | DataError:
+def collate(rows: list[Any], objective: Objective) -> Batch | DataError:
+    """The micro-batch of (number of the sample, row); the first of them that is a DataError in its place."""
     for row in rows:
         if isinstance(row, DataError):
             return row
@@ -156,7 +157,7 @@ def batches(
     loader: DataLoader[Any] = DataLoader(
         _Samples(dataset, objective),
         batch_sampler=cast(Any, wanted),
-        collate_fn=partial(_collate, objective=objective),
+        collate_fn=partial(collate, objective=objective),
         num_workers=num_workers,
         pin_memory=pin_memory,
         multiprocessing_context="spawn" if num_workers else None,

@@ -246,6 +246,11 @@ class PackedDataset:
                     self.loss_mask.fetch_ahead(*span)
 
     @property
+    def prefix(self) -> str:
+        """Path or URL of the data set, without suffix."""
+        return self.dataset.prefix
+
+    @property
     def fingerprint(self) -> str:
         """Identity of the contents, those of the loss mask included."""
         if self.loss_mask is None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megafp8.data.hub import TOKENIZER_FILES, NotOnThisMachine, is_hub_name, local_folder
 from megafp8.data.packages import MissingPackage, import_package
+from megafp8.suggestions import did_you_mean
 
 TokenizerKind = Literal["sentencepiece", "huggingface", "tiktoken", "bytes"]
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
@@ -123,7 +124,9 @@ def tokenizer_file(kind: TokenizerKind, path: str) -> str:
         raise TokenizerSettingError("path", path, f"{rule}; looked for {', '.join(_FILES[kind])}", "give its file")
     if kind == "tiktoken" and not given.exists():
         return path
-    raise MissingTokenizer("path", path, "no such file", "give the path of the tokenizer's file")
+    raise MissingTokenizer(
+        "path", path, "no such file", did_you_mean(Path(path), "give the path of the tokenizer's file")
+    )
 
 
 def _fingerprint(kind: str, content: bytes, **changed: str | int | None) -> str:

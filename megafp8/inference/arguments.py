@@ -19,7 +19,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--tensor", type=int, default=1, help="tensor-parallel size")
     model.add_argument("--pipeline", type=int, default=1, help="pipeline-parallel size")
     model.add_argument("--expert", type=int, default=1, help="expert-parallel size, a divisor of --tensor")
-    model.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    model.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one")
     model.add_argument("--threads", type=int, help="on a CPU; default: one on each core, divided over the ranks")
     model.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="default: that of the checkpoint")
     model.add_argument("--no-fp8", action="store_true", help="compute in high precision what was trained in FP8")

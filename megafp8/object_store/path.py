@@ -35,7 +35,17 @@ DELAYS = (1.0, 4.0, 16.0)
 """Seconds before each further attempt of reading or writing contents."""
 _SHORT_DELAYS = (1.0,)  # of finding out what there is, so that a wrong address is told soon
 
-_VERSION_KEYS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "last_modified", "LastModified", "updated")
+_VERSION_KEYS = (
+    "ETag",
+    "etag",
+    "generation",
+    "md5Hash",
+    "content_md5",
+    "blob_id",
+    "last_modified",
+    "LastModified",
+    "updated",
+)
 _LOCAL_VERSION_KEYS = ("mtime", "created")
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, ~/.aws/credentials, or a role of the machine",

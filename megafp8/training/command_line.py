@@ -11,17 +11,16 @@ import argparse
 import gc
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megafp8.arguments import ArgumentParser, UsageError
 from megafp8.config import (
     Config,
     ConfigError,
     PlannedStage,
-    Problem,
     check_layout,
     config_and_overrides,
     end_of_stage,
@@ -30,7 +29,6 @@ from megafp8.config import (
     load_config,
     planned_stages,
 )
-from megafp8.redaction import redact_arguments
 from megafp8.training import notify
 from megafp8.training.errors import run_and_report
 
@@ -47,13 +45,11 @@ def _ranks(text: str) -> int:
     return ranks
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(ArgumentParser):
     """Raises errors instead of printing them: all ranks find the same error, and one of them reports it."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(
-            "command line", [Problem("(arguments)", shlex.join(redact_arguments(sys.argv[1:])), message, "see --help")]
-        )
+        raise UsageError(self.usage_error(message))
 
 
 class _Once(argparse.Action):
@@ -66,8 +62,8 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def parse_arguments(description: str | None) -> argparse.Namespace:
-    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None) -> ArgumentParser:
+    parser = _Parser(description=description)
     parser.add_argument("--config", action=_Once, help="the YAML file of the run; or the first argument")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, e.g. parallel.tensor=2")
     shown = "print rank layout, parameters, memory per rank, time of a step, linear layers and data sets, then stop"
@@ -77,6 +73,11 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     help = "with --dry-run: print the config with all defaults too"
     parser.add_argument("--verbose", action="store_true", help=help)
     parser.add_argument("--print-schema", action="store_true", help="print the JSON schema of the config, then stop")
+    return parser
+
+
+def parse_arguments(description: str | None) -> argparse.Namespace:
+    parser = make_parser(description)
     arguments = parser.parse_intermixed_args()
     arguments.config, arguments.overrides = config_and_overrides(arguments.config, arguments.overrides)
     if not arguments.config and not arguments.print_schema:

@@ -8,21 +8,32 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import ProcessGroup
 
 from megafp8.batch import Batch
-from megafp8.config import Config, ConfigError, Problem, StageConfig, config_at, stage_at
+from megafp8.config import Config, ConfigError, Problem, StageConfig, config_at, is_text, stage_at
 from megafp8.data import DataError
 from megafp8.data.blend import Blend, Segment, shares
+from megafp8.data.documents import find_files
 from megafp8.data.indexed_dataset import IndexedDataset, bin_path, check_dataset, idx_path
 from megafp8.data.packing import BestFit
 from megafp8.data.progress import Conflict, Identity, Progress, Source, combine
 from megafp8.data.sampler import batches as batch_stream
 from megafp8.data.samples import PackedDataset, split_documents
-from megafp8.data.tokenizers import MissingTokenizer, Tokenizer, TokenizerSettingError, build_tokenizer
+from megafp8.data.text_source import TextSource
+from megafp8.data.text_stream import StreamPositions
+from megafp8.data.text_stream import batches as text_batches
+from megafp8.data.tokenizers import (
+    MissingTokenizer,
+    Tokenizer,
+    TokenizerSettingError,
+    TokenizerSettings,
+    build_tokenizer,
+)
 from megafp8.distributed.collectives import all_gather_objects
 from megafp8.object_store.cache import ObjectCache, default_cache
 from megafp8.objectives import Objective
@@ -57,12 +68,35 @@ class DataSet:
 
 
 @dataclass(frozen=True)
+class TextSet:
+    """Text of `data.train`, tokenized while the run trains, which is all for training."""
+
+    prefix: str
+    train: TextSource
+    validation: None = None
+
+    def source(self, weight: float) -> Source:
+        """This text in the record of the run's progress."""
+        contents, length = self.train.fingerprint, self.train.seq_length
+        return Source(self.prefix, contents, range(0), 0, weight, "concatenate", length)
+
+    def in_streams(self, count: int) -> TextSet:
+        """The same text in `count` canonical streams."""
+        return replace(self, train=self.train.in_streams(count))
+
+    @property
+    def identity(self) -> Identity:
+        return self.source(1.0).identity
+
+
+@dataclass(frozen=True)
 class Inputs:
     """Tokenizer and data of a run. `validation` is None if there is no evaluation, or no documents for it.
 
     `config`: of the present stage; `run`: as the user gave it, with all stages.
     `validation_sets`: those of `data.validation`, by name.
     `train` and `validation` mix the data sets according to `progress`, which is that of a new run until `resumed`.
+    `positions`: of the canonical streams of `train`, which `batches` moves on; None if it has no text.
     `objective` makes micro-batches of their samples.
     """
 
@@ -70,12 +104,13 @@ class Inputs:
     run: Config
     stage: StageConfig | None
     tokenizer: Tokenizer | None
-    data_sets: Sequence[DataSet]
+    data_sets: Sequence[DataSet | TextSet]
     progress: Progress
     train: Blend
     validation: Blend | None
     validation_sets: Mapping[str, Blend]
     objective: Objective
+    positions: StreamPositions | None = None
 
     @property
     def fingerprint(self) -> str | None:
@@ -87,7 +122,7 @@ class Inputs:
         """The documents for validation of each data set alone, by name, if data.validation_by_source is set."""
         if self.validation is None or not self.config.data.validation_by_source:
             return {}
-        packed = {x.dataset.prefix: x for x in self.validation.datasets}
+        packed = {x.prefix: x for x in self.validation.datasets}
         names = Counter(prefix.rpartition("/")[2] for prefix in packed)
         names.update(list(self.validation_sets))
         sources = {}
@@ -105,8 +140,19 @@ class Inputs:
     ) -> Iterator[list[Batch]]:
         """This rank's micro-batches of `dataset`, step by step, after the first `consumed_samples`."""
         t = self.config.training
-        return batch_stream(
-            dataset,
+        read: Callable[..., Iterator[list[Batch]]] = partial(batch_stream, dataset)
+        if dataset.has_text:
+            given, streams = self.config.data.tokenizer, self.config.data.streams
+            assert given is not None, "config.checks"
+            positions = self.positions if dataset is self.train else None
+            read = partial(
+                text_batches,
+                dataset,
+                positions or StreamPositions(_streams_of(dataset)),
+                tokenizer=TokenizerSettings(given.kind, given.path, given.end_token, given.pattern),
+                skip_errors=streams.skip_errors,
+            )
+        return read(
             consumed_samples=consumed_samples,
             global_batch_size=t.global_batch_size,
             micro_batch_size=t.micro_batch_size,
@@ -139,14 +185,53 @@ class Inputs:
         recorded = recorded.after(saved["consumed_samples"], self.config.seed)
         sources = _sources(data.train, self.data_sets, recorded.list_weights)
         if not data.restart_changed:
-            problems = [_problem(conflict, data.split, then["split"]) for conflict in recorded.conflicts(sources)]
+            files = saved.get("data", {}).get("streams", {}).get("files", {})
+            problems = [
+                self._changed_text(conflict, files) or _problem(conflict, data.split, then["split"])
+                for conflict in recorded.conflicts(sources)
+            ]
             if problems:
                 raise ConfigError(f"checkpoint of step {saved['step']}", problems)
         progress, changes = recorded.proceed(sources, saved["consumed_samples"], self.config.seed)
         progress, lengths = self._with_own_lengths(progress, f"checkpoint of step {saved['step']}")
         changes += lengths
-        train, validation = _blends(self.data_sets, progress, self.config.seed)
-        return replace(self, progress=progress, train=train, validation=validation), changes
+        positions, data_sets = self._resumed_positions(saved), self.data_sets
+        if positions is not None:
+            count = positions.canonical_streams
+            data_sets = [x.in_streams(count) if isinstance(x, TextSet) else x for x in data_sets]
+        train, validation = _blends(data_sets, progress, self.config.seed)
+        resumed = replace(self, data_sets=data_sets, progress=progress, train=train, validation=validation)
+        return replace(resumed, positions=positions), changes
+
+    def _changed_text(self, conflict: Conflict, files: Mapping[str, Any]) -> Problem | None:
+        """The error of text of which a file has changed; None if that is not the conflict. `files`: as recorded."""
+        now = next(
+            (x.train for x in self.data_sets if isinstance(x, TextSet) and x.prefix == conflict.source.prefix), None
+        )
+        then = files.get(conflict.recorded.contents or "")
+        if now is None or then is None:
+            return None
+        before, after = {x[0]: list(x) for x in then}, {x.name: list(x) for x in now.versions}
+        names = sorted({*before, *after})
+        changed = [name for name in names if before.get(name) != after.get(name)]
+        name = changed[0] if changed else now.prefix
+        what = "is gone" if name not in after else "is new" if name not in before else "has changed"
+        others = f", and {len(changed) - 1} more files differ," if len(changed) > 1 else ""
+        rule = f"{name} {what}{others} since the run read {conflict.recorded.consumed:,} samples of this text"
+        works = "restore it, list new files as an entry of their own, or data.restart_changed=true begins anew"
+        return Problem("data.train", now.prefix, rule, works)
+
+    def _resumed_positions(self, saved: Mapping[str, Any]) -> StreamPositions | None:
+        """Positions of canonical streams in the checkpoint, whose number stays. Raises ConfigError for another one."""
+        recorded = saved.get("data", {}).get("streams")
+        if self.positions is None or recorded is None:
+            return None if self.positions is None else replace(self.positions, samples=saved["consumed_samples"])
+        positions, given = StreamPositions.from_json(recorded), self.config.data.streams.canonical_streams
+        if given not in (None, positions.canonical_streams):
+            rule = f"the run began with {positions.canonical_streams}, which decides the order of its samples"
+            problem = Problem("data.streams.canonical_streams", given, rule, "leave it out")
+            raise ConfigError(f"checkpoint of step {saved['step']}", [problem])
+        return positions
 
     def _with_own_lengths(self, progress: Progress, source: str) -> tuple[Progress, list[str]]:
         """`progress` with samples of this run's length, and messages on what changed.
@@ -157,6 +242,10 @@ class Inputs:
         for entry, data_set in zip(progress.active, _active(self.data_sets, progress)):
             length = data_set.train.seq_length
             if entry.length is None or entry.length == length:
+                continue
+            if isinstance(data_set, TextSet):  # its positions count tokens
+                positions[entry.identity] = entry.position
+                changes.append(f"samples of {entry.prefix} have {length:,} tokens instead of {entry.length:,}")
                 continue
             if data_set.train.packing.name == "sentences" and entry.consumed:
                 rule = f"the run has read samples of {entry.length} tokens, which sentences fill to the end of an epoch"
@@ -169,7 +258,20 @@ class Inputs:
 
     def record(self, samples: int) -> dict[str, Any]:
         """Progress in each data set after `samples`, for the metadata of a checkpoint."""
-        return self.progress.after(samples, self.config.seed).as_json()
+        return self.progress.after(samples, self.config.seed).as_json() | self._record_of_streams()
+
+    def _record_of_streams(self) -> dict[str, Any]:
+        """Positions of the streams that this process knows, and the files that they are in."""
+        if self.positions is None:
+            return {}
+        texts = [x.train for x in self.data_sets if isinstance(x, TextSet)]
+        files = {x.fingerprint: [list(version) for version in x.versions] for x in texts}
+        return {"streams": self.positions.as_json() | {"files": files}}
+
+    def gather_positions(self, group: ProcessGroup | None) -> None:
+        """Learn the positions of the streams that other ranks run; `group`: of data parallelism. Collective."""
+        if self.positions is not None:
+            self.positions.positions = self.positions.joined(all_gather_objects(self.positions, group)).positions
 
 
 def open_inputs(config: Config, source: str, step: int = 0) -> Inputs:
@@ -186,7 +288,8 @@ def open_inputs(config: Config, source: str, step: int = 0) -> Inputs:
     objective = objective_of(config, tokenizer, source)
     data_sets = open_data_sets(config)
     for data_set in data_sets:
-        check_dataset(data_set.dataset, vocab_size, tokenizer.fingerprint if tokenizer else None)
+        if isinstance(data_set, DataSet):
+            check_dataset(data_set.dataset, vocab_size, tokenizer.fingerprint if tokenizer else None)
     progress = Progress.begin(_sources(config.data.train, data_sets, "tokens"))
     train, validation = _blends(data_sets, progress, config.seed)
     if config.data.validation_by_source and validation is None:
@@ -194,13 +297,35 @@ def open_inputs(config: Config, source: str, step: int = 0) -> Inputs:
         works = 'set data.split, for example to "99,1,0", or leave it out'
         raise ConfigError(source, [Problem("data.validation_by_source", True, rule, works)])
     sets = _validation_sets(config, None if tokenizer is None else tokenizer.fingerprint)
-    return Inputs(config, run, stage_at(run, step), tokenizer, data_sets, progress, train, validation, sets, objective)
+    positions = StreamPositions(_streams_of(train)) if train.has_text else None
+    stage = stage_at(run, step)
+    return Inputs(config, run, stage, tokenizer, data_sets, progress, train, validation, sets, objective, positions)
 
 
-def open_data_sets(config: Config) -> list[DataSet]:
+def _text_source(config: Config, path: str, key: str) -> TextSource:
+    streams = config.data.streams
+    return TextSource(
+        path,
+        text_key=streams.text_key,
+        seq_length=config.sample_tokens - 1,
+        seed=config.seed,
+        canonical_streams=streams.canonical_streams or config.training.global_batch_size,
+        key=key,
+    )
+
+
+def _streams_of(blend: Blend) -> int:
+    """Number of canonical streams of a blend that has text."""
+    return next(x.canonical_streams for x in blend.datasets if isinstance(x, TextSource))
+
+
+def open_data_sets(config: Config) -> list[DataSet | TextSet]:
     """The data sets of `data.train`, each once. Raises ValueError as `open_inputs` does."""
-    data_sets = []
+    data_sets: list[DataSet | TextSet] = []
     for prefix, times in Counter(list(config.data.train)).items():
+        if is_text(prefix):
+            data_sets.append(TextSet(prefix, _text_source(config, prefix, "data.train")))
+            continue
         dataset = IndexedDataset(prefix, cache=object_cache(config))
         train, validation, _ = split_documents(dataset.num_documents, config.data.split)
         if config.training.eval_interval and not len(validation) and not config.data.validation:
@@ -240,6 +365,10 @@ def _validation_sets(config: Config, fingerprint: str | None) -> dict[str, Blend
     blends: dict[str, Blend] = {}
     assert config.model.vocab_size is not None
     for name, prefix in config.data.validation.items():
+        if is_text(prefix):
+            text = _text_source(config, prefix, f"data.validation.{name}")
+            blends[name] = Blend([text], Segment.fresh([1.0], config.seed))
+            continue
         dataset = IndexedDataset(prefix, cache=object_cache(config))
         check_dataset(dataset, config.model.vocab_size, fingerprint)
         packed = _packed(config, dataset, range(dataset.num_documents))
@@ -262,25 +391,29 @@ def _loss_mask(config: Config, dataset: IndexedDataset) -> IndexedDataset | None
 
 
 def _sources(
-    train: Sequence[str] | Mapping[str, float], data_sets: Sequence[DataSet], list_weights: str
+    train: Sequence[str] | Mapping[str, float], data_sets: Sequence[DataSet | TextSet], list_weights: str
 ) -> list[Source]:
     """The data sets with their weights; those with the same contents are combined."""
     if isinstance(train, Mapping):
         return combine([data_set.source(train[data_set.prefix]) for data_set in data_sets])
-    sizes = [x.size if list_weights == "tokens" else 1 for x in data_sets]
-    return combine([x.source(float(x.times * size)) for x, size in zip(data_sets, sizes)])
+    weights = [
+        1.0 if isinstance(x, TextSet) else float(x.times * (x.size if list_weights == "tokens" else 1))
+        for x in data_sets
+    ]
+    return combine([x.source(weight) for x, weight in zip(data_sets, weights)])
 
 
-def _active(data_sets: Sequence[DataSet], progress: Progress) -> list[DataSet]:
+def _active(data_sets: Sequence[DataSet | TextSet], progress: Progress) -> list[DataSet | TextSet]:
     """The data sets that `progress` mixes, in its order; the first of several with the same contents."""
     by_identity = {x.identity: x for x in reversed(data_sets)}
     return [by_identity[entry.identity] for entry in progress.active]
 
 
-def _blends(data_sets: Sequence[DataSet], progress: Progress, seed: int) -> tuple[Blend, Blend | None]:
+def _blends(data_sets: Sequence[DataSet | TextSet], progress: Progress, seed: int) -> tuple[Blend, Blend | None]:
     """Blends for training and validation of the data sets that are active in `progress`."""
     active = _active(data_sets, progress)
-    train = Blend([x.train.at(e.position) for x, e in zip(active, progress.active)], progress.segment(seed))
+    placed = [x.train if isinstance(x, TextSet) else x.train.at(e.position) for x, e in zip(active, progress.active)]
+    train = Blend(placed, progress.segment(seed))
     held_out = [(x.validation, weight) for x, weight in zip(active, train.segment.weights) if x.validation is not None]
     if not held_out:
         return train, None
@@ -378,10 +511,10 @@ def check_ranks_agree(inputs: Inputs, consumed_samples: int, group: ProcessGroup
         facts[entry.prefix] = packed.fingerprint
         facts[f"the sample index of {entry.prefix}"] = packed.index_checksum(count)
     for packed in inputs.validation.datasets if inputs.validation is not None else []:
-        facts[f"the sample index of {packed.dataset.prefix} for validation"] = packed.index_checksum(0)
+        facts[f"the sample index of {packed.prefix} for validation"] = packed.index_checksum(0)
     for name, validation in inputs.validation_sets.items():
         (packed,) = validation.datasets
-        facts[f"{packed.dataset.prefix} of data.validation.{name}"] = packed.fingerprint
+        facts[f"{packed.prefix} of data.validation.{name}"] = packed.fingerprint
         facts[f"the sample index of data.validation.{name}"] = packed.index_checksum(0)
     facts["the order of the data sets"] = hashlib.sha256(order.encode()).hexdigest()
     everything = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -408,11 +541,24 @@ def missing_data(config: Config) -> list[str]:
     data = config.data
     named = [("data.train", prefix) for prefix in data.train]
     named += [(f"data.validation.{name}", prefix) for name, prefix in data.validation.items()]
+    no_text = []
+    for key, path in data.text:
+        try:
+            find_files([path], flag=f"{key},")
+        except ValueError as error:
+            no_text.append(str(error))
+    named = [entry for entry in named if entry not in data.text]
     missing = [
         (key, prefix, [path for path in (bin_path(prefix), idx_path(prefix)) if not path.exists()])
         for key, prefix in dict.fromkeys(named)
     ]
-    return [f"{key}, {prefix}: no {' and no '.join(map(str, paths))}" for key, prefix, paths in missing if paths]
+    lines = [f"{key}, {prefix}: no {' and no '.join(map(str, paths))}" for key, prefix, paths in missing if paths]
+    return lines + no_text
+
+
+def _tokens_of(data: PackedDataset | TextSource) -> str:
+    """Number of tokens, or size in files."""
+    return f"{data.bytes / 2**20:,.1f} MiB" if isinstance(data, TextSource) else f"{data.num_tokens:,}"
 
 
 def describe_planned_data(config: Config, steps: int | None = None) -> str:
@@ -428,7 +574,7 @@ def describe_planned_data(config: Config, steps: int | None = None) -> str:
 
 def describe_data(
     config: Config,
-    data_sets: Sequence[DataSet],
+    data_sets: Sequence[DataSet | TextSet],
     progress: Progress,
     validation_sets: Mapping[str, Blend],
     samples: int,
@@ -440,9 +586,11 @@ def describe_data(
     t, active = config.training, _active(data_sets, progress)
     segment = progress.segment(config.seed)
     counts = segment.given(max(samples, progress.first_sample))
-    packed = [x.train.at(entry.position) for x, entry in zip(active, progress.active)]
-    rows_of_run = zip(active, packed, shares(segment.weights), counts)
-    rows = [(x.prefix, packed_set, share, count) for x, packed_set, share, count in rows_of_run]
+    packed = _blends(data_sets, progress, config.seed)[0].datasets
+    rows: list[tuple[str, PackedDataset | TextSource, float, int]] = [
+        (x.prefix, packed_set, share, count)
+        for x, packed_set, share, count in zip(active, packed, shares(segment.weights), counts)
+    ]
     held_out = [(x, weight) for x, weight in zip(active, segment.weights) if x.validation is not None]
     evaluated = t.eval_steps * t.global_batch_size
     if held_out:
@@ -455,15 +603,22 @@ def describe_data(
         ]
     for name, blend in validation_sets.items():
         (packed_set,) = blend.datasets
-        rows.append((f"valid/{name}: {packed_set.dataset.prefix} (one evaluation)", packed_set, 1.0, evaluated))
+        rows.append((f"valid/{name}: {packed_set.prefix} (one evaluation)", packed_set, 1.0, evaluated))
     width = max(len("data set"), *(len(name) for name, *_ in rows))
     lines = [f"{'data set':<{width}} {'tokens':>19} {'share':>8} {'samples':>15} {'epochs':>10}"]
     lines += [
-        f"{name:<{width}} {data.num_tokens:>19,} {share:>8.2%} {count:>15,} {data.epochs(count):>10.3f}"
+        f"{name:<{width}} {_tokens_of(data):>19} {share:>8.2%} {count:>15,} "
+        + ("         ?" if isinstance(data, TextSource) else f"{data.epochs(count):>10.3f}")
         for name, data, share, count in rows
     ]
     for x in active:
-        if isinstance(x.train.packing, BestFit):
+        if isinstance(x, TextSet):
+            text, files = x.train, "file" if len(x.train.files) == 1 else "files"
+            lines.append(
+                f"{x.prefix}: {len(text.files):,} {files} of text, tokenized while the run trains, in "
+                f"{text.canonical_streams} canonical streams (docs/streaming.md)"
+            )
+        elif isinstance(x.train.packing, BestFit):
             lines.append(f"{x.prefix}: {x.train.packing.describe()}")
     if progress.list_weights == "equal" and not isinstance(config.data.train, Mapping) and len(active) > 1:
         lines.append("Shares are equal, as they were when this run began; {prefix: weight} in data.train sets others.")

@@ -497,8 +497,9 @@ class Job:
         self.save_seconds += time.perf_counter() - start
 
     def _records(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Progress in the data, and what the section resilience adds, for the metadata of a checkpoint."""
+        """Progress in the data, and what the section resilience adds, for the metadata of a checkpoint. Collective."""
         samples = self.consumed_samples
+        self.inputs.gather_positions(self.parallel.data.group)
         return self.inputs.record(self.spikes.consumed(samples)), self.spikes.metadata(samples)
 
     def _log_saved(self, saved: Saved) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from megafp8.checkpoint import CheckpointReader, newest_readable
-from megafp8.config import Config, ConfigError, Problem, planned_stages
+from megafp8.config import Config, ConfigError, Problem, canonical_streams_problem, planned_stages
 from megafp8.data.samples import default_cache
 from megafp8.object_store import AnyPath, ObjectPath, is_transient
 from megafp8.parallel_state import set_cuda_environment
@@ -47,9 +47,18 @@ def validate(config: Config, world_size: int, source: str) -> Inputs:
         make_deterministic(device)  # before CUDA is used
     check_device_memory(inputs.config, plan, world_size, device, source)
     reader = check_run(inputs)
+    _check_streams(inputs if reader is None else inputs.resumed(reader.metadata)[0], world_size, source)
     if inputs.run.stages:
         _check_later_stages(inputs, reader, world_size, device, source)
     return inputs
+
+
+def _check_streams(inputs: Inputs, world_size: int, source: str) -> None:
+    """Raise ConfigError if ranks would not have the same canonical streams in each step."""
+    if inputs.positions is not None:
+        problems = [*canonical_streams_problem(inputs.config, world_size, inputs.positions.canonical_streams)]
+        if problems:
+            raise ConfigError(source, problems)
 
 
 def newest_step(config: Config) -> int:
@@ -81,7 +90,9 @@ def _check_later_stages(
         samples = history.samples_at(stage.begin, inputs.config)
         config = inputs.config.model_dump(mode="json")
         saved = {"step": stage.begin, "consumed_samples": samples, "config": config, "data": inputs.record(samples)}
-        inputs, history = later.resumed(saved)[0], History.resumed(saved, later.config)
+        later = later.resumed(saved)[0]
+        _check_streams(later, world_size, stage.source)
+        inputs, history = later, History.resumed(saved, later.config)
 
 
 def choose_device(config: Config) -> str:

@@ -1,0 +1,312 @@
+"""Samples of text that is tokenized while a run trains, and micro-batches of these and of other data sets.
+
+Global sample i is of canonical stream i mod C, whichever data set it is from. A stream concatenates the tokens of its
+documents (`text_source`), each with an end-of-document token, and cuts samples of seq_length + 1 tokens, which overlap
+by one token. So what sample i holds depends on the files, the seed and C alone. A data-parallel rank runs the streams
+of its samples: these are always the same ones if C is a multiple of micro_batch_size · data-parallel size.
+
+A thread of each rank reads documents and makes micro-batches ahead of the training loop; `num_workers` processes
+tokenize, or that thread if 0. Where each stream is after the samples that were given (`StreamPositions`) is part of a
+checkpoint: ranks save the positions of their streams, and read all of them in any layout. Ranks that differ in tensor,
+pipeline or context parallelism alone run the same streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from megafp8.batch import Batch
+from megafp8.data import DataError
+from megafp8.data.blend import Blend
+from megafp8.data.preprocess import make_tokenize
+from megafp8.data.sampler import Objective, collate, sample_indices
+from megafp8.data.styles import Document, Tokens
+from megafp8.data.styles.text import Texts
+from megafp8.data.text_source import Position, TextSource
+from megafp8.data.tokenizers import TokenizerSettings
+from megafp8.data.workers import map_in_order
+
+logger = logging.getLogger(__name__)
+
+_TASK_DOCUMENTS, _TASK_CHARACTERS = 32, 2**16  # limits of what a worker is given at a time
+_STEPS_AHEAD = 2
+_CHARACTERS_OF_TOKEN = 4  # an estimate, which only decides what is tokenized first
+
+
+@dataclass
+class StreamPositions:
+    """Where each canonical stream of each text source is, by the source's fingerprint, before global sample `samples`.
+
+    `streams`: those that this process runs, whose positions it knows.
+    """
+
+    canonical_streams: int
+    samples: int = 0
+    positions: dict[str, list[Position]] = field(default_factory=dict)
+    streams: set[int] = field(default_factory=set)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StreamPositions:
+        """The inverse of `as_json`."""
+        positions = {key: [Position(*each) for each in listed] for key, listed in data["positions"].items()}
+        return cls(data["canonical_streams"], data["samples"], positions)
+
+    def as_json(self) -> dict[str, Any]:
+        positions = {key: [list(each) for each in listed] for key, listed in self.positions.items()}
+        return {"canonical_streams": self.canonical_streams, "samples": self.samples, "positions": positions}
+
+    def of(self, source: TextSource) -> list[Position]:
+        """Positions of a source's streams, by stream."""
+        return self.positions.setdefault(source.fingerprint, [Position()] * self.canonical_streams)
+
+    def joined(self, parts: Iterable[StreamPositions]) -> StreamPositions:
+        """These positions, with those of `parts` for the streams that each of them runs."""
+        positions = {key: list(listed) for key, listed in self.positions.items()}
+        for other in parts:
+            for key, listed in other.positions.items():
+                for stream in other.streams:
+                    positions[key][stream] = listed[stream]
+        return StreamPositions(self.canonical_streams, self.samples, positions, set(self.streams))
+
+
+class _Task(NamedTuple):
+    """Documents to tokenize, their positions, and the cutter that waits for them."""
+
+    cutter: _Cutter
+    positions: list[Position]
+    documents: list[Document]
+
+
+class _Cutter:
+    """Samples of one stream of a text source, in order, of documents that are tokenized elsewhere."""
+
+    def __init__(self, source: TextSource, stream: int, position: Position, skip_errors: bool) -> None:
+        self.position, self.length, self._skip_errors = position, source.seq_length, skip_errors
+        self._documents = source.documents(stream, position)
+        self._pieces: deque[tuple[Position, NDArray[Any] | DataError]] = deque()
+        self._tokens, self._expected = 0, 0.0
+        self.ended = False  # by an error of all of its files
+
+    @property
+    def supply(self) -> float:
+        """About how many tokens there are, and will be of documents that are being tokenized."""
+        return self._tokens + self._expected
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `take` can be called: there are tokens for a sample, or an error."""
+        return self._tokens > self.length or (bool(self._pieces) and isinstance(self._pieces[-1][1], DataError))
+
+    def task(self) -> _Task:
+        """The next documents to tokenize."""
+        positions, documents, characters = list[Position](), list[Document](), 0
+        while len(documents) < _TASK_DOCUMENTS and characters < _TASK_CHARACTERS:
+            try:
+                position, document = next(self._documents)
+            except DataError as error:
+                position, document = self.position, Document("", None, str(error))
+                self.ended = True
+            positions.append(position)
+            documents.append(document)
+            characters += len(document.text or "")
+            if document.error is not None:
+                break
+        self._expected += 1 + characters / _CHARACTERS_OF_TOKEN
+        return _Task(self, positions, documents)
+
+    def add(self, task: _Task, results: Sequence[Tokens | str | None]) -> None:
+        """The tokens of the documents of the oldest task."""
+        self._expected -= 1 + sum(len(x.text or "") for x in task.documents) / _CHARACTERS_OF_TOKEN
+        for position, document, result in zip(task.positions, task.documents, results):
+            fault = document.error if not isinstance(result, str) else f"cannot be tokenized: {result}"
+            if fault is not None:
+                if self._skip_errors and document.origin:
+                    logger.warning(f"left out: {document.origin}: {fault}")
+                    continue
+                origin = f"{document.origin}: " if document.origin else ""
+                works = "; data.streams.skip_errors=true leaves such documents out" if document.origin else ""
+                self._pieces.append((position, DataError(f"{origin}{fault}{works}")))
+            elif isinstance(result, Tokens):
+                skip = self.position.token if position == self.position._replace(token=0) else 0
+                self._pieces.append((position._replace(token=skip), result.ids[skip:]))
+                self._tokens += len(result.ids) - skip
+
+    def take(self) -> list[NDArray[Any]]:
+        """The parts of documents that the next sample consists of. Raises DataError where one cannot be used."""
+        parts, missing = list[NDArray[Any]](), self.length + 1
+        while True:
+            position, ids = self._pieces.popleft()
+            if isinstance(ids, DataError):
+                raise ids
+            parts.append(ids[:missing])
+            missing -= len(parts[-1])
+            if not missing:
+                break
+        # The sample's last token is the first of the next.
+        kept = len(parts[-1]) - 1
+        self.position = position._replace(token=position.token + kept)
+        self._pieces.appendleft((self.position, ids[kept:]))
+        self._tokens -= self.length
+        return parts
+
+
+class _Rows:
+    """Global samples as rows of an objective, in any order of streams, each stream's in order. Used by one thread."""
+
+    def __init__(
+        self, blend: Blend, begin: StreamPositions, tokenizer: TokenizerSettings, workers: int, skip_errors: bool
+    ) -> None:
+        self._blend, self._begin, self._skip_errors = blend, begin, skip_errors
+        self._cutters: dict[tuple[int, int], _Cutter] = {}
+        self._next: dict[int, int] = {}
+        self._waiting: deque[_Task] = deque()
+        make = partial(make_tokenize, tokenizer, Texts())
+        self._results = map_in_order(make, self._tasks(), workers=workers, describe=lambda task: task[0].origin)
+
+    def close(self) -> None:
+        self._results.close()
+
+    def open(self, samples: Iterable[int]) -> None:
+        """Open the streams of `samples`."""
+        count, first = self._begin.canonical_streams, self._begin.samples
+        for stream in sorted({i % count for i in samples}):
+            self._next[stream] = first + (stream - first) % count
+            for k, source in enumerate(self._blend.datasets):
+                if isinstance(source, TextSource):
+                    position = self._begin.of(source)[stream]
+                    self._cutters[k, stream] = _Cutter(source, stream, position, self._skip_errors)
+
+    def parts(self, index: int) -> Sequence[NDArray[Any]]:
+        """The parts of global sample `index`; earlier ones of its stream that were not asked for are left out."""
+        count = self._begin.canonical_streams
+        stream = index % count
+        for i in range(self._next[stream], index + 1, count):
+            k, number = self._blend.segment.locate(i)
+            source = self._blend.datasets[k]
+            if isinstance(source, TextSource):
+                cutter = self._cutters[k, stream]
+                while not cutter.is_ready:
+                    _, results = next(self._results)
+                    task = self._waiting.popleft()
+                    task.cutter.add(task, results)
+                parts: Sequence[NDArray[Any]] = cutter.take()
+            elif i == index:
+                parts = source.parts(number)
+        self._next[stream] = index + count
+        return parts
+
+    def positions(self) -> dict[str, dict[int, Position]]:
+        """Where each stream is, by source."""
+        found: dict[str, dict[int, Position]] = {}
+        for (k, stream), cutter in self._cutters.items():
+            source = self._blend.datasets[k]
+            assert isinstance(source, TextSource)
+            found.setdefault(source.fingerprint, {})[stream] = cutter.position
+        return found
+
+    def _tasks(self) -> Iterator[list[Document]]:
+        """Documents of the stream that has the fewest tokens."""
+        while cutters := [cutter for cutter in self._cutters.values() if not cutter.ended]:
+            task = min(cutters, key=lambda cutter: cutter.supply).task()
+            self._waiting.append(task)
+            yield task.documents
+
+
+class _Step(NamedTuple):
+    """The micro-batches of a step, and where each stream is after them."""
+
+    batches: list[Batch]
+    samples: int
+    positions: dict[str, dict[int, Position]]
+
+
+def batches(
+    blend: Blend,
+    positions: StreamPositions,
+    *,
+    tokenizer: TokenizerSettings,
+    skip_errors: bool,
+    consumed_samples: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    num_workers: int,
+    objective: Objective,
+    pin_memory: bool,
+    position_of: Callable[[int], int] = lambda samples: samples,
+) -> Iterator[list[Batch]]:
+    """This rank's micro-batches, as `sampler.batches`, of a blend that has text sources. `positions` are moved on.
+
+    Raises DataError in the step that would use a document that cannot be read, unless `skip_errors`.
+    """
+    place = (micro_batch_size, data_parallel_rank, data_parallel_size)
+    assert positions.canonical_streams % (micro_batch_size * data_parallel_size) == 0, "config.checks"
+    ready: queue.Queue[_Step | BaseException] = queue.Queue(_STEPS_AHEAD)
+    ended = threading.Event()
+    begin = StreamPositions.from_json(positions.as_json())
+    rows_of_step = (
+        (position_of(consumed), sample_indices(position_of(consumed), global_batch_size, *place))
+        for consumed in itertools.count(consumed_samples, global_batch_size)
+    )
+    first, rows = next(rows_of_step)
+    streams = [i for micro_batch in rows for i in micro_batch]
+
+    def put(item: _Step | BaseException) -> None:
+        while not ended.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put(item, timeout=0.1)
+                return
+
+    def make_steps() -> None:
+        made = _Rows(blend, begin, tokenizer, num_workers, skip_errors)
+        with contextlib.closing(made):
+            made.open(streams)
+            for start, step in itertools.chain([(first, rows)], rows_of_step):
+                found = []
+                for micro_batch in step:
+                    batch = collate([(i, objective.row(made.parts(i), i)) for i in micro_batch], objective=objective)
+                    assert isinstance(batch, Batch)
+                    found.append(batch.pin_memory() if pin_memory else batch)
+                    if ended.is_set():
+                        return
+                put(_Step(found, start + global_batch_size, made.positions()))
+                if ended.is_set():
+                    return
+
+    def run() -> None:
+        try:
+            make_steps()
+        except BaseException as error:
+            put(error)
+
+    for source in blend.datasets:
+        if isinstance(source, TextSource):
+            positions.of(source)
+    thread = threading.Thread(target=run, name="text streams", daemon=True)
+    thread.start()
+    positions.streams = {i % positions.canonical_streams for i in streams}
+    try:
+        while True:
+            step = ready.get()
+            if isinstance(step, BaseException):
+                raise step
+            positions.samples = step.samples
+            for key, of_streams in step.positions.items():
+                for stream, position in of_streams.items():
+                    positions.positions[key][stream] = position
+            yield step.batches
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,77 @@
+"""Command lines of all subcommands: help, defaults, and errors of one line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from megafp8.arguments import ArgumentParser, says_nothing
+from megafp8.commands import COMMANDS, module_of
+from megafp8.suggestions import near_path
+
+
+def options_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_argument_has_a_help_text_and_its_default(name: str) -> None:
+    parser = module_of(name).make_parser()
+    assert isinstance(parser, ArgumentParser)
+    parser.prog = f"megafp8 {name}"
+    formatter = parser._get_formatter()
+    for action in options_of(parser):
+        shown = " ".join((formatter._expand_help(action) if action.help else "").split())
+        assert shown, f"{name}: {action.option_strings or action.dest}"
+        if action.option_strings and not says_nothing(action.default):
+            assert str(action.default) in shown, f"{name}: {action.option_strings}: {shown}"
+    assert parser.format_help().startswith(f"usage: megafp8 {name}")
+
+
+def test_launch_has_options_of_torchrun_with_their_defaults() -> None:
+    theirs = {option: action for action in options_of(get_args_parser()) for option in action.option_strings}
+    for action in options_of(module_of("launch").make_parser()):
+        for option in action.option_strings:
+            assert (None if theirs[option].default == "" else theirs[option].default) == action.default, option
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("plan", ["--gpsu", "8"], "the following arguments are required: --gpus; see megafp8 plan --help"),
+        ("compare", ["runs/a", "--pgn", "x.png"], "unrecognized arguments: --pgn x.png; did you mean --png?"),
+        ("compare", ["runs/a", "--frobnicate"], "unrecognized arguments: --frobnicate; see megafp8 compare --help"),
+        ("serve", ["runs/a", "--port", "99999"], "--port: 99999 is no port; ports are 0 to 65535"),
+        ("serve", ["runs/a", "--port", "web"], "--port: 'web' is no number; see megafp8 serve --help"),
+        ("convert", ["--load", "a", "--save", "b", "--to", "hff"], "--to: invalid choice: 'hff' (choose from "),
+        ("generate", ["runs/a", "x", "--file", "y"], "give a prompt or --file, not both"),
+    ],
+)  # fmt: skip
+def test_an_error_is_one_line_that_says_what_would_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, arguments: list[str], said: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"megafp8 {name}", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        module_of(name).main()
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out) == (2, "")
+    assert printed.err.startswith(f"error: {said}")
+    assert printed.err.count("\n") == 1
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(SystemExit):
+        module_of(name).main()
+    assert capsys.readouterr().err == "", "one rank of a node says it"
+
+
+def test_paths_that_are_spelt_alike(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    assert near_path(tmp_path / "runs" / "frist") == tmp_path / "runs" / "first"
+    assert near_path(tmp_path / "rnus" / "first") == tmp_path / "runs" / "first"
+    assert near_path(tmp_path / "rnus" / "frist") == tmp_path / "runs" / "first"
+    assert near_path(tmp_path / "runs" / "zzz") is None
+    assert near_path(tmp_path / "runs") is None
+    assert near_path(Path("s3://bucket/frist")) is None
