@@ -41,6 +41,7 @@ if __package__ in (None, ""):  # started as a file
 from megafp8.arguments import ArgumentParser
 from megafp8.commands.common import add_config_flags, parse_with_config, run_tool, text_table
 from megafp8.config import load_config
+from megafp8.config.files import file_of
 from megafp8.text_file import replace_text
 from megafp8.training.metrics import read_metrics, read_records
 
@@ -248,7 +249,7 @@ def submit(config: str, runs: Sequence[Run], options: Sequence[str]) -> None:
         replace_text(folder / f"{index}.words", "".join(f"{word}\n" for word in run.overrides))
         replace_text(folder / f"{index}.ended", f"{run.ended.absolute()}\n{json.dumps(run.overrides)}\n")
     array = ",".join(str(index) for index, run in enumerate(runs) if run in tasks)
-    command = ["sbatch", f"--array={array}", *options, SCRIPT, config]
+    command = ["sbatch", f"--array={array}", *options, SCRIPT, str(file_of(config))]
     print(f"SWEEP={shlex.quote(str(folder))} {shlex.join(command)}", flush=True)
     done = subprocess.run(command, env={**os.environ, "SWEEP": str(folder)}, check=False)
     if done.returncode:

@@ -83,7 +83,7 @@ def _read(source: str, chain: list[tuple[str, Path]], naming: tuple[str, str] | 
     if "name" not in own.values:
         rule = f"not inherited from {BASE}, as each run has a folder of its own"
         raise ConfigError(source, [Problem("name", None, rule, "add it")])
-    path = str(Path(source).parent / base)
+    path = str(_base_path(source, base))
     inherited = _read(path, chain, (source, where))
     values = _merged(inherited.values, own.values, Config)
     left_out = list(leave_out_options(inherited.values, values, own.values, Config))
@@ -91,12 +91,18 @@ def _read(source: str, chain: list[tuple[str, Path]], naming: tuple[str, str] | 
     return Tree(values, lines, [*inherited.left_out, (path, left_out)])
 
 
+def _base_path(source: str, base: str) -> Path:
+    """The file that `source` calls `base`: one relative to it, or else a shipped config by its name."""
+    path = Path(source).parent / base
+    return path if path.exists() else shipped_configs().get(base, path)
+
+
 def _base_problem(base: object, source: str, chain: list[tuple[str, Path]]) -> Problem | None:
     if not isinstance(base, str) or not base:
         return Problem(BASE, base, "this is the path of another config", "for example base: llama3-8b.yaml")
     if "://" in base:
         return Problem(BASE, base, "configs are read from local files", "copy it beside this file")
-    path = Path(source).parent / base
+    path = _base_path(source, base)
     names = [name for name, _ in chain]
     if path.resolve() in [resolved for _, resolved in chain]:
         rule = f"a file cannot be its own base: {' -> '.join([*names, str(path)])}"

@@ -1135,9 +1135,9 @@ class Config(Section):
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
     """Name of the run and of its folder."""
     base: str | None = Field(default=None, exclude=True)
-    """Another config file, relative to this one, whose keys hold where this file does not give its own. Sections are
-    merged key by key; lists and other values replace those of the base. Its name is not inherited
-    (docs/launching.md)."""
+    """Another config file, relative to this one, or the name of a shipped config, whose keys hold where this file does
+    not give its own. Sections are merged key by key; lists and other values replace those of the base. Its name is not
+    inherited (docs/launching.md)."""
     run_dir: str = "runs"
     """Folder that holds the run folders <run_dir>/<name>."""
     seed: Integer = 1234

@@ -11,6 +11,8 @@ import yaml
 from megafp8.config import Config, ConfigError, load_config
 from tests.config.test_config import MINIMAL
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def write(folder: Path, name: str, text: str) -> str:
     path = folder / name
@@ -47,6 +49,14 @@ def test_a_chain_merges_sections_and_replaces_other_values(base: str, tmp_path: 
     dumped = config.model_dump(mode="json")  # a run's config.yaml stands alone
     assert "base" not in dumped
     assert Config.model_validate(dumped) == config
+
+
+def test_a_shipped_config_as_a_base(tmp_path: Path) -> None:
+    path = write(tmp_path, "mine.yaml", "name: mine\nbase: llama3-8b\n")
+    shipped = load_config(ROOT / "configs" / "llama3-8b.yaml", ["name=mine"])
+    assert load_config(path) == shipped
+    write(tmp_path, "llama3-8b", "name: own\nbase: mine.yaml\n")  # a file comes first
+    assert "a file cannot be its own base" in error_of(path)
 
 
 def test_a_kind_leaves_out_options_of_the_base(base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
