@@ -27,6 +27,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -376,6 +377,17 @@ def with_command(options: argparse.Namespace) -> argparse.Namespace:
     return options
 
 
+def sizes_problem(options: argparse.Namespace) -> str | None:
+    """What is wrong with the numbers of processes and nodes, which torchrun answers by a traceback; None: nothing."""
+    processes, nodes = str(options.nproc_per_node), str(options.nnodes)
+    if processes not in ("auto", "cpu", "gpu", "xpu") and not re.fullmatch("[1-9][0-9]*", processes):
+        return f"--nproc-per-node {processes}: give a number of at least 1, or gpu for all GPUs"
+    sizes = re.fullmatch("([1-9][0-9]*)(?::([1-9][0-9]*))?", nodes)
+    if sizes is None or int(sizes[2] or sizes[1]) < int(sizes[1]):
+        return f"--nnodes {nodes}: give a number of at least 1, or MIN:MAX"
+    return None
+
+
 def main() -> int:
     # By default the ranks of all attempts share one store for their process groups, that of the agent on the first
     # node (DynamicRendezvousHandler._shared_tcp_store_server). It keeps addresses written by ranks of an earlier
@@ -392,7 +404,12 @@ def main() -> int:
     if options.rdzv_backend != "c10d":
         print("error: --standalone or --rdzv-backend c10d is needed", file=sys.stderr)
         return NO_RESTART
-    config, entrypoint, arguments = config_from_args(options)
+    if (problem := sizes_problem(options)) is not None:
+        parser.error(problem)
+    try:
+        config, entrypoint, arguments = config_from_args(options)
+    except ValueError as error:  # --nproc-per-node gpu without one
+        parser.error(f"--nproc-per-node {options.nproc_per_node}: {error}")
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     with tempfile.TemporaryDirectory(prefix="megafp8-agent-") as folder:
         subscription = Path(folder) / "notify.json"

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from megafp8.suggestions import near_name
@@ -30,6 +31,19 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 class UsageError(ValueError):
     """A command line that cannot be, in one line."""
+
+
+def at_least(smallest: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number from `smallest` on."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < smallest:
+            raise argparse.ArgumentTypeError(f"{value} is too small; give {smallest} or more")
+        return value
+
+    number.__name__ = "int"  # for the message about what is no number
+    return number
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megafp8.arguments import ArgumentParser
+from megafp8.arguments import ArgumentParser, at_least
 from megafp8.conversion.adapters import adapters_alone
 from megafp8.conversion.base import Source
 from megafp8.conversion.convert import Selected, convert, verify
@@ -47,14 +47,16 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--weights-only", action="store_true", help="leave optimizer state and FP8 scales out")
     parser.add_argument("--verify", action="store_true", help="read the target back and compare every value")
     to = parser.add_argument_group("to Megatron-LM")
-    to.add_argument("--tensor", type=int, metavar="N", help="tensor-parallel size (megatron)")
-    to.add_argument("--pipeline", type=int, metavar="N", help="pipeline-parallel size (megatron)")
-    to.add_argument("--virtual-pipeline", type=int, metavar="N", help="stages a pipeline rank (megatron)")
-    to.add_argument("--expert", type=int, metavar="N", help="expert-parallel size (megatron)")
+    to.add_argument("--tensor", type=at_least(1), metavar="N", help="tensor-parallel size (megatron)")
+    to.add_argument("--pipeline", type=at_least(1), metavar="N", help="pipeline-parallel size (megatron)")
+    to.add_argument("--virtual-pipeline", type=at_least(1), metavar="N", help="stages a pipeline rank (megatron)")
+    to.add_argument("--expert", type=at_least(1), metavar="N", help="expert-parallel size (megatron)")
     names = ("transformer_engine", "local")
     to.add_argument("--transformer-impl", dest="implementation", choices=names, help="default: transformer_engine")
     of = parser.add_argument_group("from Megatron-LM")
-    of.add_argument("--vocab-size", type=int, metavar="N", help="tokens before padding, where its files do not say")
+    of.add_argument(
+        "--vocab-size", type=at_least(1), metavar="N", help="tokens before padding, if its files do not say"
+    )
     help = "Hugging Face folder of the adapted model; default: the run's checkpoint.init_from"
     parser.add_argument_group("to PEFT").add_argument("--base", metavar="PATH", help=help)
     return parser

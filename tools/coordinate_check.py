@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafp8.arguments import ArgumentParser
+from megafp8.arguments import ArgumentParser, at_least
 from megafp8.batch import Batch
 from megafp8.commands.common import add_config_flags, parse_with_config, pyplot, run_tool
 from megafp8.config import Config, ParallelConfig, load_config
@@ -148,7 +148,7 @@ def make_parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
     add_config_flags(parser)
     parser.add_argument("--widths", required=True, help="values of model.hidden_size, as 64,128,256")
-    parser.add_argument("--steps", type=int, default=5, help="default: 5")
+    parser.add_argument("--steps", type=at_least(1), default=5, help="default: 5")
     parser.add_argument("--widen-heads", action="store_true", help="widen heads instead of having more of them")
     parser.add_argument("--png", type=Path, help="where to draw it")
     return parser

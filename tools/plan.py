@@ -32,7 +32,7 @@ if __package__ in (None, ""):  # started as a file
 
 import yaml
 
-from megafp8.arguments import ArgumentParser
+from megafp8.arguments import ArgumentParser, at_least
 from megafp8.commands.common import add_config_flags, parse_with_config, run_tool
 from megafp8.config import Config, ConfigError, check_layout, load_config
 from megafp8.gpus import GPUS
@@ -77,15 +77,15 @@ def _price(text: str) -> float:
 def make_parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
     add_config_flags(parser)
-    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs in all")
+    parser.add_argument("--gpus", type=at_least(1), required=True, help="number of GPUs in all")
     names = ", ".join(GPUS)
     parser.add_argument(
         "--gpu", type=_gpu, default="h100-80gb", help=f"{names}, or the chip's name; default: %(default)s"
     )
     nodes = parser.add_mutually_exclusive_group()
-    nodes.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of each node, which NVLink connects")
-    nodes.add_argument("--nodes", type=int, help="instead of --gpus-per-node")
-    parser.add_argument("--top", type=int, default=5, help="layouts to print")
+    nodes.add_argument("--gpus-per-node", type=at_least(1), default=8, help="GPUs of each node, which NVLink connects")
+    nodes.add_argument("--nodes", type=at_least(1), help="instead of --gpus-per-node")
+    parser.add_argument("--top", type=at_least(1), default=5, help="layouts to print")
     parser.add_argument("--tokens", type=_tokens, help="15T, 300B, 2e12: how long they take; default: those of the run")
     parser.add_argument("--price", type=_price, help="of a GPU for an hour, for the cost of the tokens")
     parser.add_argument("--explain", action="store_true", help="print every term of the best prediction")
@@ -97,8 +97,6 @@ def make_parser() -> ArgumentParser:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser()
     found = parse_with_config(parser, argv)
-    if found.gpus < 1 or found.gpus_per_node < 1 or found.top < 1 or (found.nodes or 1) < 1:
-        parser.error("--gpus, --gpus-per-node, --nodes and --top are at least 1")
     if found.nodes is not None:
         if found.gpus % found.nodes:
             parser.error(f"--nodes: {found.gpus} GPUs do not divide into {found.nodes} nodes")

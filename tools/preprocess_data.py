@@ -24,7 +24,7 @@ import argparse
 import sys
 import time
 
-from megafp8.arguments import ArgumentParser
+from megafp8.arguments import ArgumentParser, at_least
 from megafp8.commands.common import (
     add_input_flags,
     add_tokenizer_flags,
@@ -50,7 +50,7 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--chat-template", help="file with a chat template. Default: that beside --tokenizer-path")
     help = "store each sentence of a document as a sequence, for data.packing sentences"
     parser.add_argument("--split-sentences", action="store_true", help=help)
-    parser.add_argument("--workers", type=int, default=0, help="processes that tokenize; 0 (default): this process")
+    parser.add_argument("--workers", type=at_least(0), default=0, help="processes that tokenize; 0: this process")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing data set")
     return parser
 

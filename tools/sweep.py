@@ -38,7 +38,7 @@ from typing import Any
 if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megafp8.arguments import ArgumentParser
+from megafp8.arguments import ArgumentParser, at_least
 from megafp8.commands.common import add_config_flags, parse_with_config, run_tool, text_table
 from megafp8.config import load_config
 from megafp8.config.files import file_of
@@ -289,7 +289,9 @@ def make_parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
     add_config_flags(parser)
     parser.add_argument("--folder", type=Path, help="of the runs; default: <run_dir>/<name>-sweep of the config")
-    parser.add_argument("--nproc-per-node", type=int, help="processes of each run, by megafp8 launch; default: one")
+    parser.add_argument(
+        "--nproc-per-node", type=at_least(1), help="processes of a run, by megafp8 launch; default: one"
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--slurm", metavar="OPTIONS", help=f"submit an array of {SCRIPT} with these options of sbatch")
     where.add_argument("--table", action="store_true", help="start nothing, print the table of what has been run")
@@ -299,8 +301,6 @@ def make_parser() -> ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser()
     arguments = parse_with_config(parser, argv)
-    if arguments.nproc_per_node is not None and arguments.nproc_per_node < 1:
-        parser.error("--nproc-per-node is at least 1")
     done: list[bool] = []
     code = run_tool(lambda: done.append(sweep(arguments)))
     return code or int(not done[0])
