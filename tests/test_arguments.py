@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 from megafp8.arguments import ArgumentParser, says_nothing
-from megafp8.commands import COMMANDS, module_of
+from megafp8.commands import COMMANDS, module_of, parser_of
+from megafp8.conversion.format_names import FORMAT_NAMES
+from megafp8.conversion.formats import FORMATS
+from megafp8.linear.quantized_weight import WEIGHT_FORMATS
+from megafp8.linear.weight_format_names import WeightFormatName
 from megafp8.suggestions import near_path
 
 
@@ -30,6 +36,26 @@ def test_every_argument_has_a_help_text_and_its_default(name: str) -> None:
         if action.option_strings and not says_nothing(action.default):
             assert str(action.default) in shown, f"{name}: {action.option_strings}: {shown}"
     assert parser.format_help().startswith(f"usage: megafp8 {name}")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_without_what_a_command_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parser that help and completion make without imports of the rest has the same help."""
+    monkeypatch.setattr(sys, "argv", [f"megafp8 {name}"])
+    assert parser_of(name).format_help() == module_of(name).make_parser().format_help()
+
+
+def test_help_imports_no_torch() -> None:
+    code = "import sys; from megafp8.commands import COMMANDS, main; [main([name, '--help']) for name in COMMANDS]"
+    code += "; print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert not {"torch", "pydantic", "matplotlib"} & set(done.stderr.split())
+
+
+def test_formats_have_the_names_that_help_shows() -> None:
+    assert list(FORMATS) == list(FORMAT_NAMES)
+    assert list(WEIGHT_FORMATS) == list(get_args(WeightFormatName))
 
 
 def test_launch_has_options_of_torchrun_with_their_defaults() -> None:

@@ -22,6 +22,7 @@ from megafp8.arguments import ArgumentParser, at_least
 from megafp8.conversion.adapters import adapters_alone
 from megafp8.conversion.base import Source
 from megafp8.conversion.convert import Selected, convert, verify
+from megafp8.conversion.format_names import FORMAT_NAMES
 from megafp8.conversion.formats import FORMATS, Format, fetched, recognize
 from megafp8.dtypes import DTYPES
 
@@ -41,8 +42,8 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--load", required=True, metavar="PATH", help="checkpoint, or the folder of a run; or its URL")
     parser.add_argument("--save", required=True, type=Path, metavar="PATH", help="folder to make, or an empty one")
     formats = "megatron and torch_dist are Megatron-LM's --ckpt-format torch and torch_dist (docs/converting.md)"
-    parser.add_argument("--to", required=True, choices=list(FORMATS), help=formats)
-    parser.add_argument("--from", dest="source", choices=list(FORMATS), help="default: what the files look like")
+    parser.add_argument("--to", required=True, choices=FORMAT_NAMES, help=formats)
+    parser.add_argument("--from", dest="source", choices=FORMAT_NAMES, help="default: what the files look like")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="of weights; implies --weights-only")
     parser.add_argument("--weights-only", action="store_true", help="leave optimizer state and FP8 scales out")
     parser.add_argument("--verify", action="store_true", help="read the target back and compare every value")

@@ -12,9 +12,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from megafp8 import __version__
 from megafp8.shipped import PACKAGE, is_checkout
+
+if TYPE_CHECKING:
+    from megafp8.arguments import ArgumentParser
 
 COMMANDS = {
     "quickstart": "tools.quickstart",
@@ -53,15 +57,28 @@ def file_of(name: str) -> Path:
     return root.joinpath(first, *rest).with_suffix(".py")
 
 
+def _module_name(name: str) -> str:
+    """The name by which a subcommand's module is imported, which is made possible in a checkout."""
+    module = COMMANDS[name]
+    if module.startswith("megafp8."):
+        return module
+    if not is_checkout():
+        return f"megafp8.{module}"
+    if str(PACKAGE.parent) not in sys.path:
+        sys.path.insert(0, str(PACKAGE.parent))
+    return module
+
+
 def module_of(name: str) -> ModuleType:
     """The module of a subcommand, with its `main` and `make_parser`."""
-    module = COMMANDS[name]
-    if not module.startswith("megafp8."):
-        if is_checkout():
-            sys.path.insert(0, str(PACKAGE.parent))
-        else:
-            module = f"megafp8.{module}"
-    return import_module(module)
+    return import_module(_module_name(name))
+
+
+def parser_of(name: str) -> ArgumentParser:
+    """The parser of a subcommand, for help and completion, without what the subcommand imports to run."""
+    from megafp8.commands.parsers import make_parser_of
+
+    return make_parser_of(file_of(name), _module_name(name))
 
 
 def summary(name: str) -> str:
@@ -96,5 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: megafp8 has no command {name!r}; {works}", file=sys.stderr)
         return 2
     sys.argv = [f"megafp8 {name}", *arguments]  # argparse's name of the program
+    if arguments in (["-h"], ["--help"]):
+        parser_of(name).print_help()
+        return 0
     code: int = module_of(name).main()
     return code

@@ -47,12 +47,13 @@ def keys(schema: dict[str, Any]) -> Iterator[str]:
 
 def whole_parser() -> argparse.ArgumentParser:
     """A parser of all subcommands, in which arguments say how they are completed."""
-    from megafp8.commands import COMMANDS, module_of, summary
+    from megafp8.commands import COMMANDS, parser_of, summary
 
     parser = argparse.ArgumentParser(prog="megafp8", add_help=False)
     subparsers = parser.add_subparsers(metavar="COMMAND")
     for name in COMMANDS:
-        own = module_of(name).make_parser()
+        own = parser_of(name)
+        action: Any  # shtab reads an attribute of its own
         for action in own._actions:
             if how := _completed_by(name, action):
                 action.complete = dict.fromkeys(("bash", "zsh"), f"_megafp8_{how}")

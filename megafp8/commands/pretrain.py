@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megafp8.arguments import ArgumentParser
 from megafp8.training import command_line
+from megafp8.training.arguments import make_parser as make_training_parser
 
 if TYPE_CHECKING:
     from megafp8.training.evaluation import MakeEvaluation
@@ -30,7 +31,7 @@ def live_evaluation(inputs: Inputs) -> MakeEvaluation:
 
 
 def make_parser() -> ArgumentParser:
-    return command_line.make_parser(__doc__)
+    return make_training_parser(__doc__)
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from megafp8.config import ConfigError, EvaluateConfig, Problem
 from megafp8.data.tokenizers import Tokenizer
 from megafp8.inference.generator import CacheOptions, Generator
 from megafp8.inference.load import live_model
-from megafp8.inference.sampling import SamplingOptions
+from megafp8.inference.options import SamplingOptions
 from megafp8.inference.scoring import Scorer
 from megafp8.text_file import DiskErrorsLogged, JsonLines
 from megafp8.training.inputs import Inputs
