@@ -36,7 +36,7 @@ from megafp8.arguments import ArgumentParser, at_least
 from megafp8.commands.common import add_config_flags, parse_with_config, run_tool
 from megafp8.config import Config, ConfigError, check_layout, load_config
 from megafp8.gpus import GPUS
-from megafp8.planner.budget import Budget, budget, mfu, number_of_tokens, tokens_per_day
+from megafp8.planner.budget import Budget, budget, mfu, tokens_per_day
 from megafp8.planner.flops import flops_per_token
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import memory_table
@@ -57,6 +57,8 @@ def _gpu(name: str) -> str:
 
 def _tokens(text: str) -> int:
     """The type of --tokens."""
+    from megafp8.planner.budget import number_of_tokens  # help needs no torch
+
     try:
         return number_of_tokens(text)
     except ValueError as error:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 from megafp8.arguments import ArgumentParser
 
@@ -23,7 +25,8 @@ def make_parser_of(file: Path, module_name: str) -> ArgumentParser:
     body = [node for node in tree.body if node in kept or _is_future(node)]
     module = ModuleType(module_name, ast.get_docstring(tree, clean=False))
     module.__package__ = module_name.rpartition(".")[0]
-    exec(compile(ast.Module(body, []), str(file), "exec"), vars(module))
+    with patch.dict(sys.modules, {module_name: module}):  # where dataclasses look their module up
+        exec(compile(ast.Module(body, []), str(file), "exec"), vars(module))
     parser: ArgumentParser = vars(module)[_MAKER]()
     return parser
 
@@ -37,8 +40,17 @@ def _needed(body: list[ast.stmt], wanted: str) -> list[ast.stmt]:
         node = by_name.get(names.pop())
         if node is not None and node not in found:
             found.append(node)
-            names += [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+            names += _used(node)
     return found
+
+
+def _used(node: ast.stmt) -> set[str]:
+    """The names that a statement reads, but for those that a function has of its own."""
+    inside = list(ast.walk(node))
+    names = [inner for inner in inside if isinstance(inner, ast.Name)]
+    read = {name.id for name in names if isinstance(name.ctx, ast.Load)}
+    assigned = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    return read - assigned - {inner.arg for inner in inside if isinstance(inner, ast.arg)}
 
 
 def _defined(node: ast.stmt) -> Iterator[str]:
