@@ -104,7 +104,7 @@ def test_an_error_is_one_line_that_says_what_would_work(
         ("compare", ["runs/frist"], "runs/first"),
         ("inspect-data", ["runs/first/tokns"], "runs/first/tokens"),
         ("train-tokenizer", ["--input-list", "runs/first/tokens.idxx", "--output", "x"], "runs/first/tokens.idx"),
-        ("preprocess", ["--input", "rnus/first/*.txt", "runs/frist", "--tokenizer", "bytes", "--output-prefix", "x"], ""),
+        ("preprocess", ["--input", "rnus/first/*.txt", "--tokenizer", "bytes", "--output-prefix", "x"], ""),
     ],
 )  # fmt: skip
 def test_a_misspelt_path_is_answered_by_the_right_one(
