@@ -45,5 +45,5 @@ RUN megafp8 init launch \
     && chmod 1777 /workspace
 ENV HOME=/home/megafp8
 USER 1000:1000
-ENTRYPOINT ["tini", "--"]
+ENTRYPOINT ["tini", "-s", "--"]
 CMD ["megafp8", "--help"]

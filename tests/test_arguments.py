@@ -93,6 +93,33 @@ def test_an_error_is_one_line_that_says_what_would_work(
     assert capsys.readouterr().err == "", "one rank of a node says it"
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "advice"),
+    [
+        ("inspect", ["runs/frist"], "runs/first"),
+        ("generate", ["runs/frist", "x"], "runs/first"),
+        ("convert", ["--load", "runs/frist", "--save", "x", "--to", "hf"], "runs/first"),
+        ("average", ["--load", "runs/frist", "--moving", "--save", "x"], "runs/first"),
+        ("report", ["runs/frist"], "runs/first"),
+        ("compare", ["runs/frist"], "runs/first"),
+        ("inspect-data", ["runs/first/tokns"], "runs/first/tokens"),
+        ("train-tokenizer", ["--input-list", "runs/first/tokens.idxx", "--output", "x"], "runs/first/tokens.idx"),
+        ("preprocess", ["--input", "rnus/first/*.txt", "--tokenizer", "bytes", "--output-prefix", "x"], ""),
+    ],
+)  # fmt: skip
+def test_a_misspelt_path_is_answered_by_the_right_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str,
+    arguments: list[str], advice: str,
+) -> None:  # fmt: skip
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "tokens.idx").touch()
+    monkeypatch.chdir(tmp_path)
+    assert module_of(name).main(arguments) == 2
+    said = capsys.readouterr().err
+    assert (f"did you mean {advice}?" if advice else "no such file") in said
+    assert said.count("\n") == 1
+
+
 def test_paths_that_are_spelt_alike(tmp_path: Path) -> None:
     (tmp_path / "runs" / "first").mkdir(parents=True)
     assert near_path(tmp_path / "runs" / "frist") == tmp_path / "runs" / "first"

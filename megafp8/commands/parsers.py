@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from unittest.mock import patch
 
 from megafp8.arguments import ArgumentParser
 
@@ -25,8 +24,14 @@ def make_parser_of(file: Path, module_name: str) -> ArgumentParser:
     body = [node for node in tree.body if node in kept or _is_future(node)]
     module = ModuleType(module_name, ast.get_docstring(tree, clean=False))
     module.__package__ = module_name.rpartition(".")[0]
-    with patch.dict(sys.modules, {module_name: module}):  # where dataclasses look their module up
+    imported = sys.modules.get(module_name)
+    sys.modules[module_name] = module  # where dataclasses look their module up
+    try:
         exec(compile(ast.Module(body, []), str(file), "exec"), vars(module))
+    finally:
+        del sys.modules[module_name]
+        if imported is not None:
+            sys.modules[module_name] = imported
     parser: ArgumentParser = vars(module)[_MAKER]()
     return parser
 
