@@ -140,7 +140,7 @@ MISTAKES: Sequence[Mistake] = [
     # Data.
     mine("data.train=[data/txet]", "data/txet"),
     mine("data.train=[]", "data.train"),
-    mine("data.train=[corpus]", "corpus"),
+    mine("data.train=[runs]", "no file in this folder can be read"),
     mine("'data.train={data/text: -1}'", "data.train"),
     mine("'data.train={data/text: x}'", "data.train"),
     mine("data.split=50,50", "data.split"),
