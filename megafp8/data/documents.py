@@ -93,7 +93,8 @@ def find_files(
             matches = [path] if path.is_file() else _matches(path)
             files = [_named_file(match, key, any_text, flag) for match in matches if match.is_file()]
             if not files:
-                raise ValueError(f"{flag} {item}: no such file, and no pattern that matches one")
+                hint = "; what is gated or private needs HF_TOKEN, or hf auth login" if item.startswith("hf://") else ""
+                raise ValueError(f"{flag} {item}: no such file, and no pattern that matches one{hint}")
             reason = "the pattern matches a folder or special file; files in folders are matched by **"
             others = [SkippedFile(match, reason) for match in matches if not match.is_file()]
         input_files.update(dict.fromkeys(files))
@@ -142,7 +143,10 @@ def _named_file(path: AnyPath, keys: _Keys, any_text: bool, flag: str) -> InputF
 def _matches(pattern: AnyPath) -> Sequence[AnyPath]:
     """What a pattern matches, sorted."""
     if isinstance(pattern, ObjectPath):
-        return sorted(pattern.glob())
+        try:
+            return sorted(pattern.glob())
+        except FileNotFoundError:  # of the Hugging Face Hub, which does not tell a missing data set from a gated one
+            return []
     return [Path(name) for name in sorted(glob.glob(str(pattern), recursive=True))]
 
 
