@@ -15,6 +15,8 @@ from urllib.parse import unquote, urlsplit
 import huggingface_hub.constants
 import pytest
 
+from megafp8.data import hub
+
 COMMIT = "c" * 40
 
 
@@ -25,7 +27,7 @@ class HubServer:
         self.repositories: dict[str, Path] = {}
         self.gated: set[str] = set()
         self.requests: list[str] = []
-        hub = self
+        server = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -34,14 +36,14 @@ class HubServer:
                 pass
 
             def do_HEAD(self) -> None:
-                hub.answer(self)
+                server.answer(self)
 
             def do_GET(self) -> None:
-                hub.answer(self)
+                server.answer(self)
 
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
-                hub.answer(self)
+                server.answer(self)
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
@@ -113,6 +115,7 @@ def _send(handler: BaseHTTPRequestHandler, status: int, content: bytes, headers:
 def hub_server(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[HubServer]:
     """The server, which huggingface_hub in this process and its children asks, with an empty cache."""
     server = HubServer()
+    hub._downloaded.cache_clear()
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))

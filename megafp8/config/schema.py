@@ -828,7 +828,7 @@ class FillInTheMiddleConfig(ObjectiveConfig):
 
 
 class StreamsConfig(Section):
-    """Text of data.train and data.validation that is tokenized while the run trains (docs/streaming.md)."""
+    """Text of data.train and data.validation that is tokenized while the run trains (docs/own-data.md)."""
 
     text_key: str = "text"
     """Key of JSON lines, or column of parquet, that holds the text."""
@@ -871,7 +871,7 @@ class DataConfig(Section):
     """Data sets and their tokenizer."""
 
     train: list[str] | dict[str, PositiveFloat] = Field(min_length=1)
-    """Prefixes of .bin/.idx files, or text that is tokenized while the run trains (docs/streaming.md): JSON lines,
+    """Prefixes of .bin/.idx files, or text that is tokenized while the run trains (docs/own-data.md): JSON lines,
     parquet and plain text, compressed or not, folders and patterns of these such as corpus/*.jsonl.zst. Both are paths
     or URLs such as s3://bucket/corpus; text may be at hf://datasets/org/name. A list weights data sets by their number
     of training tokens (of samples if packing is best_fit), so that all finish an epoch at the same time; a blend

@@ -95,6 +95,8 @@ def find_files(
             files = [_named_file(match, key, any_text, flag) for match in matches if match.is_file()]
             if not files:
                 works = did_you_mean(Path(str(path)), "give files, folders or patterns")
+                if item.startswith("hf://"):
+                    works = "what is gated or private needs HF_TOKEN, or hf auth login"
                 raise ValueError(f"{flag} {item}: no such file, and no pattern that matches one; {works}")
             reason = "the pattern matches a folder or special file; files in folders are matched by **"
             others = [SkippedFile(match, reason) for match in matches if not match.is_file()]
@@ -144,7 +146,10 @@ def _named_file(path: AnyPath, keys: _Keys, any_text: bool, flag: str) -> InputF
 def _matches(pattern: AnyPath) -> Sequence[AnyPath]:
     """What a pattern matches, sorted."""
     if isinstance(pattern, ObjectPath):
-        return sorted(pattern.glob())
+        try:
+            return sorted(pattern.glob())
+        except FileNotFoundError:  # of the Hugging Face Hub, which does not tell a missing data set from a gated one
+            return []
     return [Path(name) for name in sorted(glob.glob(str(pattern), recursive=True))]
 
 

@@ -13,6 +13,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,15 @@ def missing_folder(path: str) -> str | None:
 def local_folder(name: str, files: Sequence[str] = MODEL_FILES) -> Path:
     """The local folder of a name of the Hub, downloaded if need be: of its files those that match `files`.
 
-    One process of a node downloads; those that waited for it take what it got. Raises NotOnThisMachine with one line
+    One process of a node downloads; those that waited for it take what it got. A process asks once for a name, so what
+    it reads does not change while it runs. Raises NotOnThisMachine with one line
     that says why, and how to download; ObjectStoreError where another attempt may help.
     """
+    return _downloaded(name, tuple(files))
+
+
+@lru_cache(maxsize=64)
+def _downloaded(name: str, files: tuple[str, ...]) -> Path:
     with _turn(name) as waited:
         if waited and (folder := cached_folder(name, files)) is not None:
             return folder

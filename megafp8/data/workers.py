@@ -73,7 +73,7 @@ def map_in_order(
             yield task, future.result()
     finally:
         for _, process in started:
-            process.terminate()
+            process.kill()
         executor.shutdown(cancel_futures=True)
         for connection, process in started:
             process.join()
@@ -83,10 +83,10 @@ def map_in_order(
 def _start(started: list[tuple[Connection, BaseProcess]], make: Callable[[], object], count: int) -> None:
     """Start workers and add each to `started`."""
     context = multiprocessing.get_context("spawn")  # tokenizers have threads, which a fork does not copy
-    # A terminal sends Ctrl-C to all its processes. Workers start with it blocked, so that only the parent handles it.
-    # The resource tracker must be started before, because starting it unblocks the signal.
+    # A terminal sends Ctrl-C to all its processes, and batch systems SIGTERM. Workers start with both blocked, so that
+    # only the parent handles them. The resource tracker must be started before, because starting it unblocks them.
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
     try:
         for _ in range(count):
             ours, theirs = context.Pipe()

@@ -50,6 +50,7 @@ _LOCAL_VERSION_KEYS = ("mtime", "created")
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, ~/.aws/credentials, or a role of the machine",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or a service account of the machine",
+    "hf": "HF_TOKEN, or hf auth login",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or a managed identity",
 }
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "adl": "az"}

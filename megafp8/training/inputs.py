@@ -616,7 +616,7 @@ def describe_data(
             text, files = x.train, "file" if len(x.train.files) == 1 else "files"
             lines.append(
                 f"{x.prefix}: {len(text.files):,} {files} of text, tokenized while the run trains, in "
-                f"{text.canonical_streams} canonical streams (docs/streaming.md)"
+                f"{text.canonical_streams} canonical streams (docs/own-data.md)"
             )
         elif isinstance(x.train.packing, BestFit):
             lines.append(f"{x.prefix}: {x.train.packing.describe()}")

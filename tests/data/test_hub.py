@@ -12,6 +12,7 @@ import huggingface_hub.constants
 import pytest
 
 from megafp8.conversion.formats import fetched
+from megafp8.data import hub as hub_module
 from megafp8.data.chats import read_chat_template
 from megafp8.data.hub import NotOnThisMachine, cached_folder, is_hub_name, local_folder, missing_folder
 from megafp8.data.tokenizers import MissingTokenizer, build_tokenizer
@@ -56,6 +57,7 @@ def test_what_is_read_is_downloaded_once(hub: HubServer, tmp_path: Path) -> None
     assert (cached_folder("org/model"), missing_folder("org/model")) == (folder, None)
     assert local_folder(f"org/model@{COMMIT}") == folder
     files = [path for path in hub.requests if "resolve" in path]
+    hub_module._downloaded.cache_clear()
     local_folder("org/model")
     assert [path for path in hub.requests if "resolve" in path] == files
 
@@ -80,18 +82,21 @@ def test_what_cannot_be_downloaded_is_one_line(hub: HubServer, tmp_path: Path, m
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     folder = local_folder("org/model")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    hub_module._downloaded.cache_clear()
     assert local_folder("org/model") == folder
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     assert "and the Hugging Face Hub cannot be reached" in refused("org/other")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    hub_module._downloaded.cache_clear()
     with pytest.raises(ValueError, match=r"needs the package huggingface_hub, .*pip install"):
         local_folder("org/model")
 
 
-def test_one_of_several_downloads(hub: HubServer, tmp_path: Path) -> None:
+def test_one_of_several_downloads(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that waited for it ask the Hub for nothing. Threads have locks of their own, as processes have."""
+    monkeypatch.setattr(hub_module, "_downloaded", hub_module._downloaded.__wrapped__)
     add(hub, "org/model", tmp_path / "repository", **{f"{i}_safetensors": str(i) for i in range(20)})
     together = threading.Barrier(4)
 

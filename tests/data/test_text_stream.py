@@ -81,7 +81,7 @@ def test_each_epoch_has_each_document_once(tmp_path: Path, kind: str) -> None:
         assert all(epoch), "a stream without text"
     assert epochs[0] != epochs[1], "epochs have the same order"
     every = [*itertools.islice(text.documents(3, Position()), 100)]
-    for position, document in every[::7]:
+    for position, document in every[::20]:
         assert next(text.documents(3, position)) == (position, document), "a position leads elsewhere"
 
 
@@ -242,6 +242,12 @@ def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         named = source("hf://datasets/org/name")
         assert [file.path.name for file in named.files] == ["x.parquet"]
         assert [rows(step) for step in itertools.islice(steps(alone(named)), 4)] == local
+        web = source(f"{hub.url}/org/name/resolve/main/data/x.parquet")
+        assert [rows(step) for step in itertools.islice(steps(alone(web)), 4)] == local
+        with pytest.raises(
+            ValueError, match=r"^data.train, hf://datasets/org/absent: no such file, .*; what is gated or private"
+        ):
+            source("hf://datasets/org/absent")
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:

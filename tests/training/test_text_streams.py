@@ -84,8 +84,9 @@ def test_killed_and_stopped_runs_are_bit_identical(
     assert killed.saved() == [5]
     process = killed.start()
     killed.wait_for_step(7, process)
-    os.kill(process.pid, signal.SIGTERM)
-    process.communicate(timeout=60)
+    os.killpg(process.pid, signal.SIGTERM)  # as batch systems do: to all processes
+    _, errors = process.communicate(timeout=60)
+    assert b"stopped on request after step" in errors
     Job(tmp_path / "killed", quickstart_data, 1, [*options, "data.num_workers=0"]).finish_in(world2)
     assert curve(killed) == curve(straight)
 
@@ -168,18 +169,15 @@ def test_dry_runs_describe_text_and_say_what_is_missing(quickstart_data: Quickst
 def test_streams_that_a_layout_cannot_share_are_refused_before_a_start(
     tmp_path: Path, quickstart_data: QuickstartData, text: Path
 ) -> None:
-    config = config_of(quickstart_data, *overrides(text), f"run_dir={tmp_path}", "device=cpu")
-    assert validate(config, 8, "x").positions is not None
+    """Also those of a later stage, whose number is that of the first."""
+    common = [*overrides(text), f"run_dir={tmp_path}", "device=cpu"]
+    assert validate(config_of(quickstart_data, *common), 8, "x").positions is not None
+    uneven = ["training.global_batch_size=12", "data.streams.canonical_streams=8"]
     with pytest.raises(ConfigError, match="a rank would not have the same streams in each step; try 9"):
-        validate(
-            config_of(
-                quickstart_data,
-                *overrides(text),
-                f"run_dir={tmp_path}",
-                "training.global_batch_size=12",
-                "data.streams.canonical_streams=8",
-                "training.micro_batch_size=1",
-            ),
-            3,
-            "x",
-        )
+        validate(config_of(quickstart_data, *common, *uneven), 3, "x")
+    stage = (
+        "stages=[{name: wide, begin: 5, overrides: {training.global_batch_size: %d, training.micro_batch_size: %d}}]"
+    )
+    assert validate(config_of(quickstart_data, *common, stage % (16, 4)), 2, "x").positions is not None
+    with pytest.raises(ConfigError, match=r"canonical_streams = 8: not a multiple of training.micro_batch_size \(6\)"):
+        validate(config_of(quickstart_data, *common, stage % (12, 6)), 2, "x")
