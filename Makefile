@@ -51,7 +51,7 @@ test-gpu: venv  ## the tests that need a GPU
 	$(PY) -m pytest -q -m gpu
 
 quickstart: $(VENV)/.runtime  ## vocabulary, data, FP8 training on 4 processes, loss curve (under 3 minutes)
-	@$(PY) tools/quickstart.py
+	@$(PY) -m megafp8 quickstart
 
 docs: venv  ## the site, in build/site
 	$(PY) -m mkdocs build --strict -f docs/site/mkdocs.yml
