@@ -16,13 +16,16 @@ affects all alike. Columns:
 
     step ms     the median
     varies      standard deviation of the steps, as a fraction of the median
-    tok/s/gpu   and TFLOP/s: model FLOPs, 6·N_matmul + 6·L·s·h_attn per token (causal attention as half, output layer
-                in, embedding look-up out); MFU against the precision's dense peak, 989 bf16, 1979 fp8 on H100 and H200
+    tok/s/gpu   and TFLOP/s: model FLOPs, 6·N_matmul + 6·L·s·h_attn per token (causal attention as half, windows as
+                what they show, documents not subtracted, output layer in, embedding look-up out); MFU against the
+                precision's dense peak, 989 bf16, 1979 fp8 on H100 and H200
     exposed     exposed communication as a fraction of a step (see benchmarks/profiling.py), mean of all ranks
     bubble      of pipelines: measured in a traced step, and simulated with the mean times of each stage's actions
     GiB         the largest peak of torch's allocator of any rank, and the prediction of megafp8.planner.memory
 
-A line that cannot run (a layout that does not fit, too little memory) says why, and the others go on.
+A line that cannot run (a layout that does not fit the ranks, a recipe without an option, a `compiled` line of a model
+that the baseline does not have) says why, and the others go on; so does too little memory on one rank. On several ranks
+that ends the program, since the ranks that have enough would wait for the others.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import Table, machine, new_parser, release, write_json
-from benchmarks.compiled_step import CompiledTrainer
+from benchmarks.compiled_step import CompiledTrainer, why_not
 from benchmarks.profiling import Kernel, StepProfile, by_name, record, step_profile
 from megafp8.batch import Batch
 from megafp8.config import Config, check_layout, load_config
@@ -58,7 +61,7 @@ from megafp8.planner.flops import flops_per_token
 from megafp8.planner.memory import pipeline_memory
 from megafp8.planner.outline import model_outline
 from megafp8.training.determinism import make_deterministic
-from megafp8.training.fp8_config import build_fp8
+from megafp8.training.fp8_config import build_fp8, check_recipe
 from megafp8.training.metrics import memory_gib
 from megafp8.training.parallel import build_parallel
 from megafp8.training.pipeline import PipelinePlan
@@ -122,9 +125,21 @@ def resolve(arguments: argparse.Namespace, layout: str, variant: str, world_size
         size = arguments.micro_batches * config.training.micro_batch_size * data
         config = load_config(arguments.config, [*overrides, f"training.global_batch_size={size}"])
     check_layout(config, world_size, arguments.config)
+    check_recipe(config, arguments.config)
+    if variant.split("+")[0] == COMPILED and (reason := why_not(config)):
+        raise ValueError(reason)
     if config.model.vocab_size is None:
         raise ValueError("model.vocab_size: no tokenizer is read here; give it, as in --set model.vocab_size=50257")
     return config
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def failure_line(result: Result) -> str:
+    """A line of the table that could not run, and why."""
+    return f"{result.layout} {result.variant}: {result.failure}".strip()
 
 
 def random_batches(config: Config, parallel: ParallelState, documents: bool = False) -> list[Batch]:
@@ -264,7 +279,7 @@ def row_of(result: Result, config: Config, world_size: int) -> dict[str, Any]:
     }
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--layouts", nargs="+", default=[""], metavar='"key=value ..."', help="keys of `parallel`")
@@ -277,11 +292,11 @@ def parse_arguments() -> argparse.Namespace:
         "--traces", type=Path, help="folder for the pipeline timeline of line n as n.json (see tools/plot_schedule.py)"
     )
     parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="key=value", help="of the config")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> int:
-    arguments = parse_arguments()
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     lines = [(layout, variant) for layout in arguments.layouts for variant in arguments.variants.split(",")]
     results, configs = {key: Result(*key) for key in lines}, {}
@@ -289,9 +304,9 @@ def main() -> int:
         try:
             configs[key] = resolve(arguments, *key, world_size)
         except ValueError as error:
-            results[key].failure = " ".join(str(error).split())
+            results[key].failure = one_line(error)
     if not configs:
-        print(f"error: {results[lines[0]].failure}", file=sys.stderr)
+        print("\n".join(f"error: {failure_line(result)}" for result in results.values()), file=sys.stderr)
         return 2
     some = next(iter(configs.values()))
     if any(config.deterministic != some.deterministic for config in configs.values()):
@@ -315,20 +330,26 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for round_ in range(arguments.rounds):
         for number, (key, config) in enumerate(configs.items()):
-            trace = None if arguments.traces is None else arguments.traces / f"{number}.json"
+            trace, result = None if arguments.traces is None else arguments.traces / f"{number}.json", results[key]
+            if result.failure:
+                continue
             try:
-                measure(config, groups.of(config), arguments.warmup, arguments.steps, results[key], trace)
-            except torch.cuda.OutOfMemoryError as error:  # on some ranks only: the others would wait for ever
-                print(f"rank {dist.get_rank()}, {' '.join(key)}: out of memory: {str(error)[:200]}", flush=True)
-                os._exit(1)
+                measure(config, groups.of(config), arguments.warmup, arguments.steps, result, trace)
+            except ValueError as error:  # of this package, on all ranks
+                result.failure = one_line(error)
+            except torch.cuda.OutOfMemoryError as error:
+                result.failure = f"out of memory: {one_line(error)[:200]}"
+                if world_size > 1:  # perhaps on some ranks only: the others would wait for ever
+                    print(f"rank {dist.get_rank()}, {failure_line(result)}", flush=True)
+                    os._exit(1)
             release()
-            if round_ == arguments.rounds - 1:
+            if round_ == arguments.rounds - 1 and not result.failure:
                 rows.append(row_of(results[key], config, world_size))
                 log(table.row(" ".join(key), *(rows[-1][name] for name, _ in COLUMNS.values())), flush=True)
     for result in results.values():
         if result.failure:
             rows.append({"layout": result.layout, "variant": result.variant, "failure": result.failure})
-            log(f"{result.layout} {result.variant}: {result.failure}")
+            log(failure_line(result))
     if dist.get_rank() == 0:
         write_json(arguments.json, {"rows": rows, "samples": [asdict(result) for result in results.values()]})
     destroy_model_parallel()

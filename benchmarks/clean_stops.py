@@ -7,7 +7,7 @@ After at least three steps each rank gets SIGTERM or SIGINT by itself, up to 50 
 Checked: both processes end with exit code 0 within a minute, and the last checkpoint is that of the last step that was
 taken. Exit code 1 if not. Logs of failures are printed.
 
-Needs the quickstart's data (`make quickstart` makes it), or `--data PREFIX --tokenizer MODEL --vocabulary N`.
+Needs the quickstart's data (`megafp8 quickstart` makes it), or `--data PREFIX --tokenizer MODEL --vocabulary N`.
 """
 
 from __future__ import annotations

@@ -23,6 +23,23 @@ from megafp8.optimizer.step import StepResult
 from megafp8.parallel_state import ParallelState
 from megafp8.training.trainer import Loss
 
+SIZES = {
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim"),
+    *("vocab_size", "vocab_multiple", "tie_embeddings", "init_std"),
+}
+"""Keys of the model section that the baseline has too."""
+WITHOUT_COST = {"max_position_embeddings", "rope_theta", "rope_scaling", "rope_interpolation_factor", "norm_eps"}
+"""Keys of it that change no time of a step."""
+
+
+def why_not(config: Config) -> str:
+    """Why the baseline cannot have the config's model; empty if it can."""
+    given = config.model.model_dump(exclude_defaults=True).keys() - SIZES - WITHOUT_COST
+    if not given:
+        return ""
+    keys = ", ".join(f"model.{key} = {getattr(config.model, key)!r}" for key in sorted(given))
+    return f"the compiled baseline has RMSNorm, SwiGLU, rotary positions and no biases, and not {keys}"
+
 
 class Model(nn.Module):
     """A GPT with RMSNorm, SwiGLU and rotary positions: tokens and labels `[b, s]` -> the sum of the losses, fp32."""
@@ -30,8 +47,7 @@ class Model(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         m, s = config.model, config.training.seq_length
-        if m.normalization != "rmsnorm" or m.activation != "swiglu" or m.position_embedding != "rope" or m.linear_bias:
-            raise ValueError("the compiled baseline has RMSNorm, SwiGLU, rotary positions and no biases")
+        assert not why_not(config)
         shape = Shape(m.hidden_size, m.ffn_size, m.num_attention_heads, m.query_groups, m.channels, s)
         self.embedding = nn.Embedding(m.padded_vocab_size, m.hidden_size)
         self.layers = ReferenceLayers(shape, m.num_layers, s).float()

@@ -13,7 +13,7 @@ faults. That limits the size of files to 16 KiB, so it was always torch.save tha
 tensors, and raised another one. The disk's own error, met by a small file or by the last flush of a buffer, was raised
 from itself, and the walk along its causes did not end. `benchmarks/full_disk.py` fills the disk at each page of a save.
 
-Needs the quickstart's data (`make quickstart` makes it), or `--data PREFIX --tokenizer MODEL --vocabulary N`.
+Needs the quickstart's data (`megafp8 quickstart` makes it), or `--data PREFIX --tokenizer MODEL --vocabulary N`.
 """
 
 from __future__ import annotations

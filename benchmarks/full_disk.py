@@ -9,7 +9,7 @@ processes end with exit code 1 within a minute, one message names rank, file and
 checkpoint before is intact, and the same command, once there is space, ends with the losses of an undisturbed run,
 equal to the last bit, and the same checkpoint. Saves are in the background at odd points. Exit code 1 if not.
 
-Needs the quickstart's data (`make quickstart` makes it), or `--data PREFIX --tokenizer MODEL --vocabulary N`.
+Needs the quickstart's data (`megafp8 quickstart` makes it), or `--data PREFIX --tokenizer MODEL --vocabulary N`.
 """
 
 from __future__ import annotations

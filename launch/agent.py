@@ -1,9 +1,4 @@
-"""torchrun with exit codes and clean stops of a training job: `megafp8 launch [torchrun's options] COMMAND ...`.
-
-    megafp8 launch --nproc-per-node 8 pretrain --config my.yaml parallel.tensor=2
-
-COMMAND is one of megafp8's, a script, or a module after `-m`. On several nodes: the same on each of them with `--nnodes
-N --rdzv-backend c10d --rdzv-endpoint HEAD:29400 --rdzv-id JOB`.
+"""The agent of `megafp8 launch`: torchrun's, with exit codes and clean stops of a training job (launch/command.py).
 
 torchrun's agent treats all failures alike: it restarts a job whose config is wrong, prints a traceback of its own
 after a clean stop, and on the other nodes reports only lost connections. This one is a subclass of torch's
@@ -20,6 +15,7 @@ after a clean stop, and on the other nodes reports only lost connections. This o
 - The rendezvous store is in the agent of the head node. If that agent is lost, the others rejoin when it is back, for
   as long as a rendezvous may take (`--rdzv-conf join_timeout=600`).
 - Each attempt gets its own process group store, see `main`.
+- The agent of rank 0's node tells `resilience.notify` how the job ended (megafp8/training/notify.py).
 
 Exit codes, and messages of ranks: megafp8/training/errors.py.
 """
@@ -31,12 +27,15 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -55,9 +54,11 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.elastic.utils.store import barrier
 from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.run import config_from_args, parse_args
+from torch.distributed.run import config_from_args, get_args_parser
 
+from megafp8.arguments import ArgumentParser
 from megafp8.commands import COMMANDS
+from megafp8.training import notify
 from megafp8.training.errors import AGENT_PID, DONE, FAILED, NO_RESTART
 
 LOST_STORE = (RendezvousConnectionError, dist.DistNetworkError, dist.DistStoreError)
@@ -270,8 +271,8 @@ class Agent(LocalElasticAgent):
         return self.outcome or Outcome(FAILED, "error: the rendezvous is closed: another node has ended the job")
 
 
-def run(config: LaunchConfig, entrypoint: str, arguments: list[str]) -> Outcome:
-    """Run the ranks of this node until the job has ended on all nodes."""
+def run(config: LaunchConfig, entrypoint: str, arguments: list[str]) -> tuple[Outcome, bool]:
+    """Run the ranks of this node until the job has ended on all nodes. Also returns whether rank 0 was one of them."""
     restarts = config.max_restarts
     patience = float(config.rdzv_configs.get("join_timeout", 600))
     give_up = time.monotonic() + patience
@@ -281,15 +282,16 @@ def run(config: LaunchConfig, entrypoint: str, arguments: list[str]) -> Outcome:
         except RendezvousConnectionError as error:
             if time.monotonic() > give_up:
                 cause = error.__cause__ or error
-                return Outcome(FAILED, f"error: no agent answers at the head node, {config.rdzv_endpoint}: {cause}")
+                text = f"error: no agent answers at the head node, {config.rdzv_endpoint}: {cause}"
+                return Outcome(FAILED, text), False
             time.sleep(1.0)
             continue
         outcome = _attempt(agent)
         if outcome is not None:
-            return outcome
+            return outcome, agent.get_worker_group().group_rank == 0
         restarts = agent.remaining_restarts - 1
         if restarts < 0:
-            return Outcome(FAILED, f"error: lost the agent of the head node, {config.rdzv_endpoint}")
+            return Outcome(FAILED, f"error: lost the agent of the head node, {config.rdzv_endpoint}"), False
         text = f"lost the agent of the head node, {config.rdzv_endpoint}; waiting for it to be restarted"
         print(f"{text}, {restarts} restarts left", file=sys.stderr, flush=True)
         give_up = time.monotonic() + patience
@@ -375,6 +377,17 @@ def with_command(options: argparse.Namespace) -> argparse.Namespace:
     return options
 
 
+def sizes_problem(options: argparse.Namespace) -> str | None:
+    """What is wrong with the numbers of processes and nodes, which torchrun answers by a traceback; None: nothing."""
+    processes, nodes = str(options.nproc_per_node), str(options.nnodes)
+    if processes not in ("auto", "cpu", "gpu", "xpu") and not re.fullmatch("[1-9][0-9]*", processes):
+        return f"--nproc-per-node {processes}: give a number of at least 1, or gpu for all GPUs"
+    sizes = re.fullmatch("([1-9][0-9]*)(?::([1-9][0-9]*))?", nodes)
+    if sizes is None or int(sizes[2] or sizes[1]) < int(sizes[1]):
+        return f"--nnodes {nodes}: give a number of at least 1, or MIN:MAX"
+    return None
+
+
 def main() -> int:
     # By default the ranks of all attempts share one store for their process groups, that of the agent on the first
     # node (DynamicRendezvousHandler._shared_tcp_store_server). It keeps addresses written by ranks of an earlier
@@ -383,17 +396,29 @@ def main() -> int:
     # store for each attempt, at a port that the agents agree on again.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ[AGENT_PID] = str(os.getpid())
-    options = with_command(parse_args(sys.argv[1:]))
+    parser = get_args_parser()
+    parser.__class__ = ArgumentParser  # for errors in the form of all others
+    options = with_command(parser.parse_args(sys.argv[1:]))
     if options.standalone:
         options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
     if options.rdzv_backend != "c10d":
         print("error: --standalone or --rdzv-backend c10d is needed", file=sys.stderr)
         return NO_RESTART
-    config, entrypoint, arguments = config_from_args(options)
+    if (problem := sizes_problem(options)) is not None:
+        parser.error(problem)
+    try:
+        config, entrypoint, arguments = config_from_args(options)
+    except ValueError as error:  # --nproc-per-node gpu without one
+        parser.error(f"--nproc-per-node {options.nproc_per_node}: {error}")
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
-    outcome = run(config, str(entrypoint), arguments)
-    if outcome.message:
-        print(outcome.message, file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="megafp8-agent-") as folder:
+        subscription = Path(folder) / "notify.json"
+        os.environ[notify.AGENT_FILE] = str(subscription)
+        outcome, has_rank_0 = run(config, str(entrypoint), arguments)
+        if outcome.message:
+            print(outcome.message, file=sys.stderr, flush=True)
+        if has_rank_0:
+            notify.ended(notify.of_file(subscription), outcome.code, outcome.message)
     return int(os.environ.get("STOPPED_EXIT_CODE", DONE)) if outcome.stopped else outcome.code
 
 

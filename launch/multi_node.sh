@@ -9,18 +9,18 @@
 # MAX_RESTARTS     restarts after a failure (3)
 # NPROC_PER_NODE   processes on each machine (its GPUs)
 # LOG_DIR          keep what each rank prints, in files below this folder
-# SCRIPT           what the ranks run (pretrain_gpt.py), for example tools/check_cluster.py before a long run
+# SCRIPT           the command that the ranks run (pretrain), for example check-cluster before a long run; or a script
 # LOCAL_ADDR       this machine's address, where the others cannot resolve its host name
 # STOPPED_EXIT_CODE  exit code after a clean stop (0), for schedulers that start again what did not end with 0
 #
 # Exit codes: 0 done, or stopped cleanly by SIGTERM or Ctrl-C on any machine; 2 a fault of config, data or checkpoint,
 # which is not restarted; 1 another failure. docs/launching.md describes recovery from failures.
 #
-# Paths are relative to the repository. What is exported below can be set by you instead.
+# Paths are relative to the folder above this script's. What is exported below can be set by you instead.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [[ $# -ge 1 ]] || { echo "usage: NNODES=N HEAD_NODE=HOST RDZV_ID=WORD launch/multi_node.sh CONFIG [section.key=value ...]" >&2; exit 2; }
-[[ -f $1 ]] || { echo "error: no such config: $1; there are: $(echo configs/*.yaml)" >&2; exit 2; }
+[[ -f $1 ]] || { echo "error: no such config: $1; there are: $(ls ./*.yaml configs/*.yaml 2>/dev/null | xargs)" >&2; exit 2; }
 for name in NNODES HEAD_NODE RDZV_ID; do
     [[ -n ${!name:-} ]] || { echo "error: $name is not set; this script's first lines say what it is" >&2; exit 2; }
 done
@@ -40,7 +40,7 @@ export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 
 # A restarted job resumes from its newest complete checkpoint by itself.
-exec python -m launch.agent \
+exec python -m megafp8 launch \
     --nnodes "$NNODES" \
     --nproc-per-node "${NPROC_PER_NODE:-gpu}" \
     --rdzv-backend c10d \
@@ -49,4 +49,4 @@ exec python -m launch.agent \
     --max-restarts "${MAX_RESTARTS:-3}" \
     ${LOG_DIR:+--log-dir "$LOG_DIR" --tee 3} \
     ${LOCAL_ADDR:+--local-addr "$LOCAL_ADDR"} \
-    "${SCRIPT:-pretrain_gpt.py}" --config "$config" "$@"
+    "${SCRIPT:-pretrain}" --config "$config" "$@"

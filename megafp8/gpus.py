@@ -8,8 +8,10 @@ sheet; "fitted" numbers are chosen for the smallest error over the runs of docs/
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _GIB = 2**30
 
@@ -42,6 +44,8 @@ CEILINGS = {
 
 def device_name(device: torch.device) -> str:
     """As `CEILINGS` has it."""
+    import torch
+
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

@@ -5,8 +5,9 @@ Below the config and the packages whose options are sections, so that each can d
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from decimal import Decimal, InvalidOperation
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -62,7 +63,15 @@ Pattern = Annotated[str, StringConstraints(min_length=1)]
 
 
 class Section(BaseModel):
+    """A section of a config. `choices`: its keys that choose a kind, which has options that other kinds lack."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    choices: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def options(cls, choice: str, values: Mapping[str, Any]) -> Collection[str]:
+        """Keys that belong to what the key `choice` has in `values`, without those that all kinds have."""
+        raise NotImplementedError
 
 
 class PartialSection(Section):

@@ -79,7 +79,7 @@ class Node:
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 for variable in variables:
-                    if variable.startswith(b"LOCAL_RANK=") and b"pretrain_gpt.py" in words:
+                    if variable.startswith(b"LOCAL_RANK=") and b"pretrain" in words:
                         found.setdefault(int(variable[11:]), pid)
         return [found[rank] for rank in sorted(found)]
 

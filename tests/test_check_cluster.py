@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.commands import machine
 from megafp8.training.errors import NO_RESTART
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
@@ -217,11 +218,11 @@ def test_gpus(change: dict[str, Any], status: str, text: str) -> None:
 
 
 def test_nvidia_smi_is_parsed() -> None:
-    found = check_cluster.parse_gpu("580.65.06, 0, 0, 0, Not Active, Not Active, 34\n")
+    found = machine.parse_gpu("580.65.06, 0, 0, 0, Not Active, Not Active, 34\n")
     assert found["driver"] == "580.65.06"
     assert found["temperature"] == "34"
     with pytest.raises(ValueError, match=r"nvidia-smi answers 'Field .*'"):
-        check_cluster.parse_gpu('Field "x" is not a valid field to query.')
+        machine.parse_gpu('Field "x" is not a valid field to query.')
 
 
 def test_locked_memory_and_ports() -> None:

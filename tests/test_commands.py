@@ -17,15 +17,14 @@ from launch import agent
 from megafp8.commands import COMMANDS, file_of, main
 
 ROOT = Path(__file__).resolve().parent.parent
+DATA = ("megafp8.configs", "megafp8.launch.kubernetes")
+"""Packages in which there is no Python."""
 BARE = {"PATH": "/usr/bin:/bin"}
 
 
 def test_every_tool_is_a_command() -> None:
-    """All but quickstart.py, which needs a checkout."""
     tools = {path.stem for path in (ROOT / "tools").glob("*.py") if "\ndef main(" in path.read_text()}
-    assert {module.split(".")[1] for module in COMMANDS.values() if module.startswith("tools.")} == tools - {
-        "quickstart"
-    }
+    assert {module.split(".")[1] for module in COMMANDS.values() if module.startswith("tools.")} == tools
     for name in COMMANDS:
         functions = {
             node.name for node in ast.parse(file_of(name).read_text()).body if isinstance(node, ast.FunctionDef)
@@ -64,7 +63,7 @@ def test_the_wheel_has_all_packages() -> None:
     config = pytest.importorskip("setuptools.config.pyprojecttoml")
     listed = config.read_configuration(ROOT / "pyproject.toml")["tool"]["setuptools"]["packages"]
     found = [".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "megafp8").rglob("__init__.py")]
-    assert sorted(listed) == sorted([*found, "megafp8.launch", "megafp8.tools"])
+    assert sorted(listed) == sorted([*found, *DATA, "megafp8.launch", "megafp8.tools"])
 
 
 @pytest.mark.slow
@@ -97,6 +96,10 @@ def test_a_wheel_has_all_commands(tmp_path: Path) -> None:
         return done.stdout
 
     assert "check-cluster" in megafp8("--help")
+    assert "llama3-8b.yaml" in megafp8("init", "llama3-8b")
+    assert "launch/kubernetes/jobset.yaml" in megafp8("init", "launch")
+    assert "memory of a rank" in megafp8("pretrain", "llama3-8b.yaml", "--dry-run")
+    assert "0 fail" in megafp8("doctor")
     modules = [module if module.startswith("megafp8.") else f"megafp8.{module}" for module in COMMANDS.values()]
     find = "import sys; from importlib.util import find_spec; print([m for m in sys.argv[1:] if find_spec(m) is None])"
     done = subprocess.run([python, "-c", find, *modules], cwd=tmp_path, env=variables, capture_output=True, text=True)

@@ -53,6 +53,7 @@ def test_images_are_pinned() -> None:
         for path in (ROOT / "launch" / "kubernetes").glob("*.yaml")
         for image in re.findall(r"^\s*(?:- )?image:\s*(\S+)", path.read_text(), re.MULTILINE)
     ]
-    assert len(images) >= 2
+    images += re.findall(r"^ARG BASE=(\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert len(images) >= 3
     for image in images:
         assert re.fullmatch(r"\S+(:\d[\w.-]*|@sha256:[0-9a-f]{64})", image), f"{image} may be another one tomorrow"

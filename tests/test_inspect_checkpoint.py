@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint import Rectangle, Rectangles, save
-from tools import inspect_checkpoint
+from tests.conversion import checkpoints
+from tools import convert_checkpoint, inspect_checkpoint
 
 CONFIG = {"model": {"num_layers": 12}, "seed": 1}
 
@@ -129,8 +130,8 @@ def test_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("path", "arguments", "message"),
     [
-        ("", [], "is a folder of checkpoints; the newest of them is "),
         ("elsewhere", [], "there is no checkpoint "),
+        ("step_0000003", [], "step_00000003?"),
         ("step_00000003", ["--tensors", "nothing"], "no tensor is called nothing; the first is fp8.flags"),
         ("step_00000003", ["--diff", "/dev"], "/dev is no checkpoint: it has no metadata.json"),
     ],
@@ -144,3 +145,17 @@ def test_errors(
     assert captured.out == ""
     assert captured.err.startswith("error: ")
     assert message in captured.err
+
+
+def test_a_run_and_a_model_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a run the newest checkpoint; a converted model has the tensors of its checkpoint, by our names."""
+    run = tmp_path / "run"
+    _save(run / "checkpoints", _tensors())
+    assert inspect_checkpoint.main([str(run)]) == 0
+    assert str(run / "checkpoints" / "step_00000003") in capsys.readouterr().out
+    model = checkpoints.make(tmp_path / "native", checkpoints.weights())
+    assert convert_checkpoint.main(["--load", str(model), "--save", str(tmp_path / "hf"), "--to", "hf"]) == 0
+    capsys.readouterr()
+    assert inspect_checkpoint.main([str(tmp_path / "hf"), "--norms"]) == 0
+    assert "format hf, a model of type " in capsys.readouterr().out
+    assert inspect_checkpoint.main([str(model), "--diff", str(tmp_path / "hf"), "--tensors", "model.layers.*"]) == 0

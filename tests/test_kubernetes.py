@@ -110,7 +110,7 @@ def test_commands_of_the_pods(tools: dict[str, str]) -> None:
     head = f"{name}-{replicated['name']}-0-0.{name}"  # of the JobSet's documentation: network.enableDNSHostnames
     expected = f"{AGENT} --nnodes {nodes} --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint {head}:29400"
     arguments = " ".join(container["args"])
-    rest = f"--rdzv-id megafp8 --max-restarts 3 --local-addr 10.0.0.7 pretrain_gpt.py --config {arguments}"
+    rest = f"--rdzv-id megafp8 --max-restarts 3 --local-addr 10.0.0.7 pretrain --config {arguments}"
     assert done.stdout.splitlines()[0] == f"python {expected[len('python ') :]} {rest}", done.stderr
 
     trainer, job_name = MANIFESTS["TrainJob"]["spec"]["trainer"], MANIFESTS["TrainJob"]["metadata"]["name"]
@@ -120,7 +120,7 @@ def test_commands_of_the_pods(tools: dict[str, str]) -> None:
     done = pod_command(container, trainer["args"], tools, LOCAL_ADDR="10.0.0.7", **controller)
     rendezvous = f"--rdzv-endpoint {controller['PET_MASTER_ADDR']}:29500"
     assert rendezvous in done.stdout.splitlines()[0], done.stderr
-    assert done.stdout.splitlines()[0].endswith(f"pretrain_gpt.py --config {' '.join(trainer['args'])}")
+    assert done.stdout.splitlines()[0].endswith(f"pretrain --config {' '.join(trainer['args'])}")
 
 
 @pytest.mark.parametrize("kind", ["JobSet", "TrainJob"])

@@ -36,7 +36,7 @@ def launch(script: str, *arguments: str, **environment: str) -> subprocess.Compl
     )
 
 
-AGENT = "python -m launch.agent"
+AGENT = "python -m megafp8 launch"
 MULTI = {"NNODES": "4", "HEAD_NODE": "node0", "RDZV_ID": "run1"}
 SLURM = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "99", "SLURM_JOB_NODELIST": "x"}
 
@@ -51,7 +51,7 @@ SLURM = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_I
          "node0:29400 --rdzv-id run1 --max-restarts 3", 8),
         ("slurm.sbatch", SLURM, f"{AGENT} --nnodes 2 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint "
          "node7:29400 --rdzv-id 99-0 --max-restarts 3", 8),
-        ("multi_node.sh", MULTI | {"SCRIPT": "tools/check_cluster.py", "LOCAL_ADDR": "10.0.0.7"},
+        ("multi_node.sh", MULTI | {"SCRIPT": "check-cluster", "LOCAL_ADDR": "10.0.0.7"},
          f"{AGENT} --nnodes 4 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint node0:29400 --rdzv-id run1 "
          "--max-restarts 3 --local-addr 10.0.0.7", 8),
     ],
@@ -59,7 +59,7 @@ SLURM = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_I
 def test_commands(tools: dict[str, str], script: str, environment: dict[str, str], expected: str, threads: int) -> None:
     done = launch(script, CONFIG, "seed=7", **environment, **tools)
     assert done.returncode == 0, done.stderr
-    command = f"{expected} {environment.get('SCRIPT', 'pretrain_gpt.py')} --config {CONFIG} seed=7"
+    command = f"{expected} {environment.get('SCRIPT', 'pretrain')} --config {CONFIG} seed=7"
     srun = ["srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none"] if script == "slurm.sbatch" else []
     assert done.stdout.splitlines() == [*srun, command, f"threads {threads}", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110"]
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megafp8.config import check_layout, load_config
+from megafp8.gpus import GPUS
+from megafp8.planner.hardware import Cluster
 from tests.quickstart_data import CONFIG
-from tools.plan import main
+from tools.plan import commands, main
 
 SMALL = [
     "model.num_layers=2",
@@ -34,13 +37,41 @@ def test_it_prints_yaml_that_runs(capsys: pytest.CaptureFixture[str], tmp_path: 
     for section, keys in changes.items():
         tree[section] = tree.get(section, {}) | keys
     (tmp_path / "best.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    check_layout(load_config(tmp_path / "best.yaml", SMALL), 2)
+    best = load_config(tmp_path / "best.yaml", SMALL)
+    check_layout(best, 2)
+    launch, command = text.split("as a command:\n")[1].split("\n")[0].split(" pretrain --config ")
+    assert launch == "megafp8 launch --nproc-per-node 2"
+    config, *overrides = shlex.split(command)
+    assert load_config(config, overrides) == best
+    run = best.training.steps * best.training.global_batch_size * best.training.seq_length
+    assert f"\n  {run:,} tokens: " in text
+    assert " MFU " in text
+
+
+def test_commands_for_nodes() -> None:
+    cluster = Cluster(GPUS["h100-80gb"], 16, 8)
+    keys = {"parallel": {"tensor": 8, "layers_per_stage": None, "fsdp": False, "schedule": "zb-h1"}}
+    found = commands("my run.yaml", ["parallel.tensor=2", "seed=3"], keys, cluster)
+    words = "'my run.yaml' seed=3 parallel.tensor=8 parallel.layers_per_stage=null parallel.fsdp=false "
+    words += "parallel.schedule=zb-h1"
+    assert found.splitlines() == [
+        "megafp8 launch --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD:29400 --rdzv-id RUN "
+        f"pretrain --config {words}",
+        "or, under Slurm:",
+        f"sbatch --nodes=2 --gpus-per-node=8 launch/slurm.sbatch {words}",
+    ]
 
 
 def test_json_has_the_terms_that_add_up(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMMAND, "--json", "--gpu", "h200-141gb"]) == 0
+    assert main([*COMMAND, "--json", "--gpu", "h200-141gb", "--tokens", "3B", "--price", "2.5"]) == 0
     found = json.loads(capsys.readouterr().out)
     best = found["best"][0]
+    rate = best["tokens_per_second_per_gpu"]
+    assert best["mfu"] == pytest.approx(rate * found["flops_per_token"] / 1979e12)
+    assert best["tokens_per_day"] == pytest.approx(2 * rate * 86400)
+    hours = 3e9 / rate / 3600
+    of_budget = {"tokens": 3 * 10**9, "days": hours / 2 / 24, "gpu_hours": hours, "cost": 2.5 * hours}
+    assert best["budget"] == pytest.approx(of_budget)
     assert sum(best["terms_seconds"].values()) == pytest.approx(best["step_seconds"])
     assert best["peak_bytes"] == max(rank["total"] for rank in best["memory_bytes"]) <= found["limit_bytes"]
     assert all(best["step_seconds"] <= other["step_seconds"] for other in found["best"])
@@ -61,3 +92,10 @@ def test_errors_name_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*COMMAND, "--gpu", "a100"])
     assert "'a100' is not known; there are h200-141gb, h100-80gb" in capsys.readouterr().err
+    for flag, said in (
+        ("--tokens", "'x' is no number of tokens, such as 15T"),
+        ("--price", "'x' is no price, such"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*COMMAND, flag, "x"])
+        assert said in capsys.readouterr().err

@@ -273,7 +273,7 @@ A = ["--config", "a.yaml"]
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["training.steps=3"], "--config is required"),
+        (["training.steps=3"], "a config is needed"),
         ([*A, "--dry-run", "--world-size", "0"], "--world-size: 0 ranks; at least 1 is needed"),
         ([*A, "--dry-run", "--world-size", "-4"], "--world-size: -4 ranks; at least 1 is needed"),
         ([*A, "--dry-run", "--world-size", "4", "--world-size", "8"], "--world-size is given twice: 4 and 8; give one"),
@@ -287,7 +287,8 @@ def test_wrong_arguments(
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments])
     assert pretrain_gpt.main() == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: command line: 1 problem")
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
     assert expected in said
 
 

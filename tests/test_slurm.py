@@ -217,7 +217,7 @@ def test_killed_processes_are_queued_again(slurm: Slurm, launch: Launch, nodes: 
     """kill -9 of the agent and the ranks of the last node, which its step does not survive."""
     job = Job(slurm, launch, *STEPS, nodes=nodes)
     job.wait_for("a checkpoint", lambda: any(step >= 5 for step in launch.saved()))
-    agents = slurm.processes(f"SLURM_JOB_ID={job.number}", b"launch.agent")
+    agents = slurm.processes(f"SLURM_JOB_ID={job.number}", b"megafp8\0launch")
     assert len(agents) == nodes
     slurm.kill([agents[-1], *descendants(agents[-1])])
     job.finish()

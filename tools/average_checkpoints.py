@@ -18,12 +18,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megafp8.arguments import ArgumentParser
 from megafp8.checkpoint import complete_checkpoints
-from megafp8.commands.common import new_parser, run_tool
-from megafp8.conversion.adapters import open_native
+from megafp8.commands.common import run_tool
 from megafp8.conversion.average import Averaged
 from megafp8.conversion.convert import Selected, convert, verify
-from megafp8.conversion.formats import FORMATS, fetched
+from megafp8.conversion.formats import FORMATS, fetched, open_source
 from megafp8.object_store import AnyPath, as_path
 
 
@@ -49,7 +49,7 @@ def checkpoints(given: Sequence[AnyPath], last: int | None, least: int) -> list[
 def average(arguments: argparse.Namespace) -> None:
     to = FORMATS[arguments.to]
     paths = checkpoints(arguments.load, arguments.last, least=1 if arguments.moving else 2)
-    averaged = Averaged([open_native(path) for path in paths], moving=arguments.moving)
+    averaged = Averaged([open_source(path) for path in paths], moving=arguments.moving)
     source = Selected(averaged, weights_only=True, dtype=None, mtp=to.mtp)
     sink = to.sink(arguments.save)
     state = {str(file): file.stat().st_mtime_ns for path in source.about["average_of"] for file in Path(path).iterdir()}
@@ -60,16 +60,20 @@ def average(arguments: argparse.Namespace) -> None:
     sink.publish()
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = new_parser(__doc__)
-    help = "checkpoints, or folders of runs, of which the newest; with --last one run"
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
+    help = "runs, of which the newest checkpoint, checkpoints, or folders of Hugging Face; with --last one run"
     parser.add_argument("--load", required=True, nargs="+", type=as_path, metavar="PATH", help=help)
     parser.add_argument("--last", type=int, metavar="N", help="average the newest N checkpoints of the run")
     parser.add_argument("--moving", action="store_true", help="of the moving averages in them; one is enough")
     parser.add_argument("--save", required=True, type=Path, metavar="PATH", help="folder to make, or an empty one")
     parser.add_argument("--to", default="native", choices=("native", "hf", "consolidated"), help="default: native")
     parser.add_argument("--verify", action="store_true", help="read the target back and compare every value")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
     return run_tool(lambda: average(arguments))
 
 

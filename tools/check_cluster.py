@@ -1,8 +1,8 @@
 """Check a cluster before a long run: versions, GPUs, links, clocks, file system, limits, config and data.
 
-    megafp8 launch --standalone --nproc-per-node 8 tools/check_cluster.py
-    SCRIPT=tools/check_cluster.py launch/multi_node.sh configs/llama3-8b.yaml        # as a run of several nodes
-    MAX_REQUEUES=0 SCRIPT=tools/check_cluster.py sbatch --nodes=4 launch/slurm.sbatch configs/llama3-8b.yaml
+    megafp8 launch --nproc-per-node 8 check-cluster
+    SCRIPT=check-cluster launch/multi_node.sh configs/llama3-8b.yaml        # as a run of several nodes
+    MAX_REQUEUES=0 SCRIPT=check-cluster sbatch --nodes=4 launch/slurm.sbatch configs/llama3-8b.yaml
 
 Every rank measures itself, then all nodes at once, so that links are shared as in training. Rates of equal parts are
 compared with their median, and the slowest is named. Bandwidths are bus bandwidths, as nccl-tests defines them
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import resource
 import shutil
 import socket
 import statistics
@@ -30,14 +29,17 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.commands.common import new_parser
+from megafp8.arguments import ArgumentParser
+from megafp8.commands import machine
+from megafp8.commands.machine import Finding, Status, judge_gpu, report
+from megafp8.commands.machine import judge_limits as machine_limits
 from megafp8.config import Config, check_layout, load_config
 from megafp8.distributed.collectives import (
     all_gather,
@@ -52,43 +54,18 @@ from megafp8.distributed.collectives import (
 )
 from megafp8.parallel_state import destroy_model_parallel, initialize_distributed
 from megafp8.training.errors import NO_RESTART, TrainingError, run_and_report
-from megafp8.training.run_log import source_commit
 from megafp8.training.validate import run_folder, validate
-
-Status = Literal["pass", "warn", "fail"]
 
 CLOCK_WARN, CLOCK_FAIL = 0.5, 5.0
 """Seconds between the clocks of two nodes. The rendezvous compares heartbeats of 5 s by the nodes' own clocks."""
 SEEN_WARN, SEEN_FAIL = 1.0, 30.0
 """Seconds until all ranks see a file that one of them has written."""
-OPEN_FILES, SHARED_MEMORY = 4096, 1 << 30
-"""Least limit of open files (gloo connects each rank to all others), and least free bytes of /dev/shm (NCCL)."""
 GPU_MEMORY = 0.97
 """Least free fraction of a GPU's memory: more in use belongs to another process."""
-GPU_FIELDS = {
-    "driver": "driver_version",
-    "ECC errors": "ecc.errors.uncorrected.volatile.total",
-    "row remapping pending": "remapped_rows.pending",
-    "row remapping failed": "remapped_rows.failure",
-    "hardware slowdown": "clocks_event_reasons.hw_slowdown",
-    "thermal slowdown": "clocks_event_reasons.sw_thermal_slowdown",
-    "temperature": "temperature.gpu",
-}
-"""What nvidia-smi is asked for (`nvidia-smi --help-query-gpu`)."""
-
 _VARIABLES = re.compile(
     r"(NCCL|TORCH_NCCL|UCX|GLOO)_\w*|PYTORCH\w*ALLOC_CONF|CUDA_DEVICE_MAX_CONNECTIONS|OMP_NUM_THREADS"
 )
 """Environment variables that should be equal on all ranks."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one check found. A check that warns or fails has a finding for each fault."""
-
-    check: str
-    status: Status
-    text: str
 
 
 class ClusterFault(TrainingError):
@@ -127,25 +104,10 @@ class Probe:
         self.device = device
 
     def versions(self) -> dict[str, str]:
-        found = {
-            "torch": str(torch.__version__),
-            "Python": sys.version.split()[0],
-            "megafp8": source_commit() or "no git",
-        }
-        if self.device.type == "cuda":
-            found["CUDA"] = str(torch.version.cuda)
-            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-            found["GPU"] = torch.cuda.get_device_name(self.device)
-        return found
+        return machine.versions(self.device)
 
     def gpu(self) -> dict[str, str]:
-        """`GPU_FIELDS` of this rank's GPU. OSError or ValueError where nvidia-smi does not answer."""
-        if self.device.type != "cuda":
-            return {}
-        which = f"--id=GPU-{torch.cuda.get_device_properties(self.device).uuid}"
-        query = ["nvidia-smi", which, f"--query-gpu={','.join(GPU_FIELDS.values())}", "--format=csv,noheader,nounits"]
-        done = subprocess.run(query, capture_output=True, text=True, timeout=60)
-        return parse_gpu(done.stdout if done.returncode == 0 else done.stdout + done.stderr)
+        return machine.ask_gpu(self.device)
 
     def xid(self) -> str:
         """The last error (Xid) of a GPU in the kernel's log; empty if there is none, or it may not be read."""
@@ -162,13 +124,7 @@ class Probe:
         return free / total
 
     def limits(self) -> dict[str, int]:
-        """Soft limits; -1 is unlimited."""
-        open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        found = {"open files": open_files, "locked memory": -1 if locked == resource.RLIM_INFINITY else locked}
-        if Path("/dev/shm").is_dir():
-            found["/dev/shm"] = shutil.disk_usage("/dev/shm").free
-        return found
+        return machine.limits()
 
     def ports(self) -> dict[str, str]:
         """State and rate of each InfiniBand or RoCE port, as `4: ACTIVE, 400 Gb/sec (4X NDR)`."""
@@ -208,14 +164,6 @@ class Probe:
         cuda = self.device.type == "cuda"
         n, dtype, repeats = (8192, torch.bfloat16, 1200) if cuda else (512, torch.float32, 4)
         return torch.randn(n, n, dtype=dtype, device=self.device), repeats
-
-
-def parse_gpu(answer: str) -> dict[str, str]:
-    """nvidia-smi's CSV line as `GPU_FIELDS`. Raises ValueError with the answer if it is no such line."""
-    values = [value.strip() for value in answer.strip().split(",")]
-    if len(values) != len(GPU_FIELDS):
-        raise ValueError(f"nvidia-smi answers {answer.strip()!r}")
-    return dict(zip(GPU_FIELDS, values, strict=True))
 
 
 def seconds_of(call: Callable[[], object], repeats: int, device: torch.device) -> float:
@@ -285,19 +233,10 @@ def judge_equal(facts: Sequence[Facts]) -> list[Finding]:
 
 def judge_gpus(facts: Sequence[Facts]) -> list[Finding]:
     """Uncorrectable ECC errors, row remapping, slowdowns and memory in use of each GPU, and Xids of each node."""
-    found = []
+    found: list[Finding] = []
     for fact in facts:
         gpu, name = fact.gpu, f"GPU {fact.local_rank} of {fact.host}"
-        errors = gpu.get("ECC errors", "0")
-        if errors.isdigit() and int(errors):
-            found.append(Finding("GPUs", "fail", f"{name}: {errors} uncorrectable ECC errors since it was reset"))
-        if gpu.get("row remapping failed") in ("1", "Yes"):
-            found.append(Finding("GPUs", "fail", f"{name}: row remapping failed; the GPU must be replaced"))
-        if gpu.get("row remapping pending") in ("1", "Yes"):
-            found.append(Finding("GPUs", "warn", f"{name}: row remapping waits for a reset of the GPU"))
-        for reason in ("hardware slowdown", "thermal slowdown"):
-            if gpu.get(reason) == "Active":
-                found.append(Finding("GPUs", "warn", f"{name}: {reason} at {gpu.get('temperature')} °C"))
+        found += judge_gpu(gpu, name)
         if fact.free_memory < GPU_MEMORY:
             used = f"{1 - fact.free_memory:.0%} of its memory is in use, by another process"
             found.append(Finding("GPUs", "fail", f"{name}: {used}"))
@@ -311,19 +250,10 @@ def judge_gpus(facts: Sequence[Facts]) -> list[Finding]:
 
 def judge_limits(facts: Sequence[Facts]) -> list[Finding]:
     """Limits of processes and shared memory, and the ports of the network."""
-    found = []
-    names = ("open files", "locked memory", "/dev/shm")
-    answers = [(*(fact.limits.get(name, -1) for name in names), bool(fact.ports)) for fact in facts]
-    for (files, locked, memory, has_ports), some in _by_value(facts, answers):
-        if 0 <= files < OPEN_FILES:
-            text = f"{files} open files of {where(some)}; at least {OPEN_FILES} are needed (ulimit -n)"
-            found.append(Finding("limits", "fail", text))
-        if locked != -1 and has_ports:
-            text = f"locked memory of {where(some)} is limited to {locked >> 10} KiB, which RDMA needs unlimited"
-            found.append(Finding("limits", "fail", f"{text} (ulimit -l)"))
-        if 0 <= memory < SHARED_MEMORY:
-            text = f"/dev/shm has {memory >> 20} MiB free for {where(some)}; NCCL needs up to {SHARED_MEMORY >> 20} MiB"
-            found.append(Finding("limits", "warn", text))
+    found: list[Finding] = []
+    answers = [(*fact.limits.items(), bool(fact.ports)) for fact in facts]
+    for (*values, rdma), some in _by_value(facts, answers):
+        found += machine_limits(dict(values), where(some), rdma=rdma)
     found = found or [Finding("limits", "pass", "open files, locked memory, shared memory")]
     first = [fact for fact in facts if fact.local_rank == 0]
     (usual, _), *others = _by_value(first, [tuple(sorted(fact.ports.items())) for fact in first])
@@ -641,25 +571,21 @@ def _answer(ask: Callable[[], dict[str, str]]) -> tuple[dict[str, str], str]:
         return {}, str(error)
 
 
-def report(found: Sequence[Finding]) -> str:
-    """The table that rank 0 prints: failures last, where the eye is."""
-    order: dict[Status, int] = {"pass": 0, "warn": 1, "fail": 2}
-    width = max(len(finding.check) for finding in found)
-    lines = [f"{f.status}  {f.check:<{width}}  {f.text}" for f in sorted(found, key=lambda f: order[f.status])]
-    counts = Counter(finding.status for finding in found)
-    return "\n".join([*lines, ", ".join(f"{counts[status]} {status}" for status in order)])
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser(__doc__)
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--config", help="also check that all ranks can read its data and write its checkpoints")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides of the config")
     parser.add_argument("--folder", type=Path, help="shared folder; default: the run's, if a config is given")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are")
     parser.add_argument("--mebibytes", type=float, help="of a message; default: 256 on CUDA, 4 on CPU")
-    parser.add_argument("--warn-below", type=float, default=0.9, help="fraction of the median rate (%(default)s)")
-    parser.add_argument("--fail-below", type=float, default=0.7, help="fraction of the median rate (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a collective may take (%(default)s)")
+    parser.add_argument("--warn-below", type=float, default=0.9, help="fraction of the median rate")
+    parser.add_argument("--fail-below", type=float, default=0.7, help="fraction of the median rate")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a collective may take")
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser()
     arguments = parser.parse_intermixed_args(argv)
     if arguments.overrides and not arguments.config:
         parser.error(f"{arguments.overrides[0]} overrides a config: give --config")

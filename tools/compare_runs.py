@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megafp8.commands.common import names_of, new_parser, pyplot, run_tool
+from megafp8.arguments import ArgumentParser
+from megafp8.commands.common import file_of_run, names_of, pyplot, run_tool, text_table
 from megafp8.training.metrics import read_metrics
 
 Run = dict[int, dict[str, Any]]
@@ -22,9 +23,7 @@ Run = dict[int, dict[str, Any]]
 
 def read_run(folder: Path) -> Run:
     """The run's steps by number. ValueError if there is no metrics.jsonl with steps."""
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{folder} is no run folder: it has no metrics.jsonl")
+    path = file_of_run(folder, "metrics.jsonl", "it is no run folder, or no step has ended yet")
     records = read_metrics(path)
     if not records:
         raise ValueError(f"{path} has no step")
@@ -74,22 +73,26 @@ def plot(runs: dict[str, Run], path: Path) -> None:
 def compare(arguments: argparse.Namespace) -> None:
     runs = dict(zip(names_of(arguments.runs), map(read_run, arguments.runs)))
     reference = next(iter(runs.values()))
-    width = max(28, *(len(name) + 1 for name in runs))
-    print(f"{'run':<{width}}{'steps':>6}{'first loss':>12}{'last loss':>12}{'max |Δloss|':>13}{'max |Δnorm|':>13}")
+    rows = []
     for name, run in runs.items():
         first, last = (_number(run[step]["loss"]) for step in (min(run), max(run)))
         loss, norm = (largest_deviation(run, reference, key) for key in ("loss", "grad_norm"))
-        print(f"{name:<{width}}{len(run):>6}{first:>12.5f}{last:>12.5f}{loss:>13.1e}{norm:>13.1e}")
+        rows.append([name, str(len(run)), f"{first:.5f}", f"{last:.5f}", f"{loss:.1e}", f"{norm:.1e}"])
+    print(text_table(["run", "steps", "first loss", "last loss", "max |Δloss|", "max |Δnorm|"], rows))
     if arguments.png:
         plot(runs, arguments.png)
         print(f"plot: {arguments.png}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = new_parser(__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER")
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER", help="runs; deviations are from the first")
     parser.add_argument("--png", type=Path, help="also plot into this file")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
     return run_tool(lambda: compare(arguments))
 
 

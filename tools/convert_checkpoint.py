@@ -18,9 +18,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megafp8.arguments import ArgumentParser, at_least
 from megafp8.conversion.adapters import adapters_alone
 from megafp8.conversion.base import Source
 from megafp8.conversion.convert import Selected, convert, verify
+from megafp8.conversion.format_names import FORMAT_NAMES
 from megafp8.conversion.formats import FORMATS, Format, fetched, recognize
 from megafp8.dtypes import DTYPES
 
@@ -35,27 +37,34 @@ SINK_OPTIONS = {
 """Keywords of sinks, by format."""
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--load", required=True, metavar="PATH", help="checkpoint, or the folder of a run; or its URL")
     parser.add_argument("--save", required=True, type=Path, metavar="PATH", help="folder to make, or an empty one")
     formats = "megatron and torch_dist are Megatron-LM's --ckpt-format torch and torch_dist (docs/converting.md)"
-    parser.add_argument("--to", required=True, choices=list(FORMATS), help=formats)
-    parser.add_argument("--from", dest="source", choices=list(FORMATS), help="default: what the files look like")
+    parser.add_argument("--to", required=True, choices=FORMAT_NAMES, help=formats)
+    parser.add_argument("--from", dest="source", choices=FORMAT_NAMES, help="default: what the files look like")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="of weights; implies --weights-only")
     parser.add_argument("--weights-only", action="store_true", help="leave optimizer state and FP8 scales out")
     parser.add_argument("--verify", action="store_true", help="read the target back and compare every value")
     to = parser.add_argument_group("to Megatron-LM")
-    to.add_argument("--tensor", type=int, metavar="N", help="tensor-parallel size (megatron)")
-    to.add_argument("--pipeline", type=int, metavar="N", help="pipeline-parallel size (megatron)")
-    to.add_argument("--virtual-pipeline", type=int, metavar="N", help="stages a pipeline rank (megatron)")
-    to.add_argument("--expert", type=int, metavar="N", help="expert-parallel size (megatron)")
+    to.add_argument("--tensor", type=at_least(1), metavar="N", help="tensor-parallel size (megatron)")
+    to.add_argument("--pipeline", type=at_least(1), metavar="N", help="pipeline-parallel size (megatron)")
+    to.add_argument("--virtual-pipeline", type=at_least(1), metavar="N", help="stages a pipeline rank (megatron)")
+    to.add_argument("--expert", type=at_least(1), metavar="N", help="expert-parallel size (megatron)")
     names = ("transformer_engine", "local")
     to.add_argument("--transformer-impl", dest="implementation", choices=names, help="default: transformer_engine")
     of = parser.add_argument_group("from Megatron-LM")
-    of.add_argument("--vocab-size", type=int, metavar="N", help="tokens before padding, where its files do not say")
+    of.add_argument(
+        "--vocab-size", type=at_least(1), metavar="N", help="tokens before padding, if its files do not say"
+    )
     help = "Hugging Face folder of the adapted model; default: the run's checkpoint.init_from"
     parser.add_argument_group("to PEFT").add_argument("--base", metavar="PATH", help=help)
+    return parser
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = make_parser()
     arguments = parser.parse_args(argv)
     for format, options in SINK_OPTIONS.items():
         foreign = tuple(option for option in options if option not in SINK_OPTIONS.get(arguments.to, ()))

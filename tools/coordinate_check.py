@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megafp8.arguments import ArgumentParser, at_least
 from megafp8.batch import Batch
-from megafp8.commands.common import add_config_flags, new_parser, parse_with_config, pyplot, run_tool
+from megafp8.commands.common import add_config_flags, parse_with_config, pyplot, run_tool
 from megafp8.config import Config, ParallelConfig, load_config
 from megafp8.parallel_state import (
     ParallelState,
@@ -143,13 +144,18 @@ def table(found: Mapping[str, Mapping[int, Sizes]]) -> str:
     return "\n".join(f"{title:<10}" + "".join(f"{value:>12}" for value in values) for title, *values in rows)
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser(__doc__)
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     add_config_flags(parser)
     parser.add_argument("--widths", required=True, help="values of model.hidden_size, as 64,128,256")
-    parser.add_argument("--steps", type=int, default=5, help="default: 5")
+    parser.add_argument("--steps", type=at_least(1), default=5, help="default: 5")
     parser.add_argument("--widen-heads", action="store_true", help="widen heads instead of having more of them")
     parser.add_argument("--png", type=Path, help="where to draw it")
+    return parser
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser()
     return parse_with_config(parser, argv)
 
 

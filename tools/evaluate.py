@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from megafp8.commands.common import add_input_flags, input_files, new_parser, run_tool
+from megafp8.arguments import ArgumentParser, at_least
+from megafp8.commands.common import add_input_flags, input_files, run_tool
 from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.packages import import_package
 from megafp8.data.samples import split_documents
@@ -34,25 +35,29 @@ from megafp8.object_store import as_path
 from megafp8.parallel_state import destroy_model_parallel
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser(__doc__)
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=as_path, help="run, checkpoint or folder of Hugging Face")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     texts = parser.add_argument_group("texts and data sets")
     add_input_flags(texts)
     texts.add_argument("--data", nargs="+", default=[], metavar="PREFIX", help="prefixes of .bin/.idx files")
     texts.add_argument("--split", help="as data.split of a config: of --data only its documents for validation")
-    texts.add_argument("--max-documents", type=int, help="of each of --data and of all inputs, from the first")
+    texts.add_argument("--max-documents", type=at_least(1), help="of each of --data and of all inputs, from the first")
     texts.add_argument("--stride", type=int, help="tokens that a window scores; default: half of its length")
     texts.add_argument("--concatenate", action="store_true", help="documents one after the other, not each by itself")
     tasks = parser.add_argument_group("tasks of lm-evaluation-harness")
     tasks.add_argument("--tasks", nargs="+", default=[], help="names or patterns")
     tasks.add_argument("--include-path", type=Path, help="folder with YAML files of tasks")
-    tasks.add_argument("--num-fewshot", type=int, help="examples before a question; default: those of the task")
-    tasks.add_argument("--limit", type=int, help="questions of each task, from the first")
+    tasks.add_argument("--num-fewshot", type=at_least(0), help="examples before a question; default: those of the task")
+    tasks.add_argument("--limit", type=at_least(1), help="questions of each task, from the first")
     add_model_flags(parser)
     parser.add_argument("--max-batch-tokens", type=int, default=8192, help="in a forward pass; default: %(default)s")
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    return make_parser().parse_args(argv)
 
 
 class _Texts(NamedTuple):

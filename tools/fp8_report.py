@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.commands.common import file_of_run, new_parser, pyplot, run_tool
+from megafp8.arguments import ArgumentParser
+from megafp8.commands.common import file_of_run, pyplot, run_tool
 from megafp8.commands.fp8_records import advice_text, grid, ordered_layers, place, read_config
 from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Record, read_report
 
@@ -177,13 +178,17 @@ def show(arguments: argparse.Namespace) -> None:
         print(f"\nheat map: {arguments.png}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = new_parser(__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
-    parser.add_argument("--step", default="last", metavar="N", help="the sampled step to show, or last (the default)")
-    parser.add_argument("--worst", type=int, default=20, metavar="K", help="rows of the table (default 20)")
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="a run with fp8.report_interval")
+    parser.add_argument("--step", default="last", metavar="N", help="the sampled step to show, or last")
+    parser.add_argument("--worst", type=int, default=20, metavar="K", help="rows of the table")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the heat map into this file")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
     return run_tool(lambda: show(arguments))
 
 

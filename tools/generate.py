@@ -21,28 +21,38 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megafp8.commands.common import new_parser, run_tool
+from megafp8.arguments import ArgumentParser
+from megafp8.commands.common import run_tool
 from megafp8.distributed.collectives import broadcast_object
-from megafp8.inference import Completion, Generator, SamplingOptions
+from megafp8.inference import Completion, Generator
 from megafp8.inference.arguments import add_cache_flags, add_model_flags, load_generator
+from megafp8.inference.options import SamplingOptions
 from megafp8.object_store import as_path
 from megafp8.parallel_state import destroy_model_parallel
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = new_parser(__doc__)
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=as_path, help="run, checkpoint or folder of Hugging Face")
     parser.add_argument("prompt", nargs="?", help="text to continue")
     parser.add_argument("--file", type=Path, help="a file with one prompt a line; \\n in it is a line break")
     parser.add_argument("--json", action="store_true", help="one JSON object a text, with tokens and log-probabilities")
     sampling = parser.add_argument_group("sampling")
-    default = SamplingOptions()
+    default, add = SamplingOptions(), sampling.add_argument
     sampling.add_argument("--max-tokens", type=int, default=default.max_tokens, help="at most; default: %(default)s")
-    sampling.add_argument("--temperature", type=float, default=default.temperature, help="default: 0, no sampling")
-    sampling.add_argument("--top-k", type=int, default=default.top_k)
-    sampling.add_argument("--top-p", type=float, default=default.top_p)
-    sampling.add_argument("--min-p", type=float, default=default.min_p)
-    sampling.add_argument("--repetition-penalty", type=float, default=default.repetition_penalty)
+    sampling.add_argument(
+        "--temperature", type=float, default=default.temperature, help="0: the most probable token each time"
+    )
+    add("--top-k", type=int, default=default.top_k, help="sample from this many tokens; 0: from all")
+    sampling.add_argument(
+        "--top-p", type=float, default=default.top_p, help="sample from the fewest with this probability"
+    )
+    sampling.add_argument(
+        "--min-p", type=float, default=default.min_p, help="leave out tokens below this part of the largest"
+    )
+    sampling.add_argument(
+        "--repetition-penalty", type=float, default=default.repetition_penalty, help="of tokens that occurred; 1: none"
+    )
     sampling.add_argument("--stop", nargs="+", default=(), help="strings before which a text ends; \\n is a line break")
     sampling.add_argument("--seed", type=int, help="default: another one in each call")
     sampling.add_argument("--samples", type=int, default=default.num_samples, help="texts of each prompt")
@@ -50,6 +60,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     sampling.add_argument("--ignore-end", action="store_true", help="go on after a token that ends texts")
     add_model_flags(parser)
     add_cache_flags(parser)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser()
     arguments = parser.parse_intermixed_args(argv)  # the prompt may follow options
     if arguments.prompt is not None and arguments.file is not None:
         parser.error("give a prompt or --file, not both")

@@ -15,14 +15,15 @@ import math
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megafp8.arguments import ArgumentParser
 from megafp8.checkpoint import CheckpointReader, latest
+from megafp8.conversion.formats import FORMATS, open_source, recognize
 from megafp8.object_store import AnyPath, as_path
 from megafp8.training.state import changed_keys
 
@@ -32,15 +33,33 @@ _AXES = ("data", "tensor", "pipeline", "virtual_pipeline", "context", "zero", "f
 Record = dict[str, Any]
 
 
-def open_checkpoint(path: AnyPath) -> CheckpointReader:
-    """Open a checkpoint. Raises ValueError where it is none; for a run's folder it names the newest one in it."""
-    inside = latest(path / "checkpoints") or latest(path)
-    if inside is not None:
-        raise ValueError(f"{path} is a folder of checkpoints; the newest of them is {inside}")
-    return CheckpointReader(path)
+class OfOtherFormat:
+    """A checkpoint of another format, such as a Hugging Face folder, with what is asked of a `CheckpointReader`.
+
+    Its tensors are under megafp8's names; it has no rectangles.
+    """
+
+    def __init__(self, path: AnyPath) -> None:
+        self._source = open_source(path)
+        self.path, self.tensors = self._source.path, self._source.tensors
+        self.metadata: Record = {"format": recognize(self.path), **self._source.about}
+        self.rectangles: dict[str, list[Any]] = {name: [] for name in self.tensors}
+
+    def read(self, name: str, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
+        return self._source.read_rows(name, offsets[0], offsets[0] + sizes[0]) if sizes else self._source.read(name)
 
 
-def blocks(source: CheckpointReader, name: str) -> Iterator[Tensor]:
+Checkpoint = CheckpointReader | OfOtherFormat
+
+
+def open_checkpoint(path: AnyPath) -> Checkpoint:
+    """Open a checkpoint, the newest of a run, or one of another format. Raises ValueError where there is none."""
+    newest = latest(path / "checkpoints") or latest(path) or path
+    others = [name for name, format in FORMATS.items() if name != "native" and format.has_sign(newest)]
+    return OfOtherFormat(newest) if others else CheckpointReader(newest)
+
+
+def blocks(source: Checkpoint, name: str) -> Iterator[Tensor]:
     """Values of a tensor, flat, in float64, some rows at a time."""
     shape, _ = source.tensors[name]
     if not shape:
@@ -53,7 +72,7 @@ def blocks(source: CheckpointReader, name: str) -> Iterator[Tensor]:
         yield source.read(name, (first, *(0 for _ in rest)), size).flatten().double()
 
 
-def statistics(source: CheckpointReader, name: str) -> Record:
+def statistics(source: Checkpoint, name: str) -> Record:
     """L2 norm, minimum and maximum without NaN values, and the number of NaN values."""
     squares, low, high, nans = 0.0, math.inf, -math.inf, 0
     for x in blocks(source, name):
@@ -66,7 +85,7 @@ def statistics(source: CheckpointReader, name: str) -> Record:
     return {"norm": math.sqrt(squares), "min": low, "max": high, "nan": nans}
 
 
-def difference(source: CheckpointReader, other: CheckpointReader, name: str) -> Record:
+def difference(source: Checkpoint, other: Checkpoint, name: str) -> Record:
     """Largest |a - b| and ‖a - b‖ / ‖b‖, b from `other`. NaN where one of them is NaN.
 
     Two NaN or two equal infinities are no difference.
@@ -84,7 +103,7 @@ def difference(source: CheckpointReader, other: CheckpointReader, name: str) -> 
     return {"max_abs": max_abs, "relative": relative if squares else 0.0}
 
 
-def about(source: CheckpointReader) -> Record:
+def about(source: Checkpoint) -> Record:
     """Metadata without the config, and sizes by group of tensors."""
     groups: dict[str, Record] = {}
     for name, info in source.tensors.items():
@@ -102,7 +121,7 @@ def about(source: CheckpointReader) -> Record:
     }
 
 
-def table(source: CheckpointReader, names: list[str], norms: bool) -> list[Record]:
+def table(source: Checkpoint, names: list[str], norms: bool) -> list[Record]:
     """A record for each tensor of `names`."""
     records = []
     with _progress(source, names if norms else []) as bar:
@@ -115,7 +134,7 @@ def table(source: CheckpointReader, names: list[str], norms: bool) -> list[Recor
     return records
 
 
-def compare(source: CheckpointReader, other: CheckpointReader, names: list[str], others: list[str]) -> Record:
+def compare(source: Checkpoint, other: Checkpoint, names: list[str], others: list[str]) -> Record:
     """Differences of tensors `names` of `source` from `others` of `other`, and of the configs."""
     common = [name for name in names if name in set(others)]
     alike = [name for name in common if source.tensors[name] == other.tensors[name]]
@@ -138,7 +157,7 @@ def compare(source: CheckpointReader, other: CheckpointReader, names: list[str],
     }
 
 
-def _progress(source: CheckpointReader, names: list[str]) -> tqdm:
+def _progress(source: Checkpoint, names: list[str]) -> tqdm:
     total = sum(source.tensors[name].nbytes for name in names)
     return tqdm(total=total, unit="B", unit_scale=True, disable=None if names else True, leave=False)
 
@@ -157,6 +176,11 @@ def _size(count: float) -> str:
 def print_about(facts: Record) -> None:
     meta, groups = facts["metadata"], facts["groups"]
     print(facts["path"])
+    if "format" in meta:
+        model = meta.get("huggingface", {}).get("model_type")
+        print(f"format {meta['format']}{f', a model of type {model}' if model else ''}; tensors by megafp8's names")
+        print_groups(groups)
+        return
     tokens = f", {meta['tokens']:,} tokens" if meta.get("tokens") is not None else ""
     print(f"step {meta['step']:,}{tokens}; saved {meta.get('date', 'at an unknown time')}")
     layout = meta.get("layout")
@@ -166,6 +190,10 @@ def print_about(facts: Record) -> None:
     print(f"format {meta['format_version']}, megafp8 {meta.get('megafp8_version')}, torch {meta.get('torch_version')}")
     print(f"config hash {meta.get('config_hash')}, tokenizer fingerprint {meta.get('tokenizer_fingerprint')}")
     print(f"data files: {facts['data_files']}, {_size(facts['data_file_bytes'])}")
+    print_groups(groups)
+
+
+def print_groups(groups: Record) -> None:
     for group, size in groups.items():
         print(f"  {group:<24}{size['tensors']:>8,} tensors {_size(size['bytes']):>18}")
 
@@ -180,7 +208,7 @@ def print_table(records: list[Record], norms: bool) -> None:
         print(line + (f"{r['norm']:>13.5g}{r['min']:>13.5g}{r['max']:>13.5g}{r['nan']:>8}" if norms else ""))
 
 
-def print_difference(found: Record, here: Path, there: Path) -> None:
+def print_difference(found: Record, here: AnyPath, there: AnyPath) -> None:
     for key, path in (("only_here", here), ("only_there", there)):
         if found[key]:
             print(f"\nonly in {path}: {len(found[key])}")
@@ -239,18 +267,22 @@ def inspect(arguments: argparse.Namespace) -> int:
     return int(any(found[key] for key in ("only_here", "only_there", "shape_or_dtype", "values")))
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=as_path, metavar="PATH", help="a checkpoint folder, such as …/step_00000150")
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("path", type=as_path, metavar="PATH", help="run, checkpoint or folder of Hugging Face")
     parser.add_argument("--tensors", default="*", metavar="PATTERN", help="only tensors of such names, e.g. 'model.*'")
     parser.add_argument(
         "--norms", action="store_true", help="read the values: L2 norm, min, max and NaN of each tensor"
     )
-    parser.add_argument("--diff", type=as_path, metavar="OTHER", help="compare with this checkpoint instead")
+    parser.add_argument("--diff", type=as_path, metavar="OTHER", help="compare with this one instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
     if arguments.norms and arguments.diff:
-        parser.error("--norms is of one checkpoint, --diff of two: choose one of them")
+        make_parser().error("--norms is of one checkpoint, --diff of two: choose one of them")
     try:
         return inspect(arguments)
     except (ValueError, OSError) as error:

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.commands.common import add_tokenizer_flags, new_parser, pyplot, run_tool, tokenizer_settings
+from megafp8.arguments import ArgumentParser, at_least
+from megafp8.commands.common import add_tokenizer_flags, pyplot, run_tool, tokenizer_settings
 from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.samples import PackedDataset
 from megafp8.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
@@ -131,16 +132,20 @@ def inspect(arguments: argparse.Namespace) -> None:
         print(f"\nplot: {arguments.png}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = new_parser(__doc__)
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("prefix", help="the data set's path without .bin or .idx")
-    parser.add_argument("--documents", type=int, default=0, help="show this many documents")
-    parser.add_argument("--samples", type=int, default=0, help="show this many packed samples")
-    parser.add_argument("--seq-length", type=int, default=1024)
-    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--documents", type=at_least(0), default=0, help="show this many documents")
+    parser.add_argument("--samples", type=at_least(0), default=0, help="show this many packed samples")
+    parser.add_argument("--seq-length", type=at_least(1), default=1024, help="tokens of a packed sample")
+    parser.add_argument("--seed", type=int, default=1234, help="of the order of samples")
     add_tokenizer_flags(parser, required=False)
     parser.add_argument("--png", type=Path, help="plot document lengths into this file")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
     return run_tool(lambda: inspect(arguments))
 
 

@@ -2,10 +2,12 @@
 
     megafp8 plan --config configs/llama3-70b.yaml --gpus 64 --gpu h100-80gb
     megafp8 plan --config configs/llama3-70b.yaml --gpus 16384 --explain training.global_batch_size=16384
+    megafp8 plan --config configs/llama3-8b.yaml --gpus 256 --tokens 15T --price 2.5
 
 Needs neither GPUs nor data; seconds on a laptop. Prints the config's own layout, the fastest layouts that fit, the best
-of them as YAML to paste (the keys that differ), and why the others lose. How the model works, and its errors for every
-recorded run: docs/planning.md.
+of them as YAML to paste (the keys that differ) and as a command, its tokens a day, what the run's tokens (or
+`--tokens`) take in days, GPU-hours and, at `--price`, money, and why the others lose. How the model
+works, and its errors for every recorded run: docs/planning.md.
 
 `--measure`, on a machine with the GPU, replaces the rates of GEMMs and copies by measured ones. A prediction takes the
 load of experts as even and ignores document boundaries; CUDA's context, NCCL's buffers and fragmentation are the
@@ -16,9 +18,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import shlex
 import sys
 import time
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +32,12 @@ if __package__ in (None, ""):  # started as a file
 
 import yaml
 
-from megafp8.commands.common import add_config_flags, new_parser, parse_with_config, run_tool
+from megafp8.arguments import ArgumentParser, at_least
+from megafp8.commands.common import add_config_flags, parse_with_config, run_tool
 from megafp8.config import Config, ConfigError, check_layout, load_config
 from megafp8.gpus import GPUS
+from megafp8.planner.budget import Budget, budget, mfu, tokens_per_day
+from megafp8.planner.flops import flops_per_token
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import memory_table
 from megafp8.planner.outline import model_outline
@@ -47,45 +55,122 @@ def _gpu(name: str) -> str:
     return known
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = new_parser(__doc__)
+def _tokens(text: str) -> int:
+    """The type of --tokens."""
+    from megafp8.planner.budget import number_of_tokens  # help needs no torch
+
+    try:
+        return number_of_tokens(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _price(text: str) -> float:
+    """The type of --price."""
+    try:
+        price = float(text)
+    except ValueError:
+        price = math.nan
+    if not 0 <= price < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no price, such as 2.5")
+    return price
+
+
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     add_config_flags(parser)
-    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs in all")
+    parser.add_argument("--gpus", type=at_least(1), required=True, help="number of GPUs in all")
     names = ", ".join(GPUS)
     parser.add_argument(
         "--gpu", type=_gpu, default="h100-80gb", help=f"{names}, or the chip's name; default: %(default)s"
     )
     nodes = parser.add_mutually_exclusive_group()
-    nodes.add_argument("--gpus-per-node", type=int, default=8)
-    nodes.add_argument("--nodes", type=int, help="instead of --gpus-per-node")
-    parser.add_argument("--top", type=int, default=5, help="layouts to print")
+    nodes.add_argument("--gpus-per-node", type=at_least(1), default=8, help="GPUs of each node, which NVLink connects")
+    nodes.add_argument("--nodes", type=at_least(1), help="instead of --gpus-per-node")
+    parser.add_argument("--top", type=at_least(1), default=5, help="layouts to print")
+    parser.add_argument("--tokens", type=_tokens, help="15T, 300B, 2e12: how long they take; default: those of the run")
+    parser.add_argument("--price", type=_price, help="of a GPU for an hour, for the cost of the tokens")
     parser.add_argument("--explain", action="store_true", help="print every term of the best prediction")
     parser.add_argument("--measure", action="store_true", help="measure the rates of the GPU in this machine first")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    return parser
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser()
     found = parse_with_config(parser, argv)
-    if found.gpus < 1 or found.gpus_per_node < 1 or found.top < 1 or (found.nodes or 1) < 1:
-        parser.error("--gpus, --gpus-per-node, --nodes and --top are at least 1")
     if found.nodes is not None:
         if found.gpus % found.nodes:
             parser.error(f"--nodes: {found.gpus} GPUs do not divide into {found.nodes} nodes")
         found.gpus_per_node = found.gpus // found.nodes
+    if found.gpus % min(found.gpus, found.gpus_per_node):
+        parser.error(f"--gpus: {found.gpus} are no whole nodes of --gpus-per-node {found.gpus_per_node}")
     return found
 
 
-def record(prediction: Prediction) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Question:
+    """What is planned: the config before any change, on which cluster, and what is asked of each prediction."""
+
+    config: Config
+    cluster: Cluster
+    flops_per_token: float
+    tokens: int | None
+    price: float | None
+
+    def mfu(self, prediction: Prediction) -> float | None:
+        fp8 = self.config.fp8.recipe != "none"
+        return mfu(prediction, self.flops_per_token, self.cluster.gpu, self.config.training.precision, fp8=fp8)
+
+    def budget(self, prediction: Prediction) -> Budget | None:
+        return None if self.tokens is None else budget(prediction, self.tokens, self.price)
+
+
+def record(prediction: Prediction, question: Question) -> dict[str, Any]:
     """A prediction for --json."""
+    costs = question.budget(prediction)
     return {
         "step_seconds": prediction.seconds,
         "tokens_per_second_per_gpu": prediction.tokens_per_second,
+        "mfu": question.mfu(prediction),
+        "tokens_per_day": tokens_per_day(prediction),
+        "budget": None if costs is None else asdict(costs),
         "peak_bytes": prediction.peak,
         "terms_seconds": prediction.terms,
         "memory_bytes": [asdict(memory) | {"total": memory.total} for memory in prediction.memory],
     }
 
 
-def line(prediction: Prediction) -> str:
-    rate, peak = prediction.tokens_per_second, prediction.peak / 2**30
-    return f"{prediction.seconds * 1e3:>10,.0f} ms  {rate:>9,.0f} tokens/s/GPU  {peak:>7.1f} GiB"
+def line(prediction: Prediction, question: Question) -> str:
+    rate, peak, share = prediction.tokens_per_second, prediction.peak / 2**30, question.mfu(prediction)
+    utilization = "" if share is None else f"  {share:>5.1%} MFU"
+    return f"{prediction.seconds * 1e3:>10,.0f} ms  {rate:>9,.0f} tokens/s/GPU{utilization}  {peak:>7.1f} GiB"
+
+
+def budget_lines(prediction: Prediction, question: Question) -> list[str]:
+    """Tokens a day, and what the tokens take."""
+    lines = [f"{tokens_per_day(prediction) / 1e9:,.3f} billion tokens a day"]
+    costs = question.budget(prediction)
+    if costs is not None:
+        cost = "" if costs.cost is None else f", {costs.cost:,.0f} at {question.price:g} per GPU-hour"
+        lines.append(f"{costs.tokens:,} tokens: {costs.days:,.2f} days, {costs.gpu_hours:,.0f} GPU-hours{cost}")
+    return lines
+
+
+def commands(config: str, overrides: Sequence[str], keys: Mapping[str, Mapping[str, Any]], cluster: Cluster) -> str:
+    """Commands that start the run with the values of `keys`, by section, in place of those of `overrides`."""
+    changes = {f"{section}.{key}": value for section, of in keys.items() for key, value in of.items()}
+    words = [word for word in overrides if word.partition("=")[0] not in changes]
+    words += [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]
+    arguments = shlex.join([config, *words])
+    nodes, of_node = -(-cluster.gpus // cluster.gpus_per_node), min(cluster.gpus, cluster.gpus_per_node)
+    if nodes == 1:
+        return f"megafp8 launch --nproc-per-node {of_node} pretrain --config {arguments}"
+    meeting = "--rdzv-backend c10d --rdzv-endpoint HEAD:29400 --rdzv-id RUN"
+    return (
+        f"megafp8 launch --nnodes {nodes} --nproc-per-node {of_node} {meeting} pretrain --config {arguments}\n"
+        f"or, under Slurm:\nsbatch --nodes={nodes} --gpus-per-node={of_node} launch/slurm.sbatch {arguments}"
+    )
 
 
 def terms_table(prediction: Prediction) -> str:
@@ -105,18 +190,23 @@ def described(candidate: Candidate) -> str:
     return f"{x.group}, {schedule}{sharding}, micro-batch {x.micro_batch_size}, recompute {x.recompute}"
 
 
-def text(
-    own: Prediction | str, found: Found, arguments: argparse.Namespace, before: Config, limit: int, seconds: float
-) -> str:
-    lines = ["the config's own layout:", own if isinstance(own, str) else line(own), ""]
+def text(own: Prediction | str, found: Found, arguments: argparse.Namespace, question: Question, seconds: float) -> str:
+    limit = question.cluster.memory
+    lines = ["the config's own layout:", own if isinstance(own, str) else line(own, question), ""]
     if not found.best:
         return "\n".join([*lines, f"no layout of {found.layouts:,} fits {limit / 2**30:.1f} GiB"])
     lines += [f"the fastest of {found.layouts:,} layouts that fit {limit / 2**30:.1f} GiB:"]
-    lines += [f"{line(candidate.prediction)}  {described(candidate)}" for candidate in found.best]
+    lines += [f"{line(candidate.prediction, question)}  {described(candidate)}" for candidate in found.best]
     best = found.best[0]
-    changes = changed_keys(before, best.config)
+    changes = changed_keys(question.config, best.config)
     lines += ["", "the best as YAML:" if changes else "the config has the best layout already"]
     lines += [yaml.safe_dump(changes, sort_keys=False).rstrip()] if changes else []
+    lines += ["", "as a command:", commands(arguments.config, arguments.overrides, changes, question.cluster)]
+    lines += [
+        "",
+        "in this layout, without interruptions:",
+        *(f"  {line}" for line in budget_lines(best.prediction, question)),
+    ]
     lines += ["", "why others lose:", *(f"  {name}: {why}" for name, why in found.losers)]
     if arguments.explain:
         lines += ["", "terms of the best, means over the pipeline ranks:", terms_table(best.prediction)]
@@ -143,12 +233,18 @@ def plan(arguments: argparse.Namespace) -> bool:
         own = str(error)
     found = search(config, fp8, cluster, arguments.top)
     seconds = time.perf_counter() - start
+    t = config.training
+    of_run = None if config.stages else t.steps * t.global_batch_size * t.seq_length
+    question = Question(config, cluster, flops_per_token(config), arguments.tokens or of_run, arguments.price)
     if not arguments.json:
-        print(text(own, found, arguments, config, cluster.memory, seconds))
+        print(text(own, found, arguments, question, seconds))
         return bool(found.best)
-    best = [record(c.prediction) | {"keys": changed_keys(config, c.config)} for c in found.best]
+    best = [record(c.prediction, question) | {"keys": changed_keys(config, c.config)} for c in found.best]
+    start_best = commands(arguments.config, arguments.overrides, best[0]["keys"], cluster) if best else None
     print(json.dumps({
-        "config": own if isinstance(own, str) else record(own),
+        "config": own if isinstance(own, str) else record(own, question),
+        "flops_per_token": question.flops_per_token,
+        "command": start_best,
         "limit_bytes": cluster.memory,
         "best": best,
         "losers": dict(found.losers),

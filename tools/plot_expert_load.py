@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megafp8.commands.common import file_of_run, new_parser, pyplot, run_tool
+from megafp8.arguments import ArgumentParser
+from megafp8.commands.common import file_of_run, pyplot, run_tool
 from megafp8.training.expert_load import FILE_NAME, Load, read_expert_load, relative
 
 
@@ -65,12 +66,16 @@ def show(arguments: argparse.Namespace) -> None:
     print(f"step {step}: in layer {layer} one expert has {worst.max():.2f} times the mean; picture: {arguments.png}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = new_parser(__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="a run of a model with experts")
     parser.add_argument("--step", type=int, metavar="N", help="the recorded step to show (default: the last)")
     parser.add_argument("--png", type=Path, default=Path("expert_load.png"), metavar="FILE", help="picture to write")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
     return run_tool(lambda: show(arguments))
 
 

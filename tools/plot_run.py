@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from megafp8.commands.common import names_of, new_parser, pyplot, run_tool
+from megafp8.arguments import ArgumentParser
+from megafp8.commands.common import names_of, pyplot, run_tool
 from megafp8.commands.run_data import (
     KINDS,
     PANELS,
@@ -219,12 +220,16 @@ def _line(figures: Mapping[str, str]) -> str:
     return "  ".join(f"{name} {figures[name]}" for name in shown)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = new_parser(__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER")
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER", help="one or more runs")
     parser.add_argument("--html", type=Path, metavar="FILE", help="page to write")
     parser.add_argument("--png", type=Path, metavar="FILE", help="picture to write")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
     return run_tool(lambda: show(arguments))
 
 

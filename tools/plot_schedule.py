@@ -26,7 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megafp8.commands.common import new_parser, pyplot, run_tool
+from megafp8.arguments import ArgumentParser, at_least
+from megafp8.commands.common import pyplot, run_tool
 from megafp8.pipeline_parallel.actions import Kind, Placement, split_backwards
 from megafp8.pipeline_parallel.registry import SCHEDULES, cell, place_stages, training_schedule
 from megafp8.pipeline_parallel.simulate import Timeline, Times, mean_times, simulate
@@ -82,20 +83,25 @@ def _draw_rank(axis: Any, rank: int, timeline: Timeline, placement: Placement) -
             axis.text(left + width / 2, rank, str(action.microbatch), clip_on=True, **text)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = new_parser(__doc__)
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument(
         "schedules", nargs="*", metavar="schedule", help=f"{', '.join(SCHEDULES)}, *.csv, module:function"
     )
-    parser.add_argument("--pipeline", type=int, default=4, help="ranks")
-    parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--chunks", type=int, default=2, help="stages per rank, where the schedule allows several")
+    parser.add_argument("--pipeline", type=at_least(1), default=4, help="ranks")
+    parser.add_argument("--micro-batches", type=at_least(1), default=8, help="of a step")
+    parser.add_argument("--chunks", type=at_least(1), default=2, help="stages per rank, if the schedule allows several")
     parser.add_argument("--v", action="store_true", help="place the stages of your own schedule in a V")
     parser.add_argument("--times", default="1,1,1", help="F,B,W of a rank for one micro-batch")
     parser.add_argument("--p2p", type=float, default=0.0, help="time of a transfer between ranks")
     parser.add_argument("--measured", type=Path, help="pipeline_trace.json of a run")
-    parser.add_argument("--png", type=Path)
-    parser.add_argument("--trace", type=Path, help="Chrome trace JSON")
+    parser.add_argument("--png", type=Path, help="picture to write")
+    parser.add_argument("--trace", type=Path, help="trace to write, for Perfetto or chrome://tracing")
+    return parser
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = make_parser()
     found = parser.parse_intermixed_args(arguments)
     if not found.schedules and not found.measured:
         parser.error("name a schedule, or give --measured")

@@ -24,11 +24,11 @@ import argparse
 import sys
 import time
 
+from megafp8.arguments import ArgumentParser, at_least
 from megafp8.commands.common import (
     add_input_flags,
     add_tokenizer_flags,
     input_files,
-    new_parser,
     run_tool,
     tokenizer_settings,
 )
@@ -38,11 +38,11 @@ from megafp8.data.styles import Method
 from megafp8.data.styles.registry import STYLES
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = new_parser(__doc__)
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     add_input_flags(parser)
     add_tokenizer_flags(parser, required=True)
-    parser.add_argument("--output-prefix", required=True)
+    parser.add_argument("--output-prefix", required=True, help="path to write, without .bin and .idx")
     parser.add_argument("--no-append-eod", action="store_true", help="add no end-of-document token after each document")
     help = "what a record holds: a text (default), a list of messages, or a prompt and its completion"
     parser.add_argument("--style", choices=sorted(STYLES), default="text", help=help)
@@ -50,9 +50,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--chat-template", help="file with a chat template. Default: that beside --tokenizer-path")
     help = "store each sentence of a document as a sequence, for data.packing sentences"
     parser.add_argument("--split-sentences", action="store_true", help=help)
-    parser.add_argument("--workers", type=int, default=0, help="processes that tokenize; 0 (default): this process")
+    parser.add_argument("--workers", type=at_least(0), default=0, help="processes that tokenize; 0: this process")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing data set")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
     return run_tool(lambda: _preprocess(arguments))
 
 

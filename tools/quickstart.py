@@ -1,12 +1,15 @@
 """From nothing to a trained model in a few minutes: vocabulary, data set, FP8 training on 4 processes, loss curve.
 
+    megafp8 quickstart
+    megafp8 quickstart training.steps=20
+
 The text is the Python standard library's own source: real, and on every machine that can run this. Each step is one of
-the project's ordinary commands, printed before it runs, so that what you see is what you would type.
+the package's ordinary commands, printed before it runs, so that what you see is what you would type. Everything is
+written below the current folder: data/quickstart and runs/quickstart.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import subprocess
@@ -15,17 +18,19 @@ import sysconfig
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from megafp8.arguments import ArgumentParser
+
 DATA = Path("data/quickstart")
+CHECKPOINTS = Path("runs/quickstart/checkpoints")
 EXCLUDED = ("site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__", "dist-packages", "ensurepip")
 
 
-def run(*command: str | Path) -> None:
-    """Print and run one command from the repository's root; leave with its exit code if it fails."""
-    words = [str(word) for word in command]
-    print(f"\n$ {shlex.join(['python' if word == sys.executable else word for word in words])}", flush=True)
+def run(*words: str | Path) -> None:
+    """Print and run one command of megafp8; leave with its exit code if it fails."""
+    arguments = [str(word) for word in words]
+    print(f"\n$ megafp8 {shlex.join(arguments)}", flush=True)
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # four processes share the cores
-    code = subprocess.run(words, cwd=ROOT, env=environment).returncode
+    code = subprocess.run([sys.executable, "-m", "megafp8", *arguments], env=environment).returncode
     if code:
         sys.exit(code)
 
@@ -34,33 +39,35 @@ def write_file_list() -> Path:
     """The standard library's modules, one path a line."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [p for p in sorted(library.rglob("*.py")) if not set(p.relative_to(library).parts) & set(EXCLUDED)]
-    path = ROOT / DATA / "files.txt"
+    path = DATA / "files.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(map(str, files)) + "\n", encoding="utf-8")
     print(f"{len(files)} files, {sum(p.stat().st_size for p in files) / 1e6:.1f} MB of Python source in {library}")
-    return DATA / "files.txt"
+    return path
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for pretrain_gpt.py, e.g. training.steps=20")
-    overrides = parser.parse_args().overrides
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config, e.g. training.steps=20")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    overrides = make_parser().parse_args(argv).overrides
     start = time.monotonic()
-    python = sys.executable
     model, prefix = DATA / "tokenizer.model", DATA / "stdlib"
     files = write_file_list()
-    if not (ROOT / model).exists():
-        run(python, "tools/train_tokenizer.py", "--text-files", "--input-list", files, "--output", model,
-            "--vocab-size", "2048")  # fmt: skip
-    if not (ROOT / prefix).with_suffix(".idx").exists():
-        run(python, "tools/preprocess_data.py", "--text-files", "--input-list", files, "--tokenizer", "sentencepiece",
+    if not model.exists():
+        run("train-tokenizer", "--text-files", "--input-list", files, "--output", model, "--vocab-size", "2048")
+    if not prefix.with_suffix(".idx").exists():
+        run("preprocess", "--text-files", "--input-list", files, "--tokenizer", "sentencepiece",
             "--tokenizer-path", model, "--output-prefix", prefix, "--workers", "2")  # fmt: skip
-    run(python, "-m", "torch.distributed.run", "--nproc-per-node", "4", "pretrain_gpt.py",
-        "--config", "configs/quickstart.yaml", *overrides)  # fmt: skip
-    checkpoints = sorted((ROOT / "runs/quickstart/checkpoints").glob("step_*"))
-    print(f"checkpoint: {checkpoints[-1].relative_to(ROOT)}")
+    run("launch", "--nproc-per-node", "4", "pretrain", "--config", "quickstart", *overrides)
+    print(f"checkpoint: {max(CHECKPOINTS.glob('step_*'))}")
     print(f"quickstart took {time.monotonic() - start:.0f} s")
+    print('next: megafp8 generate runs/quickstart "def main("; megafp8 plot-run runs/quickstart --html run.html')
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -26,7 +26,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megafp8.commands.common import add_input_flags, input_files, new_parser, run_tool, signal_handler
+from megafp8.arguments import ArgumentParser, at_least
+from megafp8.commands.common import add_input_flags, input_files, run_tool, signal_handler
 from megafp8.data.documents import Document, read_documents
 
 _PIECE = 4000  # characters in one of sentencepiece's "sentences"; it limits them to about 4,192 bytes by default
@@ -136,15 +137,19 @@ def write(content: bytes, output: Path) -> None:
         hidden.unlink(missing_ok=True)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = new_parser(__doc__)
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     add_input_flags(parser)
     parser.add_argument("--output", required=True, type=Path, help="the .model file to write")
-    parser.add_argument("--vocab-size", type=int, default=32000)
-    parser.add_argument("--sample-bytes", type=int, default=10_000_000, help="train on at most this much text")
+    parser.add_argument("--vocab-size", type=at_least(1), default=32000, help="tokens of the vocabulary")
+    parser.add_argument("--sample-bytes", type=at_least(1), default=10_000_000, help="train on at most this much text")
     parser.add_argument("--seed", type=int, default=1234, help="of the sample")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing model")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
     return run_tool(lambda: _train(arguments))
 
 

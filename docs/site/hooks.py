@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,24 @@ def slug(text: str, separator: str) -> str:
     return re.sub(r"[^\w\- ]", "", re.sub(r"<[^>]*>", "", text).lower()).replace(" ", separator)
 
 
+def repository() -> str | None:
+    """The web page of the repository that this checkout was cloned from, if it was cloned through HTTPS or SSH."""
+    git = ["git", "-C", str(ROOT), "config", "--get", "remote.origin.url"]
+    url = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip().removesuffix(".git")
+    ssh = re.fullmatch(r"(?:ssh://)?git@([\w.-]+)[:/](.+)", url)
+    return f"https://{ssh[1]}/{ssh[2]}" if ssh else url if url.startswith("https://") and "@" not in url else None
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Set GitHub's anchors, and fill the sections of the navigation that list a folder."""
+    """Set GitHub's anchors and the repository's link, and fill the sections of the navigation that list a folder."""
     config.mdx_configs["toc"]["slugify"] = slug
+    config.repo_url = repository()
     docs = ROOT / "docs"
     lists = {
-        "Measurements": sorted(docs.glob("measurements/*/README.md"), reverse=True),
+        "Measurements": [
+            docs / "measurements" / "README.md",
+            *sorted(docs.glob("measurements/*/README.md"), reverse=True),
+        ],
         "Decisions": [docs / "decisions" / "README.md", *sorted(docs.glob("decisions/0*.md"))],
     }
     for entry in config.nav or []:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import re
@@ -132,15 +133,34 @@ def _paragraph(text: str) -> str:
 
 
 def commands() -> str:
-    """The subcommands of `megafp8`, with the documentation of their modules."""
-    lines = ["# Commands", "", "`megafp8 COMMAND` runs a tool from any folder once the package is installed; in a "
-             "checkout `python tools/X.py` does the same. `megafp8 COMMAND --help` lists all options.", ""]  # fmt: skip
+    """The subcommands of `megafp8`, with the documentation of their modules and a table of their arguments."""
+    lines = ["# Commands", "", "`megafp8 COMMAND` runs from any folder once the package is installed; in a checkout "
+             "`python -m megafp8 COMMAND` does the same. `megafp8 COMMAND --help` says what is here.", ""]  # fmt: skip
     for name in command_table.COMMANDS:
         file = command_table.file_of(name)
         text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
         where = file.relative_to(command_table.PACKAGE.parent).as_posix()
-        lines += [f"## megafp8 {name}", "", f"`{where}`", "", _docstring(text), ""]
+        parser = command_table.module_of(name).make_parser()
+        lines += [f"## megafp8 {name}", "", f"`{where}`", "", _docstring(text), "", *_arguments(parser), ""]
     return "\n".join(lines)
+
+
+def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Rows of a table: what is written, what it does, its default."""
+    actions = [action for action in parser._actions if action.dest != "help" and action.help != argparse.SUPPRESS]
+    if actions:
+        yield from ("| argument | |", "|---|---|")
+    formatter = parser._get_formatter()
+    for action in actions:
+        names = list(dict.fromkeys(option.replace("_", "-") for option in action.option_strings))
+        value = formatter._format_args(action, _metavar(action)) if action.nargs != 0 else ""
+        written = f"{', '.join(names)} {value}".strip() if names else str(action.metavar or action.dest)
+        text = formatter._expand_help(action).replace("|", "\\|")
+        yield f"| `{written}` | {text} |"
+
+
+def _metavar(action: argparse.Action) -> str:
+    return action.dest.upper() if action.option_strings else action.dest
 
 
 def _docstring(text: str) -> str:

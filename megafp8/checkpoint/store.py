@@ -55,6 +55,7 @@ from megafp8.checkpoint.files import (
     write_file,
 )
 from megafp8.object_store import AnyPath, ObjectPath, ObjectStoreError, as_path, is_transient
+from megafp8.suggestions import did_you_mean
 
 FORMAT_VERSION = 1
 METADATA_FILE = "metadata.json"
@@ -314,7 +315,8 @@ def read_description(path: AnyPath | str) -> tuple[dict[str, Any], dict[str, Che
     path = as_path(path)
     if not path.is_dir():
         newest = ", ".join(other.name for _, other in complete_checkpoints(path.parent)[-3:]) or "none"
-        raise ValueError(f"there is no checkpoint {path}; newest complete ones in {path.parent}: {newest}")
+        works = did_you_mean(Path(str(path)), f"newest complete ones in {path.parent}: {newest}")
+        raise ValueError(f"there is no checkpoint {path}; {works}")
     file, sums = path / METADATA_FILE, read_checksums(path)
     content = read_verified(path, METADATA_FILE, sums)
     metadata = parse_object(file, content)

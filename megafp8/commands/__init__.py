@@ -11,19 +11,27 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from megafp8 import __version__
+from megafp8.shipped import PACKAGE, is_checkout
 
-PACKAGE = Path(__file__).resolve().parents[1]
+if TYPE_CHECKING:
+    from megafp8.arguments import ArgumentParser
 
 COMMANDS = {
+    "quickstart": "tools.quickstart",
+    "init": "megafp8.commands.init",
     "pretrain": "megafp8.commands.pretrain",
-    "launch": "launch.agent",
+    "launch": "launch.command",
     "plan": "tools.plan",
+    "doctor": "megafp8.commands.doctor",
     "check-cluster": "tools.check_cluster",
     "train-tokenizer": "tools.train_tokenizer",
     "preprocess": "tools.preprocess_data",
     "inspect-data": "tools.inspect_data",
+    "sweep": "tools.sweep",
     "compare": "tools.compare_runs",
     "report": "tools.fp8_report",
     "inspect": "tools.inspect_checkpoint",
@@ -36,13 +44,9 @@ COMMANDS = {
     "plot-run": "tools.plot_run",
     "plot-schedule": "tools.plot_schedule",
     "plot-expert-load": "tools.plot_expert_load",
+    "completion": "megafp8.commands.completion",
 }
 """Subcommands, and the modules whose `main` they are."""
-
-
-def is_checkout() -> bool:
-    """Whether tools/ and launch/ are beside the package."""
-    return not (PACKAGE / "tools").is_dir()
 
 
 def file_of(name: str) -> Path:
@@ -51,6 +55,30 @@ def file_of(name: str) -> Path:
     first, *rest = module.split(".")
     root = PACKAGE.parent if first == "megafp8" or is_checkout() else PACKAGE
     return root.joinpath(first, *rest).with_suffix(".py")
+
+
+def _module_name(name: str) -> str:
+    """The name by which a subcommand's module is imported, which is made possible in a checkout."""
+    module = COMMANDS[name]
+    if module.startswith("megafp8."):
+        return module
+    if not is_checkout():
+        return f"megafp8.{module}"
+    if str(PACKAGE.parent) not in sys.path:
+        sys.path.insert(0, str(PACKAGE.parent))
+    return module
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a subcommand, with its `main` and `make_parser`."""
+    return import_module(_module_name(name))
+
+
+def parser_of(name: str) -> ArgumentParser:
+    """The parser of a subcommand, for help and completion, without what the subcommand imports to run."""
+    from megafp8.commands.parsers import make_parser_of
+
+    return make_parser_of(file_of(name), _module_name(name))
 
 
 def summary(name: str) -> str:
@@ -84,12 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         works = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
         print(f"error: megafp8 has no command {name!r}; {works}", file=sys.stderr)
         return 2
-    module = COMMANDS[name]
-    if not module.startswith("megafp8."):
-        if is_checkout():
-            sys.path.insert(0, str(PACKAGE.parent))
-        else:
-            module = f"megafp8.{module}"
     sys.argv = [f"megafp8 {name}", *arguments]  # argparse's name of the program
-    code: int = import_module(module).main()
+    if arguments in (["-h"], ["--help"]):
+        parser_of(name).print_help()
+        return 0
+    code: int = module_of(name).main()
     return code

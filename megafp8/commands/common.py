@@ -15,13 +15,9 @@ from typing import Any, get_args
 from megafp8.data.documents import InputFile, SkippedFile, find_files
 from megafp8.data.styles.registry import STYLES
 from megafp8.data.tokenizers import TokenizerKind, TokenizerSettingError, TokenizerSettings
+from megafp8.suggestions import did_you_mean
 
 _INTERRUPTED, _FAILED = 130, 2
-
-
-def new_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the tool's docstring as help text."""
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +33,7 @@ def parse_with_config(parser: argparse.ArgumentParser, argv: Sequence[str] | Non
 
     arguments.config, arguments.overrides = config_and_overrides(arguments.config, arguments.overrides)
     if arguments.config is None:
-        parser.error("a config is needed, for example --config configs/llama3-8b.yaml")
+        parser.error("a config is needed: a YAML file, or the name of a shipped config, as megafp8 init lists them")
     return arguments
 
 
@@ -51,13 +47,29 @@ def pyplot() -> ModuleType:
     return matplotlib.pyplot
 
 
+def text_table(heading: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Lines of columns as wide as their longest cell, the first `left` of them aligned to the left."""
+    widths = [max(len(row[i]) for row in (heading, *rows)) for i in range(len(heading))]
+    lines = (
+        "  ".join(f"{cell:{'<' if i < left else '>'}{widths[i]}}" for i, cell in enumerate(row))
+        for row in (heading, *rows)
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
 def file_of_run(folder: Path, name: str, advice: str) -> Path:
-    """A file in the folder of a run. ValueError with `advice` if the run has not written it."""
+    """A file in the folder of a run, which may also be given by a checkpoint in it.
+
+    Raises ValueError where there is no such folder, and with `advice` if the run has not written the file.
+    """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: give a run's own, <run_dir>/<name>")
-    if not (folder / name).exists():
-        raise ValueError(f"{folder} has no {name}: {advice}")
-    return folder / name
+        raise ValueError(f"there is no folder {folder}; {did_you_mean(folder, 'give that of a run, <run_dir>/<name>')}")
+    of_run = (
+        folder.parent if folder.name == "checkpoints" else folder.parents[1] if folder.name[:5] == "step_" else folder
+    )
+    if not (of_run / name).exists():
+        raise ValueError(f"{of_run} has no {name}: {advice}")
+    return of_run / name
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -154,6 +166,11 @@ def run_tool(tool: Callable[[], None]) -> int:
         flag = f"--tokenizer-{error.setting.replace('_', '-')}"
         given = "" if error.value is None else f" {error.value}"
         print(f"error: {flag}{given}: {error.rule}; {error.works}", file=sys.stderr)
+        return _FAILED
+    except FileNotFoundError as error:
+        path = error.filename
+        advice = did_you_mean(Path(path), "give a file that exists") if isinstance(path, str) else ""
+        print(f"error: there is no {path}; {advice}" if advice else f"error: {error}", file=sys.stderr)
         return _FAILED
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megafp8.arguments import ArgumentParser
 from megafp8.training import command_line
+from megafp8.training.arguments import make_parser as make_training_parser
 
 if TYPE_CHECKING:
     from megafp8.training.evaluation import MakeEvaluation
@@ -26,6 +28,10 @@ def live_evaluation(inputs: Inputs) -> MakeEvaluation:
 
     live.check(inputs)
     return live.LiveEvaluation
+
+
+def make_parser() -> ArgumentParser:
+    return make_training_parser(__doc__)
 
 
 def main() -> int:

@@ -66,7 +66,7 @@ PANELS = (
     Panel("norms", "Norms of weights and updates", "whole model", log=True),
     Panel("throughput", "Throughput", "tokens/s per GPU (per process on CPU)"),
     Panel("tflops", "Model FLOPs", "TFLOP/s per GPU"),
-    Panel("mfu", "Model FLOPs utilization", "% of the peak"),
+    Panel("mfu", "Model FLOPs utilization", "% of the peak, samples counted as one document"),
     Panel("seconds", "Step time and its parts", "seconds", log=True),
     Panel("sections", "Time by section of the training loop", "seconds a step", log=True),
     Panel("memory", "Peak memory", "GiB"),

@@ -2,6 +2,7 @@
 
 from megafp8.config.checks import canonical_streams_problem, check_layout, fewest_ranks
 from megafp8.config.errors import ConfigError, Problem
+from megafp8.config.json_schema import json_schema
 from megafp8.config.load import config_and_overrides, load_config
 from megafp8.config.parts import LayerSpec
 from megafp8.config.parts.attention import AttentionConfig, LongRopeConfig, RopeScaling, RotaryKeys, YarnConfig
@@ -75,6 +76,7 @@ __all__ = [
     "end_of_stage",
     "fewest_ranks",
     "is_text",
+    "json_schema",
     "load_config",
     "planned_stages",
     "stage_at",

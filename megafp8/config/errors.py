@@ -11,18 +11,23 @@ _LONGEST_VALUE = 300
 
 @dataclass(frozen=True)
 class Problem:
-    """A broken rule. `path`: dotted YAML path; `works`: a value or an action that would help."""
+    """A broken rule.
+
+    `path`: dotted YAML path. `works`: a value or an action that would help. `where`: file and line of the value, which
+    begins the message; empty for an override.
+    """
 
     path: str
     value: object
     rule: str
     works: str
+    where: str = ""
 
     def __str__(self) -> str:
         value = repr(self.value)
         if len(value) > _LONGEST_VALUE:
             value = f"{value[: _LONGEST_VALUE - 20]} … {value[-17:]}"
-        return f"{self.path} = {value}: {self.rule}; {self.works}"
+        return f"{self.where}{self.path} = {value}: {self.rule}; {self.works}"
 
 
 class ConfigError(ValueError):

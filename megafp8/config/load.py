@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -12,8 +14,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from megafp8.config.choices import leave_out_options, report
 from megafp8.config.errors import ConfigError, Problem
-from megafp8.config.reader import compose, construct, duplicate_keys, member_with, members, override_value, section_of
+from megafp8.config.files import BASE, Tree, file_of, read_tree
+from megafp8.config.reader import member_with, members, override_value, section_of, section_of_kind
 from megafp8.config.schema import Config
 
 Completion = Callable[[dict[str, Any], str], None]
@@ -31,62 +35,61 @@ def config_and_overrides(config: str | None, words: Sequence[str]) -> tuple[str 
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), complete: Completion | None = None) -> Config:
-    """Read `path`, apply overrides such as `parallel.tensor=2`, `complete` the tree, and validate.
+    """Read `path` with its bases, apply overrides such as `parallel.tensor=2`, `complete` the tree, and validate.
 
-    The value of an override is YAML, or for a text field the text itself (`reader.override_value`). `complete` is
+    `path` may also be the name of a shipped config, such as `llama3-8b`, where there is no file of that name.
+
+    The value of an override is YAML, or for a text field the text itself (`reader.override_value`). One that chooses
+    another kind, such as `fp8.recipe`, leaves out the file's options of the old one (`choices`). `complete` is
     called if checkpoint.init_from is given. Raises ConfigError for a file that cannot be read or parsed, a duplicate
     key, an override that is not `key=value`, an unknown key (with the nearest valid name), and a value of the wrong
     type or out of range (with the rule).
     """
-    source = str(path)
-    tree = _read(Path(path), source)
+    source = str(file_of(str(path)))
+    read = read_tree(source)
+    tree = read.values
+    before, given = copy.deepcopy(tree), dict[str, Any]()
     for override in overrides:
-        _apply(tree, override, source)
+        key, value = _apply(tree, override, source)
+        section, name = holder_of(given, key, value, source)
+        section[name] = value
+    left_out = list(leave_out_options(before, tree, given, Config))
     checkpoint = tree.get("checkpoint")
     if complete is not None and isinstance(checkpoint, dict) and checkpoint.get("init_from") is not None:
         complete(tree, source)
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(source, explain(error.errors())) from None
+        found = explain(error.errors())
+        raise ConfigError(source, [replace(p, where=_where(p.path, read, given, source)) for p in found]) from None
+    for file, options in (*read.left_out, (source, left_out)):
+        report(options, config, file)
+    return config
 
 
-def _read(path: Path, source: str) -> dict[str, Any]:
-    """The sections in the file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        nearby = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:8]) or "no .yaml file beside it"
-        raise ConfigError(source, [Problem("--config", source, f"{error.strerror}", f"there is: {nearby}")]) from None
-    except UnicodeDecodeError as error:
-        rule = f"not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
-        raise ConfigError(source, [Problem("--config", source, rule, "save it as UTF-8")]) from None
-    try:
-        node = compose(text)
-        duplicates = []
-        for d in list(duplicate_keys(node)):  # all, before merge keys are resolved in place
-            rule = f"line {d.second}: line {d.first} has this key already"
-            duplicates.append(Problem(d.path, construct(d.value), rule, "keep one of them"))
-        tree = construct(node)
-    except yaml.YAMLError as error:
-        raise ConfigError(source, [Problem("(file)", "…", f"not valid YAML: {error}", "correct that line")]) from None
-    if duplicates:
-        raise ConfigError(source, duplicates)
-    if not isinstance(tree, dict):
-        rule = "the file must hold a mapping of sections"
-        raise ConfigError(source, [Problem("(file)", tree, rule, "start from configs/quickstart.yaml")])
-    return tree
+def _where(path: str, read: Tree, given: Mapping[str, Any], source: str) -> str:
+    """Where the value at `path` was given; empty if `given`, a tree of overrides, has it."""
+    node: Any = given
+    for key in path.split("."):
+        if not isinstance(node, dict) or key not in node:
+            return read.place(path, source) if isinstance(node, dict) else ""
+        node = node[key]
+    return ""
 
 
-def _apply(tree: dict[str, Any], override: str, source: str) -> None:
-    """Apply one dotted override in place."""
+def _apply(tree: dict[str, Any], override: str, source: str) -> tuple[str, Any]:
+    """Apply one dotted override in place; returns its key and value."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         problem = Problem("(override)", override, "an override is key=value", "for example parallel.tensor=2")
         raise ConfigError(source, [problem])
+    if key == BASE:
+        problem = Problem(BASE, text, "a file names its base itself", "give that file as the config")
+        raise ConfigError(source, [problem])
     node, leaf = holder_of(tree, key, text, source)
     try:
         node[leaf] = override_value(text, _locate(key.split(".")).annotation)
+        return key, node[leaf]
     except yaml.YAMLError as error:
         why = getattr(error, "problem", None) or error
         problem = Problem(key, text, f"the value is not valid YAML: {why}", "quote it, for example name='\"a: b\"'")
@@ -140,7 +143,7 @@ def _locate(location: Sequence[int | str]) -> _Place:
         if union is None and len(members(annotation)) > 1:
             union = tuple(path)
             kind = {"list": (list,), "tuple": (tuple,), "dict": (dict,)}.get(str(part).partition("[")[0], ())
-            annotation = member_with(annotation, *kind) if kind else None
+            annotation = member_with(annotation, *kind) if kind else section_of_kind(annotation, part)
             continue
         if part == "[key]":
             is_key = True

@@ -15,8 +15,9 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from megafp8.section import Section
 
 _TEXT = "tag:yaml.org,2002:str"
 _NULL = "tag:yaml.org,2002:null"
@@ -167,8 +168,9 @@ def bare(annotation: Any) -> Any:
 def members(annotation: Any) -> list[Any]:
     """The members of a union type, or the type itself, without None."""
     annotation = bare(annotation)
-    of = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return [bare(member) for member in of if member is not NoneType]
+    if get_origin(annotation) not in (Union, UnionType):
+        return [] if annotation is NoneType else [annotation]
+    return [member for of in get_args(annotation) for member in members(of)]
 
 
 def takes_none(annotation: Any) -> bool:
@@ -177,9 +179,15 @@ def takes_none(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation)
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[Section] | None:
     """The section class among the members of the type."""
-    return next((m for m in members(annotation) if isinstance(m, type) and issubclass(m, BaseModel)), None)
+    return next((m for m in members(annotation) if isinstance(m, type) and issubclass(m, Section)), None)
+
+
+def section_of_kind(annotation: Any, kind: object) -> type[Section] | None:
+    """The section class among the members of the type whose key `kind` is `kind`."""
+    sections = [m for m in members(annotation) if isinstance(m, type) and issubclass(m, Section)]
+    return next((m for m in sections if "kind" in m.model_fields and m.model_fields["kind"].default == kind), None)
 
 
 def member_with(annotation: Any, *origins: type) -> Any:

@@ -7,12 +7,13 @@ Names are those of Megatron-LM, torchtitan and Hugging Face, as far as these agr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from megafp8.config.errors import Problem
 from megafp8.config.parts import LayerKind, LayerSpec
@@ -482,6 +483,7 @@ class Fp8Config(Section):
     Options whose description begins with names of recipes are errors with any other recipe, unless left at the default.
     """
 
+    choices: ClassVar[tuple[str, ...]] = ("recipe",)
     recipe: Literal["none", OperandRecipe, "custom"] = "none"
     """How scales are computed. none: no FP8. delayed: one scale per tensor from its amax history. current: one scale
     per tensor from its current amax. rowwise: one scale per row of each operand. blockwise: one scale per 128
@@ -552,6 +554,17 @@ class Fp8Config(Section):
     """cublaslt: time the algorithms for each shape once and store the fastest in the user's cache folder. Runs are
     bit-identical only if they use the same choices. Default: true unless deterministic."""
 
+    @classmethod
+    def options(cls, choice: str, values: Mapping[str, Any]) -> Collection[str]:
+        from megafp8.numerics.recipes import RECIPES, keys_of, per_tensor_keys_of  # needs torch
+
+        recipe, rules = values.get("recipe", "none"), values.get("custom") or ()
+        if recipe == "none":  # the section is off, whatever is in it
+            return cls.model_fields.keys() - per_tensor_keys_of(RECIPES)
+        named = [value for rule in rules if isinstance(rule, dict) for value in rule.values()]
+        names = {recipe, *(named if recipe == "custom" else ())} & RECIPES.keys()
+        return keys_of(names) | per_tensor_keys_of(names)
+
     @model_validator(mode="before")
     @classmethod
     def _wgrad_in_bf16(cls, tree: Any) -> Any:
@@ -606,6 +619,7 @@ class EvaluateConfig(Section):
 class TrainingConfig(Section):
     """Length, batch size and precision of the training."""
 
+    choices: ClassVar[tuple[str, ...]] = ("precision",)
     steps: PositiveInt
     """Number of optimizer steps in the whole run. Also the length of the learning-rate schedule, unless
     optimizer.decay_until is given."""
@@ -652,6 +666,10 @@ class TrainingConfig(Section):
     they do not, the run ends with an error that names the rank. Also checked before the first step, before each save,
     and when steps are skipped. 0: never."""
 
+    @classmethod
+    def options(cls, choice: str, values: Mapping[str, Any]) -> Collection[str]:
+        return ("loss_scale",) if values.get("precision") == "fp16" else ()
+
     @property
     def last_step(self) -> int:
         """The step after which the run ends or stops."""
@@ -661,6 +679,7 @@ class TrainingConfig(Section):
 class TokenizerConfig(Section):
     """The tokenizer that the data was preprocessed with."""
 
+    choices: ClassVar[tuple[str, ...]] = ("kind",)
     kind: Literal["sentencepiece", "huggingface", "tiktoken", "bytes"]
     """Library that reads it."""
     path: str | None = None
@@ -673,6 +692,11 @@ class TokenizerConfig(Section):
     pattern: str | None = None
     """tiktoken ranks files: regular expression that splits text before tokens are merged. Default: that of GPT-4
     (cl100k_base)."""
+
+    @classmethod
+    def options(cls, choice: str, values: Mapping[str, Any]) -> Collection[str]:
+        of_kind: dict[str, tuple[str, ...]] = {"bytes": (), "tiktoken": ("path", "end_token", "pattern")}
+        return of_kind.get(values.get(choice, ""), ("path", "end_token"))
 
 
 class SpecialTokens(Section):
@@ -1046,6 +1070,9 @@ class ResilienceConfig(Section):
     GPUs with deterministic: true only. 0: never."""
     inject: list[FaultConfig] = []
     """Faults, for tests."""
+    notify: str | None = None
+    """Command that a shell runs when the run starts, restarts, stops, finishes or fails, once each, with event, run,
+    step, reason and exit code in variables and as JSON on stdin (docs/resilience.md). Default: none."""
 
 
 class LoggingConfig(Section):
@@ -1107,6 +1134,10 @@ class Config(Section):
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
     """Name of the run and of its folder."""
+    base: str | None = Field(default=None, exclude=True)
+    """Another config file, relative to this one, or the name of a shipped config, whose keys hold where this file does
+    not give its own. Sections are merged key by key; lists and other values replace those of the base. Its name is not
+    inherited (docs/launching.md)."""
     run_dir: str = "runs"
     """Folder that holds the run folders <run_dir>/<name>."""
     seed: Integer = 1234
@@ -1134,6 +1165,12 @@ class Config(Section):
     resilience: ResilienceConfig = ResilienceConfig()
     profile: ProfileConfig | None = None
     """Profile some steps. Default: none."""
+
+    @field_validator("base")
+    @classmethod
+    def _read_already(cls, base: str | None) -> None:
+        if base is not None:
+            raise PydanticCustomError("base", "Only load_config reads a base")
 
     @property
     def lora_targets(self) -> Sequence[str]:

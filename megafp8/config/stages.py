@@ -7,12 +7,14 @@ is.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from megafp8.config.choices import leave_out_options, report
 from megafp8.config.errors import ConfigError, Problem
 from megafp8.config.load import explain, holder_of
 from megafp8.config.schema import Config, StageConfig
@@ -96,14 +98,19 @@ def _overridden(config: Config, stage: StageConfig, source: str) -> Config:
     problems = [problem for key, value in stage.overrides.items() for problem in _refused(key, value)]
     if problems:
         raise ConfigError(where, problems)
-    tree = config.model_dump(mode="json")
+    before = config.model_dump(mode="json")
+    tree, given = copy.deepcopy(before), dict[str, Any]()
     for key, value in stage.overrides.items():
-        section, name = holder_of(tree, key, value, where)
-        section[name] = value
+        for of in (tree, given):
+            section, name = holder_of(of, key, value, where)
+            section[name] = value
+    left_out = list(leave_out_options(before, tree, given, Config))
     try:
-        return Config.model_validate(tree)
+        found = Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(where, explain(error.errors())) from None
+    report(left_out, found, where)
+    return found
 
 
 def _refused(key: str, value: Any) -> Iterator[Problem]:

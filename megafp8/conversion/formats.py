@@ -26,6 +26,7 @@ from megafp8.conversion.torch_dist_source import TorchDistSource
 from megafp8.data.hub import is_hub_name, local_folder
 from megafp8.object_store import AnyPath, ObjectPath, as_path, is_transient
 from megafp8.object_store.cache import ObjectCache, ObjectChanged, default_cache
+from megafp8.suggestions import did_you_mean
 
 
 class Format(NamedTuple):
@@ -73,7 +74,7 @@ FORMATS = {
 def recognize(path: Path) -> str:
     """The name of the format of `path`. Raises ValueError where there is nothing, or nothing that is known."""
     if not path.exists():
-        raise ValueError(f"there is no {path}")
+        raise ValueError(f"there is no {path}; {did_you_mean(path, 'give a run, a checkpoint or a folder of a model')}")
     matching = [name for name, format in FORMATS.items() if format.has_sign(path)]
     if len(matching) != 1:
         signs = "; ".join(f"{name}: {format.sign}" for name, format in FORMATS.items())

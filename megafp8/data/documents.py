@@ -25,6 +25,7 @@ from megafp8.data.styles import Document, position
 from megafp8.data.styles.registry import STYLES
 from megafp8.object_store import AnyPath, ObjectPath, as_path
 from megafp8.strict_json import parse_json
+from megafp8.suggestions import did_you_mean
 
 Content = Literal["json_lines", "text", "parquet"]
 _CONTENTS: dict[str, Content] = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json_lines")
@@ -93,8 +94,10 @@ def find_files(
             matches = [path] if path.is_file() else _matches(path)
             files = [_named_file(match, key, any_text, flag) for match in matches if match.is_file()]
             if not files:
-                hint = "; what is gated or private needs HF_TOKEN, or hf auth login" if item.startswith("hf://") else ""
-                raise ValueError(f"{flag} {item}: no such file, and no pattern that matches one{hint}")
+                works = did_you_mean(Path(str(path)), "give files, folders or patterns")
+                if item.startswith("hf://"):
+                    works = "what is gated or private needs HF_TOKEN, or hf auth login"
+                raise ValueError(f"{flag} {item}: no such file, and no pattern that matches one; {works}")
             reason = "the pattern matches a folder or special file; files in folders are matched by **"
             others = [SkippedFile(match, reason) for match in matches if not match.is_file()]
         input_files.update(dict.fromkeys(files))

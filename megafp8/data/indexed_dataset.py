@@ -49,6 +49,7 @@ from megafp8.object_store import AnyPath, ObjectStoreError, as_path, is_transien
 from megafp8.object_store.cache import THREADS, CachedObject, ObjectCache, ObjectChanged, default_cache
 from megafp8.processes import incomplete_path, remove_abandoned
 from megafp8.strict_json import parse_json
+from megafp8.suggestions import near_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -438,9 +439,9 @@ def _read_index(path: AnyPath, copy: Path | None = None) -> _Index:
         file = MappedFile(copy or Path(str(path)))
     except (OSError, ValueError) as error:
         reason = "it is empty" if path.exists() else "no such file"
-        raise DataError(
-            f"{path} cannot be opened: {reason} ({error}); data.train wants prefixes of .bin/.idx"
-        ) from None
+        near = near_path(Path(str(path)))
+        works = "data.train wants prefixes of .bin/.idx" if near is None else f"did you mean {near.with_suffix('')}?"
+        raise DataError(f"{path} cannot be opened: {reason} ({error}); {works}") from None
     raw = file.content
     if len(raw) < _HEADER.size or bytes(raw[:9]) != MAGIC:
         raise DataError(f"{path} is not an index of a token file: it does not begin with {MAGIC!r}")

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.data.hub import TOKENIZER_FILES, NotOnThisMachine, is_hub_name, local_folder
-from megafp8.data.packages import import_package
+from megafp8.data.packages import MissingPackage, import_package
+from megafp8.suggestions import did_you_mean
 
 TokenizerKind = Literal["sentencepiece", "huggingface", "tiktoken", "bytes"]
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
@@ -63,7 +64,7 @@ class TokenizerSettingError(ValueError):
 
 
 class MissingTokenizer(TokenizerSettingError):
-    """A tokenizer whose files are not on this machine."""
+    """A tokenizer whose file, or library, is not on this machine."""
 
 
 def build_tokenizer(
@@ -72,8 +73,8 @@ def build_tokenizer(
     """The tokenizer `kind` read from `path` (for tiktoken an encoding's name or a ranks file; None for bytes).
 
     `end_token` ends a document in place of the tokenizer's own; `pattern` is the regular expression that splits text
-    for a tiktoken ranks file. Raises TokenizerSettingError if a setting is missing or cannot be used, and ValueError if
-    the library is not installed.
+    for a tiktoken ranks file. Raises TokenizerSettingError if a setting is missing or cannot be used, MissingTokenizer
+    if its file or library is.
     """
     if pattern is not None and kind != "tiktoken":
         raise TokenizerSettingError("pattern", pattern, "only tiktoken ranks files are read with one", "leave it out")
@@ -85,9 +86,12 @@ def build_tokenizer(
     if path is None:
         raise TokenizerSettingError("path", None, f"a {kind} tokenizer is read from a file", "give its path")
     path = tokenizer_file(kind, path)
-    if kind == "tiktoken":
-        return _tiktoken(path, end_token, pattern)
-    return _sentencepiece(path, end_token) if kind == "sentencepiece" else _huggingface(path, end_token)
+    try:
+        if kind == "tiktoken":
+            return _tiktoken(path, end_token, pattern)
+        return _sentencepiece(path, end_token) if kind == "sentencepiece" else _huggingface(path, end_token)
+    except MissingPackage as error:
+        raise MissingTokenizer("kind", kind, error.rule, error.works) from None
 
 
 _FILES: dict[str, tuple[str, ...]] = {
@@ -120,7 +124,9 @@ def tokenizer_file(kind: TokenizerKind, path: str) -> str:
         raise TokenizerSettingError("path", path, f"{rule}; looked for {', '.join(_FILES[kind])}", "give its file")
     if kind == "tiktoken" and not given.exists():
         return path
-    raise MissingTokenizer("path", path, "no such file", "give the path of the tokenizer's file")
+    raise MissingTokenizer(
+        "path", path, "no such file", did_you_mean(Path(path), "give the path of the tokenizer's file")
+    )
 
 
 def _fingerprint(kind: str, content: bytes, **changed: str | int | None) -> str:

@@ -72,7 +72,7 @@ class Fp8Gemm:
         has_cublaslt = available(device)
         if backend == "cublaslt" and not has_cublaslt:
             raise ValueError(
-                "fp8.gemm_backend = cublaslt: needs nvmath-python (pip install -e '.[gpu]') and a Hopper GPU, and "
+                "fp8.gemm_backend = cublaslt: needs nvmath-python (pip install 'megafp8[gpu]') and a Hopper GPU, and "
                 f"{device} has not both; try auto"
             )
         if backend == "auto":

@@ -1,6 +1,20 @@
-"""Text from a model: a paged cache of keys and values, continuous batching, sampling, from any checkpoint."""
+"""Text from a model: a paged cache of keys and values, continuous batching, sampling, from any checkpoint.
 
-from megafp8.inference.generator import Completion, Generator, Piece
-from megafp8.inference.sampling import SamplingOptions
+The names in `__all__` are imported at first use, as they need torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megafp8.inference.generator import Completion, Generator, Piece
+    from megafp8.inference.options import SamplingOptions
 
 __all__ = ["Completion", "Generator", "Piece", "SamplingOptions"]
+
+
+def __getattr__(name: str) -> Any:
+    """One of the names in `__all__`, imported."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{'options' if name == 'SamplingOptions' else 'generator'}"), name)

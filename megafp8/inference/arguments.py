@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
-import torch
+from megafp8.inference.options import CacheOptions
+from megafp8.linear.weight_format_names import WeightFormatName
 
-from megafp8.dtypes import DTYPES
-from megafp8.inference.cpu_threads import bind_threads
-from megafp8.inference.generator import CacheOptions, Generator
-from megafp8.linear.quantized_weight import WEIGHT_FORMATS
+if TYPE_CHECKING:
+    from megafp8.inference.generator import Generator
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -19,16 +18,18 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--tensor", type=int, default=1, help="tensor-parallel size")
     model.add_argument("--pipeline", type=int, default=1, help="pipeline-parallel size")
     model.add_argument("--expert", type=int, default=1, help="expert-parallel size, a divisor of --tensor")
-    model.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    model.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one")
     model.add_argument("--threads", type=int, help="on a CPU; default: one on each core, divided over the ranks")
     model.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="default: that of the checkpoint")
     model.add_argument("--no-fp8", action="store_true", help="compute in high precision what was trained in FP8")
-    model.add_argument("--weights", choices=list(WEIGHT_FORMATS), help="quantize the weights of linear layers")
+    model.add_argument("--weights", choices=get_args(WeightFormatName), help="quantize the weights of linear layers")
     model.add_argument("--max-length", type=int, help="tokens of a text; default: those of the training")
 
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `open_checkpoint` but for path and layout."""
+    from megafp8.dtypes import DTYPES
+
     return {
         "device": arguments.device,
         "dtype": DTYPES.get(arguments.dtype),
@@ -42,6 +43,10 @@ def bind_to_cores(arguments: argparse.Namespace) -> None:
 
     Raises ValueError for `--threads` that cannot be.
     """
+    import torch
+
+    from megafp8.inference.cpu_threads import bind_threads
+
     if arguments.device == "cpu" or (arguments.device == "auto" and not torch.cuda.is_available()):
         bind_threads(arguments.threads)
     elif arguments.threads is not None:
@@ -64,6 +69,8 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
 
 def load_generator(arguments: argparse.Namespace) -> Generator:
     """The generator of `arguments.checkpoint`, with the flags for models and caches. Collective."""
+    from megafp8.inference.generator import Generator
+
     bind_to_cores(arguments)
     return Generator.from_checkpoint(
         arguments.checkpoint,

@@ -16,8 +16,9 @@ from megafp8.data.tokenizers import Tokenizer
 from megafp8.distributed.collectives import broadcast, broadcast_object
 from megafp8.inference.load import Device, Layout, Opened, live_model, load_model, open_checkpoint, start_of_documents
 from megafp8.inference.model import CachedModel, Model
+from megafp8.inference.options import CacheDtype, CacheOptions, SamplingOptions
 from megafp8.inference.pages import PageAllocator
-from megafp8.inference.sampling import GREEDY, Row, SamplingOptions, VocabShard, choose, stream_of
+from megafp8.inference.sampling import GREEDY, Row, VocabShard, choose, stream_of
 from megafp8.inference.scheduler import GrowingSequence, Scheduler
 from megafp8.inference.text import TextStream
 from megafp8.linear.quantized_weight import WeightFormatName
@@ -26,26 +27,8 @@ from megafp8.training.trainer import Trainer
 Prompt = str | Sequence[int]
 FinishReason = Literal["end", "stop", "length"]
 
-CacheDtype = Literal["fp8", "int8"]
-
 _CACHED_TOKENS = 65536
 _STORED: dict[CacheDtype, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-
-
-class CacheOptions(NamedTuple):
-    """Sizes of the cache and of batches.
-
-    `page_size`: tokens of a page. `cache_tokens`: tokens in the cache, of all sequences together; None: eight of the
-    longest sequences, but at most 65,536 tokens or one sequence. `max_batch_tokens`: tokens of prompts that are read in
-    one step. `max_sequences`: those that are continued at once. `dtype`: fp8 (E4M3) or int8 store keys and values in
-    half the memory, with a scale for each head of each token; None: as the model computes them.
-    """
-
-    page_size: int = 16
-    cache_tokens: int | None = None
-    max_batch_tokens: int = 8192
-    max_sequences: int = 64
-    dtype: CacheDtype | None = None
 
 
 DEFAULT_CACHE = CacheOptions()

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from megafp8.data.tokenizers import Tokenizer
 from megafp8.distributed.collectives import broadcast_object
 from megafp8.inference.generator import Generator
-from megafp8.inference.sampling import SamplingOptions
+from megafp8.inference.options import SamplingOptions
 from megafp8.inference.scoring import Request, Score, Scorer, windows
 
 _MAX_TOKENS = 256

@@ -12,7 +12,7 @@ from megafp8.config import ConfigError, EvaluateConfig, Problem
 from megafp8.data.tokenizers import Tokenizer
 from megafp8.inference.generator import CacheOptions, Generator
 from megafp8.inference.load import live_model
-from megafp8.inference.sampling import SamplingOptions
+from megafp8.inference.options import SamplingOptions
 from megafp8.inference.scoring import Scorer
 from megafp8.text_file import DiskErrorsLogged, JsonLines
 from megafp8.training.inputs import Inputs
@@ -42,7 +42,7 @@ def check(inputs: Inputs) -> None:
             rule = f"{_tokens_of(prompt, tokenizer)} tokens leave no room in the model's {rows} positions"
             problems.append(Problem(f"{_KEY}.prompts", prompt, rule, "shorten it"))
     if evaluate.tasks and importlib.util.find_spec("lm_eval") is None:
-        rule, works = "lm-evaluation-harness is not installed", "run pip install -e '.[eval]', or leave them out"
+        rule, works = "lm-evaluation-harness is not installed", "run pip install 'megafp8[eval]', or leave them out"
         problems.append(Problem(f"{_KEY}.tasks", evaluate.tasks, rule, works))
     elif evaluate.tasks:
         problems += _unknown_tasks(evaluate)

@@ -32,9 +32,8 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_reduce
 from megafp8.gemm.dispatch import gemm
+from megafp8.linear.weight_format_names import WeightFormatName
 from megafp8.numerics.formats import E4M3
-
-WeightFormatName = Literal["int8", "fp8", "int4", "int4-64", "int4-32"]
 
 
 class WeightFormat(NamedTuple):

@@ -214,9 +214,9 @@ class Attention(Mixer):
         moved = 2 * passes * channels * batch.element
         return Work(moved, moved)
 
-    def attention(self, batch: MicroBatch, *, windows: bool = True) -> list[AttentionWork]:
+    def attention(self, batch: MicroBatch) -> list[AttentionWork]:
         record = self.record
-        pairs = pairs_of(batch.length, record.sliding_window if windows else None, causal=self.causal)
+        pairs = pairs_of(batch.length, record.sliding_window, causal=self.causal)
         modified = record.attention_softcap is not None or record.attention_sinks
         modified = modified or record.position_embedding == "alibi"
         return [AttentionWork(self.heads, self.d, self.d, batch.length, pairs, modified)]

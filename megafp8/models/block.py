@@ -160,9 +160,9 @@ class Block(nn.Module):
         """Model FLOPs of its forward pass beside linear layers and softmax attention."""
         return self.mixer.flops(batch) + self.ffn.flops(batch)
 
-    def attentions(self, batch: MicroBatch, *, windows: bool = True) -> list[AttentionWork]:
-        """Its softmax attention. `windows`: without, as if each token attended to all that its mask allows."""
-        return self.mixer.attention(batch, windows=windows)
+    def attentions(self, batch: MicroBatch) -> list[AttentionWork]:
+        """Its softmax attention."""
+        return self.mixer.attention(batch)
 
     def recomputed_bytes(self, batch: MicroBatch, memory: BlockMemory) -> int:
         """What kernels read and write once more in backward, with selective recompute of `memory`."""

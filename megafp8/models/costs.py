@@ -142,9 +142,12 @@ class TokenExchange(NamedTuple):
 
 
 def pairs_of(length: int, window: int | None, *, causal: bool) -> float:
-    """Pairs of a query and a key in a sequence; `window`: keys of a query at most."""
+    """Pairs of a query and a key in a sequence, those without a window by the usual formula, half of all if `causal`.
+
+    `window`: keys of a query at most; the first `window` queries have 1, 2, ... keys.
+    """
     if window is not None and window < length:
-        return length * window - window * window / 2
+        return length * window - window * (window - 1) / 2
     return length * length / 2 if causal else length * length
 
 

@@ -142,8 +142,8 @@ class LatentAttention(Mixer):
         moved = 4 * batch.tokens * self.heads * (self.n + self.r) * batch.element
         return Work(moved, moved)
 
-    def attention(self, batch: MicroBatch, *, windows: bool = True) -> list[AttentionWork]:
-        pairs = pairs_of(batch.length, self.record.sliding_window if windows else None, causal=self.causal)
+    def attention(self, batch: MicroBatch) -> list[AttentionWork]:
+        pairs = pairs_of(batch.length, self.record.sliding_window, causal=self.causal)
         return [AttentionWork(self.heads, self.n + self.r, self.v, batch.length, pairs, modified=False)]
 
     def keys_and_values(self, batch: MicroBatch) -> int:

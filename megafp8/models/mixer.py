@@ -169,8 +169,8 @@ class Mixer(Part):
     def cache(self) -> TokenCache | StateCache:
         """What it keeps in generation, on this rank."""
 
-    def attention(self, batch: MicroBatch, *, windows: bool = True) -> list[AttentionWork]:
-        """Its softmax attention. `windows`: without, as if each token attended to all that its mask allows."""
+    def attention(self, batch: MicroBatch) -> list[AttentionWork]:
+        """Its softmax attention."""
         return []
 
     def keys_and_values(self, batch: MicroBatch) -> int:

@@ -174,8 +174,8 @@ class DecoderBlock(SequentialBlock):
     def _norms(self) -> list[Norm]:
         return [*super()._norms, self.cross_norm]
 
-    def attentions(self, batch: MicroBatch, *, windows: bool = True) -> list[AttentionWork]:
-        return [*super().attentions(batch, windows=windows), self.cross.attention(batch)]
+    def attentions(self, batch: MicroBatch) -> list[AttentionWork]:
+        return [*super().attentions(batch), self.cross.attention(batch)]
 
     def forward(
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None

@@ -212,7 +212,7 @@ def choose(
         return Choice("sdpa", "torch's cuDNN kernel")
     if front_end and mask.cu_seqlens_q is not None:
         return Choice("cudnn", "cuDNN's variable-length kernel")
-    why = "cuDNN's is faster, and needs nvidia-cudnn-frontend (pip install -e '.[gpu]')"
+    why = "cuDNN's is faster, and needs nvidia-cudnn-frontend (pip install 'megafp8[gpu]')"
     return Choice("flash", "torch's flash kernel", why)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,6 +18,7 @@ from megafp8.section import Count, Decay, NonNegative, PositiveFloat, PositiveIn
 class OptimizerConfig(Section):
     """The optimizer, and the learning-rate schedule."""
 
+    choices: ClassVar[tuple[str, ...]] = ("name", "schedule")
     name: Literal["adamw", "lion", "muon"] = "adamw"
     """adamw, lion, or muon for the matrices of blocks and adamw for all other weights (docs/optimizers.md)."""
     lion: Lion = Lion()
@@ -65,6 +67,15 @@ class OptimizerConfig(Section):
     """Decay rate of an exponential moving average of the weights (EMA), such as 0.9999, which checkpoints hold beside
     them; 4 bytes per parameter, divided as the optimizer's state is. Training does not use it:
     megafp8 average --moving writes it as weights (docs/stages.md). Default: none is kept."""
+
+    @classmethod
+    def options(cls, choice: str, values: Mapping[str, Any]) -> Collection[str]:
+        chosen = values.get(choice, cls.model_fields[choice].default)
+        if choice == "schedule":
+            return {"constant": (), "wsd": ("decay_until", "decay_steps")}.get(chosen, ("decay_until",))
+        update = cls.model_fields[chosen].default if chosen in cls.model_fields else None  # adamw's have no section
+        own = () if update is None else (chosen,)
+        return own if isinstance(update, MatrixUpdate) else (*own, "moments_dtype", "store_param_remainders")
 
     @property
     def adamw(self) -> AdamW:

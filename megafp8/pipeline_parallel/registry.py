@@ -22,6 +22,7 @@ from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule,
 from megafp8.pipeline_parallel.check import check_compute
 from megafp8.pipeline_parallel.schedules import ScheduleRecord
 from megafp8.registry import records_of
+from megafp8.suggestions import near_name
 
 _LETTERS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "W": Kind.WEIGHT}
 _CELL = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
@@ -99,7 +100,11 @@ def cell(action: Action) -> str:
 
 
 def _call(source: str, placement: Placement, num_microbatches: int) -> Schedule:
-    module_name, _, function_name = source.partition(":")
+    module_name, colon, function_name = source.partition(":")
+    if not colon:
+        near = near_name(source, SCHEDULES)
+        works = f"did you mean {near}?" if near else f"there are {', '.join(SCHEDULES)}, or a .csv, or module:function"
+        raise ValueError(f"schedule {source}: no schedule has this name; {works}")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:

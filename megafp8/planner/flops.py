@@ -2,8 +2,8 @@
 
 6·N·tokens of the matrices that tokens are multiplied with, forward and backward (the output layer is included, the
 embedding look-up is not; of experts, those that a token goes to; the output layer once more for each depth of
-multi-token prediction), and those of attention, causal attention counted as half. A sliding window or document
-boundaries are not subtracted, and recompute is not added. Sizes are those of the model's own layers.
+multi-token prediction), and those of attention: causal attention counted as half, with a sliding window the pairs that
+it shows. Document boundaries are not subtracted, and recompute is not added. Sizes are those of the model's own layers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def layer_flops(config: Config, index: int) -> Flops:
     batch = MicroBatch.of(one, None, decoder=config.model.is_decoder(index))
     sites = [state.site for state in planned.layers if not state.site.expert]
     products = float(sum(batch.tokens_of(site) * site.inputs * site.outputs for site in sites))
-    works = block.attentions(batch, windows=False)
+    works = block.attentions(batch)
     attention = sum(2 * work.pairs * work.heads * (work.width + work.value_width) for work in works)
     return Flops(2.0 * products + block.flops(batch), attention)
 
@@ -69,6 +69,12 @@ def model_flops(config: Config) -> Flops:
 def flops_per_token(config: Config) -> float:
     """Of forward and backward of a run; in T5 of a sample, divided by the encoder's tokens."""
     return model_flops(config).trained(frozen=config.lora is not None) / config.training.seq_length
+
+
+def describe_flops(config: Config) -> str:
+    """FLOPs of a token, and what they count that the model does not compute."""
+    across = "; attention across documents is counted, though masked" if config.data.reset_at_documents else ""
+    return f"{flops_per_token(config) / 1e9:.3f} GFLOP per token{across}"
 
 
 def matmul_parameters(config: Config) -> int:

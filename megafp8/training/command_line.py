@@ -11,25 +11,25 @@ import argparse
 import gc
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from megafp8.config import (
     Config,
     ConfigError,
     PlannedStage,
-    Problem,
     check_layout,
     config_and_overrides,
     end_of_stage,
     fewest_ranks,
+    json_schema,
     load_config,
     planned_stages,
 )
-from megafp8.redaction import redact_arguments
+from megafp8.training import notify
+from megafp8.training.arguments import make_parser
 from megafp8.training.errors import run_and_report
 
 if TYPE_CHECKING:
@@ -37,48 +37,12 @@ if TYPE_CHECKING:
     from megafp8.training.inputs import Inputs
 
 
-def _ranks(text: str) -> int:
-    """The type of --world-size."""
-    ranks = int(text)
-    if ranks < 1:
-        raise argparse.ArgumentTypeError(f"{ranks} ranks; at least 1 is needed")
-    return ranks
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises errors instead of printing them: all ranks find the same error, and one of them reports it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(
-            "command line", [Problem("(arguments)", shlex.join(redact_arguments(sys.argv[1:])), message, "see --help")]
-        )
-
-
-class _Once(argparse.Action):
-    """An argument that may be given once; argparse would silently use the last one."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
-        before = getattr(namespace, self.dest)
-        if before is not None:
-            parser.error(f"{self.option_strings[0]} is given twice: {before} and {values}; give one")
-        setattr(namespace, self.dest, values)
-
-
 def parse_arguments(description: str | None) -> argparse.Namespace:
-    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", action=_Once, help="the YAML file of the run; or the first argument")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, e.g. parallel.tensor=2")
-    shown = "print rank layout, parameters, memory per rank, time of a step, linear layers and data sets, then stop"
-    parser.add_argument("--dry-run", action="store_true", help=shown)
-    help = "with --dry-run: the number of ranks to plan for (default: the fewest that the config runs on)"
-    parser.add_argument("--world-size", action=_Once, type=_ranks, help=help)
-    help = "with --dry-run: print the config with all defaults too"
-    parser.add_argument("--verbose", action="store_true", help=help)
-    parser.add_argument("--print-schema", action="store_true", help="print the JSON schema of the config, then stop")
+    parser = make_parser(description)
     arguments = parser.parse_intermixed_args()
     arguments.config, arguments.overrides = config_and_overrides(arguments.config, arguments.overrides)
     if not arguments.config and not arguments.print_schema:
-        parser.error("--config is required, for example --config configs/quickstart.yaml")
+        parser.error("a config is needed: a YAML file, or the name of a shipped config, as megafp8 init lists them")
     if arguments.world_size is not None and not arguments.dry_run:
         parser.error("--world-size is for --dry-run; a run has as many ranks as torchrun starts processes")
     if arguments.verbose and not arguments.dry_run:
@@ -129,12 +93,13 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
     Importing torch takes longer than all checks, so those that do not need it come before the import.
     """
     if arguments.print_schema:
-        print(json.dumps(Config.model_json_schema(), indent=2))
+        print(json.dumps(json_schema(), indent=2))
         return None
     if arguments.dry_run:
         _dry_run(arguments)
         return None
     config = load_config(arguments.config, arguments.overrides, _complete_model)
+    notify.subscribe(config)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_config(config, world_size, arguments.config)
     # From here on torch is needed.
@@ -190,7 +155,10 @@ def main(description: str | None, live_evaluation: Callable[[Inputs], MakeEvalua
 
     `live_evaluation`: checks what `training.evaluate` asks for, which raises ValueError, and gives what does it.
     """
-    return run_and_report(partial(run, description, live_evaluation))
+    code = run_and_report(partial(run, description, live_evaluation))
+    if not code:
+        notify.ended(notify.of_process(), code)
+    return code
 
 
 def exit_with(code: int) -> None:

@@ -27,7 +27,7 @@ from megafp8.parallel_state import rank_groups
 from megafp8.pipeline_parallel.actions import v_placement
 from megafp8.plan import LinearPlan, plans_table
 from megafp8.planner.fits import NO_DEVICE_HAS, check_memory
-from megafp8.planner.flops import flops_per_token, matmul_parameters
+from megafp8.planner.flops import describe_flops, matmul_parameters
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import RankMemory, memory_table, pipeline_memory, state_memory
 from megafp8.planner.outline import model_outline
@@ -160,7 +160,6 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     outline = model_outline(config, fp8)
     parameters = [outline.parameters(span) for span in plan.layers]
     in_model = sum(x.in_model for of_stage in parameters for x in of_stage)
-    flops = flops_per_token(config)
     lines = [
         f"layout: {world_size} ranks = pipeline {p.pipeline} × data {data}"
         f"{f' × context {p.context}' if p.context > 1 else ''} × tensor {p.tensor}"
@@ -170,7 +169,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f"micro-batches per step and rank: {num_microbatches(config, world_size)}"
         f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
         f" {t.global_batch_size * t.seq_length:,} tokens a step",
-        f"parameters: {in_model:,} in the model{_describe_active(config)}; {flops / 1e9:.3f} GFLOP per token",
+        f"parameters: {in_model:,} in the model{_describe_active(config)}; {describe_flops(config)}",
         *describe_longrope(config),
         *(["only LoRA's parameters are trained"] if config.lora is not None else []),
         *([describe_schedule(config, plan)] if p.pipeline > 1 else []),

@@ -31,6 +31,7 @@ from megafp8.error_causes import causes, lost_connection, no_space, os_error
 from megafp8.object_store import ObjectStoreError, is_transient
 from megafp8.redaction import redact
 from megafp8.text_file import replace_text
+from megafp8.training import notify
 
 DONE = 0  # all steps done, or stopped cleanly on request
 FAILED = 1  # may succeed after a restart: a crash, a lost node, a full disk
@@ -148,6 +149,11 @@ def report_failure(message: str, code: int, trace: str, *, follows: bool = False
     `follows`: the failure was caused by that of another rank. Credentials are removed from both texts.
     """
     message, trace = redact(message), redact(trace)
+    _report(message, code, trace, follows=follows)
+    notify.ended(notify.of_process(), code, message)
+
+
+def _report(message: str, code: int, trace: str, *, follows: bool) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         print(message, file=sys.stderr, flush=True)

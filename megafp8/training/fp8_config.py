@@ -23,6 +23,7 @@ from megafp8.fp8.health import Recorder
 from megafp8.models.build import build_layer
 from megafp8.models.context import planning_context
 from megafp8.models.recompute import KEEP_ALL
+from megafp8.numerics.recipes import keys_of
 from megafp8.numerics.recipes.base import OPERANDS, OperandName, config_key
 from megafp8.numerics.tensor import TENSOR
 from megafp8.parallel_state import ParallelState
@@ -58,11 +59,10 @@ def check_recipe(config: Config, source: str) -> None:
 
 def _foreign_options(config: Config) -> Iterator[Problem]:
     f = config.fp8
-    keys = {name: {config_key(option) for option in fields(recipe)} for name, recipe in RECIPES.items()}
     others = _operand_recipes(f) - {f.recipe}
-    effective = set().union(*(keys[name] for name in {f.recipe} | others))
+    effective = keys_of({f.recipe} | others)
     for key, field in Fp8Config.model_fields.items():
-        have = [name for name in RECIPES if key in keys[name]]
+        have = [name for name in RECIPES if key in keys_of([name])]
         value, default = getattr(f, key), field.get_default(call_default_factory=True)
         if have and key not in effective and value != default:
             who = f"fp8.recipe {f.recipe}" + (f", of {', '.join(sorted(others))}," if others else "")

@@ -467,7 +467,8 @@ def planned_vocabulary(config: Config, source: str) -> tuple[Config, list[str]]:
             raise
         if config.model.vocab_size is None:
             rule = f"the tokenizer, {missing.value}, is missing, so the size of its vocabulary is not known"
-            problem = Problem("model.vocab_size", None, rule, "set it, or give data.tokenizer a path that is there")
+            works = "give data.tokenizer a path that is there" if missing.setting == "path" else missing.works
+            problem = Problem("model.vocab_size", None, rule, f"set it, or {works}")
             raise ConfigError(source, [problem]) from None
         return config, [f"data.tokenizer.{missing.setting} = {missing.value}: {missing.rule}; {missing.works}"]
 

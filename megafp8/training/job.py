@@ -36,9 +36,9 @@ from megafp8.parallel_state import (
     initialize_distributed,
     rejoin,
 )
-from megafp8.planner.flops import flops_per_token
+from megafp8.planner.flops import describe_flops, flops_per_token
 from megafp8.text_file import DiskErrorsLogged
-from megafp8.training import cuda_graphs
+from megafp8.training import cuda_graphs, notify
 from megafp8.training.describe import describe_longrope
 from megafp8.training.determinism import describe_determinism
 from megafp8.training.divergence import diverged
@@ -132,6 +132,7 @@ def _train_stage(inputs: Inputs, shared: Shared, device: torch.device, *, first:
         return inputs.at(step)
     if first:
         record_launch(run_folder(config), parallel, step)
+        notify.started(step)
     job = Job(inputs, parallel, reader, shared, memory)
     return job.inputs.at(job.step) if job.run() else None
 
@@ -232,6 +233,7 @@ class Job:
         logger.info(f"data:\n{data}")
         for line in describe_longrope(self.config):
             logger.info(line)
+        logger.info(f"model FLOPs, of which MFU is made: {describe_flops(self.config)}")
         logger.info(f"optimizer: {trainer.optimizer.reason}")
         logger.info(cuda_graphs.describe(trainer.why_no_graphs))
         logger.info(describe_path(trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))

@@ -27,6 +27,7 @@ from megafp8.distributed.collectives import gather_objects
 from megafp8.error_causes import no_space
 from megafp8.parallel_state import ParallelState
 from megafp8.redaction import redact, redact_arguments
+from megafp8.shipped import is_checkout
 from megafp8.text_file import DiskErrorsLogged, JsonLines
 from megafp8.training.errors import TrainingError
 
@@ -144,7 +145,9 @@ class RunLog:
 
 
 def source_commit() -> str | None:
-    """Git commit of this source, with `-dirty` if files were changed; None without git."""
+    """Git commit of this source, with `-dirty` if files were changed; None without git and of an installed wheel."""
+    if not is_checkout():  # a repository around it is another one
+        return None
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30)

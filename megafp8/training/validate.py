@@ -124,7 +124,10 @@ def run_folder(config: Config) -> Path:
 def check_run(inputs: Inputs) -> CheckpointReader | None:
     """Raise ValueError if the run cannot train, or would damage an earlier run. Returns what it resumes from."""
     config, folder = inputs.config, run_folder(inputs.config)
-    needed = (("wandb_project", "wandb", "-e '.[wandb]'"), ("metrics_port", "prometheus_client", "prometheus-client"))
+    needed = (
+        ("wandb_project", "wandb", "'megafp8[wandb]'"),
+        ("metrics_port", "prometheus_client", "prometheus-client"),
+    )
     for key, package, install in needed:
         value = getattr(config.logging, key)
         if value is not None and importlib.util.find_spec(package) is None:

@@ -12,9 +12,8 @@ from benchmarks import bench_any_model
 TINY = ["--shape", "tiny", "--layers", "1", "--seq-length", "32", "--rounds", "1", "--steps", "2", "--device", "cpu"]
 
 
-@pytest.mark.parametrize(
-    "variants", ["eager,eager:delayed", pytest.param("compiled,compiled:current", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variants", ["eager,eager:delayed", "compiled,compiled:current"])
 def test_converted_layers_are_timed_and_compared(variants: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     path = tmp_path / "bench.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 
+import pytest
 import torch
 
 from benchmarks.bench_overlap import BLOCKS, MODES, Result, compare, main, table
@@ -26,6 +27,7 @@ def _in_chunks() -> tuple[int, str]:
     return _bench("chunks")
 
 
+@pytest.mark.slow
 def test_on_two_ranks(world2: World) -> None:
     (code, text), (other_code, nothing) = world2.run(_in_chunks)
     assert (code, other_code, nothing) == (0, 0, "")

@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
+from benchmarks import bench_step
 from benchmarks.bench_step import layout_overrides, simulated_bubble, variant_overrides
 from benchmarks.compiled_step import CompiledTrainer
 from benchmarks.profiling import Kernel, by_name, outside, step_profile, union
@@ -22,6 +23,7 @@ from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.simulate import Times, simulate
 from megafp8.training.describe import planned_stage
 from megafp8.training.pipeline import plan_pipeline
+from megafp8.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [
@@ -81,6 +83,39 @@ def test_the_compiled_baseline_is_the_same_model(monkeypatch: pytest.MonkeyPatch
     losses = [trainer.train_step(step, [batch, batch])[0].mean for step in range(5)]
     assert losses[0] == pytest.approx(math.log(128), rel=0.05)
     assert losses == sorted(losses, reverse=True)
+
+
+def test_lines_that_cannot_run_say_why_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "out.json"
+    arguments = ["--config", str(ROOT / "configs/gpt2-125m.yaml"), "--variants", "compiled,current,fp32,mxfp8+fast"]
+    arguments += ["--layouts", "pipeline=1", "--micro-batches", "1", "--warmup", "1", "--steps", "1", "--rounds", "2"]
+    tiny = [option for option in TINY if "groups" not in option and "ffn" not in option]
+    arguments += ["--json", str(report), "--set", *tiny, "training.micro_batch_size=1", "device=cpu"]
+    build = bench_step.Trainer.__init__
+
+    def refuse(trainer: Trainer, config: Config, *rest: Any) -> None:
+        if config.fp8.recipe == "current":
+            raise ValueError("found when\nthe trainer is built")
+        build(trainer, config, *rest)
+
+    monkeypatch.setattr(bench_step.Trainer, "__init__", refuse)
+    assert bench_step.main(arguments) == 0
+    rows = {row["variant"]: row for row in json.loads(report.read_text())["rows"]}
+    assert rows["fp32"]["first_loss"] == pytest.approx(math.log(128), rel=0.05)
+    shown = capsys.readouterr().out
+    for variant, said in (
+        ("compiled", "no biases, and not model.activation = 'gelu_tanh', model.linear_bias = True, model.norm"),
+        ("current", "found when the trainer is built"),
+        ("mxfp8+fast", "fp8.fast_accumulation = (True, True, True): fp8.recipe mxfp8 has no such option"),
+    ):
+        assert said in rows[variant]["failure"]
+        assert f"pipeline=1 {variant}: {rows[variant]['failure']}" in shown
+    assert bench_step.main([*arguments[:3], "compiled,mxfp8+fast", *arguments[4:]]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: pipeline=1 compiled: the compiled baseline has")
+    assert "\nerror: pipeline=1 mxfp8+fast: " in said
 
 
 def one_rank(config: Config) -> Config:

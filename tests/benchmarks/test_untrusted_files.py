@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks import untrusted_files
 from benchmarks.untrusted_files import Case
 
@@ -26,6 +28,7 @@ def _in_a_process(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_part_of_the_trial() -> None:
     options = ["--every", "600", "--crafted", "100", "--workers", "1"]
     assert "| crafted pickles | 50 |" in _in_a_process("-m", "benchmarks.untrusted_files", *options)

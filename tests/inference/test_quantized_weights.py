@@ -51,7 +51,7 @@ def _texts(folder: Path, weights: WeightFormatName | None, layout: dict[str, int
 WEIGHTS = [("int8", False), ("int8", True), ("fp8", False), ("int4-64", True)]
 
 
-@pytest.mark.parametrize(("name", "tied"), slow_but(WEIGHTS, *WEIGHTS[2:]))
+@pytest.mark.parametrize(("name", "tied"), slow_but(WEIGHTS, WEIGHTS[3]))
 def test_texts_are_those_of_dequantized_weights(
     world2: World, tmp_path: Path, name: WeightFormatName, tied: bool
 ) -> None:

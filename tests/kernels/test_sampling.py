@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.inference.sampling import Row, SamplingOptions, VocabShard, choose, stream_of
+from megafp8.inference.options import SamplingOptions
+from megafp8.inference.sampling import Row, VocabShard, choose, stream_of
 
 
 @pytest.mark.parametrize("columns", [1, 999, 2500])

@@ -124,7 +124,7 @@ def documented_difference(preset: Preset) -> str | None:
     if moe is not None and moe.capacity_factor is not None and p.tensor * p.context > 1:
         return "the capacity of an expert is counted over a rank's tokens (docs/mixture-of-experts.md)"
     if {ROWWISE, CUSTOM} & parts and p.tensor > 1:
-        return "tensor parallelism cuts rows that have one scale (README.md, FP8 recipes)"
+        return "tensor parallelism cuts rows that have one scale (docs/fp8.md)"
     return None
 
 

@@ -96,6 +96,7 @@ def test_all_tensors_once_and_the_same_training(
     assert reporting.report() == report
 
 
+@pytest.mark.slow
 def test_switched_on_later_and_read(tmp_path: Path, world4: World, quickstart_data: QuickstartData) -> None:
     """A run in high precision reports nothing; resumed in FP8 it does, for the layers that are."""
     _, options = LAYOUTS["one rank"]

@@ -19,6 +19,7 @@ from megafp8.tensor_parallel.lora import is_lora
 from megafp8.training.init_from import complete_model
 from megafp8.training.inputs import open_inputs
 from megafp8.training.state import check_resume, checkpoint_folder, save_state
+from tests.marks import slow_but
 from tests.training.latest import load_latest
 from tests.training.presets import *  # noqa: F403
 from tests.training.presets import Preset, config_of
@@ -102,7 +103,9 @@ def _resume(preset: Preset, folder: Path) -> list[tuple[float, float]]:
     return steps_of(trainer, parallel, range(2, 4))
 
 
-@pytest.mark.parametrize("preset", [LORA | DELAYED | TP2, LORA | BLOCKWISE, LORA | BF16 | CURRENT | DP2 | FSDP])
+@pytest.mark.parametrize("preset", slow_but(
+    [LORA | DELAYED | TP2, LORA | BLOCKWISE, LORA | BF16 | CURRENT | DP2 | FSDP], LORA | DELAYED | TP2
+))  # fmt: skip
 def test_a_resumed_run_in_fp8(world2: World, tmp_path: Path, preset: Preset) -> None:
     """Bit for bit, though it quantizes the frozen weights later than the run that goes on."""
     continued = world2.run(_save_in_the_middle, preset, tmp_path, ranks=preset.ranks)

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from megafp8.arguments import ArgumentParser
 from megafp8.conversion.formats import open_source
 from megafp8.conversion.hf_tokenizer import find_tokenizer
 from megafp8.data.chats import chat_prompt_encoder, read_chat_template
@@ -53,12 +54,8 @@ def _port(text: str) -> int:
     return port
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="megafp8 serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="megafp8 serve", description=__doc__)
     parser.add_argument("checkpoint", type=as_path, help="run, checkpoint or folder of Hugging Face")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: %(default)s")
     parser.add_argument("--port", type=_port, default=8000, help="0: a free one; default: %(default)s")
@@ -77,7 +74,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     limits.add_argument("--max-connections", type=int, default=1024, help="open at once; default: %(default)s")
     limits.add_argument("--request-seconds", type=float, default=600.0, help="a request may take; default: %(default)s")
     limits.add_argument("--shutdown-seconds", type=float, default=20.0, help="after SIGTERM; default: %(default)s")
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    return make_parser().parse_args(argv)
 
 
 def limits_of(arguments: argparse.Namespace) -> Limits:

@@ -21,7 +21,7 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from megafp8.inference.sampling import SamplingOptions
+from megafp8.inference.options import SamplingOptions
 from megafp8.inference.server.engine import Engine, Handle, Update
 from megafp8.inference.server.metrics import Metrics
 from megafp8.inference.server.protocol import AnyBody, ApiError, ChatBody, CompletionBody, Response, parse, to_json

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_gather_objects, broadcast, broadcast_object, rank, size
 from megafp8.inference.generator import FinishReason, Generator, Load, Submission
-from megafp8.inference.sampling import SamplingOptions
+from megafp8.inference.options import SamplingOptions
 from megafp8.parallel_state import host_group
 
 HEARTBEAT = 30.0

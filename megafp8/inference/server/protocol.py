@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 import pydantic_core
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from megafp8.inference.sampling import SamplingOptions
+from megafp8.inference.options import SamplingOptions
 from megafp8.inference.server.engine import Update
 
 MAX_STOPS, MAX_STOP_LENGTH = 4, 256

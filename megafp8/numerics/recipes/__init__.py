@@ -1,6 +1,9 @@
 """FP8 recipes, one file each: options, capabilities, quantizers, reference casts and state. The registry of all."""
 
-from megafp8.numerics.recipes.base import Fp8Recipe
+from collections.abc import Collection
+from dataclasses import fields
+
+from megafp8.numerics.recipes.base import Fp8Recipe, config_key
 from megafp8.numerics.recipes.blockwise import BlockwiseScaling
 from megafp8.numerics.recipes.current import CurrentScaling
 from megafp8.numerics.recipes.custom import CustomScaling, Rule
@@ -9,6 +12,7 @@ from megafp8.numerics.recipes.mxfp8 import MXFP8Scaling
 from megafp8.numerics.recipes.nvfp4 import NVFP4Scaling
 from megafp8.numerics.recipes.rowwise import RowwiseScaling
 from megafp8.numerics.recipes.static import StaticScaling
+from megafp8.numerics.tensor import TENSOR
 
 RECIPES: dict[str, type[Fp8Recipe]] = {
     recipe.name: recipe
@@ -18,6 +22,19 @@ RECIPES: dict[str, type[Fp8Recipe]] = {
     )
 }  # fmt: skip
 """Recipes by their names in configs. A new recipe is entered here and in `config/schema.py`, which imports no torch."""
+
+
+def keys_of(names: Collection[str]) -> set[str]:
+    """Keys of the config's section fp8 that are options of these recipes."""
+    return {config_key(option) for name in names for option in fields(RECIPES[name])}
+
+
+def per_tensor_keys_of(names: Collection[str]) -> set[str]:
+    """Keys of that section for operands with one scale per tensor, as far as one of these recipes has such operands."""
+    scales = [RECIPES[name].capabilities.granularity for name in names if name != CustomScaling.name]
+    operands = {"smooth_swiglu": "input", "param_gather": "weight"}
+    return {key for key, operand in operands.items() if any(getattr(of, operand) is TENSOR for of in scales)}
+
 
 __all__ = [
     "RECIPES",
@@ -31,4 +48,6 @@ __all__ = [
     "RowwiseScaling",
     "Rule",
     "StaticScaling",
+    "keys_of",
+    "per_tensor_keys_of",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megafp8.data.tokenizers import build_tokenizer
-from megafp8.inference.sampling import SamplingOptions
+from megafp8.inference.options import SamplingOptions
 from megafp8.inference.server.engine import Update
 from megafp8.inference.server.protocol import ApiError, ChatBody, CompletionBody, Response, parse, token_text
 

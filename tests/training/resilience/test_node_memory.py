@@ -97,6 +97,7 @@ def test_what_is_in_memory_alone_is_saved_if_nothing_is_left_to_do(crashed: Run)
     assert not list(crashed.memory.rglob("megafp8-*"))
 
 
+@pytest.mark.slow
 def test_a_rewind_forgets_what_is_in_memory(world2: World, tmp_path: Path, quickstart_data: QuickstartData) -> None:
     """A spike in step 11 after a checkpoint on disk of step 8; steps 9 and 10 are saved to memory before and after."""
     spike, crash = ({"kind": kind, "rank": 0, "step": step} for kind, step in (("loss_spike", 11), ("exception", 13)))

@@ -1,0 +1,163 @@
+"""Config files as trees of sections: one file, or one that begins with the keys of another (`base: other.yaml`).
+
+A file with a base has the base's keys where it does not give its own. Sections are merged key by key; any other value,
+a list or a mapping such as the blend in `data.train`, replaces that of the base. A kind that the file chooses leaves
+out the base's options of another kind (`choices`). `name` is not inherited, as each run has a folder of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from megafp8.config.choices import LeftOut, leave_out_options, type_of
+from megafp8.config.errors import ConfigError, Problem
+from megafp8.config.reader import compose, construct, duplicate_keys, section_of
+from megafp8.config.schema import Config
+from megafp8.shipped import shipped_configs
+from megafp8.suggestions import did_you_mean, near_name
+
+BASE = "base"
+
+
+@dataclass
+class Tree:
+    """The sections of a file and its bases.
+
+    `lines`: where each key was given last, by dotted path: the file and the line. `left_out`: options of bases, by
+    file.
+    """
+
+    values: dict[str, Any]
+    lines: dict[str, tuple[str, int]]
+    left_out: list[tuple[str, list[LeftOut]]] = field(default_factory=list)
+
+    def place(self, path: str, source: str) -> str:
+        """File, unless it is `source`, and line of the value at a dotted path, to begin a message; empty: not given."""
+        if path not in self.lines:
+            return ""
+        file, line = self.lines[path]
+        return f"line {line}: " if file == source else f"{file}, line {line}: "
+
+
+def file_of(source: str) -> Path:
+    """The file that a command line calls `source`: a path, or else the name of a shipped config."""
+    path = Path(source)
+    return path if path.exists() else shipped_configs().get(source, path)
+
+
+def _where_it_is(path: Path) -> str:
+    """Advice for a config that does not exist."""
+    configs = shipped_configs()
+    if path.stem in configs:
+        return f"megafp8 init {path.stem} writes the shipped one, and --config {path.stem} uses it as it is"
+    near = None if path.suffix else near_name(path.name, configs)
+    if near is not None:
+        return f"did you mean {near}?"
+    nearby = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:8])
+    return did_you_mean(path, f"there is: {nearby}" if nearby else "megafp8 init lists shipped configs and writes them")
+
+
+def read_tree(source: str) -> Tree:
+    """Read the file `source` and its bases. ConfigError for a file that cannot be read, naming it."""
+    return _read(source, [], None)
+
+
+def _read(source: str, chain: list[tuple[str, Path]], naming: tuple[str, str] | None) -> Tree:
+    """`chain`: the files that led to this one, as they were named and resolved. `naming`: that which names it, and the
+    line."""
+    own = _read_file(source, naming)
+    chain = [*chain, (source, Path(source).resolve())]
+    if BASE not in own.values:
+        return own
+    base = own.values.pop(BASE)
+    where = own.place(BASE, source)
+    problem = _base_problem(base, source, chain)
+    if problem is not None:
+        raise ConfigError(source, [replace(problem, where=where)])
+    if "name" not in own.values:
+        rule = f"not inherited from {BASE}, as each run has a folder of its own"
+        raise ConfigError(source, [Problem("name", None, rule, "add it")])
+    path = str(_base_path(source, base))
+    inherited = _read(path, chain, (source, where))
+    values = _merged(inherited.values, own.values, Config)
+    left_out = list(leave_out_options(inherited.values, values, own.values, Config))
+    lines = inherited.lines | own.lines
+    return Tree(values, lines, [*inherited.left_out, (path, left_out)])
+
+
+def _base_path(source: str, base: str) -> Path:
+    """The file that `source` calls `base`: one relative to it, or else a shipped config by its name."""
+    path = Path(source).parent / base
+    return path if path.exists() else shipped_configs().get(base, path)
+
+
+def _base_problem(base: object, source: str, chain: list[tuple[str, Path]]) -> Problem | None:
+    if not isinstance(base, str) or not base:
+        return Problem(BASE, base, "this is the path of another config", "for example base: llama3-8b.yaml")
+    if "://" in base:
+        return Problem(BASE, base, "configs are read from local files", "copy it beside this file")
+    path = _base_path(source, base)
+    names = [name for name, _ in chain]
+    if path.resolve() in [resolved for _, resolved in chain]:
+        rule = f"a file cannot be its own base: {' -> '.join([*names, str(path)])}"
+        return Problem(BASE, base, rule, "name another file, or leave it out")
+    return None
+
+
+def _merged(base: Mapping[str, Any], own: Mapping[str, Any], annotation: Any) -> dict[str, Any]:
+    """A section of `base` with the keys of `own` in place of its own, section by section."""
+    section, merged = section_of(annotation), dict(base)
+    for key, value in own.items():
+        inner, before = type_of(annotation, section, key), base.get(key)
+        if isinstance(before, dict) and isinstance(value, dict) and section_of(inner) is not None:
+            merged[key] = _merged(before, value, inner)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _read_file(source: str, naming: tuple[str, str] | None) -> Tree:
+    """The sections of one file. `naming`: the file that names it as its base, and the line, for messages."""
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        named, key, where = (source, "--config", "") if naming is None else (naming[0], BASE, naming[1])
+        problem = Problem(key, source, f"{error.strerror}", _where_it_is(path), where)
+        raise ConfigError(named, [problem]) from None
+    except UnicodeDecodeError as error:
+        rule = f"not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
+        raise ConfigError(source, [Problem("(file)", "…", rule, "save it as UTF-8")]) from None
+    try:
+        node = compose(text)
+        duplicates = []
+        for d in list(duplicate_keys(node)):  # all, before merge keys are resolved in place
+            rule = f"line {d.second}: line {d.first} has this key already"
+            duplicates.append(Problem(d.path, construct(d.value), rule, "keep one of them"))
+        tree = construct(node)
+    except yaml.YAMLError as error:
+        raise ConfigError(source, [Problem("(file)", "…", f"not valid YAML: {error}", "correct that line")]) from None
+    if duplicates:
+        raise ConfigError(source, duplicates)
+    if not isinstance(tree, dict):
+        rule = "the file must hold a mapping of sections"
+        raise ConfigError(source, [Problem("(file)", tree, rule, "start from a shipped one: megafp8 init")])
+    return Tree(tree, {name: (source, line) for name, line in _lines(node, "")})
+
+
+def _lines(node: Node | None, path: str) -> Iterator[tuple[str, int]]:
+    """Dotted path and line, from 1, of each key and each item of a list."""
+    pairs: list[tuple[object, Node, Node]] = []
+    if isinstance(node, MappingNode):
+        pairs = [(key.value, key, value) for key, value in node.value if isinstance(key, ScalarNode)]
+    elif isinstance(node, SequenceNode):
+        pairs = [(i, item, item) for i, item in enumerate(node.value)]
+    for name, marked, value in pairs:
+        yield f"{path}{name}", marked.start_mark.line + 1
+        yield from _lines(value, f"{path}{name}.")

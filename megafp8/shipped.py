@@ -1,0 +1,22 @@
+"""Files that come with the package: configs, launch scripts, tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def is_checkout() -> bool:
+    """Whether configs/, launch/ and tools/ are beside the package, as in the repository; a wheel has them in it."""
+    return not (PACKAGE / "tools").is_dir()
+
+
+def shipped(folder: str) -> Path:
+    """The folder `configs`, `launch` or `tools`."""
+    return (PACKAGE.parent if is_checkout() else PACKAGE) / folder
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The configs that come with the package, by name."""
+    return {path.stem: path for path in sorted(shipped("configs").glob("*.yaml"))}

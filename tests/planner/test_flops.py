@@ -1,0 +1,76 @@
+"""FLOPs of models: by hand, by torch's counter, and by looking at each pair of a query and a key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megafp8.batch import Batch
+from megafp8.config import Config, load_config
+from megafp8.models.costs import pairs_of
+from megafp8.parallel_state import ParallelState, destroy_model_parallel
+from megafp8.planner.flops import describe_flops, flops_per_token, model_flops
+from megafp8.training.parallel import build_parallel
+from megafp8.training.trainer import Trainer
+from tests.config.test_config import MINIMAL
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_gemma2_9b_by_hand() -> None:
+    config = load_config(ROOT / "configs/gemma2-9b.yaml")
+    s, window, width = 8192, 4096, 16 * 256
+    block = 3584 * (16 + 2 * 8) * 256 + 16 * 256 * 3584 + 3 * 3584 * 14336
+    products = 6 * (42 * block + 3584 * 256000)
+    near = window * (window + 1) / 2 + (s - window) * window  # pairs of 21 layers; the others have s² / 2
+    expected = products + 21 * 12 * (near + s * s / 2) * width / s
+    assert flops_per_token(config) == pytest.approx(expected, rel=1e-12)
+    full = products + 42 * 12 * (s * s / 2) * width / s
+    assert full / expected - 1 == pytest.approx(0.017, abs=0.0005)  # what full attention in all layers would count
+
+
+@pytest.mark.parametrize("window", [1, 3, 15])
+def test_pairs_of_a_window_are_those_that_the_counter_sees(window: int) -> None:
+    s, d = 16, 8
+    q_sd, k_sd = torch.randn(2, s, d)
+    with FlopCounterMode(display=False) as counter:
+        for i in range(s):
+            q_sd[i : i + 1] @ k_sd[max(0, i - window + 1) : i + 1].T
+    assert counter.get_total_flops() == 2 * d * pairs_of(s, window, causal=True)
+
+
+@pytest.fixture
+def alone() -> Iterator[ParallelState]:
+    from megafp8.parallel_state import initialize_distributed
+
+    config = Config.model_validate(MINIMAL)
+    yield build_parallel(config, initialize_distributed("cpu"))
+    destroy_model_parallel()
+
+
+@pytest.mark.parametrize("model", [{}, {"sliding_window": 8, "num_query_groups": 2, "mtp_num_layers": 1}], ids=str)
+def test_products_of_a_step_are_those_that_the_counter_sees(model: dict[str, Any], alone: ParallelState) -> None:
+    training = {**MINIMAL["training"], "global_batch_size": 1, "precision": "fp32"}
+    config = Config.model_validate({**MINIMAL, "model": {**MINIMAL["model"], **model}, "training": training})
+    trainer = Trainer(config, alone)
+    tokens = torch.randint(512, (1, 33 + config.model.mtp_num_layers))
+    labels = tokens[:, 1:33].contiguous()
+    with FlopCounterMode(display=False) as counter:
+        trainer.train_step(0, [Batch(tokens[:, :32].contiguous(), labels)])
+    trainer.close()
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(counted.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    assert products == 3 * model_flops(config).products
+
+
+def test_documents_are_said_where_they_count() -> None:
+    config = Config.model_validate(MINIMAL)
+    assert "across documents" not in describe_flops(config)
+    documents = {**MINIMAL, "data": {**MINIMAL["data"], "reset_at_documents": True}}
+    said = describe_flops(Config.model_validate(documents))
+    assert said.endswith("GFLOP per token; attention across documents is counted, though masked")
