@@ -201,7 +201,7 @@ MISTAKES: Sequence[Mistake] = [
     Mistake("convert --load runs/first --save x --to gguf", "gguf"),
     Mistake("convert --load runs/first --save corpus --to hf", "corpus"),
     Mistake("convert --load runs/first --save x --to megatron --tensor 3", "3"),
-    Mistake("convert --load runs/first --save x --to hf --tensor 2", "--tensor"),
+    Mistake("convert --load runs/first --save x --to hf --tensor 2", "no such option"),
     Mistake("convert --load runs/first --save x --to peft", "lora"),
     Mistake("convert --load corpus --save x --to native", "corpus"),
     Mistake("generate runs/frist text", "did you mean runs/first?"),

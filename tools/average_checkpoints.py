@@ -25,6 +25,7 @@ from megafp8.conversion.average import Averaged
 from megafp8.conversion.convert import Selected, convert, verify
 from megafp8.conversion.formats import FORMATS, fetched, open_source
 from megafp8.object_store import AnyPath, as_path
+from megafp8.suggestions import did_you_mean
 
 
 def checkpoints(given: Sequence[AnyPath], last: int | None, least: int) -> list[Path]:
@@ -36,6 +37,9 @@ def checkpoints(given: Sequence[AnyPath], last: int | None, least: int) -> list[
         if len(found) < last:
             raise ValueError(f"{given[0]} has {len(found)} complete checkpoints, and --last is {last}")
         given = found[-last:]
+    for path in given:
+        if not path.exists():
+            raise ValueError(f"--load {path}: there is no such folder; {did_you_mean(Path(str(path)), 'give a run')}")
     paths = [fetched(path) for path in given]
     if len(paths) < least:
         raise ValueError(f"{len(paths)} checkpoint to average: give two or more, or a run and --last 5")
