@@ -137,7 +137,8 @@ def inputs(folder: Path, programs: Programs) -> None:
 
     run("megafp8 quickstart")
     (folder / "mine.yaml").write_text(CONFIG)
-    run("megafp8 launch --nproc-per-node 2 pretrain --config mine.yaml parallel.pipeline=2 parallel.schedule=zb-v "
+    run("megafp8 launch --nproc-per-node 2 pretrain --config mine.yaml parallel.pipeline=2 parallel.virtual_pipeline=2 "
+        "parallel.schedule=zb-v "
         "logging.pipeline_trace_step=3")  # fmt: skip
     run("megafp8 pretrain --config mine.yaml name=lora lora={} optimizer.average_decay=null training.steps=2")
     experts = "'model.moe={num_experts: 8, ffn_hidden_size: 64, aux_loss: 0.01}' logging.expert_load_interval=1"
