@@ -140,7 +140,7 @@ MISTAKES: Sequence[Mistake] = [
     # Data.
     mine("data.train=[data/txet]", "data/txet"),
     mine("data.train=[]", "data.train"),
-    mine("data.train=[runs]", "no file in this folder can be read"),
+    mine("data.train=[first.yaml]", "first.yaml"),
     mine("'data.train={data/text: -1}'", "data.train"),
     mine("'data.train={data/text: x}'", "data.train"),
     mine("data.split=-1,101", "data.split"),
@@ -251,7 +251,7 @@ MISTAKES: Sequence[Mistake] = [
     Mistake("plot-schedule zb-v --measured none.json", "none.json"),
     Mistake("coordinate-check first.yaml --widths 32,x", "--widths"),
     Mistake("coordinate-check first.yaml --widths 33,66", "33"),
-    Mistake("check-cluster --folder nowhere", "nowhere"),
+    Mistake("check-cluster --folder nowhere --device cpu", "nowhere"),
     Mistake("check-cluster --warn-below 2", "warn-below"),
 ]  # fmt: skip
 

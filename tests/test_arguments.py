@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 from torch.distributed.run import get_args_parser
 
-from megafp8.arguments import ArgumentParser, says_nothing
+from megafp8.arguments import ArgumentParser, at_least, says_nothing
 from megafp8.commands import COMMANDS, module_of, parser_of
 from megafp8.conversion.format_names import FORMAT_NAMES
 from megafp8.conversion.formats import FORMATS
@@ -128,3 +128,16 @@ def test_paths_that_are_spelt_alike(tmp_path: Path) -> None:
     assert near_path(tmp_path / "runs" / "zzz") is None
     assert near_path(tmp_path / "runs") is None
     assert near_path(Path("s3://bucket/frist")) is None
+
+
+def test_numbers_have_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--workers", type=at_least(1))
+    assert parser.parse_args(["--workers", "3"]).workers == 3
+    for value, message in (
+        ("0", "--workers: 0 is too small; give 1 or more"),
+        ("x", "--workers: 'x' is no whole number"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            parser.parse_args(["--workers", value])
+        assert f"error: {message}" in capsys.readouterr().err

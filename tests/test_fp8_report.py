@@ -189,7 +189,6 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     run_folder(folder, healthy(), recipe="current")
     assert "there are 3, among them [100, 200, 300]" in refused(capsys, folder, "--step", "250")
     assert "--step first is no sampled step" in refused(capsys, folder, "--step", "first")
-    assert "--worst 0: must be at least 1" in refused(capsys, folder, "--worst", "0")
     (folder / FILE_NAME).write_text("loss\n")
     assert "line 1 is no line of an FP8 report" in refused(capsys, folder)
 

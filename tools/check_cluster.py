@@ -379,14 +379,17 @@ def _file_latency(path: Path, content: str) -> float | None:
     return None
 
 
-def _check_file(probe: Probe, facts: Sequence[Facts], rank: int, folder: Path, group: ProcessGroup) -> list[Finding]:
-    """Rank 0 writes a file into `folder`, and all wait until they see it."""
+def _check_file(
+    probe: Probe, facts: Sequence[Facts], rank: int, folder: Path, makes: bool, group: ProcessGroup
+) -> list[Finding]:
+    """Rank 0 writes a file into `folder`, which it `makes` if need be, and all wait until they see it."""
     token = broadcast_object(uuid.uuid4().hex, group)
     path = probe.folder(folder) / f".check-cluster-{token}"
     error = ""
     if rank == 0:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if makes:
+                path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w") as file:
                 file.write(token)
                 file.flush()
@@ -557,7 +560,7 @@ def check(probe: Probe, arguments: argparse.Namespace) -> list[Finding]:
     found += judge_clocks(offsets) if rank == 0 else []
     folder = broadcast_object(arguments.folder or (config and run_folder(config)), world)
     if folder is not None:
-        found += _check_file(probe, facts, rank, Path(folder), world)
+        found += _check_file(probe, facts, rank, Path(folder), arguments.folder is None, world)
     size = int(arguments.mebibytes * 2**20)
     found += _check_bandwidth(facts, rank, size, probe.device, options)
     return found if rank == 0 else []
@@ -571,6 +574,13 @@ def _answer(ask: Callable[[], dict[str, str]]) -> tuple[dict[str, str], str]:
         return {}, str(error)
 
 
+def _fraction(text: str) -> float:
+    """The type of --warn-below and --fail-below."""
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no fraction; give more than 0 and at most 1, such as 0.9")
+    return float(text)
+
+
 def make_parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--config", help="also check that all ranks can read its data and write its checkpoints")
@@ -578,8 +588,8 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--folder", type=Path, help="shared folder; default: the run's, if a config is given")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are")
     parser.add_argument("--mebibytes", type=float, help="of a message; default: 256 on CUDA, 4 on CPU")
-    parser.add_argument("--warn-below", type=float, default=0.9, help="fraction of the median rate")
-    parser.add_argument("--fail-below", type=float, default=0.7, help="fraction of the median rate")
+    parser.add_argument("--warn-below", type=_fraction, default=0.9, help="fraction of the median rate")
+    parser.add_argument("--fail-below", type=_fraction, default=0.7, help="fraction of the median rate")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a collective may take")
     return parser
 

@@ -144,10 +144,18 @@ def table(found: Mapping[str, Mapping[int, Sizes]]) -> str:
     return "\n".join(f"{title:<10}" + "".join(f"{value:>12}" for value in values) for title, *values in rows)
 
 
+def _widths(text: str) -> list[int]:
+    """The type of --widths."""
+    widths = text.split(",")
+    if not all(width.isdigit() for width in widths) or len(set(widths)) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} are no widths; give at least two, such as 64,128,256")
+    return [int(width) for width in widths]
+
+
 def make_parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
     add_config_flags(parser)
-    parser.add_argument("--widths", required=True, help="values of model.hidden_size, as 64,128,256")
+    parser.add_argument("--widths", type=_widths, required=True, help="values of model.hidden_size, as 64,128,256")
     parser.add_argument("--steps", type=at_least(1), default=5, help="default: 5")
     parser.add_argument("--widen-heads", action="store_true", help="widen heads instead of having more of them")
     parser.add_argument("--png", type=Path, help="where to draw it")
@@ -163,12 +171,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
 
     def tool() -> None:
-        widths = [int(width) for width in arguments.widths.split(",")]
+        widths = arguments.widths
         config = load_config(arguments.config, ["device=cpu", "fp8.recipe=none", *arguments.overrides])
         if config.model.vocab_size is None:
             raise ValueError(f"{arguments.config}: model.vocab_size is not given; add model.vocab_size=1024")
-        if len(set(widths)) < 2 or arguments.steps < 1:
-            raise ValueError("--widths needs at least two widths, and --steps at least 1")
         configs = {
             title: {width: widened(config, width, mup=mup, widen_heads=arguments.widen_heads) for width in widths}
             for title, mup in (("standard", False), ("muP", True))

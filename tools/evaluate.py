@@ -73,8 +73,6 @@ def open_texts(arguments: argparse.Namespace, opened: Opened) -> list[_Texts]:
     found = []
     vocab_size, tokenizer, most = opened.source.model.vocab_size, opened.tokenizer, arguments.max_documents
     assert vocab_size is not None
-    if most is not None and most < 1:
-        raise ValueError(f"--max-documents {most}: must be at least 1")
     if (arguments.input or arguments.input_list) and tokenizer is None:
         raise ValueError(f"{arguments.checkpoint} has no tokenizer to read texts with; give a data set by --data")
     if arguments.input or arguments.input_list:

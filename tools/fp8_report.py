@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.arguments import ArgumentParser
+from megafp8.arguments import ArgumentParser, at_least
 from megafp8.commands.common import file_of_run, pyplot, run_tool
 from megafp8.commands.fp8_records import advice_text, grid, ordered_layers, place, read_config
 from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Record, read_report
@@ -165,8 +165,6 @@ def _mark_layers(axes: Any, layers: Sequence[str]) -> None:
 
 def show(arguments: argparse.Namespace) -> None:
     """Print and draw the report. Nothing is printed before all of it is read."""
-    if arguments.worst < 1:
-        raise ValueError(f"--worst {arguments.worst}: must be at least 1")
     records = read_run(arguments.run)
     step = chosen_step(records, arguments.step)
     shown = [record for record in records if record.step == step]
@@ -182,7 +180,7 @@ def make_parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="a run with fp8.report_interval")
     parser.add_argument("--step", default="last", metavar="N", help="the sampled step to show, or last")
-    parser.add_argument("--worst", type=int, default=20, metavar="K", help="rows of the table")
+    parser.add_argument("--worst", type=at_least(1), default=20, metavar="K", help="rows of the table")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the heat map into this file")
     return parser
 

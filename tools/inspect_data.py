@@ -109,8 +109,6 @@ def show_answers(tokens: NDArray[np.int64], mask: NDArray[np.uint8], tokenizer: 
 
 def show_samples(dataset: IndexedDataset, count: int, seq_length: int, seed: int, tokenizer: Tokenizer | None) -> None:
     """The first samples of all documents, as training with this seed reads them. Leaves no cache."""
-    if seq_length < 1:
-        raise ValueError(f"--seq-length {seq_length}: must be at least 1")
     with tempfile.TemporaryDirectory() as cache:
         packed = PackedDataset(dataset, range(dataset.num_documents), seq_length, seed, cache)
         for index in range(count):

@@ -156,6 +156,16 @@ def tokenizer_settings(arguments: argparse.Namespace) -> TokenizerSettings:
     )
 
 
+def _missing(error: FileNotFoundError) -> str:
+    """What is not there: the file, or the folder in which it is to be."""
+    if not isinstance(error.filename, str):
+        return str(error)
+    path = Path(error.filename)
+    if not path.parent.is_dir():
+        return f"{path}: there is no folder {path.parent}; {did_you_mean(path.parent, 'make it first')}"
+    return f"there is no {path}; {did_you_mean(path, 'give a file that exists')}"
+
+
 def run_tool(tool: Callable[[], None]) -> int:
     """Run a tool. Exit code 0, 2 after printing the error of bad input, or 130 after Ctrl-C or SIGTERM."""
     try:
@@ -168,9 +178,7 @@ def run_tool(tool: Callable[[], None]) -> int:
         print(f"error: {flag}{given}: {error.rule}; {error.works}", file=sys.stderr)
         return _FAILED
     except FileNotFoundError as error:
-        path = error.filename
-        advice = did_you_mean(Path(path), "give a file that exists") if isinstance(path, str) else ""
-        print(f"error: there is no {path}; {advice}" if advice else f"error: {error}", file=sys.stderr)
+        print(f"error: {_missing(error)}", file=sys.stderr)
         return _FAILED
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

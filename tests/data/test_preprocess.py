@@ -109,9 +109,8 @@ def test_inspect_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     prefix = str(tmp_path / "out")
     (tmp_path / "a.txt").write_text("a" * 100)
     assert run(tmp_path / "out", "--input", str(tmp_path / "a.txt")) == 0
-    assert "error: --seq-length 0: must be at least 1" in refused(prefix, "--samples", "1", "--seq-length", "0")
     assert "too few for one sample" in refused(prefix, "--samples", "1", "--seq-length", "500")
-    assert "No such file" in refused(prefix, "--png", str(tmp_path / "absent" / "x.png"))
+    assert f"there is no folder {tmp_path}/absent; make it" in refused(prefix, "--png", f"{tmp_path}/absent/x.png")
     (tmp_path / "out.json").write_text(json.dumps({"tokenizer_fingerprint": "f" * 64}))
     assert "was written with the tokenizer ffffffffffff…" in refused(prefix, "--tokenizer", "bytes")
     large = write_dataset(tmp_path / "large", [[300]]).prefix
@@ -291,7 +290,6 @@ def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert "old.json exists; choose another output prefix, or replace it by --overwrite" in refused(tmp_path / "old")
     assert "in.json is an input and would be replaced" in refused(tmp_path / "in", "--overwrite")
     assert source.read_bytes() == LINES
-    assert "--workers -1: must be 0 or more" in refused(tmp_path / "x", "--workers", "-1")
     (tmp_path / "folder.idx").mkdir()
     assert "folder.idx is a folder" in refused(tmp_path / "folder", "--overwrite")
     source = tmp_path / "noise.jsonl"
