@@ -51,6 +51,17 @@ data: {train: [data/quickstart/stdlib], tokenizer: {kind: sentencepiece, path: d
 checkpoint: {interval: 2}
 logging: {tensorboard: false}
 """
+LORA = """\
+name: lora
+seed: 1
+device: cpu
+training: {seq_length: 64, micro_batch_size: 2, global_batch_size: 4, steps: 2, precision: fp32, eval_interval: 0}
+optimizer: {learning_rate: 1.0e-3, warmup_steps: 0}
+lora: {}
+data: {train: [wiki/a.jsonl], tokenizer: {kind: huggingface, path: Llama-3.1-8B/tokenizer.json}}
+checkpoint: {init_from: Llama-3.1-8B}
+logging: {tensorboard: false}
+"""
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}"
 
 
@@ -140,7 +151,6 @@ def inputs(folder: Path, programs: Programs) -> None:
     run("megafp8 launch --nproc-per-node 2 pretrain --config mine.yaml parallel.pipeline=2 parallel.virtual_pipeline=2 "
         "parallel.schedule=zb-v "
         "logging.pipeline_trace_step=3")  # fmt: skip
-    run("megafp8 pretrain --config mine.yaml name=lora lora={} optimizer.average_decay=null training.steps=2")
     experts = "'model.moe={num_experts: 8, ffn_hidden_size: 64, aux_loss: 0.01}' logging.expert_load_interval=1"
     run(f"megafp8 pretrain --config mine.yaml name=moe {experts} training.steps=2")
     run("megafp8 convert --load runs/mine --save runs/megatron --to torch_dist")
@@ -161,6 +171,8 @@ def inputs(folder: Path, programs: Programs) -> None:
         run("megafp8 preprocess --input wiki/a.jsonl --tokenizer sentencepiece --tokenizer-path "
             f"data/quickstart/tokenizer.model --output-prefix data/{name} --workers 1")  # fmt: skip
     _models(folder)
+    (folder / "lora.yaml").write_text(LORA)
+    run("megafp8 pretrain --config lora.yaml")
 
 
 def _compressed(folder: Path, text: bytes) -> None:
