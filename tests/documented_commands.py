@@ -154,8 +154,9 @@ def inputs(folder: Path, programs: Programs) -> None:
     experts = "'model.moe={num_experts: 8, ffn_hidden_size: 64, aux_loss: 0.01}' logging.expert_load_interval=1"
     run(f"megafp8 pretrain --config mine.yaml name=moe {experts} training.steps=2")
     run("megafp8 convert --load runs/mine --save runs/megatron --to torch_dist")
-    for name in "ab":
+    for name in ("a", "b", "llama3-8b-sft"):
         shutil.copytree(folder / "runs" / "mine", folder / "runs" / name)
+    shutil.copy(folder / "mine.yaml", folder / "my.yaml")
     lines = [
         json.dumps({"text": f"Sentence {i} is short. Another one is about {i} things.\n\n" * 8}) for i in range(300)
     ]
@@ -165,7 +166,7 @@ def inputs(folder: Path, programs: Programs) -> None:
     (folder / "book.txt").write_text("Once upon a time there was a text. " * 50)
     (folder / "prompts.txt").write_text("Once upon a time\nIn the beginning\n")
     chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-    (folder / "chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 20)
+    (folder / "chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 300)
     _compressed(folder, "\n".join(lines).encode())
     for name in ("code", "web"):
         run("megafp8 preprocess --input wiki/a.jsonl --tokenizer sentencepiece --tokenizer-path "

@@ -54,6 +54,8 @@ def test_where_prompts_come_from(
     assert [(x["prompt"], x["sample"], x["seed"]) for x in found] == [(p, i, 3) for p in ("a\nb", "c") for i in (0, 1)]
     assert found[0]["text"] == text
     assert [len(found[0][key]) for key in ("tokens", "logprobs", "top_logprobs")] == [6, 6, 6]
+    assert main([run, "a", "--ignore-end", "--json", "--device", "cpu"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["tokens"]) == 62, "what fits after the prompt"
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb"))
     assert main([run, *SAMPLED]) == 0
     assert capsys.readouterr().out == f"{text}\n"

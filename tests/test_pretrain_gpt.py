@@ -260,6 +260,11 @@ def test_dry_run_of_a_config_as_it_is(config: str) -> None:
         assert said.startswith(f"{FEWEST_RANKS[config]} ranks, the fewest that this config runs on;")
 
 
+def test_a_dry_run_of_adapters_says_that_their_time_is_not_predicted() -> None:
+    said = dry_run_of(["configs/gpt2-125m.yaml", "lora={}"])
+    assert "no predicted time of a step: lora: the time of steps that train adapters is not predicted" in said
+
+
 def test_a_dry_run_refuses_stages_that_the_run_would_refuse() -> None:
     stages = "stages=[{name: wide, begin: 50, overrides: {model.ffn_hidden_size: 1024}}]"
     said = dry_run("quickstart", 4, stages, code=2)

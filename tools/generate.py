@@ -17,7 +17,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--json", action="store_true", help="one JSON object a text, with tokens and log-probabilities")
     sampling = parser.add_argument_group("sampling")
     default, add = SamplingOptions(), sampling.add_argument
-    sampling.add_argument("--max-tokens", type=int, default=default.max_tokens, help="at most; default: %(default)s")
+    help = f"at most; default: {default.max_tokens}, or what fits after the prompt"
+    sampling.add_argument("--max-tokens", type=int, help=help)
     sampling.add_argument(
         "--temperature", type=float, default=default.temperature, help="0: the most probable token each time"
     )
@@ -73,7 +74,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def sampling_options(arguments: argparse.Namespace) -> SamplingOptions:
     return SamplingOptions(
-        max_tokens=arguments.max_tokens,
+        max_tokens=SamplingOptions.max_tokens if arguments.max_tokens is None else arguments.max_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
@@ -114,16 +115,19 @@ def as_json(completion: Completion, prompt: str) -> str:
 
 
 class Writer:
-    """Prints texts on the first rank: a single one as it grows, several one after the other."""
+    """Prints texts on the first rank: a single one as it grows, several one after the other.
 
-    def __init__(self, generator: Generator, options: SamplingOptions, *, json: bool) -> None:
-        self.generator, self.options, self.json = generator, options, json
+    `fits`: a text has fewer than `options.max_tokens` tokens where that is what fits after its prompt.
+    """
+
+    def __init__(self, generator: Generator, options: SamplingOptions, *, fits: bool, json: bool) -> None:
+        self.generator, self.options, self.fits, self.json = generator, options, fits, json
         self.prints = generator.model.parallel.world.is_first
 
     def write(self, prompts: Sequence[str]) -> None:
         grows = len(prompts) * self.options.num_samples == 1 and not self.json
         found: dict[tuple[int, int], Completion] = {}
-        for piece, completion in self.generator.stream(list(prompts), self.options):
+        for piece, completion in self.generator.stream(list(prompts), [self._options(prompt) for prompt in prompts]):
             if grows:
                 self._print(piece, end="")
             if completion.finish_reason is not None:
@@ -134,6 +138,13 @@ class Writer:
         for key in sorted(found):
             prompt, text = prompts[key[0]], found[key]
             self._print(as_json(text, prompt) if self.json else f"--- {prompt!r}, {key[1]}\n{text.text}")
+
+    def _options(self, prompt: str) -> SamplingOptions:
+        """The options of a prompt."""
+        room = self.generator.room(len(self.generator.encode(prompt)))
+        if not self.fits or room < 1:
+            return self.options
+        return replace(self.options, max_tokens=min(self.options.max_tokens, room))
 
     def ask(self) -> None:
         """Ask for prompts and continue them, until an empty one or the end of the input."""
@@ -163,7 +174,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         if generator.tokenizer is None:
             raise ValueError(f"{arguments.checkpoint} has no tokenizer; use megafp8.inference.Generator with tokens")
-        writer = Writer(generator, options, json=arguments.json)
+        writer = Writer(generator, options, fits=arguments.max_tokens is None, json=arguments.json)
         prompts = broadcast_object(prompts, generator.model.parallel.world.group)
         if prompts is None:
             writer.ask()

@@ -117,7 +117,10 @@ def dry_run(config: Config, world_size: int, source: str, steps: int | None = No
 def _predicted(config: Config, fp8: Fp8Manager, world_size: int) -> str:
     """The planner's time of a step on the GPUs that most users have."""
     gpu = GPUS["h100-80gb"]
-    found = predict(model_outline(config, fp8), Cluster(gpu, world_size))
+    try:
+        found = predict(model_outline(config, fp8), Cluster(gpu, world_size))
+    except ValueError as error:  # a model of whose steps the planner knows no time
+        return f"no predicted time of a step: {error}"
     return (
         f"predicted on H100-80GB, 8 in a node: {found.seconds * 1e3:,.0f} ms a step, "
         f"{found.tokens_per_second:,.0f} tokens/s on each GPU (docs/planning.md has the errors; megafp8 plan finds "
