@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -168,7 +169,7 @@ def inputs(folder: Path, programs: Programs) -> None:
     (folder / "prompts.txt").write_text("Once upon a time\nIn the beginning\n")
     chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
     (folder / "chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 300)
-    _compressed(folder, "\n".join(lines).encode())
+    _compressed(folder)
     for name in ("code", "web"):
         run("megafp8 preprocess --input wiki/a.jsonl --tokenizer sentencepiece --tokenizer-path "
             f"data/quickstart/tokenizer.model --output-prefix data/{name} --workers 1")  # fmt: skip
@@ -177,11 +178,14 @@ def inputs(folder: Path, programs: Programs) -> None:
     run("megafp8 pretrain --config lora.yaml")
 
 
-def _compressed(folder: Path, text: bytes) -> None:
+def _compressed(folder: Path) -> None:
+    """Python's standard library, of which a vocabulary of 32,000 tokens can be trained, and a part of it."""
     import zstandard
 
-    for name in ("corpus", "held-out"):
-        (folder / name / "a.jsonl.zst").write_bytes(zstandard.compress(text))
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    texts = [json.dumps({"text": file.read_text(encoding="utf-8")}) for file in files]
+    for name, part in (("corpus", texts), ("held-out", texts[:2])):
+        (folder / name / "a.jsonl.zst").write_bytes(zstandard.compress("\n".join(part).encode()))
 
 
 def _models(folder: Path) -> None:

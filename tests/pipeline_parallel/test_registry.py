@@ -59,6 +59,12 @@ def test_the_table_in_the_documentation() -> None:
         assert ("V" in stages) == (SCHEDULES[name].placement == "v")
 
 
+@pytest.mark.parametrize(("source", "advice"), [("1f2b", "did you mean 1f1b"), ("mine", "there are .*, or a .csv")])
+def test_a_misspelt_schedule_is_answered(source: str, advice: str) -> None:
+    with pytest.raises(ValueError, match=f"schedule {source}: no schedule has this name; {advice}"):
+        training_schedule(source, loop_placement(2), 4)
+
+
 def test_a_schedule_that_splits_no_backward() -> None:
     assert (unsplit_schedule(1), unsplit_schedule(2), unsplit_schedule(7)) == ("1f1b", "interleaved", "interleaved")
 

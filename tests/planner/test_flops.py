@@ -18,6 +18,7 @@ from megafp8.planner.flops import describe_flops, flops_per_token, model_flops
 from megafp8.training.parallel import build_parallel
 from megafp8.training.trainer import Trainer
 from tests.config.test_config import MINIMAL
+from tests.training.presets import DELTA_NET
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,8 +54,18 @@ def alone() -> Iterator[ParallelState]:
     destroy_model_parallel()
 
 
-@pytest.mark.parametrize("model", [{}, {"sliding_window": 8, "num_query_groups": 2, "mtp_num_layers": 1}], ids=str)
-def test_products_of_a_step_are_those_that_the_counter_sees(model: dict[str, Any], alone: ParallelState) -> None:
+HYBRID = {"layer_kinds": {"linear": {"mixer": DELTA_NET}, "full": {}}, "pattern": ["linear", "full"]}
+WINDOW_MTP = {"sliding_window": 8, "num_query_groups": 2, "mtp_num_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("model", "recurrences"),
+    [({}, 0), (WINDOW_MTP, 0), (HYBRID, 2 * 32 * (6 * 8 * 8 * 8 + 2 * 4 * 128))],
+    ids=["plain", "window-mtp", "hybrid"],
+)
+def test_products_of_a_step_are_those_that_the_counter_sees(
+    model: dict[str, Any], recurrences: int, alone: ParallelState
+) -> None:
     training = {**MINIMAL["training"], "global_batch_size": 1, "precision": "fp32"}
     config = Config.model_validate({**MINIMAL, "model": {**MINIMAL["model"], **model}, "training": training})
     trainer = Trainer(config, alone)
@@ -65,7 +76,20 @@ def test_products_of_a_step_are_those_that_the_counter_sees(model: dict[str, Any
     trainer.close()
     counted = counter.get_flop_counts()["Global"]
     products = sum(counted.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
-    assert products == 3 * model_flops(config).products
+    assert products == 3 * (model_flops(config).products - recurrences)
+
+
+def test_a_linear_attention_by_hand() -> None:
+    """A state of 8 × 8 numbers for each of 8 heads is read for the key, written, and read for the query."""
+    full = Config.model_validate(MINIMAL)
+    hybrid = Config.model_validate({**MINIMAL, "model": {**MINIMAL["model"], **HYBRID}})
+    s, h = full.training.seq_length, full.model.hidden_size
+    heads, keys, d = 8, 4, 8
+    channels = (2 * keys + heads) * d
+    linear = 6 * (h * (channels + heads * d + 2 * heads) + heads * d * h) + 3 * (6 * heads * d * d + 2 * 4 * channels)
+    attention = 6 * 4 * h * h + 12 * (s / 2) * h
+    layers = full.model.num_layers
+    assert flops_per_token(hybrid) - flops_per_token(full) == pytest.approx(layers / 2 * (linear - attention), rel=1e-9)
 
 
 def test_documents_are_said_where_they_count() -> None:
