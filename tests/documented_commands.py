@@ -24,7 +24,11 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))))
+PAGES = (
+    "README.md",
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md")) if path.stem != "tutorial"),
+)
+"""The tutorial's commands build on its other blocks: tests/test_tutorial.py runs all of them."""
 PROGRAM = re.compile(r"(?:\$ )?((?:[A-Z_]+=\S+ )*(?:megafp8 |make |pip |launch/|sbatch |torchrun |kubectl ).*)")
 
 ELSEWHERE = {
