@@ -249,13 +249,18 @@ def set_cuda_environment() -> None:
 def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> torch.device:
     """Join the job that torchrun started (or a job of one process without torchrun) and return this rank's device.
 
-    NCCL on CUDA, with gloo beside it for the host tensors of the world group; gloo alone on CPU.
+    NCCL on CUDA, with gloo beside it for the host tensors of the world group; gloo alone on CPU. Raises ValueError, on
+    all ranks of the node, where there are fewer GPUs than processes.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
+        processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if processes > gpus:
+            works = f"start {gpus} (megafp8 launch --nproc-per-node {gpus}), or set the device to cpu"
+            raise ValueError(f"this node has {processes} processes and {gpus} GPUs, and each takes one; {works}")
         set_cuda_environment()
         torch.cuda.set_device(device)
     if dist.is_initialized():

@@ -15,9 +15,16 @@ from hypothesis import strategies as st
 from megafp8 import parallel_state
 from megafp8.config import load_config
 from megafp8.distributed.collectives import all_reduce
-from megafp8.parallel_state import AXES, initialize_model_parallel, rank_groups, set_cuda_environment
+from megafp8.parallel_state import (
+    AXES,
+    initialize_distributed,
+    initialize_model_parallel,
+    rank_groups,
+    set_cuda_environment,
+)
 from megafp8.training import validate
 from tests.world import World
+from tools import quickstart
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -200,3 +207,13 @@ def test_a_job_sets_its_environment_before_it_looks_for_a_gpu(monkeypatch: pytes
     with pytest.raises(InterruptedError):
         validate.validate(load_config(ROOT / "configs/quickstart.yaml"), 1, "test")
     assert seen == ["32", "0"]
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="this node has 4 processes and 1 GPUs, and each takes one; start 1 .*cpu"):
+        initialize_distributed("cuda")
+    for gpus, expected in ((0, []), (1, ["device=cpu"]), (4, [])):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert quickstart.device() == expected

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from megafp8.arguments import ArgumentParser
 
+RANKS = 4
 DATA = Path("data/quickstart")
 CHECKPOINTS = Path("runs/quickstart/checkpoints")
 EXCLUDED = ("site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__", "dist-packages", "ensurepip")
@@ -46,6 +47,16 @@ def write_file_list() -> Path:
     return path
 
 
+def device() -> list[str]:
+    """The override by which the ranks share the CPU where there are fewer GPUs than ranks."""
+    from torch.cuda import device_count  # help needs no torch
+
+    if not 0 < device_count() < RANKS:
+        return []
+    print(f"{device_count()} GPU for {RANKS} ranks: they run on the CPU")
+    return ["device=cpu"]
+
+
 def make_parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config, e.g. training.steps=20")
@@ -62,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     if not prefix.with_suffix(".idx").exists():
         run("preprocess", "--text-files", "--input-list", files, "--tokenizer", "sentencepiece",
             "--tokenizer-path", model, "--output-prefix", prefix, "--workers", "2")  # fmt: skip
-    run("launch", "--nproc-per-node", "4", "pretrain", "--config", "quickstart", *overrides)
+    run("launch", "--nproc-per-node", str(RANKS), "pretrain", "--config", "quickstart", *device(), *overrides)
     print(f"checkpoint: {max(CHECKPOINTS.glob('step_*'))}")
     print(f"quickstart took {time.monotonic() - start:.0f} s")
     print('next: megafp8 generate runs/quickstart "def main("; megafp8 plot-run runs/quickstart --html run.html')
