@@ -314,9 +314,9 @@ def read_description(path: AnyPath | str) -> tuple[dict[str, Any], dict[str, Che
     """`read_metadata`, the checksums of all files (None: the checkpoint has none), and the bytes of metadata.json."""
     path = as_path(path)
     if not path.is_dir():
-        newest = ", ".join(other.name for _, other in complete_checkpoints(path.parent)[-3:])
-        there = f"newest complete ones in {path.parent}: {newest or 'none'}"
-        works = there if newest else did_you_mean(Path(str(path)), there)
+        newest = ", ".join(other.name for _, other in complete_checkpoints(path.parent)[-3:]) or "none"
+        near = did_you_mean(Path(str(path)), "")
+        works = f"{near} " * bool(near) + f"newest complete ones in {path.parent}: {newest}"
         raise ValueError(f"there is no checkpoint {path}; {works}")
     file, sums = path / METADATA_FILE, read_checksums(path)
     content = read_verified(path, METADATA_FILE, sums)
