@@ -29,7 +29,10 @@ from megafp8.objectives.next_token import NextToken
 
 @dataclass(frozen=True)
 class Row:
-    """One tokenizer. `cpu`: seconds of this process for a million tokens. `waited`: share of the time."""
+    """One measurement: a tokenizer and a number of workers.
+
+    `cpu`: seconds of this process for a million tokens. `waited`: share of the time.
+    """
 
     tokenizer: str
     workers: int

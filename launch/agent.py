@@ -378,7 +378,7 @@ def with_command(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def sizes_problem(options: argparse.Namespace) -> str | None:
-    """What is wrong with the numbers of processes and nodes, which torchrun answers by a traceback; None: nothing."""
+    """Describe invalid numbers of processes or nodes, for which torchrun raises a traceback; None if they are valid."""
     processes, nodes = str(options.nproc_per_node), str(options.nnodes)
     if processes not in ("auto", "cpu", "gpu", "xpu") and not re.fullmatch("[1-9][0-9]*", processes):
         return f"--nproc-per-node {processes}: give a number of at least 1, or gpu for all GPUs"

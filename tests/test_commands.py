@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import os
-import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from torch.distributed.run import parse_args
 
 from launch import agent
 from megafp8.commands import COMMANDS, file_of, main
+from tests.wheel import install_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ("megafp8.configs", "megafp8.launch.kubernetes")
@@ -69,28 +68,12 @@ def test_the_wheel_has_all_packages() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_wheel_has_all_commands(tmp_path: Path) -> None:
-    """Built from a copy without ignored files, installed alone beside this environment's other packages."""
-    source, wheels, environment = tmp_path / "source", tmp_path / "wheels", tmp_path / "venv"
-    files = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "megafp8", "tools", "launch", "pyproject.toml", "README.md",
-         "LICENSE", "configs"], cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.split()  # fmt: skip
-    for file in files:
-        (source / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / file, source / file)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(source)], check=True)
-    venv.create(environment, with_pip=False)
-    (wheel,) = wheels.glob("*.whl")
-    python = environment / "bin" / "python"
-    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", str(wheel)], env=alone, check=True)
-    shutil.rmtree(source)
-    others = [path for path in sys.path if path.endswith("-packages")]  # .pth files in them are not read
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(others), "OMP_NUM_THREADS": "1"}
+    """Installed alone beside this environment's other packages (`tests/wheel.py`)."""
+    programs, more = install_wheel(tmp_path)
+    python, variables = programs / "python", {**os.environ, **more}
 
     def megafp8(*arguments: str) -> str:
-        command = [str(environment / "bin" / "megafp8"), *arguments]
+        command = [str(programs / "megafp8"), *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout

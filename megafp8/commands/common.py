@@ -157,7 +157,7 @@ def tokenizer_settings(arguments: argparse.Namespace) -> TokenizerSettings:
 
 
 def _missing(error: FileNotFoundError) -> str:
-    """What is not there: the file, or the folder in which it is to be."""
+    """Message that names the missing file, or the missing folder of a file that was to be written."""
     if not isinstance(error.filename, str):
         return str(error)
     path = Path(error.filename)

@@ -40,10 +40,10 @@ EXTRAS = {
     "wandb": "no logging.wandb",
     "onnx": "no export to ONNX",
 }
-"""What is slow or impossible without each extra of pyproject.toml."""
+"""By extra of pyproject.toml: what is slow or impossible without it."""
 _ON_GPUS_ONLY = "gpu"
 _MODULES = {"nvmath-python": "nvmath.bindings.cublasLt", "nvidia-cudnn-frontend": "cudnn"}
-"""What is imported of packages that may be installed and yet not work."""
+"""By package that may be installed and yet not work: the module that is imported to find out."""
 
 
 def check_python() -> Iterator[Finding]:
@@ -137,7 +137,7 @@ def cublaslt_version(cuda: str | None) -> str:
 
 
 def check_gpu(index: int) -> Iterator[Finding]:
-    """What a GPU is, its faults, and whether it computes in FP8."""
+    """Findings about one GPU: its name and memory, its faults, and whether it computes an FP8 layer."""
     import torch
 
     from megafp8.gemm.cublaslt import available

@@ -1,4 +1,4 @@
-"""What `doctor` and `check-cluster` find out about a machine, and how they print it."""
+"""Checks of one machine that `doctor` and `check-cluster` share, and the table of their findings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GPU_FIELDS = {
     "thermal slowdown": "clocks_event_reasons.sw_thermal_slowdown",
     "temperature": "temperature.gpu",
 }
-"""What nvidia-smi is asked for (`nvidia-smi --help-query-gpu`)."""
+"""Fields of a query of nvidia-smi, by name here (`nvidia-smi --help-query-gpu`)."""
 
 
 @dataclass(frozen=True)
