@@ -74,14 +74,16 @@ class Batch:
         later = [labels, *(labels.roll(-d, 1) for d in shifts)]
         return replace(self, labels=torch.cat(later), loss_mask=torch.cat(masks))
 
-    def shard(self, rank: int, ranks: int) -> Batch:
+    def shard(self, rank: int, ranks: int, *, cuts_documents: bool = True) -> Batch:
         """The tokens of context-parallel `rank`, with their positions `[b, s/ranks]`; what is of whole samples stays.
 
-        Positions are `[1, s/ranks]` where they are the same in all samples.
+        Positions are `[1, s/ranks]` where they are the same in all samples. `cuts_documents`: as in
+        `context_parallel.split.place_tokens`.
         """
         if ranks == 1:
             return self
-        mine = shard_positions(self.cu_seqlens, self.tokens.shape[1], rank, ranks, self.tokens.device)
+        documents = self.cu_seqlens if cuts_documents else None
+        mine = shard_positions(documents, self.tokens.shape[1], rank, ranks, self.tokens.device)
 
         def take(x: Tensor) -> Tensor:
             return x.gather(1, mine.repeat(x.shape[0] // mine.shape[0], 1))

@@ -248,6 +248,12 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
         return self.architecture == "gpt"
 
     @property
+    def cuts_documents(self) -> bool:
+        """Whether context parallelism cuts each document into parts, rather than the sample: not where a state is
+        passed from part to part."""
+        return not any(spec.mixer.is_recurrent for spec in self.distinct_layers)
+
+    @property
     def more_losses(self) -> int:
         """Losses of a model beside that of its tokens: of each depth of multi-token prediction, or of the binary
         head."""

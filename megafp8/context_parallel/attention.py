@@ -42,11 +42,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megafp8.context_parallel.split import (
+    Placement,
     first,
     offsets,
     place_tokens,
+    rank_order,
     rank_rows,
-    shard_positions,
     slots_of,
 )
 from megafp8.distributed.collectives import all_gather_async, reduce_scatter
@@ -72,32 +73,30 @@ class Call(NamedTuple):
 
 def plan(
     s: int, rank: int, ranks: int, *, window: int | None, cu_seqlens_bm: Tensor | None, device: torch.device,
-    causal: bool = True, prefix_b: Tensor | None = None, positions: bool = False,
+    causal: bool = True, prefix_b: Tensor | None = None, positions: bool = False, cuts_documents: bool = True,
 ) -> tuple[Call, ...]:  # fmt: skip
     """The calls of `rank` in the order to make them. Does not synchronize the host.
 
     `window`, `causal`, `prefix_b`: as in `AttentionMask`. `cu_seqlens_bm`: int32 `[b, m + 1]`, the first token of each
     document of the whole sequence, and s; attention stays within documents. `positions`: whether scores may depend on
-    positions (`Scores.depend_on_positions`).
+    positions (`Scores.depend_on_positions`). `cuts_documents`: as in `place_tokens`.
     """
     c, slots, shard = s // (2 * ranks), slots_of(rank, ranks), slice(0, s // ranks)
     if window is not None and window >= s:
         window = None
+    whole = one_segment(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
+    placed = place_tokens(whole, 2 * ranks, s, cuts_documents=cuts_documents)
     if not causal and window is None and not positions:
-        return (_bidirectional(shard, slots, s, ranks, cu_seqlens_bm, device),)
+        return (_bidirectional(shard, slots, placed, ranks, cu_seqlens_bm),)
+    row_bs = rank_rows(placed.slot_bs, ranks)
     if positions or not causal or prefix_b is not None:
-        whole = one_segment(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
-        mask = AttentionMask(
-            cu_seqlens_bm, cu_seqlens_bm, causal, window, prefix_b=prefix_b,
-            positions_bs=shard_positions(cu_seqlens_bm, s, rank, ranks, device),
-        )  # fmt: skip
-        row_bs = rank_rows(place_tokens(whole, 2 * ranks, s).slot_bs, ranks)
+        positions_bs = rank_order(placed.slot_bs, ranks).chunk(ranks, dim=1)[rank]
+        mask = AttentionMask(cu_seqlens_bm, cu_seqlens_bm, causal, window, prefix_b=prefix_b, positions_bs=positions_bs)
         return (Call(shard, mask, row_bs.T, (s,)),)
     if window is not None:
-        return (_windowed(shard, slots, s, ranks, window, cu_seqlens_bm, device),)
+        return (_windowed(shard, slots, placed, ranks, window, cu_seqlens_bm),)
+    lengths, _, _, slot_bs = placed
     if cu_seqlens_bm is None:  # plain triangles and rectangles have faster kernels
-        slot_bs = place_tokens(one_segment(s, device), 2 * ranks, s).slot_bs
-        row_bs = rank_rows(slot_bs, ranks)
         halves = [(slot, slice(i * c, (i + 1) * c)) for i, slot in enumerate(slots)]
         return (
             *(Call(rows, CAUSAL) for _, rows in halves),
@@ -107,8 +106,6 @@ def plan(
                 if slot
             ),
         )
-    lengths, _, _, slot_bs = place_tokens(cu_seqlens_bm, 2 * ranks, s)
-    row_bs = rank_rows(slot_bs, ranks)
     chunks = offsets(torch.cat([lengths[..., slot] for slot in slots], dim=1))
     earlier = offsets(torch.cat([lengths[..., :slot].sum(-1) for slot in slots], dim=1))
     keys = [row_bs.gather(1, first((slot_bs >= slot).byte(), slot * c)) for slot in slots]
@@ -124,12 +121,11 @@ def plan(
 
 
 def _bidirectional(
-    rows: slice, slots: tuple[int, int], s: int, ranks: int, cu_seqlens_bm: Tensor | None, device: torch.device
+    rows: slice, slots: tuple[int, int], placed: Placement, ranks: int, cu_seqlens_bm: Tensor | None
 ) -> Call:
     """All keys of the sequence; of documents once for each slot, as segments have their queries side by side."""
-    whole = one_segment(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
-    lengths, _, _, slot_bs = place_tokens(whole, 2 * ranks, s)
-    row_bs = rank_rows(slot_bs, ranks)
+    lengths, _, _, slot_bs = placed
+    row_bs, s = rank_rows(slot_bs, ranks), slot_bs.shape[1]
     if cu_seqlens_bm is None:
         return Call(rows, AttentionMask(causal=False), row_bs.T, (s,))
     queries = offsets(torch.cat([lengths[..., slot] for slot in slots], dim=1))
@@ -140,22 +136,22 @@ def _bidirectional(
 def _windowed(
     rows: slice,
     slots: tuple[int, int],
-    s: int,
+    placed: Placement,
     ranks: int,
     window: int,
     cu_seqlens_bm: Tensor | None,
-    device: torch.device,
 ) -> Call:
     """The keys of each slot's chunks and of the `window` - 1 tokens before them.
 
     How many keys documents need is known to the device only: there are as many as could be needed, and those that are
     not are a last segment without queries.
     """
-    c, whole = s // (2 * ranks), one_segment(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
-    lengths, document_bs, offset_bs, slot_bs = place_tokens(whole, 2 * ranks, s)
+    lengths, document_bs, offset_bs, slot_bs = placed
+    s, device = slot_bs.shape[1], slot_bs.device
+    c = s // (2 * ranks)
     starts, row_bs = lengths.cumsum(-1) - lengths, rank_rows(slot_bs, ranks)
     counts_q, counts_k, keys, queries = [], [], [], []
-    before_b1 = torch.zeros(whole.shape[0], 1, dtype=torch.int64, device=device)  # queries of the slot before
+    before_b1 = torch.zeros(len(slot_bs), 1, dtype=torch.int64, device=device)  # queries of the slot before
     for slot in slots:
         length_bm, start_bm = lengths[..., slot], starts[..., slot]
         oldest_bm = torch.where(length_bm > 0, (start_bm - window + 1).clamp(min=0), s)

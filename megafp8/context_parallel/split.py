@@ -9,6 +9,9 @@ arXiv:2407.21783, section 3.3.2; for packed ones as in Transformer Engine, witho
 slot after the other, from document to document, so that all slots have s / 2n tokens. A rank's *shard* is slot r
 followed by slot 2n - 1 - r. An all-gather gives the shards in the order of ranks ("rank order").
 
+A model that passes states from token to token has the sample as a whole cut into 2n slots, not each document: then one
+state stands before each slot. Ranks' costs differ where a few documents are long.
+
 Shapes: s sequence, n ranks, c = s / 2n tokens of a slot; b micro-batch, m documents of a sample.
 """
 
@@ -50,13 +53,18 @@ class Placement(NamedTuple):
     slot_bs: Tensor
 
 
-def place_tokens(cu_seqlens_bm: Tensor, slots: int, s: int) -> Placement:
-    """Where each token of a sample belongs."""
+def place_tokens(cu_seqlens_bm: Tensor, slots: int, s: int, *, cuts_documents: bool = True) -> Placement:
+    """Where each token of a sample belongs. `cuts_documents`: each document is cut into chunks, not the sample."""
     position = torch.arange(s, device=cu_seqlens_bm.device)
     position_bs = position.expand(cu_seqlens_bm.shape[0], s).contiguous()
     starts, ends = cu_seqlens_bm[:, :-1].long(), cu_seqlens_bm[:, 1:].contiguous()
     document_bs = torch.searchsorted(ends, position_bs, right=True)
     offset_bs = position_bs - starts.gather(1, document_bs)
+    if not cuts_documents:
+        slot_ends = torch.arange(1, slots + 1, device=cu_seqlens_bm.device) * (s // slots)
+        before_bml = (slot_ends - starts[..., None]).clamp(min=0).minimum((ends.long() - starts)[..., None])
+        lengths_bml = before_bml.diff(dim=-1, prepend=torch.zeros_like(before_bml[..., :1]))
+        return Placement(lengths_bml, document_bs, offset_bs, position_bs // (s // slots))
     lengths_bml = chunk_lengths(cu_seqlens_bm, slots)
     chunk_ends = lengths_bml.cumsum(-1)
     slot_bs = torch.zeros_like(position_bs)
@@ -72,7 +80,7 @@ def rank_order(slot_bs: Tensor, ranks: int) -> Tensor:
 
 
 def shard_positions(cu_seqlens_bm: Tensor | None, s: int, rank: int, ranks: int, device: torch.device) -> Tensor:
-    """Positions of the s/n tokens of `rank`, `[b, s/n]`; `[1, s/n]` without documents."""
+    """Positions of the s/n tokens of `rank`, `[b, s/n]`; `[1, s/n]` without documents, or where they are not cut."""
     assert s % (2 * ranks) == 0, f"{s} tokens cannot be sharded over {ranks} ranks"
     whole = one_segment(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
     return rank_order(place_tokens(whole, 2 * ranks, s).slot_bs, ranks).chunk(ranks, dim=1)[rank]

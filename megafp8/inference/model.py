@@ -25,9 +25,10 @@ from megafp8.inference.paged_cache import PagedCache
 from megafp8.inference.scheduler import Chunk
 from megafp8.inference.states import StateStore, StepRecurrence
 from megafp8.models.gpt import GPTStage
-from megafp8.models.mixer import Recurrence, StateCache, TokenCache, Tokens
+from megafp8.models.mixer import StateCache, TokenCache, Tokens
 from megafp8.models.rotary import RotaryEmbedding
 from megafp8.ops.attention import CoreAttention
+from megafp8.ops.recurrence import Recurrence
 from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.actions import Placement
 

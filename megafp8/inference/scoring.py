@@ -26,10 +26,10 @@ from megafp8.inference.attention import scores_of_length
 from megafp8.inference.model import Model, PackedModel, RunTokens
 from megafp8.inference.sampling import VocabShard
 from megafp8.models.gpt import GPTStage
-from megafp8.models.mixer import Advance, Recurrence, State
 from megafp8.numerics.attention_mask import AttentionMask, causal_mask
 from megafp8.numerics.attention_scores import PLAIN, Scores
 from megafp8.ops.attention import CoreAttention, attention
+from megafp8.ops.recurrence import Recurrence, RecurrentRule
 
 _LOGIT_ROWS = 1024
 """Rows of logits that are computed at once, in float32."""
@@ -225,10 +225,10 @@ class _StepTokens(RunTokens):
     def recurrence(self, layer: int) -> Recurrence:
         return self._recurrence
 
-    def _recurrence(self, advance: Advance, xs: tuple[Tensor, ...], zeros: Callable[[int], State]) -> Tensor:
+    def _recurrence(self, rule: RecurrentRule, xs: tuple[Tensor, ...]) -> Tensor:
         count = self.step.tokens
         starts_n1 = self.once("starts", lambda: self.positions.t() == 0)
-        y_n1, _ = advance(tuple(x[:count] for x in xs), zeros(1), starts_n1[:count])
+        y_n1, _ = rule.advance(tuple(x[:count] for x in xs), rule.zeros(1), starts_n1[:count])
         return torch.cat([y_n1, y_n1[-1:].expand(len(xs[0]) - count, *y_n1.shape[1:])])
 
 

@@ -8,14 +8,15 @@ Shapes: n tokens of a step, b sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megafp8.inference.attention import PackedStep
-from megafp8.models.mixer import Advance, State, StateCache
+from megafp8.models.mixer import StateCache
+from megafp8.ops.recurrence import RecurrentRule, State
 
 
 class StateStore:
@@ -45,19 +46,19 @@ class StepRecurrence:
     states: StateStore
     layer: int
 
-    def __call__(self, advance: Advance, xs: tuple[Tensor, ...], zeros: Callable[[int], State]) -> Tensor:
+    def __call__(self, rule: RecurrentRule, xs: tuple[Tensor, ...]) -> Tensor:
         """`[n, 1, ...]`: first sequences with one token, side by side, then each longer chunk."""
         step, states, layer, b = self.step, self.states, self.layer, len(self.step.table_bm)
         parts = []
         if b:
             singles = tuple(x[:b].transpose(0, 1) for x in xs)
             begins_1b = step.positions_1n[:, :b] == 0  # a prompt of one token
-            y_1b, state = advance(singles, states.read(layer, step.states_b), begins_1b)
+            y_1b, state = rule.advance(singles, states.read(layer, step.states_b), begins_1b)
             states.write(layer, step.states_b, state)
             parts.append(y_1b.transpose(0, 1))
         for chunk in step.long:
-            before = zeros(1) if chunk.table_1p is None else states.read(layer, chunk.state_1)
-            y_s1, state = advance(tuple(x[chunk.rows] for x in xs), before, None)
+            before = rule.zeros(1) if chunk.table_1p is None else states.read(layer, chunk.state_1)
+            y_s1, state = rule.advance(tuple(x[chunk.rows] for x in xs), before, None)
             states.write(layer, chunk.state_1, state)
             parts.append(y_s1)
         if step.padding:  # as in `PagedAttention`: padding repeats the last token

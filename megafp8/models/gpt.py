@@ -28,13 +28,14 @@ from torch.distributed import ProcessGroup
 from megafp8.batch import Batch
 from megafp8.config import ModelConfig
 from megafp8.context_parallel.attention import ContextAttention, plan
+from megafp8.context_parallel.recurrence import ContextRecurrence
 from megafp8.context_parallel.split import shard_positions
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim
 from megafp8.models.block import Block, PredictionLayer, block_class
 from megafp8.models.context import BuildContext
 from megafp8.models.embedding import Embedding, word_embedding
 from megafp8.models.head import Head
-from megafp8.models.mixer import Advance, LayerInputs, Recurrence, State, Tokens
+from megafp8.models.mixer import LayerInputs, Tokens
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.router import Router
 from megafp8.numerics.attention_mask import AttentionMask, bidirectional_mask, causal_mask
@@ -42,6 +43,7 @@ from megafp8.numerics.dropout_reference import Dropout, TokenPlaces
 from megafp8.ops import dropout as dropouts
 from megafp8.ops.attention import CoreAttention, SelfAttention, fastest_backends
 from megafp8.ops.offload import ActivationOffload, Forward
+from megafp8.ops.recurrence import Recurrence
 from megafp8.tensor_parallel.layers import VocabParallelEmbedding
 from megafp8.tensor_parallel.lora import freeze
 from megafp8.tensor_parallel.mappings import scatter_to_sequence_parallel
@@ -54,12 +56,13 @@ class MicroBatchTokens(Tokens):
     """The tokens of a micro-batch. `group`: ranks that share its sequences; None where this rank has whole ones.
 
     `cu_seqlens_bn`: int32, the first token of each document of the whole sequences, and their length; None: whole
-    sequences are one document. `prefix_b`: as in `Batch.prefix`.
+    sequences are one document. `prefix_b`: as in `Batch.prefix`. `cuts_documents`: as in `place_tokens`.
     """
 
     group: ProcessGroup | None = None
     cu_seqlens_bn: Tensor | None = None
     prefix_b: Tensor | None = None
+    cuts_documents: bool = True
 
     def attention(self, layer: int, window: int | None, *, causal: bool, positions: bool) -> CoreAttention:
         key = "attention", window, causal, positions
@@ -76,24 +79,28 @@ class MicroBatchTokens(Tokens):
         rank, ranks = self.group.rank(), self.group.size()
         calls = plan(
             self.length, rank, ranks, causal=causal, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device,
-            prefix_b=prefix_b, positions=positions,
+            prefix_b=prefix_b, positions=positions, cuts_documents=self.cuts_documents,
         )  # fmt: skip
         return ContextAttention(self.group, calls)
 
     def recurrence(self, layer: int) -> Recurrence:
-        assert self.group is None or self.group.size() == 1, "the config was not checked"
-        return self._recurrence
+        starts_sb = self.once("starts", self._starts)
+        if self.group is not None and self.group.size() > 1:
+            return ContextRecurrence(self.group, starts_sb)
+        return lambda rule, xs: rule.advance(xs, rule.zeros(xs[0].shape[1]), starts_sb)[0]
 
-    def _recurrence(self, advance: Advance, xs: tuple[Tensor, ...], zeros: Callable[[int], State]) -> Tensor:
-        starts_sb = None if self.cu_seqlens_bn is None else self.once("starts", self._starts)
-        return advance(xs, zeros(xs[0].shape[1]), starts_sb)[0]
-
-    def _starts(self) -> Tensor:
-        """Whether a token is the first of its document, bool `[s, b]`."""
-        assert self.cu_seqlens_bn is not None
+    def _starts(self) -> Tensor | None:
+        """Whether a token of this rank is the first of its document, bool `[s, b]`; None without documents."""
+        if self.cu_seqlens_bn is None:
+            return None
         first_bn = self.cu_seqlens_bn.long()
         starts_bs = torch.zeros(len(first_bn), self.length + 1, dtype=torch.bool, device=first_bn.device)
-        return starts_bs.scatter_(1, first_bn, True)[:, : self.length].t()
+        starts_bs = starts_bs.scatter_(1, first_bn, True)[:, : self.length]
+        if self.group is not None and self.group.size() > 1:
+            rank, ranks = self.group.rank(), self.group.size()
+            mine = shard_positions(None, self.length, rank, ranks, starts_bs.device)
+            starts_bs = starts_bs.gather(1, mine.expand(len(starts_bs), -1))
+        return starts_bs.t()
 
 
 class GPTStage(nn.Module):
@@ -199,6 +206,7 @@ class GPTStage(nn.Module):
             group=context.context_parallel,
             cu_seqlens_bn=batch.cu_seqlens,
             prefix_b=batch.prefix,
+            cuts_documents=self.config.cuts_documents,
         )
         return self.inputs_of(tokens, self._places(s, batch.cu_seqlens, batch.samples))
 
@@ -216,7 +224,8 @@ class GPTStage(nn.Module):
             positions_bs = torch.arange(s, device=context.device).unsqueeze(0)
         else:
             ranks = group.size()
-            positions_bs = shard_positions(cu_seqlens_bn, s * ranks, group.rank(), ranks, context.device)
+            documents = cu_seqlens_bn if self.config.cuts_documents else None
+            positions_bs = shard_positions(documents, s * ranks, group.rank(), ranks, context.device)
         positions_sb = positions_bs.transpose(0, 1)
         if context.sequence_sharded:
             positions_sb = scatter_to_sequence_parallel(positions_sb, context.tensor)

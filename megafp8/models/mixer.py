@@ -28,6 +28,7 @@ from megafp8.models.context import BuildContext
 from megafp8.models.costs import AttentionWork, MicroBatch, TokenExchange, Work
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.ops.attention import CoreAttention
+from megafp8.ops.recurrence import Recurrence
 from megafp8.plan import Neighbor
 
 if TYPE_CHECKING:
@@ -35,15 +36,6 @@ if TYPE_CHECKING:
     from megafp8.models.router import Router
 
 T = TypeVar("T")
-
-State = tuple[Tensor, ...]
-"""What a recurrence knows of the tokens before: tensors `[b, ...]`."""
-
-Advance = Callable[[tuple[Tensor, ...], State, Tensor | None], tuple[Tensor, State]]
-"""A recurrence: from tensors `[s, b, ...]` and the state before these tokens to its outputs `[s, b, ...]` and the state
-after.
-
-The third argument: bool `[s, b]`, the tokens before which the state is set to zero; None where there are none."""
 
 
 class TokenCache(NamedTuple):
@@ -62,14 +54,6 @@ class StateCache(NamedTuple):
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
-
-
-class Recurrence(Protocol):
-    """Runs a layer's recurrence over the tokens of a micro-batch or a step, each sequence from its own state."""
-
-    def __call__(self, advance: Advance, xs: tuple[Tensor, ...], zeros: Callable[[int], State], /) -> Tensor:
-        """`zeros`: the state of so many sequences at their start. Outputs `[s, b, ...]`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from megafp8.models.block import Block, SequentialBlock
 from megafp8.models.context import BuildContext
 from megafp8.models.costs import AttentionWork, MicroBatch
 from megafp8.models.gpt import GPTStage
-from megafp8.models.mixer import LayerInputs, Recurrence, Tokens
+from megafp8.models.mixer import LayerInputs, Tokens
 from megafp8.models.norms import Norm, block_norm, normalized
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.numerics.attention_mask import CAUSAL, AttentionMask
@@ -49,6 +49,7 @@ from megafp8.numerics.attention_scores import Scores
 from megafp8.numerics.dropout_reference import Dropout, DropoutStream
 from megafp8.ops import dropout as dropouts
 from megafp8.ops.attention import CoreAttention, SelfAttention, fastest_backends
+from megafp8.ops.recurrence import Recurrence
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 

@@ -414,7 +414,9 @@ class Trainer:
     def _own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
         """The tokens of this context-parallel rank, with the labels of all depths."""
         context, depths = self.parallel.context, self.config.model.mtp_num_layers
-        return [batch.with_later_labels(depths).shard(context.rank, context.size) for batch in batches]
+        cut = self.config.model.cuts_documents
+        later = (batch.with_later_labels(depths) for batch in batches)
+        return [batch.shard(context.rank, context.size, cuts_documents=cut) for batch in later]
 
     def _sum(self, reports: Sequence[Tensor]) -> Tensor:
         """The report of this rank's micro-batches, float64; zeros for losses and tokens where no stage has a loss."""

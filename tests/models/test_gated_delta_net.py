@@ -13,8 +13,9 @@ from megafp8.batch import Batch
 from megafp8.config import ModelConfig
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext, PlannedGroup
-from megafp8.models.gated_delta_net import convolve, in_chunks, recurrence
 from megafp8.models.gpt import GPTStage
+from megafp8.models.recurrent import convolve
+from megafp8.ops.delta_rule import in_chunks, recurrence
 from tests.models.weights import randomize
 
 B, HEADS, D, W = 2, 3, 8, 5

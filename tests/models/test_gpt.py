@@ -221,7 +221,9 @@ def _compare(
     )  # fmt: skip
     batch = batch.with_later_labels(config.mtp_num_layers)
     weight_bs = torch.rand(batch.labels.shape, dtype=torch.float64, generator=generator)
-    shard = replace(batch, loss_mask=weight_bs * batch.loss_mask).shard(state.context.rank, cp)
+    shard = replace(batch, loss_mask=weight_bs * batch.loss_mask).shard(
+        state.context.rank, cp, cuts_documents=config.cuts_documents
+    )
     loss_sb = stage(None, shard)
     (loss_sb * shard.loss_mask.T).sum().backward()
 
@@ -231,7 +233,8 @@ def _compare(
         seed=SEED, samples=SAMPLES, prefix=prefix,
     )  # fmt: skip
     ((expected * weight_bs).sum() + sum(of_routers)).backward()
-    expected_shard = replace(batch, loss_mask=expected.detach()).shard(state.context.rank, cp).loss_mask
+    expected_batch = replace(batch, loss_mask=expected.detach())
+    expected_shard = expected_batch.shard(state.context.rank, cp, cuts_documents=config.cuts_documents).loss_mask
     torch.testing.assert_close(loss_sb.T * (shard.loss_mask > 0), expected_shard, rtol=1e-11, atol=1e-11)
     compared = 0
     for name, actual, grad in gradients(
@@ -299,13 +302,13 @@ def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int
 
 @pytest.mark.parametrize(("tp", "cp"), slow_but([(1, 2), (1, 4), (2, 2)], (2, 2)))
 @pytest.mark.parametrize(
-    "name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom"]
+    "name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom", "hybrid"]
 )
 def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     world4.run(_compare, MODELS[name], tp, sequence_parallel=True, cp=cp, ranks=tp * cp)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo-window-mtp", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid"])
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
     world4.run(
         _compare, MODELS[name], 2, sequence_parallel=True, recompute="full", documents=True, z_loss=0.0, cp=2, ranks=4

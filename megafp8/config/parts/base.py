@@ -44,7 +44,12 @@ class PartConfig(PartialSection):
     @property
     def shares_context(self) -> bool:
         """Whether sequences that begin alike can share what is computed of their beginning. For a resolved record."""
-        return True
+        return not self.is_recurrent
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether it passes a state from token to token, and attends to none."""
+        return False
 
     def widths(self, model: ModelSection) -> Mapping[str, int]:
         """Sizes, by key, that tensor parallelism divides between its ranks. For a resolved record."""

@@ -1,0 +1,30 @@
+"""What records of recurrent mixers share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config.errors import Problem
+from megafp8.config.parts.base import PartConfig, RunConfig
+from megafp8.section import PositiveInt
+
+
+class RecurrentConfig(PartConfig):
+    """A mixer that passes a state from token to token, after a causal convolution of a few tokens."""
+
+    conv_kernel_size: PositiveInt = 4
+    """Tokens that the convolution before the recurrence sees (linear_conv_kernel_dim)."""
+
+    @property
+    def is_recurrent(self) -> bool:
+        return True
+
+    def run_problems(self, config: RunConfig, path: str) -> Iterator[Problem]:
+        parts = 2 * config.parallel.context
+        if parts > 2 and config.training.seq_length < parts * (self.conv_kernel_size - 1):
+            rule = f"{path} needs {self.conv_kernel_size - 1} tokens in each of {parts} parts of a sequence"
+            works = f"try {parts * self.conv_kernel_size}, or a smaller parallel.context"
+            yield Problem("training.seq_length", config.training.seq_length, rule, works)
+        if config.data.prefix_lm is not None:
+            rule = f"layers of {path} see earlier tokens only, and a prefix sees later ones"
+            yield Problem("data.prefix_lm", "set", rule, "leave it out")

@@ -1,0 +1,148 @@
+"""What recurrent mixers share: a causal convolution of a few tokens, and a recurrence linear in the state before.
+
+    x  [s, b, n]   each channel's causal convolution over the last `kernel` tokens, then SiLU
+    S  [b, ...]    the state of a sequence: for each token S ← T S + U, with T and U of that token alone
+
+What the tokens of a sequence leave behind is a `State`: the convolution's last inputs, and S. A mixer says how tokens
+advance a state (`advance`), and how a run of tokens maps the S before it to the S after it (`transition`), from which
+ranks that share a sequence compute where each begins (`megafp8.context_parallel.recurrence`).
+
+A document that begins resets the state: the convolution does not see across it, and T is zero at its first token.
+
+Shapes: s sequence, b micro-batch, n channels of the convolution, k tokens that it sees, t = k - 1 before a token.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megafp8.distributed.sharding import Init, shard_dim
+from megafp8.models.context import BuildContext, new_parameter
+from megafp8.models.costs import MicroBatch
+from megafp8.models.mixer import Mixer, RecurrentInputs, StateCache, Tokens
+from megafp8.models.recompute import recomputed
+from megafp8.ops.recurrence import State
+
+T = TypeVar("T")
+
+
+class RecurrentMixer(Mixer):
+    """A mixer that passes a state from token to token.
+
+    `convolution`: the weight of this rank's channels, `[n, 1, k]`.
+    """
+
+    convolution: nn.Parameter
+
+    @property
+    @abstractmethod
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of a sequence's S on this rank, kept in fp32 or wider; empty where there is a convolution only."""
+
+    @abstractmethod
+    def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, State]:
+        """The outputs `[s, b, ...]` of tokens, and the state after them.
+
+        `xs`: what the mixer computes of each token, `[s, b, ...]`; the first is the convolution's input.
+        `starts_sb`: bool, the tokens that begin a document; None where none does.
+        """
+
+    def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, Tensor]:
+        """T and U of all these tokens together: the S after them is T·S + U, where S is the one before.
+
+        T is `[b, ..., d, d]` for a state `[b, ..., d, w]`, or broadcasts to it with d = 1: a factor of each state.
+        Of `state` only the convolution's last inputs are read.
+        """
+        raise AssertionError("a state of the convolution only")
+
+    def inputs(self, layer: int, tokens: Tokens) -> RecurrentInputs:
+        return RecurrentInputs(tokens.recurrence(layer))
+
+    def run(self, inputs: RecurrentInputs, *xs: Tensor) -> Tensor:
+        """The recurrence over a micro-batch's tokens; only `xs` are kept for its backward."""
+        return self.keeping_inputs(lambda *xs: inputs.recurrence(self, xs), *xs)
+
+    @staticmethod
+    def keeping_inputs(function: Callable[..., T], *xs: Any) -> T:
+        """`function(*xs)`, which runs again in backward where there is one."""
+        return recomputed(function, *xs) if torch.is_grad_enabled() else function(*xs)
+
+    @property
+    def cache(self) -> StateCache:
+        """The convolution's last inputs, and S."""
+        (n, _, k), dtype = self.convolution.shape, self.convolution.dtype
+        window = (k - 1, n)
+        if not self.state_shape:
+            return StateCache((window,), (dtype,))
+        return StateCache((window, self.state_shape), (dtype, torch.promote_types(dtype, torch.float32)))
+
+    def zeros(self, b: int) -> State:
+        """The state of sequences at their start."""
+        device = self.convolution.device
+        return tuple(torch.zeros(b, *shape, dtype=dtype, device=device) for shape, dtype in zip(*self.cache))
+
+    def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None) -> Tensor:
+        """The convolution's inputs that the tokens after these see, `[b, t, n]`; there are at least t tokens."""
+        t = self.convolution.shape[-1] - 1
+        last_tbn = xs[0][len(xs[0]) - t :]
+        if starts_sb is not None:
+            last_tbn = last_tbn * _of_the_last_document(starts_sb)[len(starts_sb) - t :]
+        return last_tbn.transpose(0, 1)
+
+    def keys_and_values(self, batch: MicroBatch) -> int:
+        """T and U of two slots, and the convolution's last inputs (`megafp8.context_parallel.recurrence`)."""
+        shapes, dtypes = self.cache
+        window, *states = (torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes))
+        d, w = self.state_shape[-2:] if self.state_shape else (0, 1)
+        return 2 * batch.sequences * (window + sum(states) * (w + d) // w)
+
+
+def short_convolution(
+    name: str, context: BuildContext, widths: dict[str, int], kernel: int, **options: bool
+) -> nn.Parameter:
+    """The weight of convolutions of so many channels each, cut over tensor-parallel ranks: `[n, 1, kernel]`.
+
+    They have three dims as those of torch's Conv1d, so that they are no matrices to Muon.
+    """
+    group = context.tensor
+    shards = [
+        shard_dim(f"{name}.{part}_conv.weight", (width, 1, kernel), 0, group.rank(), group.size())
+        for part, width in widths.items()
+    ]
+    return new_parameter(context, shards, Init("normal", kernel**-0.5), replicated_over_tp=False, **options)
+
+
+def convolve(
+    x_sbn: Tensor, weight_nk: Tensor, last_btn: Tensor, starts_sb: Tensor | None, bias_n: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Causal convolution of each channel, `[s, b, n]`, and the inputs that those after need, `[b, t, n]`.
+
+    `last_btn`: the inputs before these. `starts_sb`: tokens that see nothing before them.
+    """
+    s, t = len(x_sbn), weight_nk.shape[1] - 1
+    padded = torch.cat([last_btn.transpose(0, 1).to(x_sbn.dtype), x_sbn])
+    document = None
+    if starts_sb is not None:
+        document = F.pad(starts_sb.cumsum(0), (0, 0, t, 0))
+    y_sbn = x_sbn * weight_nk[:, t]
+    for back in range(1, t + 1):
+        earlier = padded[t - back : t - back + s]
+        if document is not None:
+            earlier = earlier * (document[t - back : t - back + s] == document[t:]).unsqueeze(-1)
+        y_sbn = y_sbn + earlier * weight_nk[:, t - back]
+    last = padded[s:]
+    if document is not None:
+        last = last * (document[s:] == document[-1]).unsqueeze(-1)
+    return y_sbn if bias_n is None else y_sbn + bias_n, last.transpose(0, 1)
+
+
+def _of_the_last_document(starts_sb: Tensor) -> Tensor:
+    """Whether a token is of the document of the last one, `[s, b, 1]`."""
+    document_sb = starts_sb.cumsum(0)
+    return (document_sb == document_sb[-1]).unsqueeze(-1)
