@@ -98,16 +98,17 @@ class Attention(Mixer):
         self.record, self.context, self.recompute = record, context, memory.attention
         t, d = context.tensor.size(), record.channels
         q_size, kv_size = record.num_attention_heads * d, record.groups * d
-        self.split = [q_size // t, kv_size // t, kv_size // t]
+        parts = {"q": q_size, "k": kv_size, "v": kv_size} | ({"gate": q_size} if record.output_gate else {})
+        self.split = [width // t for width in parts.values()]
         self.heads, self.groups, self.d = q_size // t // d, kv_size // t // d, d
         common = context.linear_options()
         has_rotary = record.position_embedding == "rope"
-        rotates = has_rotary and not record.qk_norm
+        rotates = has_rotary and not record.qk_norm and not record.output_gate
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv",
             config.hidden_size,
-            q_size + 2 * kv_size,
-            parts={f"{name}.q": q_size, f"{name}.k": kv_size, f"{name}.v": kv_size},
+            sum(parts.values()),
+            parts={f"{name}.{part}": width for part, width in parts.items()},
             bias=config.linear_bias or record.qkv_bias,
             init=Init("normal", config.hidden_init_std),
             site=context.site(before=input, after=ROTARY if rotates else ATTENTION, recompute_input=memory.norms),
@@ -190,8 +191,9 @@ class Attention(Mixer):
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         m, e, a, g = batch.tokens, batch.element, self.heads, self.groups
-        saved = {"qkv input": batch.saved_input(self.qkv.state), "q, k, v": m * (a + 2 * g) * self.d * e}
-        shares_output = self.proj.state.plan.saved == "high"  # it is the projection's input, too
+        saved = {"qkv input": batch.saved_input(self.qkv.state), "q, k, v, gate": m * sum(self.split) * e}
+        # it is the projection's input, too
+        shares_output = self.proj.state.plan.saved == "high" and not self.record.output_gate
         if not self.recompute or shares_output:
             saved["attention output"] = m * a * self.d * e
         if not self.recompute:
@@ -212,7 +214,8 @@ class Attention(Mixer):
             return Work(rotation + 56 * channels, rotation + 96 * channels)
         passes = int(self.rope is not None or self.q_norm is not None) * (1 if self.q_norm is None else 2)
         moved = 2 * passes * channels * batch.element
-        return Work(moved, moved)
+        gated = int(self.record.output_gate) * batch.tokens * self.heads * self.d * batch.element
+        return Work(moved + 4 * gated, moved + 10 * gated)  # in two kernels, and four after these again
 
     def attention(self, batch: MicroBatch) -> list[AttentionWork]:
         record = self.record
@@ -231,7 +234,7 @@ class Attention(Mixer):
             handoff = self.qkv.state.grad_handoff()
             q, k, v = rotate_and_split(self.qkv(x_sbh, handoff), self.heads, self.groups, *rotary, handoff)
             return self.proj(self._run(core, q, k, v, self.sink, scores).flatten(-2))
-        return self.proj(self._run(self._attend, self.qkv(x_sbh), rotary, core, scores).flatten(-2))
+        return self.proj(self._run(self._attend, self.qkv(x_sbh), rotary, core, scores))
 
     def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return recomputed(function, *inputs) if self.recompute else function(*inputs)
@@ -239,12 +242,17 @@ class Attention(Mixer):
     def _attend(
         self, qkv_sbc: Tensor, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention, scores: Scores
     ) -> Tensor:
-        """Attention of packed heads [q | k | v], normed and rotated where the model has that."""
-        q, k, v = (part.unflatten(-1, (-1, self.d)) for part in qkv_sbc.split(self.split, dim=-1))
+        """Attention of packed heads [q | k | v], or [q | k | v | gate], normed and rotated where the model has that."""
+        q, k, v, *gate = (part.unflatten(-1, (-1, self.d)) for part in qkv_sbc.split(self.split, dim=-1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.qk_norms is not None:
             q, k = self.qk_norms(q, k)
         if rotary is not None:
             q, k = rotate_heads(q, *rotary), rotate_heads(k, *rotary)
-        return core(q, k, v, self.sink, scores)
+        y = core(q, k, v, self.sink, scores)
+        return (recomputed(_gated, y, *gate) if gate else y).flatten(-2)
+
+
+def _gated(y: Tensor, gate: Tensor) -> Tensor:
+    return y * gate.sigmoid()

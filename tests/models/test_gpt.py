@@ -125,6 +125,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "hybrid": LLAMA
     | DROPOUT
     | {
+        "output_gate": True,
         "layer_kinds": {
             "linear": {"mixer": DELTA_NET},
             "local": {"mixer": {"sliding_window": 3, "rope_theta": 100.0, "head_dim": 8}},

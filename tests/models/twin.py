@@ -184,7 +184,10 @@ def _attention(
             sink = w[f"{name}.sink.weight"][head].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sink], -1)
         out.append(dropouts.probabilities(scores.softmax(-1)[..., : kh.shape[1]], name, head) @ vh)
-    return _linear(torch.cat(out, -1), w, f"{name}.proj")
+    y = torch.cat(out, -1)
+    if config.output_gate:
+        y = y / (1 + torch.exp(-_linear(x, w, f"{name}.gate")))
+    return _linear(y, w, f"{name}.proj")
 
 
 def _interleaved(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Tensor:

@@ -102,6 +102,7 @@ MODELS: dict[str, list[str]] = {
         "model.attention_softcap=20",
         "model.residual_multiplier=0.5",
     ],
+    "gated": ["model.output_gate=true", "model.qk_norm=true"],
     "latent": [
         "model.latent_attention={q_rank: 48, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 12}",
         "model.num_query_groups=null",

@@ -138,6 +138,9 @@ class AttentionKeys(RotaryKeys):
     attention_sinks: bool = False
     """Give each query head a learned score that takes part in its softmax and has no value, so that it can attend to
     nothing (gpt-oss; Megatron-LM's softmax_type: learnable)."""
+    output_gate: bool = False
+    """Multiply the output of each head by the sigmoid of a gate for each channel, a projection of the layer's input
+    (Qwen3-Next; Qiu et al. 2025, arXiv:2505.06708)."""
     sliding_window: PositiveInt | None = None
     """Each token attends to this many latest tokens, including itself. Default: all earlier tokens."""
     attention_scale: PositiveFloat | None = None
@@ -211,7 +214,7 @@ class AttentionConfig(PartConfig, AttentionKeys):
         return {"num_attention_heads": self.num_attention_heads, "num_query_groups": self.groups}
 
     def lora_targets(self, model: ModelSection) -> tuple[str, ...]:
-        return "q", "k", "v", "proj"
+        return "q", "k", "v", *(("gate",) if self.output_gate else ()), "proj"
 
     def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
         if self.position_embedding in ("learned", "relative") and "position_embedding" in self.given:

@@ -76,6 +76,7 @@ def latent_attention(m: ModelSection) -> Iterator[Problem]:
         "qkv_bias": "its layers have no biases",
         "qk_norm": "it normalizes the latents instead",
         "attention_sinks": "its heads have no sinks",
+        "output_gate": "its heads have no gates",
         "attention_scale": "its scores are divided by the root of the width of a key",
         "attention_softcap": "its scores have no soft cap",
         "partial_rotary_factor": "rope_head_dim says which channels are rotated",
