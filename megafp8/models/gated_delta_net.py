@@ -32,9 +32,11 @@ from megafp8.models.costs import MicroBatch, Work
 from megafp8.models.mixer import RecurrentInputs
 from megafp8.models.norms import RMSNorm
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
-from megafp8.models.recurrent import RecurrentMixer, convolve, short_convolution
+from megafp8.models.recurrent import RecurrentMixer, short_convolution
 from megafp8.ops.delta_rule import CHUNK, delta_rule, missing_gated_delta_kernel
+from megafp8.ops.gated_norm import gated_norm
 from megafp8.ops.recurrence import State
+from megafp8.ops.short_convolution import Part, convolve_parts, last_inputs
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
@@ -105,11 +107,13 @@ class GatedDeltaNet(RecurrentMixer):
         gates_sb2a = gates_sb2a.narrow(-1, self.first_head, self.value_heads)
         qkv_sbn, z_sbc = self.projection(x_sbh).split([self._channels, self.value_heads * self.w], dim=-1)
         y_sbaw = self.run(inputs, qkv_sbn, gates_sb2a)
-        return self.proj(self.keeping_inputs(self._gated, y_sbaw, z_sbc))
+        return self.proj(gated_norm(y_sbaw, z_sbc, self.norm.weight, self.norm.eps))
 
-    def _gated(self, y_sbaw: Tensor, z_sbc: Tensor) -> Tensor:
-        """The heads' outputs, normalized and gated, `[s, b, a·w]`."""
-        return (self.norm(y_sbaw) * F.silu(z_sbc.unflatten(-1, (-1, self.w)))).flatten(-2)
+    @property
+    def _parts(self) -> tuple[Part, ...]:
+        """What the convolution gives: queries, keys and values."""
+        key = Part(self.key_heads, self.d, norm=True)
+        return key, key, Part(self.value_heads, self.w)
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -137,13 +141,12 @@ class GatedDeltaNet(RecurrentMixer):
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """What the delta rule reads: q, k, v, decays and β; and the convolution's last inputs."""
         qkv_sbn, gates_sb2a = xs
-        convolved, last_btn = convolve(qkv_sbn, self.convolution[:, 0], last_btn, starts_sb)
-        keys, wide = self.key_heads * self.d, torch.promote_types(qkv_sbn.dtype, torch.float32)
-        q, k, v = F.silu(convolved).split([keys, keys, self.value_heads * self.w], dim=-1)
-        q, k = (_of_length_one(x.unflatten(-1, (-1, self.d)).to(wide)).to(x.dtype) for x in (q, k))
+        q, k, v = convolve_parts(qkv_sbn, self.convolution[:, 0], last_btn, starts_sb, self._parts)
+        last_btn = last_inputs(qkv_sbn, last_btn.shape[1], last_btn, starts_sb)
+        wide = torch.promote_types(qkv_sbn.dtype, torch.float32)
         beta_sba, decay_sba = gates_sb2a.to(wide).unbind(2)
         decay_sba = -self.log_rate.to(wide).exp() * F.softplus(decay_sba + self.decay_bias.to(wide))
-        return (q, k, v.unflatten(-1, (-1, self.w)), decay_sba, beta_sba.sigmoid()), last_btn
+        return (q, k, v, decay_sba, beta_sba.sigmoid()), last_btn
 
     def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
         missing = missing_gated_delta_kernel(device, self.convolution.dtype, self.d, self.w)
@@ -187,7 +190,3 @@ class GatedDeltaNet(RecurrentMixer):
         element, heads = max(4, batch.element), self.value_heads
         chunks = batch.sequences * -(-batch.length // CHUNK)
         return element * (batch.tokens * heads * (10 * self.d + 8 * self.w) + 2 * chunks * heads * self.d * self.w)
-
-
-def _of_length_one(x: Tensor) -> Tensor:
-    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megafp8.distributed.sharding import Init, shard_dim
 from megafp8.models.context import BuildContext, new_parameter
@@ -28,6 +27,7 @@ from megafp8.models.costs import MicroBatch
 from megafp8.models.mixer import Mixer, RecurrentInputs, StateCache, Tokens
 from megafp8.models.recompute import recomputed
 from megafp8.ops.recurrence import State
+from megafp8.ops.short_convolution import last_inputs
 
 T = TypeVar("T")
 
@@ -89,11 +89,8 @@ class RecurrentMixer(Mixer):
 
     def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None) -> Tensor:
         """The convolution's inputs that the tokens after these see, `[b, t, n]`; there are at least t tokens."""
-        t = self.convolution.shape[-1] - 1
-        last_tbn = xs[0][len(xs[0]) - t :]
-        if starts_sb is not None:
-            last_tbn = last_tbn * _of_the_last_document(starts_sb)[len(starts_sb) - t :]
-        return last_tbn.transpose(0, 1)
+        window_btn = self.zeros(xs[0].shape[1])[0]
+        return last_inputs(xs[0], window_btn.shape[1], window_btn, starts_sb)
 
     def keys_and_values(self, batch: MicroBatch) -> int:
         """T and U of two slots, and the convolution's last inputs (`megafp8.context_parallel.recurrence`)."""
@@ -116,33 +113,3 @@ def short_convolution(
         for part, width in widths.items()
     ]
     return new_parameter(context, shards, Init("normal", kernel**-0.5), replicated_over_tp=False, **options)
-
-
-def convolve(
-    x_sbn: Tensor, weight_nk: Tensor, last_btn: Tensor, starts_sb: Tensor | None, bias_n: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Causal convolution of each channel, `[s, b, n]`, and the inputs that those after need, `[b, t, n]`.
-
-    `last_btn`: the inputs before these. `starts_sb`: tokens that see nothing before them.
-    """
-    s, t = len(x_sbn), weight_nk.shape[1] - 1
-    padded = torch.cat([last_btn.transpose(0, 1).to(x_sbn.dtype), x_sbn])
-    document = None
-    if starts_sb is not None:
-        document = F.pad(starts_sb.cumsum(0), (0, 0, t, 0))
-    y_sbn = x_sbn * weight_nk[:, t]
-    for back in range(1, t + 1):
-        earlier = padded[t - back : t - back + s]
-        if document is not None:
-            earlier = earlier * (document[t - back : t - back + s] == document[t:]).unsqueeze(-1)
-        y_sbn = y_sbn + earlier * weight_nk[:, t - back]
-    last = padded[s:]
-    if document is not None:
-        last = last * (document[s:] == document[-1]).unsqueeze(-1)
-    return y_sbn if bias_n is None else y_sbn + bias_n, last.transpose(0, 1)
-
-
-def _of_the_last_document(starts_sb: Tensor) -> Tensor:
-    """Whether a token is of the document of the last one, `[s, b, 1]`."""
-    document_sb = starts_sb.cumsum(0)
-    return (document_sb == document_sb[-1]).unsqueeze(-1)

@@ -14,7 +14,6 @@ from megafp8.config import ModelConfig
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext, PlannedGroup
 from megafp8.models.gpt import GPTStage
-from megafp8.models.recurrent import convolve
 from megafp8.ops.delta_rule import in_chunks, recurrence
 from tests.models.weights import randomize
 
@@ -42,20 +41,6 @@ def test_chunks_are_the_recurrence(s: int, chunk: int, documents: bool) -> None:
         results.append((y, after, *torch.autograd.grad(loss, (q, k, v, decay, beta, state), retain_graph=True)))
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-
-
-def test_parts_of_a_sequence_continue_from_the_state() -> None:
-    """As in generation, whatever the parts are."""
-    torch.manual_seed(1)
-    x, weight = torch.randn(23, B, 6, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
-    whole, _ = convolve(x, weight, x.new_zeros(B, 3, 6), None)
-    parts, last = [], x.new_zeros(B, 3, 6)
-    for part in x.split([1, 1, 2, 19]):
-        y, last = convolve(part, weight, last, None)
-        parts.append(y)
-    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-13, atol=1e-13)
-    expected = torch.nn.functional.conv1d(x.permute(1, 2, 0), weight[:, None], padding=3, groups=6)[..., :23]
-    torch.testing.assert_close(whole, expected.permute(2, 0, 1), rtol=1e-12, atol=1e-12)
 
 
 def test_equals_qwen3_next() -> None:
