@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping, Set
 from pathlib import Path
 
@@ -20,7 +21,7 @@ EXPECTED_CYCLES: set[frozenset[str]] = set()
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_module_has_a_docstring(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())), "no docstring"
+    assert re.match(r'(#.*\n|\s)*r?"""\s*[^"\s]', path.read_text()), "no docstring"
 
 
 def names_of_torch_distributed(tree: ast.AST) -> dict[str, str]:
@@ -38,11 +39,13 @@ def names_of_torch_distributed(tree: ast.AST) -> dict[str, str]:
 
 def collective_calls(source: str) -> list[str]:
     """Functions of torch.distributed that communicate, by whatever name `source` calls them."""
+    if "distributed" not in source:  # in whatever way it is imported
+        return []
     tree = ast.parse(source)
     names = names_of_torch_distributed(tree)
     found = []
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Attribute, ast.Name)):
+        if isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and node.attr.startswith(COLLECTIVES)):
             first, _, rest = ast.unparse(node).partition(".")
             path = f"{names[first]}.{rest}".rstrip(".") if first in names else ""
             if path.startswith("torch.distributed.") and path.split(".")[-1].startswith(COLLECTIVES):

@@ -29,9 +29,17 @@ from pathlib import Path
 from typing import Any
 
 _context = mp.get_context("forkserver")
+# Imported once by the server instead of by each rank: torch._dynamo takes a second and is imported by many functions.
 _context.set_forkserver_preload(
-    ["torch.distributed", "torch.distributed.checkpoint", "megafp8.training.job", "hypothesis", "pytest"]
-)
+    [
+        "torch.distributed",
+        "torch.distributed.checkpoint",
+        "torch._dynamo",
+        "megafp8.training.job",
+        "hypothesis",
+        "pytest",
+    ]
+)  # fmt: skip
 _STDOUT_STDERR = (1, 2)
 _DIED = "process died"
 

@@ -90,6 +90,7 @@ def _hold(ours: Tensor, theirs: Tensor) -> None:
 ALIKE = {
     "llama2", "llama-biases", "mistral", "qwen2", "qwen3-tied", "qwen2-moe-no-bias", "qwen2-longrope",
     "gemma2-uncapped", "phi3-longrope-short", "gpt-neox-in-turn", "deepseek-v3-tied", "gpt2-untied",
+    "llama-tied", "llama-geglu", "qwen2-exact-geglu", "phi3", "deepseek-v2-lite",
 }  # fmt: skip
 """Models of which the quick tests have others that differ from them in little."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from tests.training.runs import batches
 from tests.world import World
 from tools import convert_checkpoint
 
-peft = pytest.importorskip("peft")
+# Imported where it is used: peft imports most of transformers, and every worker of a parallel run imports this module.
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 
 ATTENTION = ["q", "k", "v", "proj"]
 ALL = [*ATTENTION, "gate", "up", "down"]
@@ -83,6 +85,7 @@ def _close(ours: Tensor, theirs: Tensor) -> None:
 
 @torch.no_grad()
 def _their_logits(base: Path, adapter: Path | None = None) -> tuple[Any, Tensor]:
+    import peft
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -130,6 +133,8 @@ def test_written_adapters(world2: World, tmp_path: Path, family: str, targets: S
 
 def _their_adapter(base: Path, folder: Path, **options: Any) -> Tensor:
     """An adapter with random A and B, made and saved by PEFT; its logits."""
+    import peft
+
     model, _ = _their_logits(base)
     torch.manual_seed(3)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=RANK, task_type="CAUSAL_LM", **options))
@@ -149,7 +154,7 @@ THEIRS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "options"), THEIRS)
+@pytest.mark.parametrize(("family", "options"), slow_but(THEIRS, *THEIRS[1:]))
 def test_their_adapters_are_merged(world2: World, tmp_path: Path, family: str, options: dict[str, Any]) -> None:
     """A folder that PEFT wrote is a model for `open_source`: here for logits, and the merged one is written."""
     base, adapter = tmp_path / "base", tmp_path / "adapter"

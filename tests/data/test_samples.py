@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 from collections import Counter
 from pathlib import Path
@@ -18,6 +17,7 @@ from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.packing import PACKINGS, PackingName
 from megafp8.data.samples import PADDING, PackedDataset, next_token_batch, split_documents
 from tests.data.datasets import write_dataset
+from tests.world import World
 
 S = 7
 each_packing = pytest.mark.parametrize("packing", PACKINGS)
@@ -171,9 +171,8 @@ def _samples(prefix: str) -> list[list[int]]:
     return [samples[i].tolist() for i in range(40)]
 
 
-def test_processes_that_race_for_the_cache_agree(dataset: IndexedDataset) -> None:
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        results = pool.map(_samples, [dataset.prefix] * 2, chunksize=1)
+def test_processes_that_race_for_the_cache_agree(world2: World, dataset: IndexedDataset) -> None:
+    results = world2.run(_samples, dataset.prefix)
     assert results[0] == results[1] == _samples(dataset.prefix)
 
 

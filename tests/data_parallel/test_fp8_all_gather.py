@@ -82,7 +82,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "how"), slow_but(CASES, ("delayed", "bf16")))
 def test_fp8_gathers_change_no_bit(world4: World, name: str, how: str) -> None:
-    for losses, parameters, ratio in world4.run(_compare, name, how, 3, ranks=3 if how == "uneven" else 2):
+    for losses, parameters, ratio in world4.run(_compare, name, how, 2, ranks=3 if how == "uneven" else 2):
         assert losses
         assert parameters
         if how != "kept":  # FSDP keeps weights after an evaluation, whose scales the next step changes

@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
@@ -55,9 +54,9 @@ VOCAB = 32
 convert_file = sys.modules["megafp8.fp8.convert"]  # `fp8.convert` is the function
 
 
-def llama(recipe: fp8.Fp8Recipe | None, **options: Any) -> LlamaForCausalLM:
+def llama(recipe: fp8.Fp8Recipe | None, *, layers: int = 2, **options: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(vocab=VOCAB, h=32, intermediate=64, layers=2, heads=2)
+    model = LlamaForCausalLM(vocab=VOCAB, h=32, intermediate=64, layers=layers, heads=2)
     if recipe is not None:
         assert fp8.convert(model, recipe, **options) is model
     return model
@@ -555,10 +554,12 @@ def test_optimizers_that_step_within_backward_end_one_step() -> None:
 )
 def test_torch_compile_in_one_graph(name: str, recompute: bool, backend: str) -> None:
     """The same bits as without: training, evaluation, and outside of autocast. Inductor's own ops round differently."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     tokens, results = batches(4), []
     for compiled in (False, True):
         torch._dynamo.reset()
-        model = recomputing(llama(RECIPES[name]), recompute)
+        model = recomputing(llama(RECIPES[name], layers=1), recompute)  # compiled in half the time of two
         counter = CompileCounterWithBackend(backend)
         run = torch.compile(model, backend=counter, fullgraph=True) if compiled else model
         optimizer = sgd(model)
@@ -580,6 +581,8 @@ def test_torch_compile_in_one_graph(name: str, recompute: bool, backend: str) ->
 
 
 def test_layers_that_are_alike_are_compiled_once() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     model = llama(fp8.CurrentScaling())
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

@@ -15,10 +15,10 @@ from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megafp8.data.samples import split_documents
 from megafp8.inference import Generator, SamplingOptions, live
 from megafp8.training.init_from import complete_model
-from megafp8.training.job import train
 from megafp8.training.metrics import read_metrics
 from tests.inference.harness_tasks import write_tasks
 from tests.quickstart_data import CONFIG, QuickstartData
+from tests.training.runs import run_job
 from tests.training.test_job import inputs_of, log_of, options
 from tests.world import World
 
@@ -38,7 +38,7 @@ def _train(jobs: list[list[str]], offline: str) -> None:
         inputs = inputs_of(overrides)
         if inputs.config.training.evaluate is not None:
             live.check(inputs)
-        train(inputs, live.LiveEvaluation)
+        run_job(inputs, live.LiveEvaluation)
         os.environ.pop("RANK", None)  # the world's group is gone; the next job makes its own
 
 

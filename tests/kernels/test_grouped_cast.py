@@ -16,7 +16,7 @@ from megafp8.numerics.recipes.blockwise import cast_1x128
 from megafp8.numerics.recipes.rowwise import cast_rows
 from megafp8.numerics.sources import Plain, Source, SwiGLU, SwiGLUGrad
 
-SIZES = [[3, 0, 130, 16], [0, 0, 9], [257]]
+SIZES = [[3, 0, 130, 16], [0, 0, 9], pytest.param([257], marks=pytest.mark.slow)]
 
 
 def _source(kind: str, rows: int) -> Source:

@@ -74,6 +74,7 @@ def test_dequantizes_as_torch_does(name: WeightFormatName, n: int, k: int) -> No
     torch.testing.assert_close(found, weight.dequantize(DTYPE), rtol=0, atol=0)
 
 
+@pytest.mark.slow  # random ones are in all other tests
 def test_every_value_is_unpacked() -> None:
     """All bytes of int8 but -128, all finite ones of E4M3, all pairs of int4, through both products."""
     from megafp8.kernels import packed_weights

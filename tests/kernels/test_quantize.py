@@ -122,8 +122,7 @@ def check_blocks(source: Source, cast: str, fmt: Format = E4M3, **options: Any) 
     slow_but(
         itertools.product(SHAPES, SOURCES),
         *((shape, kind) for shape in SHAPES if shape not in [(3, 200), (130, 66)] for kind in SOURCES),
-        ((3, 200), "plain"),
-        ((130, 66), "swiglu_grad"),
+        ((130, 66), "plain"),
     ),
     ids=str,
 )
@@ -136,7 +135,7 @@ OTHER_DTYPES = [*itertools.product(SOURCES, [torch.float32]), *itertools.product
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    slow_but(OTHER_DTYPES, ("geglu_grad", torch.float32), ("swiglu_grad", torch.float16)),
+    slow_but(OTHER_DTYPES, ("geglu_grad", torch.float32), ("plain", torch.float16)),
     ids=str,
 )
 def test_one_scale_per_tensor_of_another_dtype(kind: str, dtype: torch.dtype) -> None:
@@ -149,7 +148,8 @@ def test_one_scale_per_tensor_of_another_dtype(kind: str, dtype: torch.dtype) ->
     slow_but(
         itertools.product([(1, 1), (3, 200), (130, 130), (0, 16), (16, 0)], SOURCES),
         *itertools.product([(1, 1), (0, 16), (16, 0)], SOURCES),
-        *itertools.product([(3, 200), (130, 130)], ["plain", "swiglu_grad"]),
+        ((3, 200), "plain"),
+        ((130, 130), "swiglu_grad"),
     ),
     ids=str,
 )
@@ -158,14 +158,25 @@ def test_one_scale_per_block(shape: tuple[int, int], kind: str, cast: str) -> No
 
 
 @pytest.mark.parametrize("cast", BLOCKS)
-@pytest.mark.parametrize("kind", slow_but(SOURCES, "plain", "geglu_grad"))
+@pytest.mark.parametrize("kind", slow_but(SOURCES, "geglu_grad"))
 def test_one_scale_per_block_in_one_orientation(kind: str, cast: str) -> None:
     for wanted in ORIENTATIONS:
         check_blocks(SOURCES[kind](3, 200, torch.bfloat16), cast, **wanted)
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("shape", [(3, 200), pytest.param((130, 66), marks=pytest.mark.slow), (0, 16)], ids=str)
+LARGER = [(shape, kind) for kind in SOURCES for shape in [(3, 200), (130, 66), (0, 16)]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    slow_but(
+        LARGER,
+        *(((0, 16), kind) for kind in SOURCES),
+        # The others differ from one of these in a formula, which the tests of one scale per tensor cover.
+        *(((3, 200), kind) for kind in ("zero_centered_layernorm", "swiglu_grad", "geglu_grad", "gelu", "gelu_grad")),
+    ),
+    ids=str,
+)
 def test_rows_and_columns_of_a_larger_tensor(shape: tuple[int, int], kind: str) -> None:
     """Their given amaxes are larger than the source's own."""
     source = SOURCES[kind](*shape, torch.bfloat16)
@@ -300,7 +311,7 @@ def test_blocks_of_special_values(cast: str, value: float) -> None:
     check_blocks(Plain(x), cast, power_of_two=True)
 
 
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(
     r=st.integers(1, 70),
     c=st.integers(1, 70),

@@ -256,9 +256,7 @@ BY_TENSOR = [(name, *tp) for name in MODELS for tp in ((1, False), (2, False), (
 
 @pytest.mark.parametrize(
     ("name", "tp", "sequence_parallel"),
-    slow_but(
-        BY_TENSOR, *[case for case in BY_TENSOR if case[1:] == (2, True) or case[0] in ("llama", "gpt2", "latent")]
-    ),
+    slow_but(BY_TENSOR, *[case for case in BY_TENSOR if case[1:] == (2, True) or case[0] == "llama"]),
 )
 def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
     assert min(world4.run(_compare, MODELS[name], tp, sequence_parallel, ranks=tp)) > 10
@@ -274,7 +272,7 @@ def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, r
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "hybrid"])
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), slow_but([(1, False), (2, True)], (2, True)))
 def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
     world4.run(
         _compare, MODELS[name], tp, sequence_parallel=sequence_parallel, recompute="full", documents=True, z_loss=0.01,

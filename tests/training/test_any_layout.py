@@ -25,11 +25,12 @@ from tests.training.runs import Curve, Runs, Saved, saved_tensors
 SAVED = 2  # the step
 QUICK = [
     (DELAYED | TIED, TP2 | DP2 | ZERO, DP4 | ZERO),
-    (DELAYED | TIED, DP2 | FSDP | FP8_GATHER, TP2 | DP2 | FSDP),
-    (DEEPSEEK | DELAYED, DP4 | EP4 | ZERO, TP2 | PP2 | EP2),
+    (NONE, NONE, TP2 | PP2),
     (MUON | MOE | TIED | AVERAGE, TP2 | DP2 | EP2 | ZERO, DP4 | EP2 | FSDP),
 ]
 SLOW = [
+    (DELAYED | TIED, DP2 | FSDP | FP8_GATHER, TP2 | DP2 | FSDP),
+    (DEEPSEEK | DELAYED, DP4 | EP4 | ZERO, TP2 | PP2 | EP2),
     (FEW_ROWS | DELAYED, DP4 | FSDP, NONE),
     (HYBRID | DELAYED, TP2 | PP2, DP2 | FSDP),
     (HYBRID, DP2 | ZERO, TP2),
@@ -60,7 +61,6 @@ SLOW = [
     (DEEPSEEK | MTP | DELAYED, DP4 | FSDP, DP4 | EP4 | ZERO),
     (T5_TIED | DELAYED, PP4 | SAMPLES_4 | ZERO, TP2 | DP2 | FSDP),
     (T5, TP2 | DP2 | ZERO, PP2 | STAGES_1_3 | ZB_H1),
-    (NONE, NONE, TP2 | PP2),
     (BF16 | DELAYED | AVERAGE, DP2 | FSDP | FP8_GATHER, NONE),
     (BF16 | CURRENT, DP2 | ZERO, DP2 | ZERO | FP8_GATHER),
     (DELAYED | TIED, DP2 | ZERO, PP2 | DP2 | ZERO),

@@ -23,7 +23,6 @@ from megafp8.objectives.answers import Answers
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.init_from import complete_model, load_init
 from megafp8.training.inputs import Inputs, open_inputs
-from megafp8.training.job import train
 from megafp8.training.metrics import read_metrics
 from megafp8.training.trainer import Trainer
 from megafp8.training.validate import check_run
@@ -32,7 +31,7 @@ from tests.data.test_chats import CHATML, write_tokenizer
 from tests.models.weights import randomize
 from tests.quickstart_data import ROOT
 from tests.training.presets import ANSWERS, BF16, DELAYED, Preset, config_of
-from tests.training.runs import batches, start, text_batches
+from tests.training.runs import batches, run_job, start, text_batches
 from tests.world import World
 from tools import convert_checkpoint, preprocess_data
 
@@ -328,6 +327,6 @@ def _job(overrides: list[str]) -> list[float]:
     check_layout(run_config, 1)
     inputs = open_inputs(run_config, "test")
     check_run(inputs)
-    train(inputs)
+    run_job(inputs)
     folder = Path(run_config.run_dir) / run_config.name
     return [row["loss"] for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]

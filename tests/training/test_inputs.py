@@ -30,9 +30,9 @@ from megafp8.training.inputs import (
     missing_data,
     open_inputs,
 )
-from megafp8.training.job import train
 from megafp8.training.validate import check_run
 from tests.test_checkpoint_format import undocumented_keys
+from tests.training.runs import run_job
 from tests.world import World
 
 S, SEED, SPLIT, VOCABULARY = 8, 11, "90,10", 500
@@ -366,7 +366,7 @@ def _train(settings: Config) -> str:
     inputs = open_inputs(settings, "test")
     check_run(inputs)
     try:
-        train(inputs)
+        run_job(inputs)
     except DataError as error:
         return str(error)
     return ""

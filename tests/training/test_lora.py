@@ -47,10 +47,13 @@ def _train(preset: Preset) -> tuple[dict[str, bool], set[str], int, int]:
     return changed, with_state, trainer.strategy.gradients[0].numel(), elements
 
 
-@pytest.mark.parametrize(("preset", "ranks"), [
-    (LORA | DELAYED | TIED, 1), (LORA_Q_DOWN | BF16, 1), (LORA | PP2 | DP2 | ZERO | TIED, 4), (LORA | DP2 | FSDP, 2),
+ADAPTED = [
+    (LORA | DELAYED | TIED, 1), (LORA | PP2 | DP2 | ZERO | TIED, 4), (LORA | DP2 | FSDP, 2), (LORA_Q_DOWN | BF16, 1),
     (LORA | DEEPSEEK | DP2 | EP2, 2),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("preset", "ranks"), slow_but(ADAPTED, *ADAPTED[:3]))
 def test_only_adapters_change(world4: World, preset: Preset, ranks: int) -> None:
     """Frozen weights stay bit for bit, and have neither gradients nor optimizer state."""
     for changed, with_state, gradients, elements in world4.run(_train, preset, ranks=ranks):
@@ -82,8 +85,8 @@ def _count_quantizations(preset: Preset) -> list[int]:
 
 
 @pytest.mark.parametrize(("preset", "expected"), [
-    (LORA | DELAYED, [8, 0, 0, 0]), (LORA | BLOCKWISE, [8, 0, 0, 0]), (DELAYED, [8, 8, 8, 16]),
-    (LORA | DELAYED | REPORT_2, [8, 8, 0, 8]),
+    (LORA | DELAYED, [8, 0, 0, 0]), pytest.param(LORA | BLOCKWISE, [8, 0, 0, 0], marks=pytest.mark.slow),
+    (DELAYED, [8, 8, 8, 16]), (LORA | DELAYED | REPORT_2, [8, 8, 0, 8]),
 ])  # fmt: skip
 def test_frozen_weights_are_quantized_once(world2: World, preset: Preset, expected: list[int]) -> None:
     """And in steps that the FP8 report samples; trained ones in every step."""

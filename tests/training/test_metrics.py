@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megafp8.config import load_config
@@ -152,6 +151,8 @@ def test_all_writers_have_the_same_names_and_values(tmp_path: Path, monkeypatch:
         for step, own in steps:
             writer.write(step, own)
         writer.close()
+    import wandb
+
     wandb.teardown()  # its own process writes the file, and is waited for here
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert {"loss": 5.0, "seconds/forward_and_backward": 0.0625, "valid/books.v2": 4.5}.items() <= lines[0].items()

@@ -48,7 +48,9 @@ def test_killed_and_resumed_is_bit_identical_to_local(
     straight = Job(tmp_path / "straight", quickstart_data, 2, [*options, "checkpoint.interval=0"])
     straight.finish_in(world2)
     killed = RemoteJob(tmp_path / "killed", quickstart_data, 2, s3, *options, "data.num_workers=1")
-    log = killed.be_killed_and_resume()
+    killed.be_killed()
+    log = killed.finish()
+    killed.check_resumed()
     assert f"saved {killed.url}/quickstart/step_00000010" in log
     assert killed.curve() == straight.curve()
     assert killed.saved() == [10]

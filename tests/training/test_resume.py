@@ -26,6 +26,7 @@ from tests.training.runs import ONE_RANK, train_job
 from tests.world import World
 
 SMALL = [
+    "model.num_layers=2",
     "model.hidden_size=64",
     "model.ffn_hidden_size=128",
     "training.seq_length=32",
@@ -71,10 +72,10 @@ class Job:
         """Run to the end on ranks that are there already, which takes a second instead of several."""
         world.run(train_job, self.overrides, ranks=self.processes)
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self, *more: str) -> subprocess.Popen[bytes]:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
-        return subprocess.Popen(self.command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
+        return subprocess.Popen([*self.command, *more], cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
     def finish(self) -> str:
         """Run to the end in processes of its own; its log."""
@@ -90,7 +91,7 @@ class Job:
             if f'"step": {step},' in self.lines():
                 return
             assert process.poll() is None, f"the run ended before step {step}"
-            time.sleep(0.002)
+            time.sleep(0.01)
         raise AssertionError(f"step {step} did not come")
 
     def wait_for_save(self, step: int, process: subprocess.Popen[bytes]) -> None:
@@ -101,19 +102,20 @@ class Job:
             assert process.poll() is None, f"the run ended before step {step} was saved"
             time.sleep(0.002)
 
-    def be_killed_and_resume(self) -> str:
-        """Run until step 5 is saved and step 6 done, be killed with all processes, run to the end; its log."""
-        process = self.start()
+    def be_killed(self) -> None:
+        """Run until step 5 is saved and step 6 done, and be killed with all processes."""
+        process = self.start("resilience.inject=[{kind: slow, rank: 0, step: 7}]")  # or it might come to its end
         self.wait_for_step(6, process)
         self.wait_for_save(5, process)
         for pid in reversed(family(process.pid)):
             os.kill(pid, signal.SIGKILL)
         process.communicate()
         assert self.saved() == [5]
-        log = self.finish()
+
+    def check_resumed(self) -> None:
+        """After `be_killed`, it has resumed from step 5."""
         steps = [json.loads(line)["step"] for line in self.lines().splitlines() if line.endswith("}")]
-        assert steps.count(6) == 2, "it did not resume from step 5"
-        return log
+        assert steps.count(6) == 2
 
     def lines(self) -> str:
         path = self.run / "metrics.jsonl"
@@ -129,7 +131,27 @@ class Job:
         return [step for step, _ in complete_checkpoints(self.run / "checkpoints")]
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "delayed"))
+def test_killed_by_a_fault_and_resumed_is_bit_identical(
+    world2: World, tmp_path: Path, quickstart_data: QuickstartData
+) -> None:
+    """As below, but on a rank that is there already, which sends SIGKILL to itself."""
+    straight, killed = (
+        Job(tmp_path / name, quickstart_data, 1, [*CASES["delayed"][1], f"checkpoint.interval={interval}"])
+        for name, interval in (("straight", 0), ("killed", 5))
+    )
+    straight.finish_in(world2)
+    faults = "[{kind: slow, rank: 0, step: 6, steps: 1}, {kind: kill, rank: 0, step: 7}]"  # step 5 is saved meanwhile
+    with pytest.raises(AssertionError, match="rank 0 failed:\nprocess died, exit code -9"):
+        world2.run(train_job, [*killed.overrides, f"resilience.inject={faults}"], ranks=1)
+    assert killed.saved() == [5]
+    killed.finish_in(world2)
+    killed.check_resumed()
+    assert killed.curve() == straight.curve()
+    assert killed.saved() == [10]
+
+
+@pytest.mark.slow  # a process of its own imports all for ten seconds
+@pytest.mark.parametrize("case", CASES)
 def test_killed_and_resumed_is_bit_identical(
     world4: World, tmp_path: Path, quickstart_data: QuickstartData, case: str
 ) -> None:
@@ -138,7 +160,9 @@ def test_killed_and_resumed_is_bit_identical(
     straight.finish_in(world4)
 
     killed = Job(tmp_path / "killed", quickstart_data, processes, options)
-    killed.be_killed_and_resume()
+    killed.be_killed()
+    killed.finish_in(world4)
+    killed.check_resumed()
     assert [row[0] for row in straight.curve()] == list(range(1, 11))
     assert killed.curve() == straight.curve()
     assert killed.saved() == [10]

@@ -25,13 +25,12 @@ from megafp8.batch import Batch
 from megafp8.checkpoint import read_metadata
 from megafp8.config import check_layout, load_config, planned_stages
 from megafp8.training.command_line import prepare
-from megafp8.training.job import train
 from megafp8.training.metrics import read_metrics
 from megafp8.training.trainer import Trainer
 from tests.data.datasets import write_dataset
 from tests.quickstart_data import CONFIG, ROOT
 from tests.test_checkpoint_format import undocumented_keys
-from tests.training.runs import saved_tensors
+from tests.training.runs import run_job, saved_tensors
 from tests.world import World
 
 NAMES = "abc"
@@ -122,7 +121,7 @@ def _job(tree: dict[str, Any]) -> dict[int, list[int]]:
     arguments = {"config": str(path), "overrides": [], "dry_run": False, "print_schema": False, "world_size": None}
     inputs = prepare(Namespace(**arguments))
     assert inputs is not None
-    train(inputs)
+    run_job(inputs)
     job.Trainer = Trainer  # type: ignore[misc]
     return dict(Watched.samples)
 

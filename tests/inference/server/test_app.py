@@ -15,11 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 import httpx
-import openai
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
@@ -31,6 +30,9 @@ from megafp8.inference.server import connections
 from megafp8.inference.server.__main__ import parse_arguments
 from megafp8.inference.server.app import Limits
 from tests.inference.server.serving import LENGTH, events, pages_used, served, until, write_model
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 FINISH = {"end": "stop", "stop": "stop", "length": "length"}
@@ -50,7 +52,9 @@ def generator(folder: Path) -> Generator:
     return Generator.from_checkpoint(folder, device="cpu", cache=SMALL_CACHE)
 
 
-def client_of(url: str) -> openai.OpenAI:
+def client_of(url: str) -> OpenAI:
+    import openai
+
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
@@ -95,6 +99,8 @@ def test_completions_through_the_client_of_openai(generator: Generator, folder: 
 
 
 def test_chats_through_the_client_of_openai(generator: Generator, folder: Path) -> None:
+    import openai
+
     """A chat without max_tokens goes on as long as there is room; prompts have the tokens of transformers."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from megafp8.checkpoint import complete_checkpoints
 from megafp8.config import ConfigError
-from megafp8.training.resilience.node_memory import FILE_NAME, _token
+from megafp8.training.resilience.node_memory import FILE_NAME, _token, folder_name
 from megafp8.training.resilience.spikes import write_skipped
 from tests.marks import slow_but
 from tests.quickstart_data import QuickstartData
@@ -44,13 +45,25 @@ def _attempt(overrides: list[str], job: str) -> bool:
 
 
 class Run:
-    """A run on two ranks, each a node of its own, that crashes in step 8: step 4 is on disk, step 6 or 7 in memory."""
+    """A run on two ranks, each a node of its own, that crashes in step 8: step 4 is on disk, step 6 or 7 in memory.
 
-    def __init__(self, world: World, folder: Path, data: QuickstartData, layout: Sequence[str] = ONE_RANK) -> None:
+    `crashed`: a folder in which it has crashed already, whose files are copied.
+    """
+
+    def __init__(
+        self, world: World, folder: Path, data: QuickstartData, layout: Sequence[str] = ONE_RANK,
+        crashed: Path | None = None,
+    ) -> None:  # fmt: skip
         self._world, self._options = world, [*options(data, folder, *STEPS, *layout), f"resilience.inject={CRASH}"]
         self.run, self.memory = folder / "quickstart", folder / "memory"
         self._options += ["checkpoint.memory_interval=1", f"checkpoint.memory_folder={self.memory}/$RANK"]
-        assert self.attempt("first") == [False] * 2
+        if crashed is None:
+            assert self.attempt("first") == [False] * 2
+        else:
+            shutil.copytree(crashed, folder, dirs_exist_ok=True)
+            before, now = (f"megafp8-{folder_name(run)}" for run in (crashed / "quickstart", self.run))
+            for path in list(self.memory.rglob(before)):
+                path.rename(path.with_name(now))
         assert [step for step, _ in complete_checkpoints(self.run / "checkpoints")] == [4]
         assert len(list(self.memory.rglob("step_00000007"))) == 2
 
@@ -61,16 +74,24 @@ class Run:
         return [line for line in log_of(self.run) if line.startswith("resumed from step")]
 
 
+@pytest.fixture(scope="module")
+def crashed_folder(world2: World, tmp_path_factory: pytest.TempPathFactory, quickstart_data: QuickstartData) -> Path:
+    folder = tmp_path_factory.mktemp("crashed")
+    Run(world2, folder, quickstart_data)
+    return folder
+
+
 @pytest.fixture
-def crashed(world2: World, tmp_path: Path, quickstart_data: QuickstartData) -> Run:
-    return Run(world2, tmp_path, quickstart_data)
+def crashed(world2: World, tmp_path: Path, quickstart_data: QuickstartData, crashed_folder: Path) -> Run:
+    return Run(world2, tmp_path, quickstart_data, crashed=crashed_folder)
 
 
 @pytest.mark.parametrize("layout", slow_but(list(LAYOUTS), "data"))
 def test_an_attempt_of_the_job_goes_on_in_memory(
-    world2: World, tmp_path: Path, quickstart_data: QuickstartData, layout: str
+    world2: World, tmp_path: Path, quickstart_data: QuickstartData, crashed_folder: Path, layout: str
 ) -> None:
-    crashed = Run(world2, tmp_path, quickstart_data, LAYOUTS[layout])
+    there = crashed_folder if layout == "data" else None
+    crashed = Run(world2, tmp_path, quickstart_data, LAYOUTS[layout], there)
     assert crashed.attempt("first") == [True] * 2
     assert crashed.resumed() == ["resumed from step 7, in memory"]
     world2.run(_attempt, options(quickstart_data, tmp_path / "whole", *STEPS, *LAYOUTS[layout]), "none")

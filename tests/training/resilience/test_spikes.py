@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from megafp8.config import LossSpikeConfig, load_config
-from megafp8.training.job import train
 from megafp8.training.metrics import read_metrics
 from megafp8.training.resilience.spikes import (
     SpikeLimit,
@@ -22,6 +21,7 @@ from megafp8.training.resilience.spikes import (
     write_skipped,
 )
 from tests.quickstart_data import CONFIG, QuickstartData
+from tests.training.runs import run_job
 from tests.training.test_job import inputs_of, log_of, options
 from tests.world import World
 
@@ -89,7 +89,7 @@ def curve(run: Path) -> list[tuple[Any, ...]]:
 def _jobs(jobs: list[list[str]]) -> None:
     """Run jobs of one process, one after the other."""
     for overrides in jobs:
-        train(inputs_of(overrides))
+        run_job(inputs_of(overrides))
         os.environ.pop("RANK", None)  # the world's group is gone; a job of one process makes its own
 
 
