@@ -17,7 +17,8 @@ the state, u, solves a triangular system, and the state is read and written once
 and a loop of the host over chunks.
 
 *Kernels* (docs/decisions/0026-recurrent-mixers.md). `delta_rule` takes FlashQLA's where they are installed and fit:
-one decay a head, bf16, widths of 128, on Hopper. They know no documents inside a sequence; there a beginning has the
+one decay a head, bf16, widths of 128, on Hopper; else, on any GPU in 16 bits, `megafp8.kernels.delta_rule`, to which a
+head's decay is that of each of its channels. Neither knows documents inside a sequence; there a beginning has the
 decay exp(-50), which leaves 2e-22 of the state before it, less than fp32 can hold beside anything else.
 
 Shapes: s sequence, b micro-batch; a value heads, g key heads, d and w channels of keys and of values; c tokens of a
@@ -28,9 +29,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 CHUNK = 64
@@ -117,32 +122,96 @@ def delta_rule(
     q, k and v in the model's dtype, all else in fp32 or wider; so are the state, and the outputs as v. Queries are
     scaled by 1/√d here.
     """
-    if missing_kernel(q_sbgd, v_sbaw, decay) is None and len(q_sbgd) > 1:
-        return _flash_qla(q_sbgd, k_sbgd, v_sbaw, decay, beta_sba, state_badw, starts_sb)
+    device, dtype, (d, w), of_channels = (
+        q_sbgd.device,
+        q_sbgd.dtype,
+        (q_sbgd.shape[-1], v_sbaw.shape[-1]),
+        decay.dim() == 4,
+    )
+    if len(q_sbgd) > 1 and _missing_flash_qla(device, dtype, d, w, of_channels=of_channels) is None:
+        return _flash_qla(q_sbgd, k_sbgd, v_sbaw, _forgetting(decay, starts_sb), beta_sba, state_badw)
     wide, per_key = state_badw.dtype, v_sbaw.shape[2] // q_sbgd.shape[2]
-    q, k = (x.to(wide).repeat_interleave(per_key, dim=2) for x in (q_sbgd, k_sbgd))
-    y, state = in_chunks(q * q.shape[-1] ** -0.5, k, v_sbaw.to(wide), decay, beta_sba, state_badw, starts_sb)
+    q, k = (x if per_key == 1 else x.repeat_interleave(per_key, dim=2) for x in (q_sbgd, k_sbgd))
+    if len(q_sbgd) > 1 and _missing_kernel(device, dtype, d, w) is None:
+        decay = _forgetting(decay, starts_sb)
+        of_channel = decay if of_channels else decay.unsqueeze(-1).expand(*decay.shape, d)
+        return InKernels.apply(q, k, v_sbaw, of_channel, beta_sba, state_badw)
+    q, k = q.to(wide), k.to(wide)
+    y, state = in_chunks(q * d**-0.5, k, v_sbaw.to(wide), decay, beta_sba, state_badw, starts_sb)
     return y.to(v_sbaw.dtype), state
 
 
-def missing_kernel(q_sbgd: Tensor, v_sbaw: Tensor, decay: Tensor) -> str | None:
-    """Why no kernel computes these; None where one does."""
-    if decay.dim() == 4:
-        return "there is none for a decay of each channel"
-    return missing_gated_delta_kernel(q_sbgd.device, q_sbgd.dtype, q_sbgd.shape[-1], v_sbaw.shape[-1])
+def kernel_name(device: torch.device, dtype: torch.dtype, d: int, w: int, *, of_channels: bool) -> str:
+    """What computes the rule for such tensors, for users. `of_channels`: each channel has a decay."""
+    if (missing := _missing_flash_qla(device, dtype, d, w, of_channels=of_channels)) is None:
+        return "FlashQLA"
+    if (reason := _missing_kernel(device, dtype, d, w)) is None:
+        return "Triton" if of_channels else f"Triton, slower than FlashQLA, as {missing}"
+    return f"PyTorch's operations, slow, as no kernel fits: {reason}"
 
 
-def missing_gated_delta_kernel(device: torch.device, dtype: torch.dtype, d: int, w: int) -> str | None:
-    """Why no kernel computes the rule with one decay a head for such tensors; None where one does."""
+def _missing_kernel(device: torch.device, dtype: torch.dtype, d: int, w: int) -> str | None:
+    """Why `megafp8.kernels.delta_rule` does not compute such tensors; None where it does."""
     if device.type != "cuda":
         return f"there is none for {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bf16 and fp16, not in {str(dtype).removeprefix('torch.')}"
+    return f"its heads have {_KERNEL_WIDTH} channels or less, not {d} and {w}" if max(d, w) > _KERNEL_WIDTH else None
+
+
+def _missing_flash_qla(
+    device: torch.device, dtype: torch.dtype, d: int, w: int, *, of_channels: bool
+) -> str | None:  # fmt: skip
+    """Why FlashQLA does not compute such tensors; None where it does."""
+    if of_channels:
+        return "it has one decay a head"
     if dtype != torch.bfloat16:
         return f"it computes in bf16, not in {str(dtype).removeprefix('torch.')}"
     if (d, w) != (_KERNEL_WIDTH, _KERNEL_WIDTH):
         return f"its heads have {_KERNEL_WIDTH} channels, not {d} and {w}"
-    if torch.cuda.get_device_capability(device) != (9, 0):
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "it needs a Hopper GPU"
     return None if _flash_qla_function() is not None else "flash-qla is not installed (pip install megafp8[recurrent])"
+
+
+def _forgetting(decay: Tensor, starts_sb: Tensor | None) -> Tensor:
+    """Decays, of which those of tokens that begin a document leave nothing of the state."""
+    if starts_sb is None:
+        return decay
+    return decay.masked_fill(starts_sb.view(*starts_sb.shape, *(1 for _ in decay.shape[2:])), _FORGOTTEN)
+
+
+class InKernels(Function):
+    """`delta_rule` without documents by `megafp8.kernels.delta_rule`, with a decay for each channel.
+
+    Each value head has its queries and keys.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_sbad: Tensor, k_sbad: Tensor, v_sbaw: Tensor, decay_sbad: Tensor, beta_sba: Tensor,
+        state_badw: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        inputs = _kernels().Inputs.of(q_sbad, k_sbad, v_sbaw, decay_sbad, beta_sba)
+        y_bsaw, last_badw, saved = _kernels().forward(inputs, state_badw)
+        ctx.save_for_backward(*inputs, *saved)
+        ctx.dtypes = [x.dtype for x in (q_sbad, k_sbad, v_sbaw, decay_sbad, beta_sba)]
+        return y_bsaw.transpose(0, 1).to(v_sbaw.dtype), last_badw
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_sbaw: Tensor, dlast_badw: Tensor) -> tuple[Tensor, ...]:
+        count, tensors = len(ctx.dtypes), ctx.saved_tensors
+        inputs, saved = _kernels().Inputs(*tensors[:count]), _kernels().Saved(*tensors[count:])
+        *grads, dfirst = _kernels().backward(inputs, saved, dy_sbaw.transpose(0, 1), dlast_badw)
+        return *(x.transpose(0, 1).to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)), dfirst
+
+
+@cache
+def _kernels() -> ModuleType:
+    from megafp8.kernels import delta_rule  # needs Triton, which comes with torch's CUDA builds
+
+    return delta_rule
 
 
 @cache
@@ -155,13 +224,10 @@ def _flash_qla_function() -> Callable[..., tuple[Tensor, Tensor]] | None:
 
 
 def _flash_qla(
-    q_sbgd: Tensor, k_sbgd: Tensor, v_sbaw: Tensor, decay_sba: Tensor, beta_sba: Tensor, state_badw: Tensor,
-    starts_sb: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_sbgd: Tensor, k_sbgd: Tensor, v_sbaw: Tensor, decay_sba: Tensor, beta_sba: Tensor, state_badw: Tensor
+) -> tuple[Tensor, Tensor]:
     function = _flash_qla_function()
     assert function is not None
-    if starts_sb is not None:
-        decay_sba = decay_sba.masked_fill(starts_sb.unsqueeze(-1), _FORGOTTEN)
     sequences = (x.transpose(0, 1) for x in (q_sbgd, k_sbgd, v_sbaw, decay_sba, beta_sba))
     y_bsaw, state_badw = function(*sequences, initial_state=state_badw, output_final_state=True)
     return y_bsaw.transpose(0, 1), state_badw

@@ -1,10 +1,9 @@
-"""Gated DeltaNet in chunks against its recurrence and against transformers; whole models are in test_gpt.py."""
+"""Gated DeltaNet against transformers; whole models are in test_gpt.py."""
 
 from __future__ import annotations
 
 from typing import cast
 
-import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -14,33 +13,7 @@ from megafp8.config import ModelConfig
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext, PlannedGroup
 from megafp8.models.gpt import GPTStage
-from megafp8.ops.delta_rule import in_chunks, recurrence
 from tests.models.weights import randomize
-
-B, HEADS, D, W = 2, 3, 8, 5
-
-
-def _random(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
-
-
-@pytest.mark.parametrize(("s", "chunk", "documents"), [(37, 8, False), (64, 16, True), (5, 64, True), (1, 64, False)])
-def test_chunks_are_the_recurrence(s: int, chunk: int, documents: bool) -> None:
-    """Outputs, the state after, and gradients of everything, also of the state before."""
-    torch.manual_seed(0)
-    q, k, v, decay, beta = (_random(s, B, HEADS, *width) for width in ((D,), (D,), (W,), (), ()))
-    state = _random(B, HEADS, D, W)
-    starts = torch.rand(s, B) < 0.2 if documents else None
-    of_length_one = k / k.norm(dim=-1, keepdim=True)
-    rates = -torch.nn.functional.softplus(decay)
-    results = []
-    for compute in (recurrence, lambda *inputs: in_chunks(*inputs, chunk=chunk)):
-        y, after = compute(q, of_length_one, v, rates, beta.sigmoid(), state, starts)
-        weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
-        loss = (y * weights).sum() + after.square().sum()
-        results.append((y, after, *torch.autograd.grad(loss, (q, k, v, decay, beta, state), retain_graph=True)))
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_equals_qwen3_next() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megafp8.config import ModelConfig
 from megafp8.config.parts import LayerKind
 from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
+from megafp8.config.parts.kimi_delta_attention import KimiDeltaAttentionConfig
 
 Weights = dict[str, Tensor]
 
@@ -319,6 +320,15 @@ def _allowed(tokens: Tensor, documents: Tensor | None, window: int | None, prefi
     return allowed
 
 
+def _convolved(y: Tensor, w: Weights, name: str, kernel: int, row: int, i: int, documents: Tensor | None) -> Tensor:
+    """The channels of token `i` of a sample after the convolution and SiLU."""
+    total = w[f"{name}.bias"] if f"{name}.bias" in w else torch.zeros_like(y[row, i])
+    for j in range(max(0, i - kernel + 1), i + 1):
+        if documents is None or documents[row, j] == documents[row, i]:
+            total = total + w[f"{name}.weight"][:, 0, kernel - 1 - (i - j)] * y[row, j]
+    return total * total.sigmoid()
+
+
 def _delta_net(
     x: Tensor, w: Weights, name: str, record: GatedDeltaNetConfig, eps: float, documents: Tensor | None
 ) -> Tensor:
@@ -328,11 +338,7 @@ def _delta_net(
     q, k, v, z, beta, decay = (_linear(x, w, f"{name}.{part}") for part in ("q", "k", "v", "z", "beta", "decay"))
 
     def convolved(y: Tensor, part: str, row: int, i: int) -> Tensor:
-        total = torch.zeros_like(y[row, i])
-        for j in range(max(0, i - kernel + 1), i + 1):
-            if documents is None or documents[row, j] == documents[row, i]:
-                total = total + w[f"{name}.{part}_conv.weight"][:, 0, kernel - 1 - (i - j)] * y[row, j]
-        return total * total.sigmoid()
+        return _convolved(y, w, f"{name}.{part}_conv", kernel, row, i, documents)
 
     rows = []
     for row in range(b):
@@ -359,10 +365,42 @@ def _delta_net(
     return _linear(torch.stack(rows), w, f"{name}.proj")
 
 
+def _kimi_delta(
+    x: Tensor, w: Weights, name: str, record: KimiDeltaAttentionConfig, eps: float, documents: Tensor | None
+) -> Tensor:
+    """Kimi Delta Attention of one token and head after the other."""
+    (b, s, _), d = x.shape, record.head_dim
+    inputs = {part: _linear(x, w, f"{name}.{part}") for part in "qkv"}
+    beta = _linear(x, w, f"{name}.beta").sigmoid()
+    gate = _linear(_linear(x, w, f"{name}.gate_down"), w, f"{name}.gate_up").sigmoid()
+    decay = x @ (w[f"{name}.decay_up.weight"] @ w[f"{name}.decay_down.weight"]).T + w[f"{name}.decay.bias"]
+    rows = []
+    for row in range(b):
+        states, outputs = [torch.zeros(d, d, dtype=x.dtype)] * record.num_heads, []
+        for i in range(s):
+            q, k, v = (
+                _convolved(y, w, f"{name}.{part}_conv", record.conv_kernel_size, row, i, documents)
+                for part, y in inputs.items()
+            )
+            begins = i == 0 or (documents is not None and bool(documents[row, i] != documents[row, i - 1]))
+            of_token = []
+            for head in range(record.num_heads):
+                c = slice(head * d, (head + 1) * d)
+                key = k[c] / (k[c].pow(2).sum() + 1e-6).sqrt()
+                forget = (1 + decay[row, i, c].exp()) ** -w[f"{name}.log_rate.weight"][head].exp()
+                state = torch.zeros_like(states[head]) if begins else torch.diag(forget) @ states[head]
+                correction = torch.eye(d) - beta[row, i, head] * torch.outer(key, key)
+                states[head] = correction @ state + beta[row, i, head] * torch.outer(key, v[c])
+                y = states[head].T @ (q[c] / (q[c].pow(2).sum() + 1e-6).sqrt() / math.sqrt(d))
+                of_token.append(y / (y.pow(2).mean() + eps).sqrt() * w[f"{name}.norm.weight"] * gate[row, i, c])
+            outputs.append(torch.cat(of_token))
+        rows.append(torch.stack(outputs))
+    return _linear(torch.stack(rows), w, f"{name}.proj")
+
+
 def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
-    dropouts: Dropouts, *, sparse: bool, window: int | None, delta_net: GatedDeltaNetConfig | None = None,
-    documents: Tensor | None = None,
+    dropouts: Dropouts, kind: LayerKind, *, sparse: bool, window: int | None, documents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     def norm(x: Tensor, which: str, there: bool) -> Tensor:
         return _norm(x, w, f"{name}.{which}", config, config.normalization) if there else x
@@ -372,8 +410,10 @@ def _block(
     def attention(x: Tensor) -> Tensor:
         attend = _attention if config.latent_attention is None else _latent_attention
         normed = norm(x, "attention_norm", of_inputs)
-        if delta_net is not None:
-            y = _delta_net(normed, w, f"{name}.gated_delta_net", delta_net, config.norm_eps, documents)
+        if isinstance(kind.mixer, GatedDeltaNetConfig):
+            y = _delta_net(normed, w, f"{name}.gated_delta_net", kind.mixer, config.norm_eps, documents)
+        elif isinstance(kind.mixer, KimiDeltaAttentionConfig):
+            y = _kimi_delta(normed, w, f"{name}.kimi_delta_attention", kind.mixer, config.norm_eps, documents)
         else:
             y = attend(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window)
         y = config.residual_multiplier * norm(y, "attention_output_norm", of_outputs)
@@ -426,7 +466,6 @@ def twin_loss(
     # Keys of a kind of layer stand in the config of its layers.
     given = [[part.given for part in kind_of if part is not None] for kind_of in ((x.mixer, x.ffn) for x in kinds)]
     configs = [config.model_copy(update=dict(pair for keys in parts for pair in keys.items())) for parts in given]
-    delta_nets = [x.mixer if isinstance(x.mixer, GatedDeltaNetConfig) else None for x in kinds]
     windows = [None if i in config.full_attention_layers else x.sliding_window for i, x in enumerate(configs)]
     allowed = {window: _allowed(tokens, documents, window, prefix) for window in set(windows)}
     if positions is None:
@@ -443,8 +482,8 @@ def twin_loss(
         sparse, seen = config.moe_of(layer) is not None, allowed[windows[layer]]
         window = windows[layer]
         x = _block(
-            x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, sparse=sparse, window=window,
-            delta_net=delta_nets[layer], documents=documents,
+            x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, kinds[layer], sparse=sparse,
+            window=window, documents=documents,
         )  # fmt: skip
     x = _norm(x, w, "final_norm", config, kind)
     found = [_cross_entropy(x, w, config, labels, z_loss)]
@@ -461,7 +500,7 @@ def twin_loss(
         embedded = _norm(dropouts.hidden(embedded, f"{name}.embedding"), w, f"{name}.embedding_norm", config, kind)
         hidden = _norm(x, w, f"{name}.hidden_norm", config, kind)
         x = _linear(torch.cat([embedded, hidden], -1), w, f"{name}.projection")
-        x = _block(x, w, name, config, positions, seen, losses, dropouts, sparse=sparse, window=window)
+        x = _block(x, w, name, config, positions, seen, losses, dropouts, kinds[-1], sparse=sparse, window=window)
         x = _norm(x, w, f"{name}.final_norm", config, kind)
         found.append(_cross_entropy(x, w, config, target, z_loss) * wanted)
     return torch.cat(found)

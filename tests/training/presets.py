@@ -137,6 +137,7 @@ LATENT = {"q_rank": 32, "kv_rank": 16, "nope_head_dim": 8, "rope_head_dim": 4, "
 DELTA_NET = {
     "kind": "gated_delta_net", "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 8,
 }  # fmt: skip
+KIMI_DELTA = {"kind": "kimi_delta_attention", "num_heads": 8, "head_dim": 8}
 
 # models
 LAYERS_4 = _preset("4-layers", model={"num_layers": 4})
@@ -169,6 +170,9 @@ GEMMA = _preset(
 )  # fmt: skip
 HYBRID = _preset(
     "hybrid", model={"layer_kinds": {"linear": {"mixer": DELTA_NET}, "full": {}}, "pattern": ["linear", "full"]}
+)
+KIMI = _preset(
+    "kimi", model={"layer_kinds": {"linear": {"mixer": KIMI_DELTA}, "full": {}}, "pattern": ["linear", "full"]}
 )
 BLOOM = _preset("bloom", model={**_GPT2, "num_query_groups": 8, "position_embedding": "alibi", "embedding_norm": True})
 GPT_OSS = _preset(

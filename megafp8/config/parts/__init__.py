@@ -12,12 +12,13 @@ from pydantic import Field, model_validator
 from megafp8.config.parts.attention import AttentionConfig
 from megafp8.config.parts.base import PartConfig
 from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
+from megafp8.config.parts.kimi_delta_attention import KimiDeltaAttentionConfig
 from megafp8.config.parts.latent_attention import LatentMixerConfig
 from megafp8.config.parts.mlp import MlpConfig
 from megafp8.config.parts.moe import MoeFfnConfig
 from megafp8.section import Section
 
-Mixer = AttentionConfig | LatentMixerConfig | GatedDeltaNetConfig
+Mixer = AttentionConfig | LatentMixerConfig | GatedDeltaNetConfig | KimiDeltaAttentionConfig
 """What mixes tokens."""
 Ffn = MlpConfig | MoeFfnConfig
 """The feed-forward network."""

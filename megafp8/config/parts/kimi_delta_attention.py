@@ -1,0 +1,29 @@
+"""Kimi Delta Attention: its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from megafp8.config.parts.base import ModelSection
+from megafp8.config.parts.recurrent import RecurrentConfig
+from megafp8.section import PositiveInt
+
+
+class KimiDeltaAttentionConfig(RecurrentConfig):
+    """Linear attention whose state is corrected by the delta rule, with a decay for each channel of keys (Kimi Delta
+    Attention, arXiv:2510.26692). A head's state has head_dim² numbers, however long the sequence is."""
+
+    module: ClassVar[str] = "megafp8.models.kimi_delta_attention:KimiDeltaAttention"
+    tensor_prefix: ClassVar[str] = "kimi_delta_attention"
+
+    kind: Literal["kimi_delta_attention"] = "kimi_delta_attention"
+    """Kimi Delta Attention."""
+    num_heads: PositiveInt
+    """Number of heads, each with a state (linear_num_heads)."""
+    head_dim: PositiveInt = 128
+    """Channels of a head's query, key and value, and width of the products by which decays and gates are computed
+    (linear_head_dim)."""
+
+    def widths(self, model: ModelSection) -> Mapping[str, int]:
+        return {"num_heads": self.num_heads}
