@@ -189,7 +189,8 @@ def invert_kernel(a_mll, t_mll, L: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl
     t20 = -_product(t2, _product(a20, t0) + _product(a21, t10))
     t31 = -_product(t3, _product(a31, t1) + _product(a32, t21))
     t30 = -_product(t3, _product(a30, t0) + _product(a31, t10) + _product(a32, t20))
-    out, dtype = t_mll + square + block, t_mll.dtype.element_ty
+    out = t_mll + square + block
+    dtype = t_mll.dtype.element_ty
     tl.store(t_mll + square + offset, t.to(dtype))
     tl.store(out + row, t10.to(dtype))
     tl.store(out + 2 * row, t20.to(dtype))
@@ -207,7 +208,8 @@ def operands_kernel(
     """q exp(G), k exp(G_L − G), W and U of a chunk."""
     m, first = _first(s, a)
     r, c, cw = tl.arange(0, L), tl.arange(0, D), tl.arange(0, W)
-    i, of_keys, dtype = m * L + r, first * d, q_bsad.dtype.element_ty
+    i, of_keys = m * L + r, first * d
+    dtype = q_bsad.dtype.element_ty
     g = _last_rows(g_bsad + of_keys, i, s, a * d, c, d)
     q = _rows(q_bsad + of_keys, i, s, a * d, c, d).to(tl.float32)
     before = tl.exp2(g)
@@ -312,7 +314,8 @@ def gradients_kernel(
     m, first = _first(s, a)
     chunks = tl.num_programs(0)
     r, c = tl.arange(0, L), tl.arange(0, D)
-    i, dtype = m * L + r, dy_bsaw.dtype.element_ty
+    i = m * L + r
+    dtype = dy_bsaw.dtype.element_ty
     square = (tl.program_id(1) * chunks + m).to(tl.int64) * L * L
     state_row = ((tl.program_id(1) // a) * chunks + m).to(tl.int64) * a + tl.program_id(1) % a
     t = tl.trans(_square(t_mll + square, r, r, L))
@@ -510,13 +513,13 @@ def forward(inputs: Inputs, state_badw: Tensor) -> tuple[Tensor, Tensor, Saved]:
     sums_kernel[m, heads](decay, None, sums, s, a, d, _BASE_2, REVERSE=False, L=CHUNK, D=width, num_warps=4)
     p, of_keys, t = inputs.squares(dtype), inputs.squares(torch.float32), inputs.squares(dtype)
     pairs_kernel[m * _BLOCKS, heads](
-        q, k, sums, beta, p, of_keys, s, a, d, inputs.scale, **_BLOCK_SIZES, D=width, num_warps=2
+        q, k, sums, beta, p, of_keys, s, a, d, inputs.scale, **_BLOCK_SIZES, D=width, num_warps=4
     )
-    invert_kernel[m * heads,](of_keys, t, **_BLOCK_SIZES, num_warps=1)
+    invert_kernel[m * heads,](of_keys, t, **_BLOCK_SIZES, num_warps=4)
     q_decayed, k_decayed, weights, values = (torch.empty_like(x) for x in (q, k, k, v))
     operands_kernel[m, heads](
         q, k, v, sums, beta, t, q_decayed, k_decayed, weights, values, s, a, d, w, inputs.scale,
-        L=CHUNK, D=width, W=value_width, num_warps=4,
+        L=CHUNK, D=width, W=value_width, num_warps=8,
     )  # fmt: skip
     states, u, state_badw = inputs.states(), torch.empty_like(v), state_badw.contiguous()
     last, y = torch.empty_like(state_badw), torch.empty_like(v)
