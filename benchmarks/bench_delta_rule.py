@@ -153,7 +153,7 @@ def measure(kind: str, inputs: list[Tensor], device: torch.device, rounds: int) 
     for name, compute in contenders(kind, device, state).items():
         errors = [
             float((x.double() - y.double()).abs().max() / y.double().abs().max())
-            for x, y in zip(both(compute), expected, strict=True)
+            for x, y in zip([y.detach() for y in both(compute)], expected, strict=True)
         ]
         forward = _time(lambda compute=compute: _without_gradients(compute, inputs), device, rounds)
         total = _time(lambda compute=compute: both(compute), device, rounds)
