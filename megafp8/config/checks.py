@@ -16,6 +16,7 @@ from megafp8.config import encoder_checks, optimizer_checks, resilience_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.errors import ConfigError, Problem, divisors
 from megafp8.config.parts.attention import attention_heads
+from megafp8.config.parts.base import PartConfig
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, latent_attention
 from megafp8.config.parts.moe import MoeConfig, expert_layout, expert_ranks, experts
 from megafp8.config.schema import Config, ModelConfig, Section
@@ -337,12 +338,16 @@ def _layer_kinds(config: Config) -> Iterator[Problem]:
     ):
         if given:
             yield Problem(f"model.{path}", given, say, "leave it out")
+    for path, record in _records(m):
+        yield from record.run_problems(config, path)
+
+
+def _records(m: ModelConfig) -> Iterator[tuple[str, PartConfig]]:
+    """The records in model.layer_kinds, with their paths."""
     for name, kind in m.layer_kinds.items():
         for part, record in (("mixer", kind.mixer), ("ffn", kind.ffn)):
             if record is not None:
-                path = f"model.layer_kinds.{name}.{part}"
-                yield from record.problems(m, path)
-                yield from record.run_problems(config, path)
+                yield f"model.layer_kinds.{name}.{part}", record
 
 
 def split_widths(m: ModelConfig) -> dict[str, int]:
@@ -360,8 +365,24 @@ def split_widths(m: ModelConfig) -> dict[str, int]:
 
 def network_problems(m: ModelConfig) -> Iterator[Problem]:
     """Rules about the network that hold in any run."""
-    for rule in (attention_heads, latent_attention, experts, encoder_checks.model):
+    for rule in (attention_heads, latent_attention, experts, encoder_checks.model, _norm_weights):
         yield from rule(m)
+    for path, record in _records(m):
+        yield from record.problems(m, path)
+
+
+def _norm_weights(m: ModelConfig) -> Iterator[Problem]:
+    """Rules about norms without weights."""
+    if m.norm_weights:
+        return
+    for key, value, why in (
+        ("normalization", m.normalization == "layernorm" and "layernorm", "it has weights and biases"),
+        ("zero_centered_gamma", m.zero_centered_gamma, "it says how weights are stored"),
+        ("architecture", m.architecture != "gpt" and m.architecture, "its norms have weights"),
+    ):
+        if value:
+            works = f"try {ModelConfig.model_fields[key].default if key != 'normalization' else 'rmsnorm'}"
+            yield Problem(f"model.{key}", value, f"model.norm_weights is false, and {why}", works)
 
 
 def _model(config: Config) -> Iterator[Problem]:

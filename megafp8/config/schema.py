@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from megafp8.config.errors import Problem
 from megafp8.config.parts import LayerKind, LayerSpec
-from megafp8.config.parts.attention import AttentionConfig, AttentionKeys
+from megafp8.config.parts.attention import AttentionConfig, AttentionKeys, RotaryKeys
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, LatentMixerConfig
 from megafp8.config.parts.mlp import MlpConfig, MlpKeys
 from megafp8.config.parts.moe import MoeConfig, MoeFfnConfig
@@ -103,6 +103,9 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     the other layers."""
     normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """rmsnorm (Llama) or layernorm (GPT-2)."""
+    norm_weights: bool = True
+    """Norms of the residual stream and of outputs multiply by learned weights. false: they only normalize (nanochat),
+    with normalization: rmsnorm."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance in norms."""
     norm_position: Literal["pre", "output", "both", "post"] = "pre"
@@ -318,8 +321,10 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
             update |= {
                 name: getattr(mixers[0], name) for name in AttentionKeys.model_fields if name != "sliding_window"
             }
-        if isinstance(mixers[-1], AttentionConfig) and mixers[-1].rope_theta != update.get("rope_theta"):
-            update["rope_local_theta"] = mixers[-1].rope_theta
+        if isinstance(mixers[-1], AttentionConfig):
+            local = mixers[-1]
+            if any(getattr(local, name) != update.get(name) for name in RotaryKeys.model_fields):
+                update["rope_local_theta"] = local.rope_theta
         if self.moe is not None:
             first = sparse.index(True) if any(sparse) else 0
             update["moe"] = self.moe.model_copy(update={"first_dense_layers": first})
@@ -788,6 +793,9 @@ class PrefixLmConfig(ObjectiveConfig):
         if m.sliding_window is not None:
             rule = f"{given} all tokens attend to the whole prefix, which a window would not show them"
             yield Problem("model.sliding_window", m.sliding_window, rule, f"leave it out, {off}")
+        if m.attention_chunk is not None:
+            rule = f"{given} all tokens attend to the whole prefix, not to their chunk alone"
+            yield Problem("model.attention_chunk", m.attention_chunk, rule, f"leave it out, {off}")
         if m.position_embedding == "alibi":
             rule = (
                 f"{given} its tokens attend to later ones, while scores of ALiBi fall with the distance to earlier ones"

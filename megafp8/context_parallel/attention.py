@@ -17,7 +17,7 @@ sequence.
 Where attention is bidirectional, one call has all of a rank's queries and the keys of their whole documents.
 
 What these calls do not cover has one call of all keys, which says where the rank's queries stand among them: windows on
-both sides, prefixes, and scores that depend on positions.
+both sides, chunks, prefixes, and scores that depend on positions.
 
 With a sliding window one call has a chunk's keys and those before it that the window reaches. Kernels skip what is
 before the window only where a segment has as many queries as keys. So the keys before a chunk get queries too, zeros,
@@ -74,24 +74,29 @@ class Call(NamedTuple):
 def plan(
     s: int, rank: int, ranks: int, *, window: int | None, cu_seqlens_bm: Tensor | None, device: torch.device,
     causal: bool = True, prefix_b: Tensor | None = None, positions: bool = False, cuts_documents: bool = True,
+    chunk: int | None = None,
 ) -> tuple[Call, ...]:  # fmt: skip
     """The calls of `rank` in the order to make them. Does not synchronize the host.
 
-    `window`, `causal`, `prefix_b`: as in `AttentionMask`. `cu_seqlens_bm`: int32 `[b, m + 1]`, the first token of each
-    document of the whole sequence, and s; attention stays within documents. `positions`: whether scores may depend on
-    positions (`Scores.depend_on_positions`). `cuts_documents`: as in `place_tokens`.
+    `window`, `causal`, `prefix_b`, `chunk`: as in `AttentionMask`. `cu_seqlens_bm`: int32 `[b, m + 1]`, the first token
+    of each document of the whole sequence, and s; attention stays within documents. `positions`: whether scores may
+    depend on positions (`Scores.depend_on_positions`). `cuts_documents`: as in `place_tokens`.
     """
     c, slots, shard = s // (2 * ranks), slots_of(rank, ranks), slice(0, s // ranks)
     if window is not None and window >= s:
         window = None
+    if chunk is not None and chunk >= s:
+        chunk = None
     whole = one_segment(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
     placed = place_tokens(whole, 2 * ranks, s, cuts_documents=cuts_documents)
     if not causal and window is None and not positions:
         return (_bidirectional(shard, slots, placed, ranks, cu_seqlens_bm),)
     row_bs = rank_rows(placed.slot_bs, ranks)
-    if positions or not causal or prefix_b is not None:
+    if positions or not causal or prefix_b is not None or chunk is not None:
         positions_bs = rank_order(placed.slot_bs, ranks).chunk(ranks, dim=1)[rank]
-        mask = AttentionMask(cu_seqlens_bm, cu_seqlens_bm, causal, window, prefix_b=prefix_b, positions_bs=positions_bs)
+        mask = AttentionMask(
+            cu_seqlens_bm, cu_seqlens_bm, causal, window, chunk, prefix_b=prefix_b, positions_bs=positions_bs
+        )
         return (Call(shard, mask, row_bs.T, (s,)),)
     if window is not None:
         return (_windowed(shard, slots, placed, ranks, window, cu_seqlens_bm),)

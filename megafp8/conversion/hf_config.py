@@ -23,14 +23,28 @@ from pydantic import BaseModel
 
 from megafp8.config import LatentAttentionConfig, ModelConfig, MoeConfig
 from megafp8.config.checks import network_problems
+from megafp8.config.parts.attention import AttentionKeys
+from megafp8.config.parts.mlp import MlpKeys
 from megafp8.conversion import families
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
+from megafp8.conversion.hf_layers import by_layer, is_by_layer, pattern_of
 from megafp8.conversion.keys import MOST_LAYERS, HfConfig
 from megafp8.registry import records_of
 
 _SECTIONS: Mapping[str, type[BaseModel]] = {"moe": MoeConfig, "latent_attention": LatentAttentionConfig}
 _LARGEST_NUMBER = 1 << 40
+_OF_LAYERS = {*AttentionKeys.model_fields, *MlpKeys.model_fields}
+"""Fields of the model that its layers may have other values of."""
+_PATTERNS = (
+    "layer_kinds",
+    "pattern",
+    "full_attention_layers",
+    "rope_local_theta",
+    "moe.first_dense_layers",
+    "moe.layer_interval",
+)
+"""Fields of the model that say which layers have which."""
 
 
 def _discover() -> dict[str, Family]:
@@ -130,8 +144,13 @@ def _read(hf: HfConfig, family: Family) -> tuple[Family, ModelConfig]:
 
 
 def build_model(fields: Mapping[str, Any]) -> ModelConfig:
-    """The model of `fields`, with those of sections as moe.top_k. Raises ValueError where there is no such model."""
-    tree = dict(fields)
+    """The model of `fields`, with those of sections as moe.top_k. Raises ValueError where there is no such model.
+
+    Fields of layers' parts, such as mixer.sliding_window, are lists with the value of each layer.
+    """
+    tree = {key: value for key, value in fields.items() if not is_by_layer(key)}
+    if lists := {key: value for key, value in fields.items() if is_by_layer(key)}:
+        tree |= pattern_of(lists)
     for section in _SECTIONS:
         values = {key: tree.pop(key) for key in fields if key.startswith(f"{section}.")}
         tree |= {section: {key.removeprefix(f"{section}."): value for key, value in values.items()}} if values else {}
@@ -140,7 +159,7 @@ def build_model(fields: Mapping[str, Any]) -> ModelConfig:
     except ValueError as error:  # pydantic's, of a value that is no number
         raise ValueError(" ".join(str(error).split())) from None
     check_model(model)
-    return model
+    return model.without_pattern
 
 
 def check_model(model: ModelConfig) -> None:
@@ -185,11 +204,23 @@ def _lacks(family: Family, model: ModelConfig) -> list[str]:
     except ValueError as error:
         return [str(error)]
     ours, theirs = canonical(model), canonical(again)
-    return [f"model.{key} = {ours[key]!r} (there {theirs[key]!r})" for key in differences(model, again)]
+    return [f"model.{key} = {_shown(key, ours)} (there {_shown(key, theirs)})" for key in _differing(model, again)]
+
+
+def _shown(key: str, fields: Mapping[str, Any]) -> str:
+    """A value; of layers' parts all that layers have."""
+    if not is_by_layer(key):
+        return repr(fields[key])
+    values = dict.fromkeys(map(repr, fields[key]))
+    return " and ".join(values) + (" by layer" if len(values) > 1 else "")
 
 
 def canonical(model: ModelConfig) -> dict[str, Any]:
-    """All fields of `model`, and of its sections as moe.top_k, with defaults that depend on other fields resolved."""
+    """All fields of `model`, and of its sections as moe.top_k, with defaults that depend on other fields resolved.
+
+    Those of layers' parts are lists, as mixer.sliding_window. Where layers that a pattern describes have one value of
+    it, that is the model's, too.
+    """
     model = model.without_mup.without_pattern
     fields = {name: getattr(model, name) for name in ModelConfig.model_fields}
     for name, section in _SECTIONS.items():
@@ -197,7 +228,7 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
             fields |= {f"{name}.{key}": getattr(fields[name], key) for key in section.model_fields}
     if model.moe is not None:
         fields["moe.ffn_hidden_size"] = model.expert_size
-    return fields | {
+    fields |= {
         "num_query_groups": model.query_groups,
         "head_dim": model.channels,
         "ffn_hidden_size": model.ffn_size,
@@ -206,6 +237,12 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
         "transform_activation": model.head_activation,
         "rope_local_theta": model.rope_local_theta if _has_local_rope(model) else None,
     }
+    lists = by_layer(model)
+    for field, values in lists.items() if model.pattern else ():
+        key, given = field.partition(".")[2], [value for value in values if value is not None]
+        if key in _OF_LAYERS and given and all(value == given[0] for value in given):
+            fields[key] = given[0]
+    return fields | lists
 
 
 def _has_local_rope(model: ModelConfig) -> bool:
@@ -217,21 +254,38 @@ def _has_local_rope(model: ModelConfig) -> bool:
 
 def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
     """The fields in which two models differ that change what a model computes from given weights."""
+    found, (a, b) = _differing(one, other), (canonical(one), canonical(other))
+    if not any(map(is_by_layer, found)):
+        return found
+    of_layers = {key.partition(".")[2] for key in found if is_by_layer(key)} | {*_PATTERNS}
+    return [key for key in a if not is_by_layer(key) and (key in found or (key in of_layers and a[key] != b.get(key)))]
+
+
+def _differing(one: ModelConfig, other: ModelConfig) -> list[str]:
+    """The same, with the keys of layers' parts instead of those that say which layers have which."""
     one, other = (model.without_mup.without_pattern for model in (one, other))
     a, b = canonical(one), canonical(other)
     ignored = {"vocab_multiple", "init_std", "mtp_num_layers", "mtp_loss_scaling_factor"}
     ignored |= {"hidden_dropout", "attention_dropout"}
+    if one.pattern or other.pattern:
+        ignored |= {*_OF_LAYERS, *_PATTERNS}
+        for kind in ("mixer.kind", "ffn.kind"):
+            if a[kind] != b[kind]:  # they have other keys
+                part = kind.partition(".")[0]
+                ignored |= {key for key in a if key.startswith(f"{part}.") and key != kind}
+    else:
+        ignored |= {key for key in a if is_by_layer(key)}
     if one.attention_scale is None and other.attention_scale is None:
         ignored.add("attention_scale")  # it follows from head_dim
     if one.position_embedding == other.position_embedding:
         unused = {
             "learned": {"max_position_embeddings"},
-            "rope": {key for key in a if "rope" in key or "rotary" in key or key == "yarn"},
+            "rope": {key for key in a if ("rope" in key or "rotary" in key or key == "yarn") and not is_by_layer(key)},
             "relative": {"relative_attention_num_buckets", "relative_attention_max_distance"},
         }
         ignored |= {key for kind, keys in unused.items() if kind != one.position_embedding for key in keys}
     if one.linear_bias and other.linear_bias:
-        ignored.add("qkv_bias")  # it adds nothing then
+        ignored |= {"qkv_bias", "mixer.qkv_bias"}  # it adds nothing then
     for section in _SECTIONS:
         if a[section] is None or b[section] is None:
             ignored |= {key for key in a if key.startswith(f"{section}.")}
@@ -246,4 +300,4 @@ def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
         ignored |= {"ffn_hidden_size"} if dense == [[], []] else set()
         if all(m.top_groups in (None, m.num_groups) for m in (one.moe, other.moe)):
             ignored |= {"moe.num_groups", "moe.top_groups"}  # experts of all groups are chosen from
-    return [key for key in a if key not in ignored and a[key] != b[key]]
+    return [key for key in a if key not in ignored and a[key] != b.get(key)]

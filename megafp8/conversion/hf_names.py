@@ -7,7 +7,8 @@ them in memory only); gpt-oss and GraniteMoE store those of all experts in one.
 Channels of a head: ours rotates the first half of a head against the second, and so does Llama. Where they rotate
 neighbouring channels (GLM), or a part of a head (GPT-NeoX), our q and k have the rows of each head in another order:
 first the first channel of each pair, then the second ones, pairs that are rotated before those that are not. As both
-have the same order, scores do not depend on it. In latent attention both rotate neighbouring channels.
+have the same order, scores do not depend on it. Where pairs are rotated backwards (nanochat), the second channel of
+each pair comes first. In latent attention both rotate neighbouring channels.
 
 A table of names has one entry for a module of ours, whose parameters have the same names in theirs, or for a parameter.
 The names that most families use are with each kind of part (`config.parts`), and here those of the rest of the network;
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,13 +40,15 @@ Rows = Callable[[ModelConfig, int], tuple[Tensor, int]]
 class Place(NamedTuple):
     """A tensor of theirs, with the numbers of layer and expert left open, and which `rows` of it are ours.
 
-    `transposed`: weights are stored as `[k, n]`. `stacked`: it holds those of all experts.
+    `transposed`: weights are stored as `[k, n]`. `stacked`: it holds those of all experts. `row`: a vector is stored as
+    a matrix of one row.
     """
 
     name: str
     rows: Rows = lambda model, n: (torch.arange(n), n)
     transposed: bool = False
     stacked: bool = False
+    row: bool = False
 
 
 Names = Mapping[str, str | Place]
@@ -127,28 +130,29 @@ FUSED_GATE_UP = fused("mlp.gate_up_proj", equal_parts(2), ("mlp.gate", "mlp.up")
 class Location(NamedTuple):
     """Where a tensor of ours lies: in the tensor of theirs that is called `name`, of `shape`.
 
-    `rows`: int64 `[n]`, which of their rows each of ours is. `transposed`: theirs is stored as `[k, n]`. `expert`:
-    theirs has a first dim more, and ours is there.
+    `rows`: int64 `[n]`, which of their rows each of ours is. `transposed`: theirs is stored as `[k, n]`. `outer`:
+    theirs has a first dim more, in which ours is there.
     """
 
     name: str
     shape: Shape
     rows: Tensor
     transposed: bool
-    expert: int | None
+    outer: int | None
 
 
 class TensorNames(NamedTuple):
     """The names of a family's tensors.
 
-    `ungated`: those of MLPs without a gate that differ. `rotates_neighbors`: rotary embeddings rotate neighbouring
-    channels. `copies`: tensors that may be there too, and must equal another. `other_heads`: pattern of tensors that a
-    model may have for the pooler and binary head, without using them.
+    `ungated`: those of MLPs without a gate that differ. `rotation`: pairs of channels that rotary embeddings rotate:
+    those half a head apart, neighbours, or those half a head apart backwards. `copies`: tensors that may be there too,
+    and must equal another. `other_heads`: pattern of tensors that a model may have for the pooler and binary head,
+    without using them.
     """
 
     places: Names
     ungated: Mapping[str, str | Place] = {}
-    rotates_neighbors: bool = False
+    rotation: Literal["halves", "neighbors", "backwards"] = "halves"
     copies: Mapping[str, str] = {}
     other_heads: str | None = None
 
@@ -158,7 +162,7 @@ class TensorNames(NamedTuple):
         module, _, parameter = _of_stack(model, name.removeprefix("model.")).rpartition(".")
         numbers = _NUMBER.findall(module)
         place = self._place(_NUMBER.sub("*", module), parameter, ACTIVATIONS[model.activation].gated)
-        expert = int(numbers.pop()) if place.stacked else None
+        outer = int(numbers.pop()) if place.stacked else 0 if place.row else None
         left = iter(numbers)
         theirs = re.sub(r"\*", lambda _: next(left), place.name)
         rows, count = place.rows(model, shape[0])
@@ -166,10 +170,12 @@ class TensorNames(NamedTuple):
             rows = rows.unflatten(0, (-1, model.channels))[:, self._channels(model)].flatten()
         transposed, stored = place.transposed and parameter == "weight", (count, *shape[1:])
         stored = stored[::-1] if transposed else stored
-        if expert is not None:
+        if place.row:
+            stored = (1, *stored)
+        if place.stacked:
             assert model.moe is not None
             stored = (model.moe.num_experts, *stored)
-        return Location(theirs, stored, rows, transposed, expert)
+        return Location(theirs, stored, rows, transposed, outer)
 
     def _place(self, module: str, parameter: str, gated: bool = True) -> Place:
         names = self.places if gated else {**self.places, **self.ungated}
@@ -181,7 +187,8 @@ class TensorNames(NamedTuple):
     def _channels(self, model: ModelConfig) -> Tensor:
         """Which channel of a head of theirs each of ours is, `[d]`."""
         channels, rotated = torch.arange(model.channels), model.rotary_channels
-        pairs = channels[:rotated].view(-1, 2).t() if self.rotates_neighbors else channels[:rotated].view(2, -1)
+        pairs = channels[:rotated].view(-1, 2).t() if self.rotation == "neighbors" else channels[:rotated].view(2, -1)
+        pairs = pairs.flip(0) if self.rotation == "backwards" else pairs
         return torch.cat([pairs, channels[rotated:].view(2, -1)], dim=1).flatten()
 
     @property

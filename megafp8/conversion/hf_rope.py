@@ -6,15 +6,16 @@ copies must agree. What is written are the keys of 4, which 5 and other engines 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megafp8.config import RopeScaling
+from megafp8.config.parts.attention import RotaryKeys
 from megafp8.conversion.base import refuse
+from megafp8.conversion.hf_layers import FULL, SLIDING, layer_types
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, expect
 
-KINDS = ("sliding_attention", "full_attention")
-"""Values of layer_types."""
 _DICTIONARIES = ("rope_scaling", "rope_parameters")
 _PARTIAL, ORIGINAL_LENGTH = "partial_rotary_factor", "original_max_position_embeddings"
 ROPE_KEYS = (*_DICTIONARIES, "rope_theta", _PARTIAL, ORIGINAL_LENGTH)
@@ -106,10 +107,12 @@ def _read_longrope(key: str, rope: Mapping[str, Any], hf: HfConfig) -> Fields:
 
 def _read_yarn(key: str, rope: Mapping[str, Any]) -> Fields:
     """The section model.yarn; absent keys and null are the defaults."""
-    if rope.get("attention_factor") is not None:
-        refuse(f"{key}.attention_factor", rope["attention_factor"], "null, or mscale and mscale_all_dim")
     required, optional = _ROPE_TYPES["yarn"]
     given = {name: rope[name] for name in required + optional if rope.get(name) is not None}
+    if (factor := given.pop("attention_factor", None)) is not None:
+        usual = 0.1 * math.log(given["factor"]) + 1
+        if given.keys() & {"mscale", "mscale_all_dim"} or not math.isclose(factor, usual):
+            refuse(f"{key}.attention_factor", factor, f"null or {usual}, or mscale and mscale_all_dim")
     if given.get("mscale", 1) != 1 and not given.get("mscale_all_dim"):
         refuse(f"{key}.mscale", given["mscale"], "1 without mscale_all_dim, as transformers ignores it then")
     if given.get("mscale_all_dim") and not given.get("mscale"):
@@ -134,16 +137,63 @@ def write_rope(ours: Fields) -> Keys:
     return {"rope_theta": ours["rope_theta"], "rope_scaling": scaling, **lengths}
 
 
-def read_local_rope(hf: HfConfig) -> Fields:
-    """Gemma 3: two rotary embeddings; in transformers 4 three keys, in 5 two dictionaries in rope_parameters."""
+def ropes_by_type(
+    kinds: Callable[[HfConfig], list[str]], default_theta: float, local_key: str | None, *, nested: bool
+) -> Trait:
+    """Two rotary embeddings, of layers with a window and of the others, as layer_types says or without it `kinds`.
+
+    In transformers 4 rope_theta and rope_scaling are those of the others, and `local_key` is the base of those with a
+    window, if there is such a key; in 5 there are two dictionaries in rope_parameters. `nested`: those are written too.
+    """
+
+    def read(hf: HfConfig) -> Fields:
+        of_type = _read_two(hf, default_theta, local_key)
+        types = layer_types(hf) or kinds(hf)
+        keys = dict.fromkeys(key for fields in of_type.values() for key in fields)
+        return {f"mixer.{key}": [of_type[kind].get(key) for kind in types] for key in keys}
+
+    def write(ours: Fields) -> Keys:
+        windows = ours["mixer.sliding_window"]
+        if None in ours["mixer.rope_theta"]:
+            return {}  # a model of another family
+        full, local = (
+            next((i for i, window in enumerate(windows) if (window is None) == is_full), 0) for is_full in (True, False)
+        )
+        of_full, of_local = (
+            {key: ours[f"mixer.{key}"][layer] for key in RotaryKeys.model_fields} for layer in (full, local)
+        )
+        written = write_rope(of_full) | ({} if local_key is None else {local_key: of_local["rope_theta"]})
+        if nested:
+            plain = {"rope_type": "default"}
+            scaling, theta = written["rope_scaling"] or plain, {"rope_theta": of_full["rope_theta"]}
+            local_rope = plain | {"rope_theta": of_local["rope_theta"]}
+            written["rope_parameters"] = {FULL: scaling | theta, SLIDING: local_rope}
+        return written
+
+    return Trait((*ROPE_KEYS, *([] if local_key is None else [local_key])), read, write)
+
+
+def _read_two(hf: HfConfig, default_theta: float, local_key: str | None) -> dict[str, Fields]:
+    """Fields of the rotary embedding of each kind of layers."""
     nested = hf.get("rope_parameters") or {}
-    if not isinstance(nested, dict) or not all(key in KINDS and isinstance(x, dict) for key, x in nested.items()):
-        refuse("rope_parameters", nested, f"a dictionary of two, {' and '.join(KINDS)}")
-    fields = read_rope({**hf, "rope_parameters": nested.get("full_attention")}, 1e6)
-    key, sliding = "rope_local_base_freq", nested.get("sliding_attention", {})
-    local = _read_dictionary("rope_parameters.sliding_attention", sliding, {}, hf.get(key, 1e4))
+    if not isinstance(nested, dict) or not nested.keys() <= {FULL, SLIDING}:
+        refuse("rope_parameters", nested, f"a dictionary of two, {SLIDING} and {FULL}")
+    fields = read_rope({**hf, "rope_parameters": nested.get(FULL)}, default_theta)
+    sliding = nested.get(SLIDING, {})
+    if local_key is not None:
+        local_theta = hf.get(local_key, 1e4)
+    else:
+        local_theta = hf.get("rope_theta", default_theta)
+        if local_theta != default_theta and "rope_theta" not in sliding:
+            known = (
+                f"{default_theta:g}, or rope_parameters.{SLIDING}, as releases of transformers differ in what it has"
+            )
+            refuse("rope_theta", local_theta, known)
+    local = _read_dictionary(f"rope_parameters.{SLIDING}", sliding, {}, local_theta)
     if local.keys() != {"rope_theta"}:
         refuse("rope_parameters", nested, "no scaling of layers with a window")
-    theta = local["rope_theta"]
-    expect(hf, key, theta, f"the value in rope_parameters ({theta!r}), or no second copy")
-    return fields | {"rope_local_theta": theta}
+    if local_key is not None:
+        theta = local["rope_theta"]
+        expect(hf, local_key, theta, f"the value in rope_parameters ({theta!r}), or no second copy")
+    del fields["position_embedding"]
+    return {FULL: fields, SLIDING: local}

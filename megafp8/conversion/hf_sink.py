@@ -139,9 +139,9 @@ def _describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
 def _write_rows(stream: BinaryIO, values: Tensor, location: Location, stored: Stored) -> None:
     """Write one of our tensors to its rows of theirs, in blocks."""
     dtype, start, shape = stored.info.dtype, stored.start, location.shape
-    if location.expert is not None:
+    if location.outer is not None:
         shape = shape[1:]
-        start += location.expert * math.prod(shape) * dtype.itemsize
+        start += location.outer * math.prod(shape) * dtype.itemsize
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     most = max(1, BLOCK_BYTES // max(row_bytes, 1))
     if location.transposed:  # our rows are some columns of theirs

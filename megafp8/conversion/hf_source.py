@@ -157,9 +157,9 @@ class HfSource(Source):
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
         location = self.location(name, self.tensors[name].shape)
         entry, rows = self._entries[location.name], location.rows[first:last]
-        if location.expert is not None:
+        if location.outer is not None:
             shape = entry.shape[1:]
-            start = entry.start + location.expert * math.prod(shape) * DTYPES[entry.dtype].itemsize
+            start = entry.start + location.outer * math.prod(shape) * DTYPES[entry.dtype].itemsize
             entry = entry._replace(shape=shape, start=start)
         if location.transposed:
             return read_rows(entry, location.name, 0, entry.shape[0])[:, rows].t().contiguous()

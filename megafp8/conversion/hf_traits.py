@@ -6,7 +6,8 @@ from typing import Any
 
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.conversion.base import refuse
-from megafp8.conversion.hf_rope import KINDS, rope
+from megafp8.conversion.hf_layers import FULL, SLIDING, layer_types
+from megafp8.conversion.hf_rope import rope
 from megafp8.conversion.keys import Fields, HfConfig, Key, Keys, Trait, always, check, either, flag, only, same, unread
 
 SIZES = same(
@@ -101,32 +102,49 @@ MULTI_TOKEN_PREDICTION = Trait(
 )
 
 
+def expert_groups(groups: int, top: int) -> Trait:
+    """Groups of experts that a token's experts are chosen from; the arguments are the defaults."""
+
+    def read(hf: HfConfig) -> Fields:
+        experts, count = hf.get("n_routed_experts"), hf.get("n_group", groups)
+        if isinstance(experts, int) and isinstance(count, int) and 0 < experts < 2 * count:
+            refuse("n_group", count, f"groups of at least two of the n_routed_experts ({experts})")
+        return {"moe.num_groups": count, "moe.top_groups": hf.get("topk_group", top)}
+
+    return Trait(("n_group", "topk_group"), read, write_expert_groups)
+
+
+def write_expert_groups(ours: Fields) -> Keys:
+    """The numbers of groups."""
+    groups, top = ours["moe.num_groups"], ours["moe.top_groups"]
+    if top in (None, groups):  # experts of all groups are chosen from
+        groups = top = 1
+    return {"n_group": groups, "topk_group": top}
+
+
+def shared_experts(default: int, key: str = "n_shared_experts", least: int = 1) -> Trait:
+    """One MLP in place of several shared experts of the width of the others. `least`: how few a model may have."""
+
+    def read(hf: HfConfig) -> Fields:
+        count, width = hf.get(key, default), hf.get("moe_intermediate_size")
+        if not isinstance(count, int) or count < least:
+            refuse(key, count, f"{least} or more in this family")
+        return {"moe.shared_ffn_hidden_size": (count * width if isinstance(width, int) else width) if count else None}
+
+    def write(ours: Fields) -> Keys:
+        return {key: max(least, (ours["moe.shared_ffn_hidden_size"] or 0) // ours["moe.ffn_hidden_size"])}
+
+    return Trait((key,), read, write)
+
+
 def num_experts(key: str, other: str) -> Trait:
     """The number of experts, under either name."""
     return either("moe.num_experts", key, other)
 
 
-def layer_types(hf: HfConfig) -> list[str] | None:
-    """Whether each layer has a window; None where there is no such key."""
-    kinds = hf.get("layer_types")
-    if kinds is None:
-        return None
-    if not isinstance(kinds, list) or len(kinds) != hf.get("num_hidden_layers"):
-        refuse("layer_types", kinds, f"one entry for each of num_hidden_layers ({hf.get('num_hidden_layers')})")
-    if not {*map(str, kinds)} <= set(KINDS):
-        refuse("layer_types", sorted(set(map(str, kinds))), "full_attention and sliding_attention")
-    return [str(kind) for kind in kinds]
-
-
-def written_layer_types(ours: Fields) -> list[str]:
-    """The value of layer_types."""
-    window, full = ours["sliding_window"], ours["full_attention_layers"]
-    return [KINDS[window is None or i in full] for i in range(ours["num_layers"])]
-
-
 def check_window(window: Any, kinds: list[str] | None) -> None:
     """Refuse layer_types that contradict a window of all layers, or of none."""
-    kind = KINDS[window is None]
+    kind = FULL if window is None else SLIDING
     if kinds is not None and set(kinds) != {kind}:
         refuse("layer_types", sorted(set(kinds)), f"{kind} of all layers, as the window is {window}")
 
@@ -148,22 +166,3 @@ def window_of_all(default: int | None) -> Trait:
 
     keys = ("sliding_window", "layer_types")
     return Trait(keys, read, lambda ours: {"sliding_window": ours["sliding_window"]})
-
-
-def window_pattern(default: int, every: int, *every_keys: str) -> Trait:
-    """Layers with a window, and some without: without layer_types the last of each `every`, or of the first key's."""
-
-    def read(hf: HfConfig) -> Fields:
-        kinds, layers = layer_types(hf), hf.get("num_hidden_layers")
-        if not isinstance(layers, int):
-            refuse("num_hidden_layers", layers, "a number of layers")
-        if kinds is None:
-            interval = hf.get(every_keys[0], every) if every_keys else every
-            kinds = [KINDS[(i + 1) % interval == 0] for i in range(layers)]
-        window, full = hf.get("sliding_window", default), [i for i in range(layers) if kinds[i] == KINDS[1]]
-        return {} if window is None else {"sliding_window": window, "full_attention_layers": full}
-
-    def write(ours: Fields) -> Keys:
-        return {"sliding_window": ours["sliding_window"] or default, "layer_types": written_layer_types(ours)}
-
-    return Trait(("sliding_window", "layer_types", *every_keys), read, write)

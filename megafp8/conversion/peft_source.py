@@ -104,7 +104,7 @@ class PeftSource(AdaptedSource):
             if not name.startswith("model.layers.") or not name.endswith(".weight") or len(info.shape) != 2:
                 continue
             location = self._base.location(name, info.shape)
-            if location.expert is None and (module := location.name.removesuffix(".weight")) in modules:
+            if location.outer is None and (module := location.name.removesuffix(".weight")) in modules:
                 parts.setdefault(module, {})[name.removesuffix(".weight")] = location
         if unknown := sorted(modules.keys() - parts.keys()):
             raise ValueError(f"{self.path / ADAPTER_FILE} adapts {unknown[0]}, which no block of {self._base.path} has")

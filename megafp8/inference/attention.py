@@ -159,13 +159,14 @@ class DecodeInputs:
 class PagedAttention:
     """A layer's core attention (`ops.attention.CoreAttention`) that stores keys and values, and attends to the pages.
 
-    `window`: the layer's, None: all tokens before.
+    `window`: the layer's, None: all tokens before. `chunk`: tokens of the chunks that attention stays within.
     """
 
     step: PackedStep
     cache: PagedCache
     layer: int
     window: int | None
+    chunk: int | None = None
 
     def __call__(
         self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
@@ -176,13 +177,15 @@ class PagedAttention:
         y_sbad = torch.empty_like(q_sbad)
         if b and cache.in_place:
             positions_b = step.positions_1n[0, :b]
-            y_bad = cache.attend(self.layer, q_sbad[:b, 0], step.table_bm, positions_b, self.window, sink_a, scores)
+            y_bad = cache.attend(
+                self.layer, q_sbad[:b, 0], step.table_bm, positions_b, self.window, self.chunk, sink_a, scores
+            )
             if b == len(q_sbad):
                 return y_bad.unsqueeze(1)
             y_sbad[:b, 0] = y_bad
         elif b:
             k, v = cache.read(self.layer, step.table_bm)
-            mask = step.once(self.window, self._mask_of_singles)
+            mask = step.once((self.window, self.chunk), self._mask_of_singles)
             q = q_sbad[:b].transpose(0, 1)
             y = attention(q, k, v, mask, sink_a, scores_of_length(scores, len(k))).transpose(0, 1)
             if b == len(q_sbad):
@@ -191,11 +194,12 @@ class PagedAttention:
         for rows, table_1p, positions_1s, _ in step.long:
             q, k, v = q_sbad[rows], k_sbgd[rows], v_sbgd[rows]
             if table_1p is None:
-                mask = causal_mask(None, self.window, len(q), q.device)
+                mask = causal_mask(None, self.window, len(q), q.device, self.chunk)
             else:
                 k, v = self.cache.read(self.layer, table_1p)
                 mask = step.once(
-                    (rows.start, self.window), partial(AttentionMask, window=self.window, positions_bs=positions_1s)
+                    (rows.start, self.window, self.chunk),
+                    partial(AttentionMask, window=self.window, chunk=self.chunk, positions_bs=positions_1s),
                 )
             y_sbad[rows] = attention(q, k, v, mask, sink_a, scores_of_length(scores, len(k)))
         if step.padding:
@@ -204,7 +208,7 @@ class PagedAttention:
 
     def _mask_of_singles(self) -> AttentionMask:
         positions_b1 = self.step.positions_1n[:, : len(self.step.table_bm)].transpose(0, 1)
-        return AttentionMask(window=self.window, positions_bs=positions_b1)
+        return AttentionMask(window=self.window, chunk=self.chunk, positions_bs=positions_b1)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -117,8 +117,10 @@ class CachedTokens(RunTokens):
     pages: PagedCache
     states: StateStore
 
-    def attention(self, layer: int, window: int | None, *, causal: bool, positions: bool) -> CoreAttention:
-        return PagedAttention(self.step, self.pages, layer, window)
+    def attention(
+        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None
+    ) -> CoreAttention:
+        return PagedAttention(self.step, self.pages, layer, window, chunk)
 
     def recurrence(self, layer: int) -> Recurrence:
         return StepRecurrence(self.step, self.states, layer)

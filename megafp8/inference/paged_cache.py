@@ -97,14 +97,14 @@ class PagedCache:
 
     def attend(
         self, layer: int, q_nad: Tensor, table_nm: Tensor, positions_n: Tensor, window: int | None,
-        sink_a: Tensor | None, scores: Scores,
+        chunk: int | None, sink_a: Tensor | None, scores: Scores,
     ) -> Tensor:  # fmt: skip
         """Attention of one query of each sequence, where `in_place`: `kernels.paged_attention.attend`."""
         from megafp8.kernels import paged_attention  # needs Triton, which comes with torch's CUDA builds
 
         cached = self._layers[layer]
         return paged_attention.attend(
-            q_nad, cached.keys, cached.values, cached.scales, table_nm, positions_n, window, sink_a, scores
+            q_nad, cached.keys, cached.values, cached.scales, table_nm, positions_n, window, chunk, sink_a, scores
         )
 
     def read(self, layer: int, table_bp: Tensor) -> tuple[Tensor, Tensor]:

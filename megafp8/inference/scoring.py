@@ -139,9 +139,10 @@ class _Step:
             [(number[row], column) for row, column in packing.scored],
         )
 
-    def mask(self, window: int | None) -> AttentionMask:
+    def mask(self, window: int | None, chunk: int | None) -> AttentionMask:
         if self.key_rows is None:
-            return causal_mask(self.segments_q, window, self.tokens_1n.shape[1], self.tokens_1n.device)
+            return causal_mask(self.segments_q, window, self.tokens_1n.shape[1], self.tokens_1n.device, chunk)
+        assert chunk is None, "sequences share no context then"
         return AttentionMask(self.segments_q, self.segments_k, window=window)
 
 
@@ -219,8 +220,10 @@ class _StepTokens(RunTokens):
 
     step: _Step
 
-    def attention(self, layer: int, window: int | None, *, causal: bool, positions: bool) -> CoreAttention:
-        return _PackedAttention(self.step, self.once(("mask", window), lambda: self.step.mask(window)))
+    def attention(
+        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None
+    ) -> CoreAttention:
+        return _PackedAttention(self.step, self.once(("mask", window, chunk), lambda: self.step.mask(window, chunk)))
 
     def recurrence(self, layer: int) -> Recurrence:
         return self._recurrence

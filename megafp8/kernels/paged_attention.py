@@ -75,7 +75,7 @@ def append_kernel(
 
 def attend_kernel(
     q_nad, keys, values, key_scales, value_scales, table_nm, positions_n, bias_ar, o_nkaw, lse_nka,
-    a, g, pages, r, window, inner, outer,
+    a, g, pages, r, window, chunk, inner, outer,
     PAGE: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, QUANTIZED: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +90,7 @@ def attend_kernel(
         q_nad + (row * a + head[:, None]) * D + c[None, :], mask=(i < heads)[:, None] & (c < D)[None, :], other=0.0
     )
     position = tl.load(positions_n + query).to(tl.int32)
-    first = tl.maximum(position + 1 - window, 0)
+    first = tl.maximum(position + 1 - window, position // chunk * chunk)
     start = first // N * N
     blocks = tl.cdiv(position + 1 - start, N)
     own_blocks = tl.cdiv(blocks, parts)
@@ -190,12 +190,13 @@ def append(
 
 def attend(
     q_nad: Tensor, keys: Tensor, values: Tensor, scales: tuple[Tensor, Tensor] | None, table_nm: Tensor,
-    positions_n: Tensor, window: int | None, sink_a: Tensor | None, scores: Scores,
+    positions_n: Tensor, window: int | None, chunk: int | None, sink_a: Tensor | None, scores: Scores,
 ) -> Tensor:  # fmt: skip
     """Attention of each query to its sequence's keys up to its position, `[n, a, d]`, zeros from column w on.
 
-    `table_nm`: int32, the sequence's pages. `positions_n`: int64. `window`: how many last keys a
-    query attends to. `scores`: a bias by distance is of any number of keys. Does not synchronize the host.
+    `table_nm`: int32, the sequence's pages. `positions_n`: int64. `window`: how many last keys a query attends to.
+    `chunk`: attention stays within chunks of so many keys. `scores`: a bias by distance is of any number of keys. Does
+    not synchronize the host.
     """
     q = kernel_input(q_nad.contiguous())
     if INTERPRETED:
@@ -215,7 +216,7 @@ def attend(
         (parts, n * g),
         (q, keys, values, key_scales, value_scales, table_nm, positions_n,
          q if bias is None else bias.float() * _LOG2E, o_nkad, lse_nka),
-        (a, g, table_nm.shape[1], 1 if bias is None else bias.shape[1], 2**31 - 1 if window is None else window,
+        (a, g, table_nm.shape[1], 1 if bias is None else bias.shape[1], window or 2**31 - 1, chunk or 2**31 - 1,
          0.0 if cap is None else 2 * _LOG2E * scale / cap, _LOG2E * (scale if cap is None else cap)),
     )  # fmt: skip
     y_nad = torch.empty_like(q)

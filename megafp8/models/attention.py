@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from megafp8.config import AttentionConfig, ModelConfig
+from megafp8.config.parts.attention import QueryScaling
 from megafp8.distributed.sharding import Init, shard_dim
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat
@@ -64,21 +66,39 @@ class ProbabilityDropout:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What attention reads: rotary tables (None without), how tokens reach each other, how scores are computed."""
+    """What attention reads: rotary tables (None without), how tokens reach each other, how scores are computed.
+
+    `query_scale_sb11`: what queries are multiplied by, `[s, 1 or b, 1, 1]`; None: nothing.
+    """
 
     rotary: tuple[Tensor, Tensor] | None
     core: CoreAttention
     scores: Scores
+    query_scale_sb11: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
-        of_scores = [x for x in (self.scores.distance_bias_ar, self.dropped_samples) if x is not None]
-        return [*(self.rotary or ()), *self.core.tensors, *of_scores]
+        given = (self.scores.distance_bias_ar, self.dropped_samples, self.query_scale_sb11)
+        return [*(self.rotary or ()), *self.core.tensors, *(x for x in given if x is not None)]
 
     @property
     def dropped_samples(self) -> Tensor | None:
         """Indices of the samples whose probabilities have dropout."""
         return None if self.scores.dropout is None else self.scores.dropout.sample_b
+
+
+def query_scale(scaling: QueryScaling | None, tokens: Tokens, dtype: torch.dtype) -> Tensor | None:
+    """What queries are multiplied by, `[s, 1 or b, 1, 1]`; None: nothing."""
+    if scaling is None:
+        return None
+
+    def table() -> Tensor:
+        steps = (tokens.positions + scaling.first_position) // scaling.length
+        scale = 1 + scaling.factor * steps.double().log1p()
+        scale_sb = scale.unsqueeze(-1) if scale.dim() == 1 else scale.transpose(0, 1)
+        return scale_sb[..., None, None].to(dtype)
+
+    return tokens.once(("query scale", repr(scaling)), table)
 
 
 class Attention(Mixer):
@@ -130,6 +150,7 @@ class Attention(Mixer):
         if record.attention_sinks:
             shard = shard_dim(f"{name}.sink.weight", (record.num_attention_heads,), 0, context.tensor.rank(), t)
             self.sink = new_parameter(context, [shard], Init("zeros"), replicated_over_tp=False, weight_decay=False)
+        self.norms_rotated, self.norm_eps = record.qk_norm == "rotated", config.norm_eps
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
         self.qk_norms: ProjectionNorms | None = None
@@ -137,7 +158,7 @@ class Attention(Mixer):
             self.qk_norms = ProjectionNorms(
                 name, q_size, kv_size, context, config.norm_eps, zero_centered=config.zero_centered_gamma
             )
-        elif record.qk_norm:
+        elif record.qk_norm is True:
             norm: dict[str, Any] = {
                 "eps": config.norm_eps,
                 "sees_a_slice": t > 1,
@@ -171,9 +192,11 @@ class Attention(Mixer):
     def inputs(self, layer: int, tokens: Tokens) -> AttentionInputs:
         scores = self.dropout.added_to(self.scores(tokens.length, tokens.distance_bias_ar), tokens.samples_b)
         core = tokens.attention(
-            layer, self.record.sliding_window, causal=self.causal, positions=scores.depend_on_positions
-        )
-        return AttentionInputs(None if self.rope is None else tokens.rotary(self.rope), core, scores)
+            layer, self.record.sliding_window, causal=self.causal, positions=scores.depend_on_positions,
+            chunk=self.record.attention_chunk,
+        )  # fmt: skip
+        scale = query_scale(self.record.query_scaling, tokens, self.context.dtype)
+        return AttentionInputs(None if self.rope is None else tokens.rotary(self.rope), core, scores, scale)
 
     @property
     def cache(self) -> TokenCache:
@@ -185,7 +208,8 @@ class Attention(Mixer):
             scores = replace(scores, dropout=AttentionDropout(self.dropout.p, (0, 0), torch.zeros(1)))
         if prefix:
             return attention.describe(device, AttentionMask(prefix_b=torch.zeros(1)), scores)
-        if documents or self.record.sliding_window is not None or not scores.only_scales:
+        chunks = self.record.attention_chunk is not None
+        if documents or chunks or self.record.sliding_window is not None or not scores.only_scales:
             return attention.describe(device, scores=scores)
         return None
 
@@ -200,8 +224,11 @@ class Attention(Mixer):
             saved["attention log-sums"] = m * a * batch.statistic
             if self.qk_norms is not None:
                 saved["q and k after their norms"] = m * ((a + g) * self.d * e + 2 * batch.statistic)
-            elif self.q_norm is not None:
+            elif self.q_norm is not None or self.norms_rotated:
                 saved["q and k before and after their norms"] = m * (a + g) * (2 * self.d * e + batch.statistic)
+        in_place = self.q_norm is None and self.qk_norms is None and not self.norms_rotated
+        if self.record.query_scaling is not None and in_place and (self.rotates or not self.recompute):
+            saved["scaled q"] = m * a * self.d * e
         if not shares_output:
             saved["proj input"] = batch.saved_input(self.proj.state)
         return saved
@@ -212,14 +239,17 @@ class Attention(Mixer):
         if self.qk_norms is not None:  # by separate kernels in fp32
             rotation = 2 * channels * batch.element
             return Work(rotation + 56 * channels, rotation + 96 * channels)
-        passes = int(self.rope is not None or self.q_norm is not None) * (1 if self.q_norm is None else 2)
+        normed = self.q_norm is not None or self.norms_rotated
+        passes = int(self.rope is not None or normed) * (2 if normed else 1)
         moved = 2 * passes * channels * batch.element
+        if self.record.query_scaling is not None:
+            moved += 2 * batch.tokens * self.heads * self.d * batch.element
         gated = int(self.record.output_gate) * batch.tokens * self.heads * self.d * batch.element
         return Work(moved + 4 * gated, moved + 10 * gated)  # in two kernels, and four after these again
 
     def attention(self, batch: MicroBatch) -> list[AttentionWork]:
         record = self.record
-        pairs = pairs_of(batch.length, record.sliding_window, causal=self.causal)
+        pairs = pairs_of(batch.length, record.sliding_window, causal=self.causal, chunk=record.attention_chunk)
         modified = record.attention_softcap is not None or record.attention_sinks
         modified = modified or record.position_embedding == "alibi"
         return [AttentionWork(self.heads, self.d, self.d, batch.length, pairs, modified)]
@@ -228,21 +258,24 @@ class Attention(Mixer):
         return 2 * batch.tokens * self.groups * self.d * batch.element
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs) -> Tensor:
-        rotary, core, scores = inputs.rotary, inputs.core, inputs.scores
+        rotary, core, scores, scale = inputs.rotary, inputs.core, inputs.scores, inputs.query_scale_sb11
         if self.rotates:
             assert rotary is not None
             handoff = self.qkv.state.grad_handoff()
             q, k, v = rotate_and_split(self.qkv(x_sbh, handoff), self.heads, self.groups, *rotary, handoff)
+            q = q if scale is None else q * scale
             return self.proj(self._run(core, q, k, v, self.sink, scores).flatten(-2))
-        return self.proj(self._run(self._attend, self.qkv(x_sbh), rotary, core, scores))
+        return self.proj(self._run(self._attend, self.qkv(x_sbh), rotary, core, scores, scale))
 
     def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return recomputed(function, *inputs) if self.recompute else function(*inputs)
 
     def _attend(
-        self, qkv_sbc: Tensor, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention, scores: Scores
-    ) -> Tensor:
-        """Attention of packed heads [q | k | v], or [q | k | v | gate], normed and rotated where the model has that."""
+        self, qkv_sbc: Tensor, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention, scores: Scores,
+        scale_sb11: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of packed heads [q | k | v], or [q | k | v | gate], normed, rotated and scaled where the model has
+        that."""
         q, k, v, *gate = (part.unflatten(-1, (-1, self.d)) for part in qkv_sbc.split(self.split, dim=-1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -250,6 +283,9 @@ class Attention(Mixer):
             q, k = self.qk_norms(q, k)
         if rotary is not None:
             q, k = rotate_heads(q, *rotary), rotate_heads(k, *rotary)
+        if self.norms_rotated:
+            q, k = (F.rms_norm(x, (self.d,), eps=self.norm_eps) for x in (q, k))
+        q = q if scale_sb11 is None else q * scale_sb11
         y = core(q, k, v, self.sink, scores)
         return (recomputed(_gated, y, *gate) if gate else y).flatten(-2)
 

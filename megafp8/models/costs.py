@@ -141,11 +141,15 @@ class TokenExchange(NamedTuple):
     gathered: bool
 
 
-def pairs_of(length: int, window: int | None, *, causal: bool) -> float:
+def pairs_of(length: int, window: int | None, *, causal: bool, chunk: int | None = None) -> float:
     """Pairs of a query and a key in a sequence, those without a window by the usual formula, half of all if `causal`.
 
-    `window`: keys of a query at most; the first `window` queries have 1, 2, ... keys.
+    `window`: keys of a query at most; the first `window` queries have 1, 2, ... keys. `chunk`: tokens of the chunks
+    that a sequence is cut into.
     """
+    if chunk is not None and chunk < length:
+        whole, rest = divmod(length, chunk)
+        return (whole * chunk * chunk + rest * rest) / 2
     if window is not None and window < length:
         return length * window - window * (window - 1) / 2
     return length * length / 2 if causal else length * length

@@ -64,22 +64,24 @@ class MicroBatchTokens(Tokens):
     prefix_b: Tensor | None = None
     cuts_documents: bool = True
 
-    def attention(self, layer: int, window: int | None, *, causal: bool, positions: bool) -> CoreAttention:
-        key = "attention", window, causal, positions
-        return self.once(key, lambda: self._attention(window, causal, positions))
+    def attention(
+        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None
+    ) -> CoreAttention:
+        key = "attention", window, causal, positions, chunk
+        return self.once(key, lambda: self._attention(window, causal, positions, chunk))
 
-    def _attention(self, window: int | None, causal: bool, positions: bool) -> CoreAttention:
+    def _attention(self, window: int | None, causal: bool, positions: bool, chunk: int | None) -> CoreAttention:
         cu_seqlens_bn, prefix_b, device = self.cu_seqlens_bn, self.prefix_b, self.positions.device
         if self.group is None or self.group.size() == 1:
             if not causal:
                 return SelfAttention(bidirectional_mask(cu_seqlens_bn))
             if prefix_b is not None:
                 return SelfAttention(AttentionMask(cu_seqlens_bn, cu_seqlens_bn, window=window, prefix_b=prefix_b))
-            return SelfAttention(causal_mask(cu_seqlens_bn, window, self.length, device))
+            return SelfAttention(causal_mask(cu_seqlens_bn, window, self.length, device, chunk))
         rank, ranks = self.group.rank(), self.group.size()
         calls = plan(
             self.length, rank, ranks, causal=causal, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device,
-            prefix_b=prefix_b, positions=positions, cuts_documents=self.cuts_documents,
+            prefix_b=prefix_b, positions=positions, cuts_documents=self.cuts_documents, chunk=chunk,
         )  # fmt: skip
         return ContextAttention(self.group, calls)
 

@@ -30,7 +30,7 @@ from megafp8.config import LatentMixerConfig, ModelConfig
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
-from megafp8.models.attention import ATTENTION, AttentionInputs, ProbabilityDropout
+from megafp8.models.attention import ATTENTION, AttentionInputs, ProbabilityDropout, query_scale
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
 from megafp8.models.mixer import Mixer, TokenCache, Tokens
@@ -67,7 +67,7 @@ class LatentAttention(Mixer):
         self.n, self.r, self.v = latent.nope_head_dim, latent.rope_head_dim, latent.value_head_dim
         self.ranks = [latent.q_rank or 0, latent.kv_rank, self.r]
         self.dropout = ProbabilityDropout.build(name, config.attention_dropout, heads, context)
-        self.causal = config.causal
+        self.causal, self.query_scaling = config.causal, config.query_scaling
         self.score_factor = 1.0 if config.yarn is None else config.yarn.score_factor
         init, common = Init("normal", config.hidden_init_std), context.linear_options()
         down = {"kv_down": latent.kv_rank + self.r}
@@ -154,7 +154,8 @@ class LatentAttention(Mixer):
         core = tokens.attention(
             layer, self.record.sliding_window, causal=self.causal, positions=scores.depend_on_positions
         )
-        return AttentionInputs(tokens.rotary(self.rope), core, scores)
+        scale = query_scale(self.query_scaling, tokens, self.context.dtype)
+        return AttentionInputs(tokens.rotary(self.rope), core, scores, scale)
 
     @property
     def cache(self) -> TokenCache:
@@ -167,7 +168,7 @@ class LatentAttention(Mixer):
         # Each rank's heads use it, so its gradient is their sum.
         share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
         k_rotary_sbr = share(k_rotary.contiguous(), self.context.tensor)
-        parts = q_sbc, kv_sbc, k_rotary_sbr, inputs.rotary, inputs.core, inputs.scores
+        parts = q_sbc, kv_sbc, k_rotary_sbr, inputs.rotary, inputs.core, inputs.scores, inputs.query_scale_sb11
         return self.proj(self._run(self._attend, *parts).flatten(-2))
 
     @staticmethod
@@ -180,7 +181,7 @@ class LatentAttention(Mixer):
 
     def _attend(
         self, q_sbc: Tensor, kv_sbc: Tensor, k_rotary_sbr: Tensor, rotary: tuple[Tensor, Tensor], core: CoreAttention,
-        scores: Scores,
+        scores: Scores, scale_sb11: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """`[s, b, a, v]`."""
         q, q_rotary = q_sbc.unflatten(-1, (self.heads, -1)).split([self.n, self.r], dim=-1)
@@ -189,6 +190,7 @@ class LatentAttention(Mixer):
         q, k = torch.cat([q, _rotated(q_rotary, rotary)], dim=-1), torch.cat([k, k_rotary], dim=-1)
         if self.score_factor != 1:
             q = q * self.score_factor
+        q = q if scale_sb11 is None else q * scale_sb11
         return core(q, k, F.pad(v, (0, self.n + self.r - self.v)), None, scores)[..., : self.v]
 
 

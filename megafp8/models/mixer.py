@@ -82,8 +82,13 @@ class Tokens(ABC):
         return self.once(rope.key, lambda: rope.table(self.positions, self.length))
 
     @abstractmethod
-    def attention(self, layer: int, window: int | None, *, causal: bool, positions: bool) -> CoreAttention:
-        """Softmax attention of layer `layer` with a sliding window. `positions`: scores depend on positions."""
+    def attention(
+        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None
+    ) -> CoreAttention:
+        """Softmax attention of layer `layer` with a sliding window, or within chunks of so many tokens.
+
+        `positions`: scores depend on positions.
+        """
 
     @abstractmethod
     def recurrence(self, layer: int) -> Recurrence:

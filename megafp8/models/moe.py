@@ -50,7 +50,7 @@ from megafp8.models.router import Router
 from megafp8.numerics.groups import RowGroups
 from megafp8.ops.activation import activation
 from megafp8.ops.mlp import UNFUSED
-from megafp8.ops.permute import by_expert, combine, permute
+from megafp8.ops.permute import Permutation, by_expert, combine, permute, scale_rows
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.mappings import (
     gather_from_sequence_parallel,
@@ -266,6 +266,8 @@ class MoE(FeedForward):
             "expert up output": rows * up.site.outputs * e,
             "expert down input": kept_input(down),
             "expert output": rows * down.site.outputs * e,
+            "unscaled expert input": (rows * (up.site.inputs * e + 8) + batch.own_tokens * moe.top_k * w)
+            * moe.scale_inputs,
             "experts of rows": 0 if own.up_bias is None else rows * count * e,
             "expert sizes": 0 if up.plan.fp8 else 4 * count,
         }
@@ -277,8 +279,8 @@ class MoE(FeedForward):
     def work(self, batch: MicroBatch) -> Work:
         """Activations, the router's small kernels, and the permutation of rows there and back."""
         up, down = self.experts.up_state.states[0].site, self.experts.down_state.states[0].site
-        element_rows = self.rows(batch) * batch.element
-        forward = element_rows * (up.outputs + down.inputs + 4 * up.inputs)
+        element_rows, copies = self.rows(batch) * batch.element, 6 if self.router.moe.scale_inputs else 4
+        forward = element_rows * (up.outputs + down.inputs + copies * up.inputs)
         experts = Work(forward, forward + element_rows * up.outputs, kernels=10)
         return experts if self.shared is None else experts + self.shared.mlp.work(batch)
 
@@ -321,8 +323,15 @@ class MoE(FeedForward):
         permutation, ends_e = own_rows(
             chosen, self.num_experts, self.experts.own, self.row_bound, self.name, drops=self.drops
         )
-        results_mh = self.experts(permute(x, permutation), ends_e)
+        rows_mh, weights = self._weighted(permute(x, permutation), weights, permutation)
+        results_mh = self.experts(rows_mh, ends_e)
         return start_reduce_scatter_to_sequence_parallel(combine(results_mh, weights, permutation), self.overlap)
+
+    def _weighted(self, rows_mh: Tensor, weights_nk: Tensor, permutation: Permutation) -> tuple[Tensor, Tensor]:
+        """Inputs of experts, and the weights of their outputs."""
+        if not self.router.moe.scale_inputs:
+            return rows_mh, weights_nk
+        return scale_rows(rows_mh, weights_nk, permutation), torch.ones_like(weights_nk)
 
     def _all_to_all(self, x_nh: Tensor, sequences: int) -> Callable[[], Tensor]:
         """The same, with tokens sent to the ranks of their experts."""
@@ -332,7 +341,7 @@ class MoE(FeedForward):
         between = exchange(torch.diff(ends_e, prepend=ends_e.new_zeros(1)).long(), self.group)
         if self.drops:
             permutation = permutation._replace(order=permutation.order[: sum(between.sent)], num_rows=ends_e[-1:])
-        arrived_mh = between.to_experts(permute(x_nh, permutation))
-        results_mh = between.to_tokens(self.experts(arrived_mh, between.ends_e))
-        y_nh = combine(results_mh, routing.weights, permutation)
+        rows_mh, weights = self._weighted(permute(x_nh, permutation), routing.weights, permutation)
+        results_mh = between.to_tokens(self.experts(between.to_experts(rows_mh), between.ends_e))
+        y_nh = combine(results_mh, weights, permutation)
         return lambda: y_nh

@@ -38,7 +38,8 @@ from megafp8.plan import Neighbor
 class Norm(nn.Module):
     """Normalizes the last dim of x (any leading dims), in x's dtype with statistics in fp32 or wider.
 
-    The subclass for each `model.normalization` is in `NORMS`. `zero_centered`: multiplies by 1 + weight.
+    The subclass for each `model.normalization` is in `NORMS`. `zero_centered`: multiplies by 1 + weight. `weighted`:
+    without it the weight is a constant one.
     """
 
     #: The layer after it may take its output quantized by the same kernel, or recompute it in backward.
@@ -56,6 +57,7 @@ class Norm(nn.Module):
         eps: float,
         sees_a_slice: bool,
         zero_centered: bool = False,
+        weighted: bool = True,
     ) -> None:
         super().__init__()
         self.name, self.eps, self.size, self.zero_centered = name, eps, size, zero_centered
@@ -65,7 +67,14 @@ class Norm(nn.Module):
             spec = {"replicated_over_tp": True, "reduce_over_tp": sees_a_slice, "weight_decay": False}
             return new_parameter(context, shards, Init(init), **spec)
 
-        self.weight = parameter("weight", "zeros" if zero_centered else "ones")
+        self.weight: Tensor
+        if weighted:
+            self.weight = parameter("weight", "zeros" if zero_centered else "ones")
+        else:
+            key = ("ones", size)
+            if key not in context.constants:
+                context.constants[key] = torch.ones(size, dtype=context.dtype, device=context.buffer_device)
+            self.weight = context.constants[key]
         self.bias = parameter("bias", "zeros") if self.has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,6 +138,7 @@ def block_norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
         eps=config.norm_eps,
         sees_a_slice=context.sequence_sharded,
         zero_centered=config.zero_centered_gamma,
+        weighted=config.norm_weights,
     )
 
 

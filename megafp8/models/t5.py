@@ -61,7 +61,9 @@ ENCODER = Neighbor("encoder", "none", "all layers of the decoder read the encode
 class StackTokens(Tokens):
     """The tokens of the encoder's or the decoder's sequences."""
 
-    def attention(self, layer: int, window: int | None, *, causal: bool, positions: bool) -> CoreAttention:
+    def attention(
+        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None
+    ) -> CoreAttention:
         return SelfAttention(CAUSAL if causal else ALL_KEYS)
 
     def recurrence(self, layer: int) -> Recurrence:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megafp8.numerics.onnx_export import in_onnx_export
 
@@ -27,6 +28,8 @@ class AttentionMask:
     then has at least as many keys as queries.
     `window`: of the keys before this latest one, and of those after it if not `causal`, a query attends to those less
     than `window` places away from it.
+    `chunk`: a segment's keys are cut into chunks of so many, and a query attends to those of its own; only with
+    `positions_bs`, as without it chunks are segments (`chunks_of`).
     `square`: segments that have queries have as many keys, which makes kernels faster; never needed.
     `prefix_b`: int `[b]`; with `causal`, all queries also attend to those keys of their segment that are among the
     first `prefix_b` keys of the sample.
@@ -40,6 +43,7 @@ class AttentionMask:
     cu_seqlens_k: Tensor | None = None
     causal: bool = True
     window: int | None = None
+    chunk: int | None = None
     square: bool = False
     prefix_b: Tensor | None = None
     visible: Tensor | None = None
@@ -52,6 +56,7 @@ class AttentionMask:
             raise ValueError("prefix_b: without causal all keys are visible anyway; leave it out, or set causal=True")
         if self.prefix_b is not None and self.window is not None:
             raise ValueError(f"prefix_b: not with window = {self.window}; use a boolean mask (visible) for both")
+        assert self.chunk is None or (self.positions_bs is not None and self.causal)
         assert self.positions_bs is None or self.cu_seqlens_q is self.cu_seqlens_k
 
     @property
@@ -61,7 +66,7 @@ class AttentionMask:
 
     def is_plain(self, s: int, t: int) -> bool:
         """Whether s queries attend to all t keys, or to a causal triangle of as many keys."""
-        parts = (self.cu_seqlens_q, self.window, self.prefix_b, self.visible)
+        parts = (self.cu_seqlens_q, self.window, self.chunk, self.prefix_b, self.visible)
         return all(part is None for part in parts) and (not self.causal or (s == t and self.positions_bs is None))
 
 
@@ -73,11 +78,33 @@ def one_segment(s: int, device: torch.device) -> Tensor:
     return torch.arange(0, s + 1, s, dtype=torch.int32, device=device)[None]
 
 
-def causal_mask(cu_seqlens_bn: Tensor | None, window: int | None, s: int, device: torch.device) -> AttentionMask:
+def chunks_of(cu_seqlens_bn: Tensor | None, chunk: int | None, s: int, device: torch.device) -> Tensor | None:
+    """Chunks of documents as segments: int32 `[b, n + 1]`, the first token of each, and s; `cu_seqlens_bn` without.
+
+    Chunks are counted from the start of their document. Does not synchronize the host.
+    """
+    if chunk is None or chunk >= s:
+        return cu_seqlens_bn
+    if cu_seqlens_bn is None:
+        starts_n = torch.arange(0, s, chunk, dtype=torch.int32, device=device)
+        return torch.cat([starts_n, starts_n.new_full((1,), s)])[None]
+    first_bn = cu_seqlens_bn.long()
+    i_bs = torch.arange(s, device=device).expand(len(first_bn), -1)
+    place_bs = i_bs - first_bn.gather(1, segments_of(i_bs, first_bn[:, 1:]))
+    most = cu_seqlens_bn.shape[1] - 1 + s // chunk
+    starts_bs = torch.where(place_bs % chunk == 0, i_bs, s).sort(dim=1).values[:, :most]
+    return F.pad(starts_bs, (0, 1), value=s).to(cu_seqlens_bn.dtype)
+
+
+def causal_mask(
+    cu_seqlens_bn: Tensor | None, window: int | None, s: int, device: torch.device, chunk: int | None = None
+) -> AttentionMask:
     """Causal self-attention of sequences of s tokens, within documents and the `window` latest tokens if given.
 
-    `cu_seqlens_bn`: int32 `[b, n + 1]`, the first token of each document, and s.
+    `cu_seqlens_bn`: int32 `[b, n + 1]`, the first token of each document, and s. `chunk`: tokens of the chunks of
+    documents that attention stays within.
     """
+    cu_seqlens_bn = chunks_of(cu_seqlens_bn, chunk, s, device)
     if window is not None and window >= s:
         window = None
     if cu_seqlens_bn is None:
@@ -122,6 +149,8 @@ def key_ranges(mask: AttentionMask, s: int, t: int, device: torch.device) -> tup
     if mask.window is not None:
         first = torch.maximum(first, latest - mask.window + 1)
         end = torch.minimum(end, latest + mask.window)
+    if mask.chunk is not None:
+        first = torch.maximum(first, latest - (latest - start) % mask.chunk)
     if mask.causal:
         end = torch.minimum(end, latest + 1)
     if mask.prefix_b is not None:

@@ -150,6 +150,27 @@ class _Combine(Function):
         return *backward(dy_nh, rows_mh, weights_nk, inverse_nk, num_rows), None
 
 
+class _ScaleRows(Function):
+    @staticmethod
+    def forward(ctx: Any, rows_mh: Tensor, weights_nk: Tensor, permutation: Permutation) -> Tensor:
+        ctx.save_for_backward(rows_mh, weights_nk, permutation.order, permutation.inverse_nk, permutation.num_rows)
+        return (rows_mh * weights_nk.flatten()[permutation.order].unsqueeze(1)).to(rows_mh.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_mh: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows_mh, weights_nk, order_m, inverse_nk, num_rows = ctx.saved_tensors
+        drows_mh = (dy_mh * weights_nk.flatten()[order_m].unsqueeze(1)).to(rows_mh.dtype)
+        products_m1 = (rows_mh.to(weights_nk.dtype) * dy_mh).sum(dim=1, keepdim=True)
+        dweights_nk = torch.stack([_rows(products_m1, row_n, num_rows)[:, 0] for row_n in inverse_nk.unbind(1)], dim=1)
+        return drows_mh, dweights_nk, None
+
+
+def scale_rows(rows_mh: Tensor, weights_nk: Tensor, permutation: Permutation) -> Tensor:
+    """Rows times the weights `[n, k]` (float32 or wider) of their choices, in their dtype."""
+    return _ScaleRows.apply(rows_mh, weights_nk, permutation)
+
+
 def permute(x_nh: Tensor, permutation: Permutation) -> Tensor:
     """The rows `[m, h]` of tokens `[n, h]`, by expert."""
     return _Permute.apply(x_nh, permutation)

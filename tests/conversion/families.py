@@ -87,6 +87,7 @@ OPT: dict[str, Any] = {
     "vocab_size": V,
     "hidden_size": 32,
     "ffn_dim": 48,
+    "pad_token_id": None,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "max_position_embeddings": 16,
@@ -108,6 +109,32 @@ GPT_OSS: dict[str, Any] = LLAMA | {
 LONGROPE: dict[str, Any] = {
     "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.25, 2.0], "long_factor": [1.5, 3.0, 6.0]},
     "partial_rotary_factor": 0.75,
+}
+GLM4_MOE: dict[str, Any] = LLAMA | {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 2.5,
+    "num_mtp_layers": 0,
+}
+ERNIE: dict[str, Any] = LLAMA | {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24}
+MISTRAL4: dict[str, Any] = {
+    key: x for key, x in DEEPSEEK_V2.items() if key not in ("n_group", "topk_group", "first_k_dense_replace")
+} | {
+    "rope_parameters": YARN_ROPE
+    | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4},
+}
+LLAMA4: dict[str, Any] = LLAMA | {
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "no_rope_layers": [1, 0, 1],
+    "moe_layers": [1, 2],
+    "attention_chunk_size": 5,
+    "floor_scale": 4,
+    "attn_scale": 0.5,
 }
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", LLAMA | {"num_key_value_heads": 4}),
@@ -142,7 +169,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2",
         GEMMA
         | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "layer_types": ["full_attention"] * 3}
-        | {"tie_word_embeddings": False},
+        | {"tie_word_embeddings": False, "sliding_window": 4096},
     ),
     "gemma3": (
         "Gemma3",
@@ -195,6 +222,56 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"topk_method": "group_limited_greedy", "rope_parameters": YARN_OF_ALL, "routed_scaling_factor": 16.0},
     ),
     "deepseek-v2-lite": ("DeepseekV2", DEEPSEEK_V2 | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "glm4-moe": (
+        "Glm4Moe",
+        GLM4_MOE | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True, "n_group": 2, "topk_group": 1},
+    ),
+    "glm4-moe-plain": (
+        "Glm4Moe",
+        GLM4_MOE | {"partial_rotary_factor": 1.0, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
+    ),
+    "olmo3": (
+        "Olmo3",
+        LLAMA
+        | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {
+            "rope_parameters": {
+                "full_attention": YARN_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            }
+        },
+    ),
+    "smollm3": ("SmolLM3", LLAMA | {"no_rope_layers": [1, 0, 1], "rope_parameters": YARN_ROPE}),
+    "smollm3-windows": (
+        "SmolLM3",
+        LLAMA
+        | {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": 4, "attention_bias": True}
+        | {"mlp_bias": True, "tie_word_embeddings": False},
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        LLAMA | {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 12, "partial_rotary_factor": 0.5},
+    ),
+    "ernie4-5-moe": ("Ernie4_5_Moe", ERNIE | {"moe_layer_start_index": 1, "moe_layer_end_index": 1}),
+    "ernie4-5-moe-untied": (
+        "Ernie4_5_Moe",
+        ERNIE
+        | {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "tie_word_embeddings": False, "num_hidden_layers": 4},
+    ),
+    "mistral4": ("Mistral4", MISTRAL4),
+    "mistral4-no-latent": (
+        "Mistral4",
+        MISTRAL4 | {"q_lora_rank": None, "norm_topk_prob": False, "first_k_dense_replace": 1},
+    ),
+    "nanochat": ("NanoChat", LLAMA | {"final_logit_softcapping": 2.0}),
+    "nanochat-tied": ("NanoChat", LLAMA | {"final_logit_softcapping": None, "tie_word_embeddings": True}),
+    "llama4": ("Llama4", LLAMA4),
+    "llama4-plain": (
+        "Llama4",
+        LLAMA4
+        | {"moe_layers": [0, 1, 2], "use_qk_norm": False, "attn_temperature_tuning": False, "num_experts_per_tok": 1}
+        | {"floor_scale": 8192, "attn_scale": 0.1},
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu"}),
 }
@@ -374,6 +451,103 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v3": ("deepseek_v3", LATENT | {"rope_scaling": SCALING, "rope_theta": 500.0}),
+    "glm4_moe": (
+        "glm4_moe",
+        SMALL
+        | {
+            "qk_norm": True,
+            "partial_rotary_factor": 0.5,
+            "moe": GROUPED_EXPERTS | {"normalize": False, "num_groups": 2, "top_groups": 1},
+        },
+    ),
+    "olmo3": (
+        "olmo3",
+        SMALL
+        | {
+            "norm_position": "output",
+            "qk_norm": "projection",
+            "sliding_window": 5,
+            "full_attention_layers": [1],
+            "rope_theta": 500.0,
+            "rope_local_theta": 500.0,
+            "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+        },
+    ),
+    "smollm3": (
+        "smollm3",
+        SMALL
+        | {
+            "layer_kinds": {
+                "rotary": {},
+                "plain": {"mixer": {"position_embedding": "none"}},
+                "local": {"mixer": {"sliding_window": 5, "rope_theta": 10000.0}},
+            },
+            "pattern": ["rotary", "plain", "local"],
+        },
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        SMALL
+        | {
+            "qk_norm": "projection",
+            "partial_rotary_factor": 0.5,
+            "moe": {"num_experts": 6, "top_k": 3, "score": "sigmoid", "selection_bias": True, "ffn_hidden_size": 24},
+        },
+    ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        SMALL
+        | {
+            "layer_kinds": {"dense": {"ffn": {"kind": "mlp"}}, "sparse": {"ffn": {"kind": "moe"}}},
+            "pattern": ["dense", "sparse", "dense"],
+            "moe": {"num_experts": 6, "selection_bias": True, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 48},
+        },
+    ),
+    "mistral4": (
+        "mistral4",
+        LATENT
+        | {
+            "moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 48},
+            "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0},
+            "query_scaling": {"factor": 0.3, "length": 16},
+        },
+    ),
+    "nanochat": (
+        "nanochat",
+        SMALL
+        | {
+            "activation": "squared_relu",
+            "norm_weights": False,
+            "embedding_norm": True,
+            "qk_norm": "rotated",
+            "logit_softcap": 15.0,
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        SMALL
+        | {
+            "layer_kinds": {
+                "local": {"mixer": {"attention_chunk": 5, "qk_norm": "rotated"}, "ffn": {"kind": "mlp"}},
+                "full": {
+                    "mixer": {
+                        "position_embedding": "none",
+                        "query_scaling": {"factor": 0.3, "length": 4, "first_position": 1},
+                    },
+                    "ffn": {"kind": "moe"},
+                },
+            },
+            "pattern": ["local * 2", "full"],
+            "moe": {
+                "num_experts": 4,
+                "ffn_hidden_size": 24,
+                "shared_ffn_hidden_size": 24,
+                "score": "sigmoid",
+                "normalize": False,
+                "scale_inputs": True,
+            },
+        },
+    ),
     "gpt2": (
         "gpt2",
         SMALL
@@ -410,7 +584,7 @@ def config_class(kind: str) -> Any:
     """The class of `transformers` that reads config.json."""
     import transformers
 
-    return getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")
+    return getattr(transformers, f"{kind}{'TextConfig' if kind in ('Gemma3', 'Llama4') else 'Config'}")
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from megafp8.conversion.model import is_mtp, model_tensors
 from tests.conversion.families import (
     DEEPSEEK,
     DEEPSEEK_V2,
+    ERNIE,
     EXPERTS,
     GEMMA,
     GPT2,
@@ -21,7 +22,9 @@ from tests.conversion.families import (
     LATENT,
     LLAMA,
     LLAMA3_ROPE,
+    LLAMA4,
     LONGROPE,
+    MISTRAL4,
     NEOX,
     OPT,
     OURS,
@@ -44,6 +47,8 @@ GY = GO | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_po
 BA = {k: v for k, v in L.items() if k not in ("num_key_value_heads", "max_position_embeddings")} | {
     "model_type": "baichuan"
 }
+M4 = MISTRAL4 | {"model_type": "mistral4"}
+L4 = LLAMA4 | {"model_type": "llama4_text"}
 G3 = GEMMA | {"model_type": "gemma3_text"}
 G = GPT2 | {"model_type": "gpt2"}
 ORIGINAL = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
@@ -253,6 +258,41 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         E2 | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
         "layer_types = .*full_attention of all layers",
     ),
+    "another rope in Mistral 4": (
+        M4 | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+        "rope_parameters = .*in this family a dictionary with rope_type 'yarn'",
+    ),
+    "Mistral 4 without a scale of queries": (
+        M4 | {"rope_parameters": {k: x for k, x in M4["rope_parameters"].items() if k != "llama_4_scaling_beta"}},
+        "rope_parameters.llama_4_scaling_beta = None: .*by which queries are scaled",
+    ),
+    "groups of Mistral 4": (M4 | {"n_group": 2}, "n_group = 2: .*supported: 1"),
+    "bases of OLMo 3's windows": (
+        L | {"model_type": "olmo3", "rope_theta": 1e4},
+        "rope_theta = 10000.0: .*500000, or rope_parameters.sliding_attention",
+    ),
+    "another factor of rotated channels in OLMo 3": (
+        L | {"model_type": "olmo3", "rope_scaling": YARN | {"attention_factor": 1.2}},
+        r"attention_factor = 1.2: .*null or 1.138",
+    ),
+    "chunks without a size": (
+        L4 | {"attention_chunk_size": None, "layer_types": ["chunked_attention"] * 3},
+        "attention_chunk_size = None: .*as layer_types has chunked_attention",
+    ),
+    "windows in Llama 4": (
+        L4 | {"layer_types": ["sliding_attention"] * 3},
+        "layer_types = .*full_attention and chunked_attention",
+    ),
+    "too few layers without positions": (
+        L | {"model_type": "smollm3", "no_rope_layers": [1, 0]},
+        r"no_rope_layers = \[1, 0\]: .*num_hidden_layers \(3\)",
+    ),
+    "a bias in nanochat": (L | {"model_type": "nanochat", "attention_bias": True}, "attention_bias = True"),
+    "a bias in ERNIE": (ERNIE | {"model_type": "ernie4_5_moe", "use_bias": True}, "use_bias = True: .*False"),
+    "another rotary width of MiniMax": (
+        L | {"model_type": "minimax_m2", "rotary_dim": 32, "partial_rotary_factor": 0.5},
+        r"rotary_dim = 32: .*partial_rotary_factor × head_dim \(64\)",
+    ),
     "no hidden size": ({k: v for k, v in L.items() if k != "hidden_size"}, "has no key hidden_size"),
     "no number": (L | {"hidden_size": "wide"}, "hidden_size"),
 }
@@ -387,6 +427,31 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "su, the first name of longrope": (
         P3 | LONGROPE | {"rope_scaling": LONGROPE["rope_scaling"] | {"type": "su"}, "max_position_embeddings": 8192},
         {"longrope": LongRopeConfig(short_factor=[1, 1.25, 2], long_factor=[1.5, 3, 6], factor=2)},
+    ),
+    "YaRN's factor of rotated channels as it is": (
+        Q2 | {"rope_scaling": YARN | {"attention_factor": 0.1 * math.log(4) + 1}},
+        {"yarn": YarnConfig(factor=4, original_max_position_embeddings=16)},
+    ),
+    "OLMo 3, version 4: YaRN without windows": (
+        L | {"model_type": "olmo3", "rope_theta": 5e5, "sliding_window": 8, "rope_scaling": YARN},
+        {"sliding_window": 8, "full_attention_layers": [], "pattern": [], "yarn": None},
+    ),
+    "OLMo 3 with windows in three of four layers": (
+        L | {"model_type": "olmo3", "num_hidden_layers": 8, "rope_scaling": YARN},
+        {"sliding_window": 4096, "full_attention_layers": [3, 7], "pattern": [], "rope_local_theta": 5e5}
+        | {"yarn": YarnConfig(factor=4, original_max_position_embeddings=16)},
+    ),
+    "SmolLM3's layers without positions": (
+        L | {"model_type": "smollm3", "num_hidden_layers": 8},
+        {"pattern": ["rope * 3", "no-position_embedding"], "rope_theta": 2e6},
+    ),
+    "MiniMax's width of rotated channels": (
+        L | {"model_type": "minimax_m2", "rotary_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {"partial_rotary_factor": 0.5, "channels": 128},
+    ),
+    "ERNIE's layers with experts": (
+        L | {"model_type": "ernie4_5_moe", "num_hidden_layers": 6, "moe_layer_interval": 2, "moe_layer_end_index": 3},
+        {"pattern": ["mlp", "moe", "mlp", "moe", "mlp"]},
     ),
     "theta, version 4": (L | {"rope_theta": 5e5}, {"rope_theta": 5e5}),
     "theta, version 5": (L | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 5e5}),
@@ -545,11 +610,11 @@ def test_configs_are_the_published_models(name: str) -> None:
     ("options", "expected"),
     [
         ({"parallel_block": True}, r"nearest, llama, lacks model.parallel_block = True \(there False\)"),
-        ({"position_embedding": "none"}, "nearest, llama, lacks model.position_embedding = 'none'"),
+        ({"position_embedding": "none", "qk_norm": True}, "nearest, qwen3, lacks model.position_embedding = 'none'"),
         ({"qkv_bias": True, "qk_norm": True}, "nearest, qwen2, lacks model.qk_norm = True"),
         ({"normalization": "layernorm"}, "nearest, llama, lacks model.normalization = 'layernorm'"),
         (_experts(score="sigmoid"), r"nearest, mixtral, lacks model.moe.score = 'sigmoid' \(there 'softmax'\)$"),
-        (_experts(selection_bias=True), r"lacks model.moe.selection_bias = True \(there False\)$"),
+        (_experts(selection_bias=True) | {"qk_norm": True}, r"nearest, ernie4_5_moe, lacks model.qk_norm = True"),
         (_experts(scaling_factor=2.5), r"lacks model.moe.scaling_factor = 2.5 \(there 1.0\)$"),
         (_experts(num_groups=2, top_groups=1), r"lacks model.moe.num_groups = 2 \(there 1\), model.moe.top_groups = 1"),
         (_experts(first_dense_layers=1), r"nearest, mixtral, lacks model.moe.first_dense_layers = 1 \(there 0\)$"),
@@ -579,10 +644,23 @@ def test_every_family_is_tested() -> None:
     assert {family for family, _ in OURS.values()} == {name for name, x in FAMILIES.items() if x.kind == "gpt"}
 
 
+def test_every_family_is_documented() -> None:
+    """With the file that it is in, which is short."""
+    rows = (ROOT / "docs" / "huggingface.md").read_text().splitlines()
+    for name, family in FAMILIES.items():
+        (row,) = (row for row in rows if row.startswith("| `") and f"`{name}`" in row.split("|")[1])
+        file, _, lines = row.rstrip("| ").rpartition("|")[2].strip().partition(": ")
+        text = (ROOT / "megafp8" / "conversion" / "families" / file.strip("`")).read_text()
+        assert f'Family("{family.model_type}", ' in text
+        assert abs(len(text.splitlines()) - int(lines)) <= 10
+        assert len(text.splitlines()) <= 150
+
+
 _FAMILIES = """
     Llama Arcee Mistral Qwen2 Qwen3 GPT2 Olmo2 Gemma2 Gemma3
     Phi3 Granite OPT Bloom Glm Glm4 GPTNeoX
     Mixtral GraniteMoe GptOss Qwen3Moe Qwen2Moe Olmoe DeepseekV2 DeepseekV3
+    Glm4Moe Olmo3 SmolLM3 MiniMaxM2 Ernie4_5_Moe Mistral4 NanoChat Llama4
     Bert Roberta T5
 """
 
@@ -590,6 +668,6 @@ _FAMILIES = """
 @pytest.mark.parametrize("kind", _FAMILIES.split())
 def test_every_key_of_theirs_is_known(kind: str) -> None:
     """A release of `transformers` with a new key, which may change the model, is to be looked at."""
-    without_default = {"num_experts_per_tok": 6} if kind == "DeepseekV2" else {}
-    config = config_class(kind)(**without_default)
+    without_default = {"DeepseekV2": {"num_experts_per_tok": 6}, "Glm4Moe": {"head_dim": 128}}
+    config = config_class(kind)(**without_default.get(kind, {}))
     read_config(config.to_dict() | {"model_type": config.model_type})

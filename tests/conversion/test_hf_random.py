@@ -25,7 +25,7 @@ from megafp8.config.parts.attention import attention_heads
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
 from tests.conversion.checkpoints import convert
-from tests.conversion.families import B, RandomSource, S, V, randomize, tokens
+from tests.conversion.families import B, RandomSource, S, V, config_class, randomize, tokens
 from tests.conversion.test_hf_logits import our_logits
 from tests.world import World
 
@@ -376,7 +376,37 @@ _GPT2: dict[str, list[Any]] = {
 }
 
 
+_BY_LAYER: dict[str, list[Any]] = {
+    "no_rope_layers": [None, [], [1, 0], [0, 0], [1], [1, 0, 1], [2, 1], "none"],
+    "no_rope_layer_interval": [1, 2, 4],
+    "attention_chunk_size": [None, 5, 3, 0],
+    "attn_temperature_tuning": [True, False, None],
+    "floor_scale": [3, 8192],
+    "attn_scale": [0.5, 0.1],
+    "use_qk_norm": [True, False],
+    "moe_layers": [None, [], [0], [1], [0, 1], [5]],
+    "interleave_moe_layer_step": [1, 2, 3],
+    "intermediate_size_mlp": [48, 32],
+    "intermediate_size": [48, 24],
+    "final_logit_softcapping": [None, 1.0],
+    "rotary_dim": [4, 8, None],
+    "first_k_dense_replace": [0, 1, 2],
+    "n_group": [1, 2, 4],
+    "topk_group": [1, 2],
+    "n_shared_experts": [0, 1, 2],
+    "moe_layer_start_index": [0, 1, 2, -1],
+    "moe_layer_end_index": [-1, 0, 1, 5],
+    "moe_layer_interval": [1, 2, 0],
+    "moe_num_shared_experts": [0, 1, 2],
+    "moe_norm_min": [1e-12, 0.5],
+    "use_bias": [True, False],
+    "moe_k": [1, 2, 5],
+    "scoring_func": ["sigmoid", "softmax"],
+}
+
 _KEYS = {
+    **dict.fromkeys(("SmolLM3", "Olmo3", "NanoChat"), _ANY | _LLAMA_LIKE | _BY_LAYER),
+    **dict.fromkeys(("Llama4", "Glm4Moe", "MiniMaxM2", "Ernie4_5_Moe"), _ANY | _EXPERTS | _LLAMA_LIKE | _BY_LAYER),
     **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3"), _ANY | _LLAMA_LIKE),
     **dict.fromkeys(("Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe"), _ANY | _EXPERTS),
     **dict.fromkeys(("DeepseekV2", "DeepseekV3"), _ANY | _DEEPSEEK),
@@ -392,11 +422,13 @@ def _their_config(rng: Rng, kind: str, keys: Collection[str]) -> dict[str, Any]:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
                "shared_expert_intermediate_size": 40, "decoder_sparse_step": rng.choice([1, 2]),
                "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
-               "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}  # fmt: skip
+               "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+               "num_local_experts": 4, "moe_num_experts": 4, "moe_k": 2, "floor_scale": 4,
+               "attention_chunk_size": 5}  # fmt: skip
     return {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
             "num_attention_heads": 4, "head_dim": 8,
             "num_key_value_heads": 4 if kind.startswith("Deepseek") else rng.choice([2, 4]),
-            "max_position_embeddings": 64, "tie_word_embeddings": rng.random() < 0.3,
+            "max_position_embeddings": 64, "pad_token_id": None, "tie_word_embeddings": rng.random() < 0.3,
             **{key: value for key, value in experts.items() if key in keys}}  # fmt: skip
 
 
@@ -405,7 +437,7 @@ def _save_theirs(rng: Rng, folder: Path) -> dict[str, Any]:
     import transformers
 
     kind = rng.choice([*_KEYS])
-    known = getattr(transformers, f"{kind}Config")
+    known = config_class(kind)
     config = known(**_their_config(rng, kind, known().to_dict().keys() | known.attribute_map.keys()))
     torch.manual_seed(rng.randrange(10**6))
     model = getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(config)

@@ -25,6 +25,7 @@ PAGES = [[7, 0, 3], [2, 8, 1], [4, 6, 5]]
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 4},
+    "chunk": {"chunk": 4},
     "sinks": {"sink": True},
     "soft cap": {"softcap": 1.5, "window": 2},
     "alibi": {"alibi": True},
@@ -57,6 +58,7 @@ def test_chunks_of_sequences(kind: str, in_place: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(paged_attention, "_KEYS", 4)
     monkeypatch.setattr(paged_attention, "_PROGRAMS", 8)
     window, width, multiple = given.get("window"), given.get("value_width", D), given.get("multiple", 1)
+    chunk = given.get("chunk")
     sink = torch.randn(HEADS, dtype=dtype) if "sink" in given else None
     n = len(PAGES[0]) * PAGE
     q, k, v = (torch.randn(n, len(PAGES), heads, D, dtype=dtype) for heads in (HEADS, GROUPS, GROUPS))
@@ -65,7 +67,7 @@ def test_chunks_of_sequences(kind: str, in_place: bool, monkeypatch: pytest.Monk
     stored = given.get("stored")
     of_all = Scores(softcap=given.get("softcap"), distance_bias_ar=_alibi(n).to(dtype) if "alibi" in given else None)
     kept = _rounded(k, stored), _rounded(v, stored)
-    expected = attention(q, *kept, causal_mask(None, window, n, q.device), sink, of_all)
+    expected = attention(q, *kept, causal_mask(None, window, n, q.device, chunk), sink, of_all)
     cache = PagedCache(
         {LAYER: TokenCache(GROUPS, D, width)}, num_pages=9, page_size=PAGE, dtype=dtype, device=q.device, stored=stored,
     )  # fmt: skip
@@ -81,7 +83,7 @@ def test_chunks_of_sequences(kind: str, in_place: bool, monkeypatch: pytest.Monk
         scores = Scores(softcap=of_all.softcap, distance_bias_ar=bias)
         rows, columns = map(list, zip(*where))
         q_n1ad, k_n1gd, v_n1gd = (x[rows, columns].unsqueeze(1) for x in (q, k, v))
-        found = PagedAttention(packed, cache, LAYER, window)(q_n1ad, k_n1gd, v_n1gd, sink, scores)
+        found = PagedAttention(packed, cache, LAYER, window, chunk)(q_n1ad, k_n1gd, v_n1gd, sink, scores)
         begins = torch.tensor([at[0] == 0 and len(at) > 1 for at, _ in own for _ in at] + [False] * packed.padding)
         if stored is not None:  # a chunk that begins its sequence attends to its keys as they are
             found, rows, columns = found[~begins], *(torch.tensor(x)[~begins].tolist() for x in (rows, columns))

@@ -19,6 +19,7 @@ from megafp8.ops.attention import attention
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "one sequence": {"positions": [4095]},
+    "chunk": {"chunk": 100},
     "window, sinks": {"window": 100, "sink": True, "d": 64},
     "soft cap, wide": {"softcap": 30.0, "d": 256, "window": 1000},
     "narrow values, no groups": {"d": 192, "w": 128, "heads": 16, "groups": 16},
@@ -55,8 +56,8 @@ def test_equals_attention_to_what_is_read(name: str) -> None:
     positions_n = torch.tensor(positions, device=device)
     sink = torch.randn(heads, device=device, dtype=torch.bfloat16) if "sink" in given else None
     scores = Scores(softcap=given.get("softcap"))
-    found = cache.attend(0, q, table, positions_n, window, sink, scores)
-    mask = AttentionMask(window=window, positions_bs=positions_n[:, None])
+    found = cache.attend(0, q, table, positions_n, window, given.get("chunk"), sink, scores)
+    mask = AttentionMask(window=window, chunk=given.get("chunk"), positions_bs=positions_n[:, None])
     exact = attention(
         q[None].double(), k_tbgd.double(), v_tbgd.double(), mask, None if sink is None else sink.double(), scores
     )  # fmt: skip

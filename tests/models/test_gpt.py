@@ -134,7 +134,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "pattern": ["linear", "local"],
     },
     "kimi-delta": LLAMA | {"layer_kinds": {"linear": {"mixer": KIMI_DELTA}, "full": {}}, "pattern": ["linear", "full"]},
-    "latent": LLAMA | {"latent_attention": LATENT, "yarn": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
+    "latent": LLAMA
+    | {
+        "latent_attention": LATENT,
+        "yarn": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2},
+        "query_scaling": {"factor": 0.5, "length": 3},
+    },
+    "chunks": LLAMA
+    | {
+        "norm_weights": False,
+        "embedding_norm": True,
+        "qk_norm": "rotated",
+        "attention_chunk": 3,
+        "query_scaling": {"factor": 0.5, "length": 3, "first_position": 1},
+    },
 }
 MIXTRAL = LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "z_loss": 0.1}}
 QWEN_MOE: dict[str, Any] = {
@@ -161,6 +174,27 @@ MOE_MODELS = {
         "full_attention_layers": [1],
         "yarn": YARN,
         "moe": {"num_experts": 4, "top_k": 2, "z_loss": 0.1},
+    },
+    "llama4": LLAMA
+    | {
+        "layer_kinds": {
+            "local": {"mixer": {"attention_chunk": 3}, "ffn": {"kind": "mlp"}},
+            "full": {
+                "mixer": {"position_embedding": "none", "query_scaling": {"factor": 0.5, "length": 3}},
+                "ffn": {"kind": "moe"},
+            },
+        },
+        "pattern": ["local", "full"],
+        "moe": {
+            "num_experts": 4,
+            "top_k": 2,
+            "ffn_hidden_size": 12,
+            "shared_ffn_hidden_size": 12,
+            "score": "sigmoid",
+            "normalize": False,
+            "scale_inputs": True,
+            "aux_loss": 0.3,
+        },
     },
     "capacity": LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "capacity_factor": 0.75}},
     "all-experts": LLAMA
@@ -274,7 +308,9 @@ def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, r
     world4.run(_compare, MODELS[name], tp, sequence_parallel, recompute, ranks=tp)
 
 
-@pytest.mark.parametrize("name", slow_but(["llama", "gpt2", "hybrid", "kimi-delta"], "llama", "gpt2", "hybrid"))
+@pytest.mark.parametrize(
+    "name", slow_but(["llama", "gpt2", "hybrid", "chunks", "kimi-delta"], "llama", "gpt2", "hybrid", "chunks")
+)
 @pytest.mark.parametrize(("tp", "sequence_parallel"), slow_but([(1, False), (2, True)], (2, True)))
 def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
     world4.run(
@@ -311,7 +347,7 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     world4.run(_compare, MODELS[name], tp, sequence_parallel=True, cp=cp, ranks=tp * cp)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "kimi-delta"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "kimi-delta"])
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
     world4.run(
         _compare, MODELS[name], 2, sequence_parallel=True, recompute="full", documents=True, z_loss=0.0, cp=2, ranks=4
@@ -331,6 +367,8 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
         ("gpt-oss", 1, 2, 2, 1, "all_to_all", "none"),
         pytest.param("deepseek", 4, 1, 4, 1, "all_gather", "none", marks=pytest.mark.slow),
         ("deepseek", 2, 2, 2, 2, "all_gather", "selective"),
+        ("llama4", 2, 2, 4, 1, "all_to_all", "none"),
+        pytest.param("llama4", 2, 1, 2, 1, "all_gather", "selective", marks=pytest.mark.slow),
         ("groups-softmax", 1, 4, 2, 1, "all_to_all", "none"),
     ],
 )

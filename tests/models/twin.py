@@ -68,7 +68,8 @@ def _kept(x: Tensor, p: float, words: list[np.ndarray]) -> Tensor:
 
 def _norm(x: Tensor, w: Weights, name: str, config: ModelConfig, kind: str = "rmsnorm") -> Tensor:
     """By default that of latents, or of queries and keys."""
-    weight, eps = w[f"{name}.weight"] + config.zero_centered_gamma, config.norm_eps
+    eps = config.norm_eps
+    weight = w[f"{name}.weight"] + config.zero_centered_gamma if config.norm_weights or "attention." in name else 1
     if kind == "rmsnorm":
         return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight
     centred = x - x.mean(-1, keepdim=True)
@@ -151,6 +152,15 @@ def _alibi_slope(head: int, heads: int) -> float:
     return 2 ** (-8 * (head + 1) / power) if head < power else 2 ** (-8 * (2 * (head - power) + 1) / (2 * power))
 
 
+def _query_scales(config: ModelConfig, positions: Tensor) -> Tensor | float:
+    """What queries are multiplied by, `[b, s, 1]`: a step more after each so many tokens."""
+    if config.query_scaling is None:
+        return 1.0
+    q = config.query_scaling
+    steps = torch.div(positions + q.first_position, q.length, rounding_mode="floor").double()
+    return (1 + q.factor * torch.log(1 + steps)).unsqueeze(-1)
+
+
 def _attention(
     x: Tensor,
     w: Weights,
@@ -174,6 +184,9 @@ def _attention(
             kh = _norm(kh, w, f"{name}.k_norm", config)
         if config.position_embedding == "rope":
             qh, kh = _rotate(qh, positions, config, window), _rotate(kh, positions, config, window)
+        if config.qk_norm == "rotated":
+            qh, kh = (y / (y.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() for y in (qh, kh))
+        qh = qh * _query_scales(config, positions)
         scores = qh @ kh.transpose(-1, -2) * (config.attention_scale or 1 / math.sqrt(d))
         if config.attention_softcap is not None:
             scores = config.attention_softcap * torch.tanh(scores / config.attention_softcap)
@@ -227,7 +240,7 @@ def _latent_attention(
         qn, qr = q[..., head * (n + r) : (head + 1) * (n + r)].split([n, r], dim=-1)
         kn, vh = kv[..., head * (n + v) : (head + 1) * (n + v)].split([n, v], dim=-1)
         scores = qn @ kn.transpose(-1, -2) + _interleaved(qr, positions, config) @ k_rotary.transpose(-1, -2)
-        scores = scores * _scaled_factors(config)[1]
+        scores = scores * _scaled_factors(config)[1] * _query_scales(config, positions)
         probabilities = (scores / math.sqrt(n + r)).masked_fill(~allowed, -math.inf).softmax(-1)
         out.append(dropouts.probabilities(probabilities, name, head) @ vh)
     return _linear(torch.cat(out, -1), w, f"{name}.proj")
@@ -302,18 +315,24 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
         largest = sorted(range(b * s), key=lambda token: -weights[token][e].item())
         for place, token in enumerate(largest):
             if place < most and weights[token][e] != 0:
-                y = mlp(x.flatten(0, 1)[token], w, f"{name}.experts.{e}", config)
-                out[token] = out[token] + weights[token][e] * y
+                scale = weights[token][e]
+                y = mlp(x.flatten(0, 1)[token] * (scale if m.scale_inputs else 1), w, f"{name}.experts.{e}", config)
+                out[token] = out[token] + (y if m.scale_inputs else scale * y)
     return torch.stack(out).view_as(x)
 
 
-def _allowed(tokens: Tensor, documents: Tensor | None, window: int | None, prefix: list[int] | None) -> Tensor:
+def _allowed(
+    tokens: Tensor, documents: Tensor | None, window: int | None, prefix: list[int] | None, chunk: int | None,
+    positions: Tensor,
+) -> Tensor:  # fmt: skip
     b, s = tokens.shape
     allowed = torch.zeros(b, s, s, dtype=torch.bool)
     for row in range(b):
         for i in range(s):
             for j in range(s):
                 near = window is None or i - j < window
+                if chunk is not None:
+                    near &= bool(positions[row, i] // chunk == positions[row, j] // chunk)
                 same = documents is None or documents[row, i] == documents[row, j]
                 earlier = j <= i or (prefix is not None and j < prefix[row])
                 allowed[row, i, j] = earlier and near and bool(same)
@@ -467,9 +486,12 @@ def twin_loss(
     given = [[part.given for part in kind_of if part is not None] for kind_of in ((x.mixer, x.ffn) for x in kinds)]
     configs = [config.model_copy(update=dict(pair for keys in parts for pair in keys.items())) for parts in given]
     windows = [None if i in config.full_attention_layers else x.sliding_window for i, x in enumerate(configs)]
-    allowed = {window: _allowed(tokens, documents, window, prefix) for window in set(windows)}
     if positions is None:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    reach = [(window, x.attention_chunk) for window, x in zip(windows, configs)]
+    allowed = {
+        (window, chunk): _allowed(tokens, documents, window, prefix, chunk, positions) for window, chunk in set(reach)
+    }
     x, kind = config.embedding_multiplier * w["embedding.word.weight"][tokens], config.normalization
     if config.position_embedding == "learned":
         x = x + w["embedding.position.weight"][positions]
@@ -479,7 +501,7 @@ def twin_loss(
     x = dropouts.hidden(x, "embedding")
     losses = [] if router_losses is None else router_losses
     for layer in range(config.num_layers):
-        sparse, seen = config.moe_of(layer) is not None, allowed[windows[layer]]
+        sparse, seen = config.moe_of(layer) is not None, allowed[reach[layer]]
         window = windows[layer]
         x = _block(
             x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, kinds[layer], sparse=sparse,

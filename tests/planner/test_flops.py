@@ -45,6 +45,11 @@ def test_pairs_of_a_window_are_those_that_the_counter_sees(window: int) -> None:
     assert counter.get_total_flops() == 2 * d * pairs_of(s, window, causal=True)
 
 
+def test_pairs_of_chunks() -> None:
+    assert pairs_of(16, None, causal=True, chunk=6) == (6 * 6 + 6 * 6 + 4 * 4) / 2
+    assert pairs_of(16, None, causal=True, chunk=16) == pairs_of(16, None, causal=True)
+
+
 @pytest.fixture
 def alone() -> Iterator[ParallelState]:
     from megafp8.parallel_state import initialize_distributed

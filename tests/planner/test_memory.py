@@ -107,6 +107,18 @@ MODELS: dict[str, list[str]] = {
         "model.latent_attention={q_rank: 48, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 12}",
         "model.num_query_groups=null",
     ],
+    "rotated-norms": [
+        "model.qk_norm=rotated",
+        "model.norm_weights=false",
+        "model.attention_chunk=8",
+        "model.query_scaling={length: 4}",
+    ],
+    "scaled-queries": ["model.query_scaling={length: 4}"],
+    "scaled-inputs": [
+        "model.moe={num_experts: 8, ffn_hidden_size: 48, normalize: false, scale_inputs: true}",
+        "model.layer_kinds={rope: {}, none: {mixer: {position_embedding: none, query_scaling: {length: 4}}}}",
+        "model.pattern=[rope, none]",
+    ],
     "biased-experts": ["model.moe={num_experts: 8, ffn_hidden_size: 48}", "model.linear_bias=true"],
     "experts": ["model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 48, aux_loss: 0.01, z_loss: 0.001}"],
     "shared-expert": [
@@ -136,7 +148,7 @@ def _trainer(config: Config) -> Trainer:
 
 
 def _saved(trainer: Trainer, forward: Any) -> int:
-    """Bytes that autograd saves in `forward`, without parameters and rotary tables."""
+    """Bytes that autograd saves in `forward`, without parameters, constants and rotary tables."""
     found: dict[int, tuple[int, Tensor]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -152,7 +164,8 @@ def _saved(trainer: Trainer, forward: Any) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = forward(inputs)
     assert y[0].requires_grad
-    ours = {tensor.untyped_storage().data_ptr() for tensor in inputs.tensors}
+    constants = trainer.stages[0].context.constants.values()
+    ours = {tensor.untyped_storage().data_ptr() for tensor in (*inputs.tensors, *constants)}
     return sum(
         size
         for address, (size, tensor) in found.items()

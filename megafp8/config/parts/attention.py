@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from megafp8.config.errors import Problem, divisors
-from megafp8.config.parts.base import ModelSection, PartConfig
+from megafp8.config.parts.base import ModelSection, PartConfig, RunConfig
 from megafp8.section import FLOAT, IN_FP32, INTEGER, NonNegative, PositiveFloat, PositiveInt, Section
 
 
@@ -99,6 +99,19 @@ class LongRopeConfig(Section):
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
 
 
+class QueryScaling(Section):
+    """Queries are multiplied by 1 + factor · ln(1 + ⌊(position + first_position) / length⌋), so that attention stays
+    sharp in long contexts (Nakanishi 2025, arXiv:2501.19399; Llama 4, Mistral 4)."""
+
+    factor: PositiveFloat = 0.1
+    """How fast the scale grows (Llama 4's attn_scale; Mistral 4's llama_4_scaling_beta)."""
+    length: PositiveInt = 8192
+    """Tokens of each step of the scale; queries of the first ones are not scaled (Llama 4's floor_scale; Mistral 4's
+    original_max_position_embeddings)."""
+    first_position: Literal[0, 1] = 0
+    """Number of a sequence's first token in this formula: 0 in Mistral 4, 1 in Llama 4."""
+
+
 class RotaryKeys(Section):
     """How positions enter attention."""
 
@@ -132,9 +145,9 @@ class AttentionKeys(RotaryKeys):
     """Width of one attention head. Default: hidden_size / num_attention_heads."""
     qkv_bias: bool = False
     """Add biases to the query, key and value projections only (Qwen2)."""
-    qk_norm: bool | Literal["projection"] = False
+    qk_norm: bool | Literal["projection", "rotated"] = False
     """Apply RMSNorm to each query and key head (Qwen3); projection: to all query heads at once, and all key heads
-    (OLMoE)."""
+    (OLMoE); rotated: to each head after the rotary embedding, without weights (Llama 4, nanochat)."""
     attention_sinks: bool = False
     """Give each query head a learned score that takes part in its softmax and has no value, so that it can attend to
     nothing (gpt-oss; Megatron-LM's softmax_type: learnable)."""
@@ -143,6 +156,11 @@ class AttentionKeys(RotaryKeys):
     (Qwen3-Next; Qiu et al. 2025, arXiv:2505.06708)."""
     sliding_window: PositiveInt | None = None
     """Each token attends to this many latest tokens, including itself. Default: all earlier tokens."""
+    attention_chunk: PositiveInt | None = None
+    """Sequences are cut into chunks of this many tokens, each token attends to the earlier ones of its own (Llama 4).
+    Default: one chunk."""
+    query_scaling: QueryScaling | None = None
+    """Scaling of queries by their positions. Default: none."""
     attention_scale: PositiveFloat | None = None
     """Scores of attention are multiplied by this (Gemma's query_pre_attn_scalar^-0.5, Granite's attention_multiplier).
     Default: 1 / √head_dim, in t5 1."""
@@ -208,7 +226,8 @@ class AttentionConfig(PartConfig, AttentionKeys):
 
     @property
     def shares_context(self) -> bool:
-        return self.longrope is None and self.position_embedding != "alibi"  # they depend on the place among all tokens
+        # They depend on the place among all tokens.
+        return self.longrope is None and self.position_embedding != "alibi" and self.attention_chunk is None
 
     def widths(self, model: ModelSection) -> Mapping[str, int]:
         return {"num_attention_heads": self.num_attention_heads, "num_query_groups": self.groups}
@@ -223,6 +242,11 @@ class AttentionConfig(PartConfig, AttentionKeys):
         values = {name: getattr(model, name) for name in AttentionKeys.model_fields} | self.given
         for problem in attention_heads(model.model_copy(update={**values, "latent_attention": None})):
             yield replace(problem, path=problem.path.replace("model.", f"{path}.", 1))
+
+    def run_problems(self, config: RunConfig, path: str) -> Iterator[Problem]:
+        if config.data.prefix_lm is not None and "attention_chunk" in self.given:
+            rule = "data.prefix_lm is set, and all tokens attend to the whole prefix"
+            yield Problem(f"{path}.attention_chunk", self.attention_chunk, rule, "leave it out, or data.prefix_lm")
 
 
 def attention_heads(m: ModelSection) -> Iterator[Problem]:
@@ -246,6 +270,9 @@ def attention_heads(m: ModelSection) -> Iterator[Problem]:
     if m.rope_interpolation_factor > 1 and scaled:
         works = f"try 1, or leave {' and '.join(scaled)} out"
         yield Problem("model.rope_interpolation_factor", m.rope_interpolation_factor, rule, works)
+    if m.attention_chunk is not None and m.sliding_window is not None:
+        rule = f"model.sliding_window ({m.sliding_window}) says which tokens each one attends to"
+        yield Problem("model.attention_chunk", m.attention_chunk, rule, "leave one of them out")
     if m.rope_local_theta is not None and m.sliding_window is None:
         works = "set model.sliding_window, or leave it out"
         yield Problem("model.rope_local_theta", m.rope_local_theta, "no layer has a window", works)

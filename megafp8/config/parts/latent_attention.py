@@ -77,6 +77,7 @@ def latent_attention(m: ModelSection) -> Iterator[Problem]:
         "qk_norm": "it normalizes the latents instead",
         "attention_sinks": "its heads have no sinks",
         "output_gate": "its heads have no gates",
+        "attention_chunk": "its tokens attend to all earlier ones or those of a window",
         "attention_scale": "its scores are divided by the root of the width of a key",
         "attention_softcap": "its scores have no soft cap",
         "partial_rotary_factor": "rope_head_dim says which channels are rotated",

@@ -48,6 +48,9 @@ class MoeConfig(Section):
     bias_update_rate: NonNegative = 0.001
     """After each step, the selection bias of experts with less than the mean number of tokens grows by this, and that
     of the others shrinks by it. No effect without selection_bias. 0: the bias is constant."""
+    scale_inputs: bool = False
+    """Multiply an expert's inputs, not its outputs, by the weights of its tokens (Llama 4; Megatron-LM's
+    moe_apply_probs_on_input)."""
     capacity_factor: PositiveFloat | None = None
     """An expert takes at most so many times the mean number of tokens of a rank's micro-batch, those with the highest
     weights, and no output for the others (Megatron-LM's moe_expert_capacity_factor; token dropping). Which are dropped

@@ -1,5 +1,7 @@
 """DeepSeek-V2 and V3."""
 
+from collections.abc import Mapping
+
 from megafp8.config import LatentMixerConfig
 from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
@@ -16,26 +18,12 @@ _DERIVED_WIDTHS = {
 _GROUP_METHODS = ("greedy", "group_limited_greedy")
 
 
-def _check_derived_widths(hf: HfConfig) -> None:
+def check_derived_widths(hf: HfConfig, derived: Mapping[str, tuple[str, ...]] = _DERIVED_WIDTHS) -> None:
     """Keys that follow from others, but that transformers uses as they are in config.json."""
-    for key, parts in _DERIVED_WIDTHS.items():
+    for key, parts in derived.items():
         values = [x for part in parts if isinstance(x := hf.get(part), int)]  # others are refused elsewhere
         if len(values) == len(parts):
             expect(hf, key, sum(values), f"{' + '.join(parts)} ({sum(values)})")
-
-
-def _read_groups(hf: HfConfig) -> Fields:
-    experts, groups = hf.get("n_routed_experts"), hf.get("n_group", 8)
-    if isinstance(experts, int) and isinstance(groups, int) and 0 < experts < 2 * groups:
-        refuse("n_group", groups, f"groups of at least two of the n_routed_experts ({experts})")
-    return {"moe.num_groups": groups, "moe.top_groups": hf.get("topk_group", 4)}
-
-
-def _write_groups(ours: Fields) -> Keys:
-    groups, top = ours["moe.num_groups"], ours["moe.top_groups"]
-    if top in (None, groups):  # experts of all groups are chosen from
-        groups = top = 1
-    return {"n_group": groups, "topk_group": top}
 
 
 def _read_group_method(hf: HfConfig) -> Fields:
@@ -49,43 +37,31 @@ def _read_group_method(hf: HfConfig) -> Fields:
 
 
 def _write_group_method(ours: Fields) -> Keys:
-    groups = _write_groups(ours)
+    groups = traits.write_expert_groups(ours)
     return {**groups, "topk_method": _GROUP_METHODS[groups["n_group"] > 1]}
 
 
-def _shared_experts(default: int) -> Trait:
-    """One MLP in place of `n_shared_experts` of the width of the others."""
-
-    def read(hf: HfConfig) -> Fields:
-        count, width = hf.get("n_shared_experts", default), hf.get("moe_intermediate_size")
-        if not isinstance(count, int) or count < 1:
-            refuse("n_shared_experts", count, "1 or more in this family")
-        return {"moe.shared_ffn_hidden_size": count * width if isinstance(width, int) else width}
-
-    def write(ours: Fields) -> Keys:
-        return {"n_shared_experts": max(1, (ours["moe.shared_ffn_hidden_size"] or 0) // ours["moe.ffn_hidden_size"])}
-
-    return Trait(("n_shared_experts",), read, write)
-
-
-_DEEPSEEK = (
-    *traits.RMSNORM_MODEL, traits.POSITIONS, traits.activation(), traits.UNTIED, rope(1e4), always(norm_eps=1e-6),
+LATENT_MODEL = (
+    *traits.RMSNORM_MODEL, traits.POSITIONS, traits.activation(), traits.UNTIED, always(norm_eps=1e-6),
     only(rms_norm_eps=1e-6, why="which transformers uses for the norms of the latents, whatever this key says"),
     same(
         "latent_attention", q_rank=Key("q_lora_rank", nullable=True), kv_rank="kv_lora_rank",
         nope_head_dim="qk_nope_head_dim", rope_head_dim="qk_rope_head_dim", value_head_dim="v_head_dim",
     ),
-    # The default of transformers is 128 in deepseek_v3, whatever the number of heads.
-    check(_check_derived_widths, *_DERIVED_WIDTHS, num_key_value_heads=lambda ours: ours["num_attention_heads"]),
     only(attention_bias=False),
     same("moe", top_k="num_experts_per_tok", ffn_hidden_size="moe_intermediate_size"),
+)  # fmt: skip
+_DEEPSEEK = (
+    *LATENT_MODEL, rope(1e4),
+    # The default of transformers is 128 in deepseek_v3, whatever the number of heads.
+    check(check_derived_widths, *_DERIVED_WIDTHS, num_key_value_heads=lambda ours: ours["num_attention_heads"]),
     only(moe_layer_freq=1),  # read by other engines than transformers, as those below
     unread("aux_loss_alpha", "seq_aux"),  # of losses that ours is not, as router_aux_loss_coef
 )  # fmt: skip
 _NAMES = like_llama(usual(LatentMixerConfig), MULTI_TOKEN_PREDICTION)
 FAMILIES = (
     Family("deepseek_v2", "DeepseekV2ForCausalLM", (
-        *_DEEPSEEK, traits.num_experts("n_routed_experts", "num_experts"), _shared_experts(2),
+        *_DEEPSEEK, traits.num_experts("n_routed_experts", "num_experts"), traits.shared_experts(2),
         same("moe", first_dense_layers=("first_k_dense_replace", 0), scaling_factor=("routed_scaling_factor", 1.0)),
         Trait(("topk_method", "n_group", "topk_group"), _read_group_method, _write_group_method),
         # transformers never normalizes; other engines do if the key says so.
@@ -94,13 +70,12 @@ FAMILIES = (
     ), _NAMES, moe=True, latent=True),
     Family("deepseek_v3", "DeepseekV3ForCausalLM", (
         *_DEEPSEEK, only(rope_interleave=True), traits.num_experts("n_routed_experts", "num_local_experts"),
-        _shared_experts(1),
+        traits.shared_experts(1),
         same(
             "moe", first_dense_layers=("first_k_dense_replace", 3), normalize=("norm_topk_prob", True),
             scaling_factor=("routed_scaling_factor", 2.5),
         ),
-        Trait(("n_group", "topk_group"), _read_groups, _write_groups),
-        always("moe", score="sigmoid", selection_bias=True), only(scoring_func="sigmoid", topk_method="noaux_tc"),
-        traits.MULTI_TOKEN_PREDICTION,
+        traits.expert_groups(8, 4), always("moe", score="sigmoid", selection_bias=True),
+        only(scoring_func="sigmoid", topk_method="noaux_tc"), traits.MULTI_TOKEN_PREDICTION,
     ), _NAMES, moe=True, latent=True),
 )  # fmt: skip

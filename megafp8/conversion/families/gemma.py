@@ -2,18 +2,15 @@
 
 from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.families import Family
+from megafp8.conversion.hf_layers import full_every, windows
 from megafp8.conversion.hf_names import OUTPUT_NORMS, like_llama
-from megafp8.conversion.hf_rope import ROPE_KEYS, read_local_rope, rope, write_rope
-from megafp8.conversion.keys import Fields, HfConfig, Key, Keys, Trait, aliases, always, only, same
+from megafp8.conversion.hf_rope import rope, ropes_by_type
+from megafp8.conversion.keys import Fields, HfConfig, Key, Trait, aliases, always, only, same
 
 
 def _read_embedding_multiplier(hf: HfConfig) -> Fields:
     hidden = hf.get("hidden_size")  # refused elsewhere where it is no number
     return {"embedding_multiplier": hidden**0.5} if isinstance(hidden, int) else {}
-
-
-def _write_local_rope(ours: Fields) -> Keys:
-    return write_rope(ours) | {"rope_local_base_freq": ours["rope_local_theta"] or ours["rope_theta"]}
 
 
 def _softcaps(attention: float | None, logits: float | None) -> Trait:
@@ -40,15 +37,17 @@ _GEMMA = (
     only(attention_bias=False),
     traits.HEADS_DIVIDE,
 )
+_GEMMA3_INTERVAL = ("sliding_window_pattern", "_sliding_window_pattern")
+_GEMMA3_LAYERS = full_every(6, *_GEMMA3_INTERVAL)
 _NAMES = like_llama(OUTPUT_NORMS, {"mlp_norm": "pre_feedforward_layernorm"})
 FAMILIES = (
     Family("gemma2", "Gemma2ForCausalLM", (
-        *_GEMMA, rope(1e4), _softcaps(50.0, 30.0), traits.window_pattern(4096, 2),
+        *_GEMMA, rope(1e4), _softcaps(50.0, 30.0), windows(4096, full_every(2)),
         aliases(sliding_window_size="sliding_window"), only(written=False, use_bidirectional_attention=None),
     ), _NAMES, rank=2),
     Family("gemma3_text", "Gemma3ForCausalLM", (
-        *_GEMMA, Trait((*ROPE_KEYS, "rope_local_base_freq"), read_local_rope, _write_local_rope), always(qk_norm=True),
-        _softcaps(None, None), traits.window_pattern(4096, 6, "sliding_window_pattern", "_sliding_window_pattern"),
+        *_GEMMA, ropes_by_type(_GEMMA3_LAYERS, 1e6, "rope_local_base_freq", nested=False), always(qk_norm=True),
+        _softcaps(None, None), windows(4096, _GEMMA3_LAYERS, *_GEMMA3_INTERVAL),
         only(written=False, use_bidirectional_attention=False),
     ), _NAMES, rank=2),
 )  # fmt: skip

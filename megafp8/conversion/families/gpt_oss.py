@@ -3,6 +3,7 @@
 from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
+from megafp8.conversion.hf_layers import full_every, windows
 from megafp8.conversion.hf_names import Names, Place, alternating, fused, like_llama
 from megafp8.conversion.hf_rope import ROPE_KEYS, read_rope, write_rope
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, aliases, always, only, unread
@@ -31,7 +32,7 @@ def _experts(parameter: str, suffix: str) -> Names:
 FAMILIES = (
     Family("gpt_oss", "GptOssForCausalLM", (
         *traits.llama_like(8, 64, 1e-5, Trait(ROPE_KEYS, _read_rope, _write_rope), always(activation="clamped_swiglu")),
-        always(linear_bias=True, attention_sinks=True), traits.window_pattern(128, 2),
+        always(linear_bias=True, attention_sinks=True), windows(128, full_every(2)),
         *traits.ROUTER, traits.EXPERTS_ONLY, traits.num_experts("num_local_experts", "num_experts"),
         aliases(experts_per_token="num_experts_per_tok"),
         only(hidden_act="silu", swiglu_limit=7.0, attention_bias=True), only(written=False, swiglu_alpha=1.702),

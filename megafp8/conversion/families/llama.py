@@ -8,7 +8,8 @@ from megafp8.conversion.hf_traits import llama_like
 from megafp8.conversion.keys import only
 
 _W = {"gate": "w1", "up": "w3", "down": "w2"}
-_EXPERTS = {f"mlp.experts.*.{ours}": f"block_sparse_moe.experts.*.{theirs}" for ours, theirs in _W.items()}
+MIXTRAL_ROUTER = {"mlp.router": "block_sparse_moe.gate"}
+MIXTRAL_EXPERTS = {f"mlp.experts.*.{ours}": f"block_sparse_moe.experts.*.{theirs}" for ours, theirs in _W.items()}
 FAMILIES = (
     Family("llama", "LlamaForCausalLM", (
         *llama_like(None), traits.LINEAR_BIASES, *traits.NO_WINDOW,
@@ -20,5 +21,5 @@ FAMILIES = (
     Family("mixtral", "MixtralForCausalLM", (
         *llama_like(8, norm_eps=1e-5, rope=rope(1e6)), *traits.ROUTER, traits.EXPERTS_ONLY,
         traits.num_experts("num_local_experts", "num_experts"), traits.window_of_all(None),
-    ), like_llama({"mlp.router": "block_sparse_moe.gate"}, _EXPERTS), moe=True, rank=0),
+    ), like_llama(MIXTRAL_ROUTER, MIXTRAL_EXPERTS), moe=True, rank=0),
 )  # fmt: skip

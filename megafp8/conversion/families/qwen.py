@@ -3,6 +3,7 @@
 from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
+from megafp8.conversion.hf_layers import FULL, SLIDING, layer_types, num_layers
 from megafp8.conversion.hf_names import like_llama
 from megafp8.conversion.hf_traits import llama_like
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, check, flag, only, same
@@ -12,31 +13,31 @@ _WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "la
 
 def _read_window(hf: HfConfig) -> Fields:
     """With use_sliding_window, layers from max_window_layers on have the window, or those in layer_types."""
-    kinds, window = traits.layer_types(hf), hf.get("sliding_window", 4096) if flag(hf, "use_sliding_window") else None
+    kinds, window = layer_types(hf), hf.get("sliding_window", 4096) if flag(hf, "use_sliding_window") else None
     if window is None:
         traits.check_window(None, kinds)
         return {"sliding_window": None}
-    layers, first = hf["num_hidden_layers"], hf.get("max_window_layers", 28)
+    first = hf.get("max_window_layers", 28)
     if kinds is None and not isinstance(first, int):
         refuse("max_window_layers", first, "a number of layers")
-    full = [i for i in range(layers) if (i < first if kinds is None else kinds[i] == "full_attention")]
-    if len(full) == layers:
-        return {"sliding_window": None}
-    return {"sliding_window": window, "full_attention_layers": full}
+    windowed = (i >= first if kinds is None else kinds[i] == SLIDING for i in range(num_layers(hf)))
+    return {"mixer.sliding_window": [window if x else None for x in windowed]}
 
 
 def _write_window(ours: Fields) -> Keys:
-    window, full, kinds = ours["sliding_window"], ours["full_attention_layers"], traits.written_layer_types(ours)
-    first = kinds.index("sliding_attention") if "sliding_attention" in kinds else len(kinds)
+    windows = ours["mixer.sliding_window"]
+    first = next((i for i, window in enumerate(windows) if window is not None), len(windows))
+    window = windows[first] if first < len(windows) else None
     written = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": first}
-    return written if full in ([], [*range(first)]) else {**written, "layer_types": kinds}
+    kinds = [FULL if x is None else SLIDING for x in windows]
+    return written if FULL not in kinds[first:] else {**written, "layer_types": kinds}
 
 
 def _check_no_window(hf: HfConfig) -> None:
     if flag(hf, "use_sliding_window"):
         # In transformers 5 those of qwen3_moe are all, and of qwen2_moe every second below max_window_layers.
         refuse("use_sliding_window", True, "false in models with experts, as releases differ in which layers have it")
-    traits.check_window(None, traits.layer_types(hf))
+    traits.check_window(None, layer_types(hf))
 
 
 def _read_sparse_layers(hf: HfConfig) -> Fields:
