@@ -228,6 +228,8 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
             fields |= {f"{name}.{key}": getattr(fields[name], key) for key in section.model_fields}
     if model.moe is not None:
         fields["moe.ffn_hidden_size"] = model.expert_size
+    if model.latent_attention is not None:
+        fields["latent_attention.norm_eps"] = model.latent_attention.norm_eps or model.norm_eps
     fields |= {
         "num_query_groups": model.query_groups,
         "head_dim": model.channels,

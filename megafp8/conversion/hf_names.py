@@ -40,15 +40,15 @@ Rows = Callable[[ModelConfig, int], tuple[Tensor, int]]
 class Place(NamedTuple):
     """A tensor of theirs, with the numbers of layer and expert left open, and which `rows` of it are ours.
 
-    `transposed`: weights are stored as `[k, n]`. `stacked`: it holds those of all experts. `row`: a vector is stored as
-    a matrix of one row.
+    `transposed`: weights are stored as `[k, n]`. `stacked`: it holds those of all experts. `shape`: that of a vector
+    that is stored with more dims, in which -1 stands for its length.
     """
 
     name: str
     rows: Rows = lambda model, n: (torch.arange(n), n)
     transposed: bool = False
     stacked: bool = False
-    row: bool = False
+    shape: Shape = ()
 
 
 Names = Mapping[str, str | Place]
@@ -89,7 +89,7 @@ LLAMA: Names = {**EMBEDDING, **HEAD, **in_layers("model.layers.*", NORMS, _PARTS
 QKV = ("attention.q", "attention.k", "attention.v")
 
 
-def fused(name: str, rows: Callable[[int], Rows], modules: tuple[str, ...], **options: bool) -> Names:
+def fused(name: str, rows: Callable[[int], Rows], modules: tuple[str, ...], **options: Any) -> Names:
     """One tensor of theirs for several `modules` of ours: `rows` of each, by its number."""
     return {module: Place(name, rows(i), **options) for i, module in enumerate(modules)}
 
@@ -131,7 +131,7 @@ class Location(NamedTuple):
     """Where a tensor of ours lies: in the tensor of theirs that is called `name`, of `shape`.
 
     `rows`: int64 `[n]`, which of their rows each of ours is. `transposed`: theirs is stored as `[k, n]`. `outer`:
-    theirs has a first dim more, in which ours is there.
+    theirs has a first dim more, in which ours is there. `flat`: a vector, of which theirs has more dims.
     """
 
     name: str
@@ -139,6 +139,7 @@ class Location(NamedTuple):
     rows: Tensor
     transposed: bool
     outer: int | None
+    flat: bool = False
 
 
 class TensorNames(NamedTuple):
@@ -162,20 +163,20 @@ class TensorNames(NamedTuple):
         module, _, parameter = _of_stack(model, name.removeprefix("model.")).rpartition(".")
         numbers = _NUMBER.findall(module)
         place = self._place(_NUMBER.sub("*", module), parameter, ACTIVATIONS[model.activation].gated)
-        outer = int(numbers.pop()) if place.stacked else 0 if place.row else None
+        outer = int(numbers.pop()) if place.stacked else None
         left = iter(numbers)
         theirs = re.sub(r"\*", lambda _: next(left), place.name)
         rows, count = place.rows(model, shape[0])
-        if re.search(r"attention\.[qk](_norm)?$", module) and model.latent_attention is None:
+        if re.search(r"\.attention\.[qk](_norm)?$", module) and model.latent_attention is None:
             rows = rows.unflatten(0, (-1, model.channels))[:, self._channels(model)].flatten()
         transposed, stored = place.transposed and parameter == "weight", (count, *shape[1:])
         stored = stored[::-1] if transposed else stored
-        if place.row:
-            stored = (1, *stored)
+        if place.shape:
+            stored = tuple(count if size == -1 else size for size in place.shape)
         if place.stacked:
             assert model.moe is not None
             stored = (model.moe.num_experts, *stored)
-        return Location(theirs, stored, rows, transposed, outer)
+        return Location(theirs, stored, rows, transposed, outer, flat=bool(place.shape))
 
     def _place(self, module: str, parameter: str, gated: bool = True) -> Place:
         names = self.places if gated else {**self.places, **self.ungated}
@@ -236,8 +237,13 @@ def is_buffer(name: str) -> bool:
 
 
 def present_name(name: str) -> str:
-    """The name of a tensor in present releases; BERT's first releases named parameters of norms as TensorFlow does."""
-    return re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name))
+    """The name of a tensor where releases of transformers differ.
+
+    BERT's first releases named parameters of norms as TensorFlow does; 5.24 saves an MLP of Kimi Linear as if it had
+    experts, other than the published folder.
+    """
+    name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name))
+    return re.sub(r"(layers\.\d+)\.block_sparse_moe\.(gate|up|down)_proj\.", r"\1.mlp.\2_proj.", name)
 
 
 def is_copy(name: str) -> bool:

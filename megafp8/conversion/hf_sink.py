@@ -142,6 +142,8 @@ def _write_rows(stream: BinaryIO, values: Tensor, location: Location, stored: St
     if location.outer is not None:
         shape = shape[1:]
         start += location.outer * math.prod(shape) * dtype.itemsize
+    if location.flat:
+        shape = (math.prod(shape),)
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     most = max(1, BLOCK_BYTES // max(row_bytes, 1))
     if location.transposed:  # our rows are some columns of theirs

@@ -161,6 +161,8 @@ class HfSource(Source):
             shape = entry.shape[1:]
             start = entry.start + location.outer * math.prod(shape) * DTYPES[entry.dtype].itemsize
             entry = entry._replace(shape=shape, start=start)
+        if location.flat:
+            entry = entry._replace(shape=(math.prod(entry.shape),))
         if location.transposed:
             return read_rows(entry, location.name, 0, entry.shape[0])[:, rows].t().contiguous()
         padding = last - first - len(rows)

@@ -7,7 +7,8 @@
 Without a query latent, q is a column-parallel product of the residual stream's norm, as in other attention.
 
 A head's query and key have two parts: one without positions, and a rotary one, whose key all heads share. As in
-DeepSeek's models, neighbouring channels are the pairs that are rotated. Values may be narrower than keys; kernels get
+DeepSeek's models, neighbouring channels are the pairs that are rotated; without rotary embedding (Kimi Linear) nothing
+is, and the shared part of keys stays. Values may be narrower than keys; kernels get
 them padded with zeros, whose results are cut off.
 
 The latents are sharded along the sequence as the residual stream is; the rotary key is gathered. `down` stays in high
@@ -62,7 +63,8 @@ class LatentAttention(Mixer):
         latent, heads = config.latent_attention, config.num_attention_heads
         assert latent is not None
         self.record, self.context, self.recompute = record, context, memory.attention
-        self.rope = RotaryEmbedding(config, latent.rope_head_dim, None, context)
+        rotates = config.position_embedding == "rope"
+        self.rope = RotaryEmbedding(config, latent.rope_head_dim, None, context) if rotates else None
         self.heads = heads // context.tensor.size()
         self.n, self.r, self.v = latent.nope_head_dim, latent.rope_head_dim, latent.value_head_dim
         self.ranks = [latent.q_rank or 0, latent.kv_rank, self.r]
@@ -79,7 +81,7 @@ class LatentAttention(Mixer):
         site = LinearSite(f"{name}.down", config.hidden_size, sum(down.values()), high_precision=reason)
         self.down_state = context.fp8.linear(site)
         norm: dict[str, Any] = {
-            "eps": config.norm_eps,
+            "eps": latent.norm_eps or config.norm_eps,
             "sees_a_slice": context.sequence_sharded,
             "zero_centered": config.zero_centered_gamma,
         }
@@ -138,7 +140,7 @@ class LatentAttention(Mixer):
         return saved
 
     def work(self, batch: MicroBatch) -> Work:
-        """Rotation of queries and keys."""
+        """Rotation of queries and keys, or their copies without."""
         moved = 4 * batch.tokens * self.heads * (self.n + self.r) * batch.element
         return Work(moved, moved)
 
@@ -155,7 +157,7 @@ class LatentAttention(Mixer):
             layer, self.record.sliding_window, causal=self.causal, positions=scores.depend_on_positions
         )
         scale = query_scale(self.query_scaling, tokens, self.context.dtype)
-        return AttentionInputs(tokens.rotary(self.rope), core, scores, scale)
+        return AttentionInputs(None if self.rope is None else tokens.rotary(self.rope), core, scores, scale)
 
     @property
     def cache(self) -> TokenCache:
@@ -180,8 +182,8 @@ class LatentAttention(Mixer):
         return recomputed(function, *inputs) if self.recompute else function(*inputs)
 
     def _attend(
-        self, q_sbc: Tensor, kv_sbc: Tensor, k_rotary_sbr: Tensor, rotary: tuple[Tensor, Tensor], core: CoreAttention,
-        scores: Scores, scale_sb11: Tensor | None,
+        self, q_sbc: Tensor, kv_sbc: Tensor, k_rotary_sbr: Tensor, rotary: tuple[Tensor, Tensor] | None,
+        core: CoreAttention, scores: Scores, scale_sb11: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """`[s, b, a, v]`."""
         q, q_rotary = q_sbc.unflatten(-1, (self.heads, -1)).split([self.n, self.r], dim=-1)
@@ -194,6 +196,8 @@ class LatentAttention(Mixer):
         return core(q, k, F.pad(v, (0, self.n + self.r - self.v)), None, scores)[..., : self.v]
 
 
-def _rotated(x_sbar: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Pairs of neighbouring channels rotated; the first channels of all pairs come first."""
+def _rotated(x_sbar: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Pairs of neighbouring channels rotated; the first channels of all pairs come first. As it is without tables."""
+    if rotary is None:
+        return x_sbar
     return rotate_heads(x_sbar.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), *rotary)

@@ -551,7 +551,7 @@ def test_rules_between_keys(tmp_path: Path, overrides: list[str], world_size: in
         ("quickstart", [], 4), ("gpt2-125m", [], 1), ("gpt2-125m", [], 8), ("llama3-8b", [], 8),
         ("llama3-70b", [], 64), ("llama3-405b", [], 1024), ("mixtral-8x7b", [], 64), ("qwen3-30b-a3b", [], 64),
         ("deepseek-v3", [], 1024), ("olmo2-7b", [], 8), ("gemma2-9b", [], 8), ("gpt-oss-20b", [], 16),
-        ("llama3-8b-stages", [], 64),
+        ("llama3-8b-stages", [], 64), ("kimi-linear-48b-a3b", [], 64),
     ],
 )  # fmt: skip
 def test_configs_that_can_run(tmp_path: Path, config: str | None, overrides: list[str], world_size: int) -> None:

@@ -58,6 +58,13 @@ DEEPSEEK: dict[str, Any] = LLAMA | {
     "num_nextn_predict_layers": 0,
 }
 DEEPSEEK_V2: dict[str, Any] = {key: x for key, x in DEEPSEEK.items() if key != "num_nextn_predict_layers"}
+KIMI_LINEAR: dict[str, Any] = {
+    key: x for key, x in DEEPSEEK_V2.items() if key not in ("n_routed_experts", "first_k_dense_replace", "rms_norm_eps")
+} | {
+    "num_local_experts": 8, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "linear_num_heads": 2,
+    "linear_head_dim": 16, "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
 GEMMA: dict[str, Any] = LLAMA | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
 YARN_ROPE = {
     "rope_type": "yarn",
@@ -247,6 +254,18 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA
         | {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": 4, "attention_bias": True}
         | {"mlp_bias": True, "tie_word_embeddings": False},
+    ),
+    "kimi-linear": ("KimiLinear", KIMI_LINEAR),
+    "kimi-linear-groups": (
+        "KimiLinear",
+        KIMI_LINEAR
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "q_lora_rank": 10,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+        },
     ),
     "minimax-m2": (
         "MiniMaxM2",
@@ -483,6 +502,24 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
                 "local": {"mixer": {"sliding_window": 5, "rope_theta": 10000.0}},
             },
             "pattern": ["rotary", "plain", "local"],
+        },
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        LATENT
+        | {
+            "norm_eps": 1e-5,
+            "position_embedding": "none",
+            "latent_attention": LATENT["latent_attention"] | {"norm_eps": 1e-6},
+            "moe": {key: x for key, x in GROUPED_EXPERTS.items() if key != "first_dense_layers"},
+            "layer_kinds": {
+                "linear": {
+                    "mixer": {"kind": "kimi_delta_attention", "num_heads": 4, "head_dim": 6},
+                    "ffn": {"kind": "mlp"},
+                },
+                "full": {"ffn": {"kind": "moe"}},
+            },
+            "pattern": ["linear * 2", "full"],
         },
     ),
     "minimax_m2": (

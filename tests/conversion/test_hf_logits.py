@@ -119,13 +119,24 @@ def _hold(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-GRADIENTS = ["glm4-moe", "olmo3", "smollm3", "minimax-m2", "ernie4-5-moe", "mistral4", "nanochat", "llama4"]
+GRADIENTS = [
+    "glm4-moe",
+    "olmo3",
+    "smollm3",
+    "minimax-m2",
+    "ernie4-5-moe",
+    "mistral4",
+    "nanochat",
+    "llama4",
+    "kimi-linear",
+]
 """Models of theirs whose gradients the quick tests compare."""
 ALIKE = {
     "llama2", "llama-biases", "mistral", "qwen2", "qwen3-tied", "qwen2-moe-no-bias", "qwen2-longrope",
     "gemma2-uncapped", "phi3-longrope-short", "gpt-neox-in-turn", "deepseek-v3-tied", "gpt2-untied",
     "llama-tied", "llama-geglu", "qwen2-exact-geglu", "phi3", "deepseek-v2-lite",
     "glm4-moe-plain", "mistral4-no-latent", "nanochat-tied", "llama4-plain", "smollm3-windows", "ernie4-5-moe-untied",
+    "kimi-linear-groups",
 }  # fmt: skip
 """Models of which the quick tests have others that differ from them in little."""
 

@@ -133,7 +133,13 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "pattern": ["linear", "local"],
     },
-    "kimi-delta": LLAMA | {"layer_kinds": {"linear": {"mixer": KIMI_DELTA}, "full": {}}, "pattern": ["linear", "full"]},
+    "kimi-delta": LLAMA
+    | {
+        "layer_kinds": {"linear": {"mixer": KIMI_DELTA}, "full": {}},
+        "pattern": ["linear", "full"],
+        "latent_attention": LATENT | {"norm_eps": 0.1},
+        "position_embedding": "none",
+    },
     "latent": LLAMA
     | {
         "latent_attention": LATENT,

@@ -66,9 +66,11 @@ def _kept(x: Tensor, p: float, words: list[np.ndarray]) -> Tensor:
     return x * torch.from_numpy(word >= np.uint64(round(p * 2**32))) / (1 - p)
 
 
-def _norm(x: Tensor, w: Weights, name: str, config: ModelConfig, kind: str = "rmsnorm") -> Tensor:
+def _norm(
+    x: Tensor, w: Weights, name: str, config: ModelConfig, kind: str = "rmsnorm", eps: float | None = None
+) -> Tensor:
     """By default that of latents, or of queries and keys."""
-    eps = config.norm_eps
+    eps = config.norm_eps if eps is None else eps
     weight = w[f"{name}.weight"] + config.zero_centered_gamma if config.norm_weights or "attention." in name else 1
     if kind == "rmsnorm":
         return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight
@@ -206,6 +208,8 @@ def _attention(
 
 def _interleaved(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Tensor:
     """Neighbouring channels as complex numbers, rotated by position × frequency."""
+    if config.position_embedding == "none":
+        return x_bsd
     d = x_bsd.shape[-1]
     frequencies = torch.tensor([_frequency(i, d, config, x_bsd.shape[1]) for i in range(d // 2)], dtype=torch.float64)
     angles = positions_bs.double().unsqueeze(-1) * frequencies
@@ -232,9 +236,9 @@ def _latent_attention(
     if m.q_rank is None:
         q = _linear(x, w, f"{name}.q")
     else:
-        q_latent = _norm(_linear(x, w, f"{name}.q_down"), w, f"{name}.q_norm", config)
+        q_latent = _norm(_linear(x, w, f"{name}.q_down"), w, f"{name}.q_norm", config, eps=m.norm_eps)
         q = _linear(q_latent, w, f"{name}.q_up")
-    kv = _linear(_norm(kv_latent, w, f"{name}.kv_norm", config), w, f"{name}.kv_up")
+    kv = _linear(_norm(kv_latent, w, f"{name}.kv_norm", config, eps=m.norm_eps), w, f"{name}.kv_up")
     k_rotary, out = _interleaved(k_rotary, positions, config), []
     for head in range(config.num_attention_heads):
         qn, qr = q[..., head * (n + r) : (head + 1) * (n + r)].split([n, r], dim=-1)

@@ -16,6 +16,12 @@ class KimiDeltaAttentionConfig(RecurrentConfig):
 
     module: ClassVar[str] = "megafp8.models.kimi_delta_attention:KimiDeltaAttention"
     tensor_prefix: ClassVar[str] = "kimi_delta_attention"
+    hugging_face: ClassVar[Mapping[str, str]] = {
+        **{x: f"self_attn.{x}_proj" for x in "qkv"}, **{f"{x}_conv": f"self_attn.{x}_conv1d" for x in "qkv"},
+        "decay_down": "self_attn.f_a_proj", "decay_up": "self_attn.f_b_proj", "decay.bias": "self_attn.dt_bias",
+        "gate_down": "self_attn.g_a_proj", "gate_up": "self_attn.g_b_proj", "beta": "self_attn.b_proj",
+        "norm": "self_attn.o_norm", "proj": "self_attn.o_proj",
+    }  # fmt: skip
 
     kind: Literal["kimi_delta_attention"] = "kimi_delta_attention"
     """Kimi Delta Attention."""

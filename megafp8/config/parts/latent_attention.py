@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from megafp8.config.errors import Problem
 from megafp8.config.parts.base import ModelSection, PartConfig
-from megafp8.section import PositiveInt, Section
+from megafp8.section import PositiveFloat, PositiveInt, Section
 
 
 class LatentAttentionConfig(Section):
@@ -21,9 +21,12 @@ class LatentAttentionConfig(Section):
     nope_head_dim: PositiveInt = 128
     """Channels of a head's query and key without positions (qk_nope_head_dim)."""
     rope_head_dim: PositiveInt = 64
-    """Channels of a head's query, and of the key that all heads share, with rotary positions (qk_rope_head_dim)."""
+    """Channels of a head's query, and of the key that all heads share, with rotary positions
+    (qk_rope_head_dim); without any if model.position_embedding is none."""
     value_head_dim: PositiveInt = 128
     """Channels of a head's values (v_head_dim)."""
+    norm_eps: PositiveFloat | None = None
+    """Added to the variance in the norms of the latents. Default: model.norm_eps."""
 
     @property
     def channels(self) -> int:
@@ -87,9 +90,9 @@ def latent_attention(m: ModelSection) -> Iterator[Problem]:
         if value != unset:
             default = {None: "null", False: "false"}.get(unset, unset)
             yield Problem(f"model.{key}", value, f"{path} is set, and {why}", f"try {default}, {off}")
-    if m.position_embedding != "rope":
-        rule = f"{path} is set, and its rope_head_dim channels have rotary positions"
-        yield Problem("model.position_embedding", m.position_embedding, rule, f"try rope, {off}")
+    if m.position_embedding not in ("rope", "none"):
+        rule = f"{path} is set, and its rope_head_dim channels have rotary positions or none"
+        yield Problem("model.position_embedding", m.position_embedding, rule, f"try rope, none, {off}")
     if latent.rope_head_dim % 2:
         rule = "rotary embeddings rotate pairs, so it must be even"
         yield Problem(f"{path}.rope_head_dim", latent.rope_head_dim, rule, f"try {latent.rope_head_dim + 1}")

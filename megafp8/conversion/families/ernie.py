@@ -40,6 +40,6 @@ FAMILIES = (
         # Read by Baidu's own code.
         only(written=False, use_rmsnorm=True, moe_gate="topk", moe_use_aux_free=True), unread("moe_capacity"),
     ), like_llama(
-        {"mlp.router.bias": Place("mlp.moe_statics.e_score_correction_bias", row=True)}, rotation="neighbors",
+        {"mlp.router.bias": Place("mlp.moe_statics.e_score_correction_bias", shape=(1, -1))}, rotation="neighbors",
     ), moe=True),
 )  # fmt: skip
