@@ -22,6 +22,7 @@ from torch import Tensor
 from megafp8.config import ModelConfig
 from megafp8.conversion.convert import Selected, verify
 from megafp8.conversion.hf_config import differences
+from megafp8.conversion.hf_names import present_name
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.safetensors_format import read_header
@@ -31,10 +32,10 @@ from tests.marks import slow_but
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, through the library."""
+    """All tensors of a folder, through the library, by their present names."""
     found: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
+        found |= {present_name(name): x for name, x in load_file(file).items()}
     return found
 
 

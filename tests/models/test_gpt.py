@@ -133,6 +133,11 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "pattern": ["linear", "local"],
     },
+    "short-convolution": LLAMA
+    | {
+        "layer_kinds": {"short": {"mixer": {"kind": "short_convolution", "conv_kernel_size": 3}}, "full": {}},
+        "pattern": ["short", "full"],
+    },
     "kimi-delta": LLAMA
     | {
         "layer_kinds": {"linear": {"mixer": KIMI_DELTA}, "full": {}},
@@ -315,7 +320,10 @@ def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, r
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(["llama", "gpt2", "hybrid", "chunks", "kimi-delta"], "llama", "gpt2", "hybrid", "chunks")
+    "name",
+    slow_but(
+        ["llama", "gpt2", "hybrid", "chunks", "kimi-delta", "short-convolution"], "llama", "gpt2", "hybrid", "chunks"
+    ),
 )
 @pytest.mark.parametrize(("tp", "sequence_parallel"), slow_but([(1, False), (2, True)], (2, True)))
 def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
@@ -347,13 +355,26 @@ def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int
 @pytest.mark.parametrize(("tp", "cp"), slow_but([(1, 2), (1, 4), (2, 2)], (2, 2)))
 @pytest.mark.parametrize(
     "name",
-    ["llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom", "hybrid", "kimi-delta"],
+    [
+        "llama-gqa-rope-scaling",
+        "gpt2",
+        "qwen",
+        "olmo-window-mtp",
+        "latent",
+        "gemma",
+        "bloom",
+        "hybrid",
+        "kimi-delta",
+        "short-convolution",
+    ],
 )
 def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     world4.run(_compare, MODELS[name], tp, sequence_parallel=True, cp=cp, ranks=tp * cp)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "kimi-delta"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "kimi-delta", "short-convolution"]
+)
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
     world4.run(
         _compare, MODELS[name], 2, sequence_parallel=True, recompute="full", documents=True, z_loss=0.0, cp=2, ranks=4

@@ -17,6 +17,7 @@ from megafp8.config import ModelConfig
 from megafp8.config.parts import LayerKind
 from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
 from megafp8.config.parts.kimi_delta_attention import KimiDeltaAttentionConfig
+from megafp8.config.parts.short_convolution import ShortConvolutionConfig
 
 Weights = dict[str, Tensor]
 
@@ -388,6 +389,21 @@ def _delta_net(
     return _linear(torch.stack(rows), w, f"{name}.proj")
 
 
+def _short_convolution(
+    x: Tensor, w: Weights, name: str, record: ShortConvolutionConfig, documents: Tensor | None
+) -> Tensor:
+    """A gated short convolution, one token after the other."""
+    before, after, values = (_linear(x, w, f"{name}.{part}") for part in "bcx")
+    kernel, y = w[f"{name}.x_conv.weight"][:, 0], torch.zeros_like(x)
+    for row in range(x.shape[0]):
+        for i in range(x.shape[1]):
+            for j in range(max(0, i - record.conv_kernel_size + 1), i + 1):
+                if documents is None or documents[row, j] == documents[row, i]:
+                    term = kernel[:, record.conv_kernel_size - 1 - (i - j)] * before[row, j] * values[row, j]
+                    y[row, i] += after[row, i] * term
+    return _linear(y, w, f"{name}.proj")
+
+
 def _kimi_delta(
     x: Tensor, w: Weights, name: str, record: KimiDeltaAttentionConfig, eps: float, documents: Tensor | None
 ) -> Tensor:
@@ -435,6 +451,8 @@ def _block(
         normed = norm(x, "attention_norm", of_inputs)
         if isinstance(kind.mixer, GatedDeltaNetConfig):
             y = _delta_net(normed, w, f"{name}.gated_delta_net", kind.mixer, config.norm_eps, documents)
+        elif isinstance(kind.mixer, ShortConvolutionConfig):
+            y = _short_convolution(normed, w, f"{name}.short_convolution", kind.mixer, documents)
         elif isinstance(kind.mixer, KimiDeltaAttentionConfig):
             y = _kimi_delta(normed, w, f"{name}.kimi_delta_attention", kind.mixer, config.norm_eps, documents)
         else:

@@ -16,9 +16,10 @@ from megafp8.config.parts.kimi_delta_attention import KimiDeltaAttentionConfig
 from megafp8.config.parts.latent_attention import LatentMixerConfig
 from megafp8.config.parts.mlp import MlpConfig
 from megafp8.config.parts.moe import MoeFfnConfig
+from megafp8.config.parts.short_convolution import ShortConvolutionConfig
 from megafp8.section import Section
 
-Mixer = AttentionConfig | LatentMixerConfig | GatedDeltaNetConfig | KimiDeltaAttentionConfig
+Mixer = AttentionConfig | LatentMixerConfig | GatedDeltaNetConfig | KimiDeltaAttentionConfig | ShortConvolutionConfig
 """What mixes tokens."""
 Ffn = MlpConfig | MoeFfnConfig
 """The feed-forward network."""
