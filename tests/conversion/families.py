@@ -65,6 +65,10 @@ KIMI_LINEAR: dict[str, Any] = {
     "linear_head_dim": 16, "linear_conv_kernel_dim": 3,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }  # fmt: skip
+LFM2: dict[str, Any] = {key: x for key, x in EXPERTS.items() if key != "rms_norm_eps"} | {
+    "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"], "routed_scaling_factor": 1.5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}  # fmt: skip
 GEMMA: dict[str, Any] = LLAMA | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
 YARN_ROPE = {
     "rope_type": "yarn",
@@ -255,6 +259,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": 4, "attention_bias": True}
         | {"mlp_bias": True, "tie_word_embeddings": False},
     ),
+    "lfm2-moe": ("Lfm2Moe", LFM2),
     "kimi-linear": ("KimiLinear", KIMI_LINEAR),
     "kimi-linear-groups": (
         "KimiLinear",
@@ -504,6 +509,19 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
             "pattern": ["rotary", "plain", "local"],
         },
     ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        SMALL
+        | {
+            "qk_norm": True,
+            "moe": {"num_experts": 6, "ffn_hidden_size": 24, "score": "sigmoid", "selection_bias": True},
+            "layer_kinds": {
+                "short": {"mixer": {"kind": "short_convolution"}, "ffn": {"kind": "mlp"}},
+                "full": {"ffn": {"kind": "moe"}},
+            },
+            "pattern": ["short", "full * 2"],
+        },
+    ),
     "kimi_linear": (
         "kimi_linear",
         LATENT
@@ -627,7 +645,7 @@ def config_class(kind: str) -> Any:
 @torch.no_grad()
 def randomize(model: Any, norms: float = 1.0) -> None:
     """Random values for all that a model of `transformers` stores. `norms`: the mean of norms' weights."""
-    biases = [(key, x) for key, x in model.named_buffers() if key.endswith("e_score_correction_bias")]
+    biases = [(key, x) for key, x in model.named_buffers() if key.endswith(("e_score_correction_bias", "expert_bias"))]
     for key, x in [*model.named_parameters(), *biases]:
         x.copy_((norms if "norm" in key and key.endswith("weight") else 0.0) + 0.2 * torch.randn(x.shape))
 

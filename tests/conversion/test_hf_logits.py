@@ -129,6 +129,7 @@ GRADIENTS = [
     "nanochat",
     "llama4",
     "kimi-linear",
+    "lfm2-moe",
 ]
 """Models of theirs whose gradients the quick tests compare."""
 ALIKE = {
