@@ -229,7 +229,8 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
     if model.moe is not None:
         fields["moe.ffn_hidden_size"] = model.expert_size
     if model.latent_attention is not None:
-        fields["latent_attention.norm_eps"] = model.latent_attention.norm_eps or model.norm_eps
+        eps = model.latent_attention.norm_eps
+        fields["latent_attention.norm_eps"] = None if eps == model.norm_eps else eps
     fields |= {
         "num_query_groups": model.query_groups,
         "head_dim": model.channels,

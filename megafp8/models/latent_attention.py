@@ -63,7 +63,7 @@ class LatentAttention(Mixer):
         latent, heads = config.latent_attention, config.num_attention_heads
         assert latent is not None
         self.record, self.context, self.recompute = record, context, memory.attention
-        rotates = config.position_embedding == "rope"
+        rotates = record.position_embedding == "rope"
         self.rope = RotaryEmbedding(config, latent.rope_head_dim, None, context) if rotates else None
         self.heads = heads // context.tensor.size()
         self.n, self.r, self.v = latent.nope_head_dim, latent.rope_head_dim, latent.value_head_dim

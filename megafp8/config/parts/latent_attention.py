@@ -49,9 +49,12 @@ class LatentMixerConfig(PartConfig):
     """Multi-head latent attention."""
     sliding_window: PositiveInt | None = None
     """Each token attends to this many latest tokens, including itself."""
+    position_embedding: Literal["rope", "none"] = "rope"
+    """none: no channel of the layer's queries and keys is rotated. Default: that of the model."""
 
     def resolved(self, model: ModelSection) -> LatentMixerConfig:
-        return LatentMixerConfig.model_construct(**{"sliding_window": model.sliding_window} | self.given)
+        of_model = {key: getattr(model, key) for key in ("sliding_window", "position_embedding")}
+        return LatentMixerConfig.model_construct(**of_model | self.given)
 
     def widths(self, model: ModelSection) -> Mapping[str, int]:
         return {"num_attention_heads": model.num_attention_heads}
