@@ -338,9 +338,9 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
      "model.qk_norm = True: model.latent_attention is set, and it normalizes the latents instead; try false, or leave"),
     ([LATENT, "model.attention_sinks=true"], 1,
      "model.attention_sinks = True: model.latent_attention is set, and its heads have no sinks; try false, or leave"),
-    ([LATENT, "model.position_embedding=none"], 1,
-     "model.position_embedding = 'none': model.latent_attention is set, and its rope_head_dim channels have rotary "
-     "positions; try rope, or leave model.latent_attention out"),
+    ([LATENT, "model.position_embedding=learned"], 1,
+     "model.position_embedding = 'learned': model.latent_attention is set, and its rope_head_dim channels have rotary "
+     "positions or none; try rope, none, or leave model.latent_attention out"),
     ([LATENT, "model.latent_attention.rope_head_dim=5"], 1,
      "model.latent_attention.rope_head_dim = 5: rotary embeddings rotate pairs, so it must be even; try 6"),
     ([LATENT, "model.latent_attention.value_head_dim=13"], 1,
