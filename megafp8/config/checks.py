@@ -338,6 +338,10 @@ def _layer_kinds(config: Config) -> Iterator[Problem]:
     ):
         if given:
             yield Problem(f"model.{path}", given, say, "leave it out")
+    for name, kind in m.layer_kinds.items():
+        if not any(part is None or part.present for part in (kind.mixer, kind.ffn)):
+            rule = "neither a mixer nor a feed-forward network"
+            yield Problem(f"model.layer_kinds.{name}", "mixer: none, ffn: none", rule, "give one of them")
     for path, record in _records(m):
         yield from record.run_problems(config, path)
 

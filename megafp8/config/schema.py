@@ -206,7 +206,14 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     @property
     def output_init_std(self) -> float:
         """Standard deviation of the initial weights of blocks whose output is added to the residual stream."""
-        return self.hidden_init_std / math.sqrt(2 * self.num_layers)
+        return self.hidden_init_std / math.sqrt(self._branches)
+
+    @property
+    def _branches(self) -> int:
+        """Number of parts of all layers, which add to the residual stream."""
+        kinds = [self.layer_kinds[self.kind_name(layer)] for layer in range(self.num_layers) if self.pattern]
+        absent = sum(part is not None and not part.present for kind in kinds for part in (kind.mixer, kind.ffn))
+        return 2 * self.num_layers - absent
 
     @property
     def logits_divisor(self) -> float:

@@ -29,10 +29,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values: `normal` with mean 0 and `std`, `ones`, `zeros`, or `log_uniform`: the logarithms of numbers that
-    are uniform from `low` to `high`."""
+    """Initial values: `normal` with mean 0 and `std`, `ones`, `zeros`, `log_uniform`: the logarithms of numbers that
+    are uniform from `low` to `high`, or `inverse_softplus`: numbers whose softplus lies from `low` to `high`, where its
+    logarithm is uniform."""
 
-    kind: Literal["normal", "ones", "zeros", "log_uniform"]
+    kind: Literal["normal", "ones", "zeros", "log_uniform", "inverse_softplus"]
     std: float = 0.0
     low: float = 0.0
     high: float = 1.0

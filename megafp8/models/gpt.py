@@ -151,7 +151,7 @@ class GPTStage(nn.Module):
         index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory
     ) -> Block | PredictionLayer:
         """Layer `index` of the model."""
-        kind = block_class(config) if index < config.num_blocks else PredictionLayer
+        kind = block_class(config, index) if index < config.num_blocks else PredictionLayer
         return kind(index, config, context, memory)
 
     def stream_rows(self, s: int, b: int, decoder: int) -> int:

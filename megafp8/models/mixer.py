@@ -115,6 +115,15 @@ class RecurrentInputs:
         return ()
 
 
+@dataclass(frozen=True)
+class NoInputs:
+    """Of a mixer that reads the residual stream only."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return ()
+
+
 class Part(nn.Module, ABC):
     """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape; built as `make_part` says."""
 

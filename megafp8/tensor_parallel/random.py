@@ -58,8 +58,11 @@ def fill_(out: Tensor, shard: ParamShard, init: Init, seed: int) -> Tensor:
         index = _global_index(shard, first, last, out.device)
         if init.kind == "normal":
             out[first:last] = normal_at(index, key) * init.std
-        else:
+        elif init.kind == "log_uniform":
             out[first:last] = (init.low + (init.high - init.low) * uniform_at(index, key)).log()
+        else:
+            values = (math.log(init.low) + math.log(init.high / init.low) * uniform_at(index, key)).exp()
+            out[first:last] = values + (-torch.expm1(-values)).log()
     return out
 
 

@@ -269,6 +269,13 @@ PATTERNS: list[tuple[list[str], int, str]] = [
     (["model.layer_kinds={a: {mixer: {kind: gated_delta_net, num_key_heads: 3, num_value_heads: 4}}}",
       "model.pattern=[a]"], 1,
      "model.layer_kinds.a.mixer.num_key_heads = 3: model.layer_kinds.a.mixer.num_value_heads (4) is not a multiple"),
+    (["model.layer_kinds={a: {mixer: none, ffn: none}}", "model.pattern=[a]"], 1,
+     "model.layer_kinds.a = 'mixer: none, ffn: none': neither a mixer nor a feed-forward network; give one of them"),
+    (["model.layer_kinds={a: {mixer: {kind: mamba2, num_heads: 6}, ffn: none}}", "model.pattern=[a]"], 1,
+     "model.layer_kinds.a.mixer.num_groups = 8: model.layer_kinds.a.mixer.num_heads (6) is not a multiple of it; try"),
+    (["model.layer_kinds={a: {mixer: {kind: mamba2, num_heads: 4, num_groups: 1}}}", "model.pattern=[a]",
+      "parallel.tensor=2"], 2,
+     "parallel.tensor = 2: model.layer_kinds.a.mixer.num_groups (1) is not a multiple of it; try 1"),
 ]  # fmt: skip
 EIGHT = "model.moe={num_experts: 8}"
 EXPERTS: list[tuple[list[str], int, str]] = [
@@ -551,7 +558,7 @@ def test_rules_between_keys(tmp_path: Path, overrides: list[str], world_size: in
         ("quickstart", [], 4), ("gpt2-125m", [], 1), ("gpt2-125m", [], 8), ("llama3-8b", [], 8),
         ("llama3-70b", [], 64), ("llama3-405b", [], 1024), ("mixtral-8x7b", [], 64), ("qwen3-30b-a3b", [], 64),
         ("deepseek-v3", [], 1024), ("olmo2-7b", [], 8), ("gemma2-9b", [], 8), ("gpt-oss-20b", [], 16),
-        ("llama3-8b-stages", [], 64),
+        ("llama3-8b-stages", [], 64), ("nemotron-3-nano-30b", [], 64),
     ],
 )  # fmt: skip
 def test_configs_that_can_run(tmp_path: Path, config: str | None, overrides: list[str], world_size: int) -> None:

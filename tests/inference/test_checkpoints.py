@@ -96,6 +96,7 @@ LIVE = [
     MTP | PP2 | LAYERS_4,
     HYBRID | TP2 | DELAYED,
     HYBRID | PP2,
+    NEMOTRON | TP2 | PP2,
     CALIBRATED,
     MXFP8 | WIDE | TP2,
     CUSTOM,

@@ -52,6 +52,10 @@ DELTA_NET = {
     "kind": "gated_delta_net", "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 4, "value_head_dim": 3,
     "conv_kernel_size": 3,
 }  # fmt: skip
+MAMBA2 = {
+    "kind": "mamba2", "num_heads": 8, "head_dim": 3, "state_size": 5, "num_groups": 4, "conv_kernel_size": 3,
+    "min_step": 0.5, "max_step": 1.0,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-gqa-rope-scaling": LLAMA
@@ -146,6 +150,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_chunk": 3,
         "query_scaling": {"factor": 0.5, "length": 3, "first_position": 1},
     },
+    "one-part": LLAMA
+    | DROPOUT
+    | {
+        "layer_kinds": {
+            "mamba": {"mixer": MAMBA2, "ffn": "none"},
+            "mlp": {"mixer": "none", "ffn": {"activation": "squared_relu"}},
+        },
+        "pattern": ["mamba", "mlp"],
+        "residual_multiplier": 0.3,
+    },
 }
 MIXTRAL = LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "z_loss": 0.1}}
 QWEN_MOE: dict[str, Any] = {
@@ -157,6 +171,27 @@ DEEPSEEK: dict[str, Any] = {
     "top_groups": 2, "shared_ffn_hidden_size": 8, "selection_bias": True, "first_dense_layers": 1, "aux_loss": 0.3,
 }  # fmt: skip
 MOE_MODELS = {
+    "nemotron": LLAMA
+    | {
+        "num_layers": 4,
+        "activation": "squared_relu",
+        "layer_kinds": {
+            "mamba": {"mixer": MAMBA2 | {"num_groups": 2, "conv_bias": False}, "ffn": "none"},
+            "attention": {"mixer": {"position_embedding": "none"}, "ffn": "none"},
+            "mlp": {"mixer": "none", "ffn": {"ffn_hidden_size": 32}},
+            "moe": {"mixer": "none", "ffn": "moe"},
+        },
+        "pattern": ["mamba", "moe", "attention", "mlp"],
+        "moe": {
+            "num_experts": 4,
+            "top_k": 2,
+            "ffn_hidden_size": 12,
+            "score": "sigmoid",
+            "selection_bias": True,
+            "scaling_factor": 2.5,
+            "shared_ffn_hidden_size": 16,
+        },
+    },
     "mixtral": MIXTRAL,
     "qwen-moe": LLAMA | {"qk_norm": True, "moe": QWEN_MOE},
     "deepseek": LLAMA | DROPOUT | {"moe": DEEPSEEK, "latent_attention": LATENT | {"q_rank": None}, "mtp_num_layers": 1},
@@ -299,13 +334,14 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
 @pytest.mark.parametrize("recompute", slow_but(["first", "selective"], "selective"))
 @pytest.mark.parametrize(("tp", "sequence_parallel"), slow_but([(1, False), (2, False), (2, True)], (2, True)))
 @pytest.mark.parametrize(
-    "name", ["llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid"]
+    "name",
+    ["llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid", "one-part"],
 )
 def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
     world4.run(_compare, MODELS[name], tp, sequence_parallel, recompute, ranks=tp)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "hybrid", "chunks"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "hybrid", "chunks", "one-part"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), slow_but([(1, False), (2, True)], (2, True)))
 def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
     world4.run(
@@ -335,13 +371,14 @@ def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int
 
 @pytest.mark.parametrize(("tp", "cp"), slow_but([(1, 2), (1, 4), (2, 2)], (2, 2)))
 @pytest.mark.parametrize(
-    "name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom", "hybrid"]
+    "name",
+    ["llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom", "hybrid", "one-part"],
 )
 def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     world4.run(_compare, MODELS[name], tp, sequence_parallel=True, cp=cp, ranks=tp * cp)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part"])
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
     world4.run(
         _compare, MODELS[name], 2, sequence_parallel=True, recompute="full", documents=True, z_loss=0.0, cp=2, ranks=4
@@ -364,6 +401,7 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
         ("llama4", 2, 2, 4, 1, "all_to_all", "none"),
         pytest.param("llama4", 2, 1, 2, 1, "all_gather", "selective", marks=pytest.mark.slow),
         ("groups-softmax", 1, 4, 2, 1, "all_to_all", "none"),
+        ("nemotron", 2, 2, 2, 1, "all_gather", "none"),
     ],
 )
 def test_experts(world4: World, name: str, tp: int, cp: int, ep: int, etp: int, dispatch: str, recompute: str) -> None:

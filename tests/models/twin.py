@@ -15,7 +15,9 @@ from torch import Tensor
 
 from megafp8.config import ModelConfig
 from megafp8.config.parts import LayerKind
+from megafp8.config.parts.absent import NoFfnConfig, NoMixerConfig
 from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
+from megafp8.config.parts.mamba2 import Mamba2Config
 
 Weights = dict[str, Tensor]
 
@@ -338,6 +340,15 @@ def _allowed(
     return allowed
 
 
+def _convolved(y: Tensor, w: Weights, name: str, kernel: int, row: int, i: int, documents: Tensor | None) -> Tensor:
+    """The channels of token `i` of a sample after the convolution and SiLU."""
+    total = w[f"{name}.bias"] if f"{name}.bias" in w else torch.zeros_like(y[row, i])
+    for j in range(max(0, i - kernel + 1), i + 1):
+        if documents is None or documents[row, j] == documents[row, i]:
+            total = total + w[f"{name}.weight"][:, 0, kernel - 1 - (i - j)] * y[row, j]
+    return total * total.sigmoid()
+
+
 def _delta_net(
     x: Tensor, w: Weights, name: str, record: GatedDeltaNetConfig, eps: float, documents: Tensor | None
 ) -> Tensor:
@@ -347,11 +358,7 @@ def _delta_net(
     q, k, v, z, beta, decay = (_linear(x, w, f"{name}.{part}") for part in ("q", "k", "v", "z", "beta", "decay"))
 
     def convolved(y: Tensor, part: str, row: int, i: int) -> Tensor:
-        total = torch.zeros_like(y[row, i])
-        for j in range(max(0, i - kernel + 1), i + 1):
-            if documents is None or documents[row, j] == documents[row, i]:
-                total = total + w[f"{name}.{part}_conv.weight"][:, 0, kernel - 1 - (i - j)] * y[row, j]
-        return total * total.sigmoid()
+        return _convolved(y, w, f"{name}.{part}_conv", kernel, row, i, documents)
 
     rows = []
     for row in range(b):
@@ -378,27 +385,65 @@ def _delta_net(
     return _linear(torch.stack(rows), w, f"{name}.proj")
 
 
+def _mamba2(x: Tensor, w: Weights, name: str, record: Mamba2Config, eps: float, documents: Tensor | None) -> Tensor:
+    """Mamba-2 of one token, head and channel after the other; the group of head a is a // (a / g)."""
+    (b, s, _), d, width, heads = x.shape, record.state_size, record.head_dim, record.num_heads
+    gate, *xbc = (torch.einsum("...k,nk->...n", x, w[f"{name}.{part}.weight"]) for part in ("z", "x", "b", "c"))
+    step = torch.einsum("...k,nk->...n", x, w[f"{name}.step.weight"]) + w[f"{name}.step.bias"]
+    rows = []
+    for row in range(b):
+        states = [torch.zeros(width, d, dtype=x.dtype)] * heads
+        outputs = []
+        for i in range(s):
+            parts = [
+                _convolved(y, w, f"{name}.{part}_conv", record.conv_kernel_size, row, i, documents)
+                for part, y in zip("xbc", xbc)
+            ]
+            of_token = []
+            for head in range(heads):
+                group = slice(head // (heads // record.num_groups) * d, (head // (heads // record.num_groups) + 1) * d)
+                value, into, out_of = parts[0][head * width : (head + 1) * width], parts[1][group], parts[2][group]
+                dt = torch.log1p(step[row, i, head].exp())
+                dt = dt.clamp(min=record.min_step, max=record.max_step)
+                begins = i == 0 or (documents is not None and bool(documents[row, i] != documents[row, i - 1]))
+                forget = torch.exp(-dt * w[f"{name}.log_rate.weight"][head].exp())
+                state = torch.zeros_like(states[head]) if begins else states[head] * forget
+                states[head] = state + torch.outer(value, dt * into)
+                of_token.append(states[head] @ out_of + w[f"{name}.skip.weight"][head] * value)
+            y = torch.cat(of_token) * gate[row, i] * gate[row, i].sigmoid()
+            y = y.view(record.num_groups, -1)
+            y = y / (y.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+            outputs.append(y.flatten() * w[f"{name}.norm.weight"])
+        rows.append(torch.stack(outputs))
+    return _linear(torch.stack(rows), w, f"{name}.proj")
+
+
 def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
-    dropouts: Dropouts, *, sparse: bool, window: int | None, delta_net: GatedDeltaNetConfig | None = None,
-    documents: Tensor | None = None,
+    dropouts: Dropouts, kind: LayerKind, *, sparse: bool, window: int | None, documents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     def norm(x: Tensor, which: str, there: bool) -> Tensor:
         return _norm(x, w, f"{name}.{which}", config, config.normalization) if there else x
 
     of_inputs, of_outputs = config.norm_position in ("pre", "both"), config.norm_position in ("output", "both")
 
-    def attention(x: Tensor) -> Tensor:
+    def attention(x: Tensor) -> Tensor | float:
+        if isinstance(kind.mixer, NoMixerConfig):
+            return 0.0
         attend = _attention if config.latent_attention is None else _latent_attention
         normed = norm(x, "attention_norm", of_inputs)
-        if delta_net is not None:
-            y = _delta_net(normed, w, f"{name}.gated_delta_net", delta_net, config.norm_eps, documents)
+        if isinstance(kind.mixer, GatedDeltaNetConfig):
+            y = _delta_net(normed, w, f"{name}.gated_delta_net", kind.mixer, config.norm_eps, documents)
+        elif isinstance(kind.mixer, Mamba2Config):
+            y = _mamba2(normed, w, f"{name}.mamba2", kind.mixer, config.norm_eps, documents)
         else:
             y = attend(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window)
         y = config.residual_multiplier * norm(y, "attention_output_norm", of_outputs)
         return dropouts.hidden(y, f"{name}.attention")
 
-    def feed_forward(x: Tensor) -> Tensor:
+    def feed_forward(x: Tensor) -> Tensor | float:
+        if isinstance(kind.ffn, NoFfnConfig):
+            return 0.0
         normed = norm(x, "mlp_norm", of_inputs)
         y = moe(normed, w, f"{name}.mlp", config, losses) if sparse else mlp(normed, w, f"{name}.mlp", config)
         y = config.residual_multiplier * norm(y, "mlp_output_norm", of_outputs)
@@ -445,7 +490,6 @@ def twin_loss(
     # Keys of a kind of layer stand in the config of its layers.
     given = [[part.given for part in kind_of if part is not None] for kind_of in ((x.mixer, x.ffn) for x in kinds)]
     configs = [config.model_copy(update=dict(pair for keys in parts for pair in keys.items())) for parts in given]
-    delta_nets = [x.mixer if isinstance(x.mixer, GatedDeltaNetConfig) else None for x in kinds]
     windows = [None if i in config.full_attention_layers else x.sliding_window for i, x in enumerate(configs)]
     if positions is None:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -465,8 +509,8 @@ def twin_loss(
         sparse, seen = config.moe_of(layer) is not None, allowed[reach[layer]]
         window = windows[layer]
         x = _block(
-            x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, sparse=sparse, window=window,
-            delta_net=delta_nets[layer], documents=documents,
+            x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, kinds[layer], sparse=sparse,
+            window=window, documents=documents,
         )  # fmt: skip
     x = _norm(x, w, "final_norm", config, kind)
     found = [_cross_entropy(x, w, config, labels, z_loss)]
@@ -483,7 +527,7 @@ def twin_loss(
         embedded = _norm(dropouts.hidden(embedded, f"{name}.embedding"), w, f"{name}.embedding_norm", config, kind)
         hidden = _norm(x, w, f"{name}.hidden_norm", config, kind)
         x = _linear(torch.cat([embedded, hidden], -1), w, f"{name}.projection")
-        x = _block(x, w, name, config, positions, seen, losses, dropouts, sparse=sparse, window=window)
+        x = _block(x, w, name, config, positions, seen, losses, dropouts, kinds[-1], sparse=sparse, window=window)
         x = _norm(x, w, f"{name}.final_norm", config, kind)
         found.append(_cross_entropy(x, w, config, target, z_loss) * wanted)
     return torch.cat(found)

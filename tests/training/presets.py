@@ -137,6 +137,7 @@ LATENT = {"q_rank": 32, "kv_rank": 16, "nope_head_dim": 8, "rope_head_dim": 4, "
 DELTA_NET = {
     "kind": "gated_delta_net", "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 8,
 }  # fmt: skip
+MAMBA2 = {"kind": "mamba2", "num_heads": 8, "head_dim": 8, "state_size": 8, "num_groups": 4}
 
 # models
 LAYERS_4 = _preset("4-layers", model={"num_layers": 4})
@@ -170,6 +171,12 @@ GEMMA = _preset(
 HYBRID = _preset(
     "hybrid", model={"layer_kinds": {"linear": {"mixer": DELTA_NET}, "full": {}}, "pattern": ["linear", "full"]}
 )
+NEMOTRON = _preset(
+    "nemotron", model={"num_layers": 4, "activation": "squared_relu", "position_embedding": "none",
+    "layer_kinds": {"mamba": {"mixer": MAMBA2, "ffn": "none"}, "attention": {"ffn": "none"},
+    "mlp": {"mixer": "none"}, "moe": {"mixer": "none", "ffn": "moe"}}, "pattern": ["mamba", "moe", "attention", "mlp"],
+    "moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "shared_ffn_hidden_size": 32, "aux_loss": 0.1}},
+)  # fmt: skip
 BLOOM = _preset("bloom", model={**_GPT2, "num_query_groups": 8, "position_embedding": "alibi", "embedding_norm": True})
 GPT_OSS = _preset(
     "gpt-oss", model={"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1},
