@@ -180,10 +180,10 @@ def write_config(family: Family, model: ModelConfig) -> dict[str, Any]:
 def choose(model: ModelConfig) -> Family:
     """The first family that can express `model`. Raises ValueError naming what the nearest one cannot."""
     check_model(model)
-    kind = model.moe is not None, model.latent_attention is not None, model.architecture
+    kind, sparse = (model.latent_attention is not None, model.architecture), model.moe is not None
     lacking: dict[str, list[str]] = {}
     for family in FAMILIES.values():
-        if (family.moe, family.latent, family.kind) == kind:
+        if (family.latent, family.kind) == kind and family.moe in (None, sparse):
             if not (lacks := _lacks(family, model)):
                 return family
             lacking[family.model_type] = lacks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
@@ -136,6 +137,20 @@ LLAMA4: dict[str, Any] = LLAMA | {
     "floor_scale": 4,
     "attn_scale": 0.5,
 }
+NEMOTRON: dict[str, Any] = {
+    "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 12, "mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 8,
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "routed_scaling_factor": 2.5,
+    "moe_shared_expert_intermediate_size": 16,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+}  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3,
+}  # fmt: skip
+GRANITE_HYBRID: dict[str, Any] = LLAMA | GRANITE | MAMBA | {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_local_experts": 4,
+    "num_experts_per_tok": 2, "shared_intermediate_size": 40,
+}  # fmt: skip
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", LLAMA | {"num_key_value_heads": 4}),
     "llama3": ("Llama", LLAMA | {"rope_parameters": LLAMA3_ROPE}),
@@ -272,6 +287,25 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_layers": [0, 1, 2], "use_qk_norm": False, "attn_temperature_tuning": False, "num_experts_per_tok": 1}
         | {"floor_scale": 8192, "attn_scale": 0.1},
     ),
+    "nemotron-h": ("NemotronH", NEMOTRON),
+    "nemotron-h-dense": (
+        "NemotronH",
+        {key: x for key, x in NEMOTRON.items() if not re.search("expert|moe|routed", key)}
+        | {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "use_conv_bias": False}
+        | {"time_step_min": 0.8, "mlp_hidden_act": "gelu"},
+    ),
+    "bamba": ("Bamba", LLAMA | MAMBA | {"attn_layer_indices": [1], "time_step_limit": (0.5, 1.0)}),
+    "granite-hybrid": ("GraniteMoeHybrid", GRANITE_HYBRID),
+    "granite-hybrid-dense": (
+        "GraniteMoeHybrid",
+        {key: x for key, x in GRANITE_HYBRID.items() if "expert" not in key}
+        | {
+            "num_local_experts": 0,
+            "intermediate_size": 40,
+            "position_embedding_type": "rope",
+            "mamba_conv_bias": False,
+        },
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu"}),
 }
@@ -315,7 +349,54 @@ LATENT: dict[str, Any] = SMALL | {
     "moe": GROUPED_EXPERTS,
 }
 BIASED: dict[str, Any] = {"num_query_groups": None, "normalization": "layernorm", "linear_bias": True}
+MAMBA2 = {"kind": "mamba2", "num_heads": 8, "head_dim": 8, "state_size": 6, "num_groups": 2}
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron_h": (
+        "nemotron_h",
+        SMALL
+        | {
+            "num_layers": 4,
+            "activation": "squared_relu",
+            "position_embedding": "none",
+            "layer_kinds": {
+                "mamba": {"mixer": MAMBA2 | {"min_step": 0.001}, "ffn": "none"},
+                "moe": {"mixer": "none", "ffn": "moe"},
+                "attention": {"ffn": "none"},
+            },
+            "pattern": ["mamba", "moe", "attention", "moe"],
+            "moe": {
+                "num_experts": 6,
+                "top_k": 2,
+                "ffn_hidden_size": 24,
+                "shared_ffn_hidden_size": 16,
+                "score": "sigmoid",
+                "selection_bias": True,
+            },
+        },
+    ),
+    "bamba": (
+        "bamba",
+        SMALL
+        | {
+            "partial_rotary_factor": 0.5,
+            "layer_kinds": {"mamba": {"mixer": MAMBA2 | {"max_step": 0.7}}, "attention": {}},
+            "pattern": ["mamba", "attention"],
+        },
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        SMALL
+        | {
+            "residual_multiplier": 0.4,
+            "layer_kinds": {"mamba": {"mixer": MAMBA2}, "attention": {"mixer": {"position_embedding": "none"}}},
+            "pattern": ["mamba", "attention"],
+            "moe": {"num_experts": 4, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16},
+        },
+    ),
+    "granitemoehybrid-attention": (
+        "granitemoehybrid",
+        SMALL | {"moe": {"num_experts": 4, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16}},
+    ),
     "llama": ("llama", SMALL | {"rope_scaling": SCALING, "rope_theta": 500.0}),
     "llama-tied": ("llama", SMALL | {"tie_embeddings": True, "num_query_groups": None, "head_dim": 6}),
     "llama-biases": ("llama", SMALL | {"linear_bias": True}),

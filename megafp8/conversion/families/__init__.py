@@ -16,7 +16,8 @@ LLAMA_NAMES = like_llama()
 class Family(NamedTuple):
     """What `transformers` calls a model_type, with the class that holds its weights.
 
-    `also`: another name of the class. `moe`: its layers have experts; `latent`: they have latent attention. `kind`:
+    `also`: another name of the class. `moe`: its layers have experts, None: or not; `latent`: they have latent
+    attention. `kind`:
     `ModelConfig.architecture`. `rank`: of the families that can express a model, the one of lowest rank is written.
     """
 
@@ -25,7 +26,7 @@ class Family(NamedTuple):
     traits: tuple[Trait, ...]
     names: TensorNames = LLAMA_NAMES
     also: str | None = None
-    moe: bool = False
+    moe: bool | None = False
     latent: bool = False
     kind: str = "gpt"
     rank: int = 3
