@@ -172,24 +172,26 @@ class Mamba2(RecurrentMixer):
         }
 
     def work(self, batch: MicroBatch) -> Work:
-        """Passes over the convolution's channels, those of the recurrence's kernels, and of norm and gate in fp32.
+        """Reads and writes of the kernels: convolution; states, then outputs of chunks; norm and gate.
 
-        Backward computes all of it once more, and moves as much again.
+        Backward computes all but the last once more, then the gradients of states, and reads states twice.
         """
-        inner, chunks = self.heads * self.w, -(-batch.length // CHUNK)
-        convolution = (7 + 5 * (self.convolution.shape[-1] - 1)) * self._channels * batch.element
-        states = 2 * chunks / batch.length * self.heads * self.d * self.w * batch.element
-        recurrence = (self._channels + inner) * batch.element + states
-        gated = inner * (3 * batch.element + 6 * max(4, batch.element))
-        moved = batch.tokens * (convolution + recurrence + gated)
-        return Work(moved, 2 * moved, kernels=60, more_in_backward=100)
+        inner, states = self.heads * self.w, self._states_of_a_token
+        forward = 4 * self._channels + 4 * inner + 2 * states
+        backward = 11 * self._channels + 9 * inner + 7 * states
+        moved = batch.tokens * batch.element
+        return Work(moved * forward, moved * backward, kernels=20, more_in_backward=30)
+
+    @property
+    def _states_of_a_token(self) -> float:
+        """Numbers of the states at the start of chunks, for each token."""
+        return self.heads * self.d * self.w / CHUNK
 
     def flops(self, batch: MicroBatch) -> float:
         """Write to the states, read from them, and the convolution."""
         return batch.tokens * (4.0 * self.heads * self.d * self.w + 2.0 * self.convolution.numel())
 
     def backward_bytes(self, batch: MicroBatch) -> int:
-        """What is recomputed and its gradients, and states of chunks."""
-        chunks = batch.sequences * -(-batch.length // CHUNK)
-        tokens = batch.tokens * (4 * self._channels * batch.element + 4 * self.heads * self.w * max(4, batch.element))
-        return tokens + 2 * chunks * self.heads * self.d * self.w * batch.element
+        """What is recomputed and its gradients: the convolution's outputs, the heads', and states of chunks."""
+        of_token = 2 * self._channels + 2 * self.heads * self.w + 2 * self._states_of_a_token
+        return round(batch.tokens * of_token * batch.element)
