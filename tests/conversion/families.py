@@ -41,6 +41,15 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8,
 }
 EXPERTS: dict[str, Any] = LLAMA | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LINEAR: dict[str, Any] = LLAMA | {
+    "rms_norm_eps": 1e-6, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+LINEAR_KINDS = ("Qwen3Next", "Qwen3_5")
+LINEAR_EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 DEEPSEEK: dict[str, Any] = LLAMA | {
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-6,
@@ -152,6 +161,9 @@ GRANITE_HYBRID: dict[str, Any] = LLAMA | GRANITE | MAMBA | {
     "num_experts_per_tok": 2, "shared_intermediate_size": 40,
 }  # fmt: skip
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-next": ("Qwen3Next", LINEAR | LINEAR_EXPERTS | {"mlp_only_layers": [0]}),
+    "qwen3-5": ("Qwen3_5", LINEAR),
+    "qwen3-5-a3b": ("Qwen3_5Moe", LINEAR | LINEAR_EXPERTS | {"layer_types": None, "full_attention_interval": 3}),
     "llama2": ("Llama", LLAMA | {"num_key_value_heads": 4}),
     "llama3": ("Llama", LLAMA | {"rope_parameters": LLAMA3_ROPE}),
     "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True}),
@@ -350,7 +362,17 @@ LATENT: dict[str, Any] = SMALL | {
 }
 BIASED: dict[str, Any] = {"num_query_groups": None, "normalization": "layernorm", "linear_bias": True}
 MAMBA2 = {"kind": "mamba2", "num_heads": 8, "head_dim": 8, "state_size": 6, "num_groups": 2}
+HYBRID: dict[str, Any] = SMALL | {
+    "qk_norm": True, "output_gate": True, "zero_centered_gamma": True, "partial_rotary_factor": 0.5, "head_dim": 8,
+    "layer_kinds": {"linear": {"mixer": {
+        "kind": "gated_delta_net", "num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 32, "value_head_dim": 24,
+    }}, "full": {}},
+    "pattern": ["linear", "full"],
+}  # fmt: skip
+HYBRID_EXPERTS = {"num_experts": 6, "shared_ffn_hidden_size": 40, "shared_gate": True, "ffn_hidden_size": 24}
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("qwen3_next", HYBRID | {"moe": HYBRID_EXPERTS}),
+    "qwen3_5_text": ("qwen3_5_text", HYBRID),
     "nemotron_h": (
         "nemotron_h",
         SMALL
@@ -655,25 +677,31 @@ def make_theirs(name: str, dtype: torch.dtype = torch.float32) -> Any:
     model = getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(
         config_class(kind)(**deepcopy(options))  # which it changes
     )
-    randomize(model, norms=0.0 if kind.startswith("Gemma") else 1.0)
+    randomize(model, norms=0.0 if kind.startswith(("Gemma", *LINEAR_KINDS)) else 1.0)
     if kind == "OPT":
         model.model.decoder.embed_positions.weight.data[:2] = 0.0  # of padding, which ours does not have
     return model.to(dtype).eval()
+
+
+_TEXT_KINDS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 
 
 def config_class(kind: str) -> Any:
     """The class of `transformers` that reads config.json."""
     import transformers
 
-    return getattr(transformers, f"{kind}{'TextConfig' if kind in ('Gemma3', 'Llama4') else 'Config'}")
+    return getattr(transformers, f"{kind}{'TextConfig' if kind in _TEXT_KINDS else 'Config'}")
 
 
 @torch.no_grad()
 def randomize(model: Any, norms: float = 1.0) -> None:
     """Random values for all that a model of `transformers` stores. `norms`: the mean of norms' weights."""
+    linear = type(model).__name__.startswith(LINEAR_KINDS)  # whose rounding in fp32 is several times that of others
     biases = [(key, x) for key, x in model.named_buffers() if key.endswith("e_score_correction_bias")]
     for key, x in [*model.named_parameters(), *biases]:
-        x.copy_((norms if "norm" in key and key.endswith("weight") else 0.0) + 0.2 * torch.randn(x.shape))
+        mean = 1.0 if "linear_attn.norm" in key else norms if "norm" in key and key.endswith("weight") else 0.0
+        std = 0.5 if "conv1d" in key and linear else 0.1 if "lm_head" in key and linear else 0.2
+        x.copy_(mean + std * torch.randn(x.shape))
 
 
 def tokens() -> Tensor:

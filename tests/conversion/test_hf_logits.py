@@ -119,7 +119,10 @@ def _hold(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-GRADIENTS = ["glm4-moe", "olmo3", "smollm3", "minimax-m2", "ernie4-5-moe", "mistral4", "nanochat", "llama4"]
+GRADIENTS = [
+    "qwen3-next", "qwen3-5", "qwen3-5-a3b", "glm4-moe", "olmo3", "smollm3", "minimax-m2", "ernie4-5-moe", "mistral4",
+    "nanochat", "llama4",
+]  # fmt: skip
 """Models of theirs whose gradients the quick tests compare."""
 ALIKE = {
     "llama2", "llama-biases", "mistral", "qwen2", "qwen3-tied", "qwen2-moe-no-bias", "qwen2-longrope",
