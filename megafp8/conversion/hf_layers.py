@@ -73,7 +73,7 @@ def _word(key: str, value: Any) -> str:
     """What a name of a kind says of a key: the value if it is a word, else that the key is there."""
     if isinstance(value, str):
         return value if value != "none" else f"no-{key}"
-    return "" if value is None else key
+    return "" if value is None or value is False else key
 
 
 def _counted(names: Sequence[str]) -> Iterator[str]:

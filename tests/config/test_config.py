@@ -369,6 +369,16 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     ([LONGROPE, "model.max_position_embeddings=64"], 1, "model.max_position_embeddings = 64: not model.longrope's "
      "factor × original_max_position_embeddings (16384); try 16384"),
     ([PREFIX, "model.sliding_window=4"], 1, "model.sliding_window = 4: data.prefix_lm is set, and all tokens attend"),
+    ([PREFIX, "model.attention_chunk=4"], 1, "model.attention_chunk = 4: data.prefix_lm is set, and all"),
+    ([PREFIX, "model.layer_kinds={a: {mixer: {attention_chunk: 4}}}", "model.pattern=[a]"], 1,
+     "model.layer_kinds.a.mixer.attention_chunk = 4: data.prefix_lm is set, and all tokens attend to the whole"),
+    (["model.attention_chunk=4", "model.sliding_window=2"], 1,
+     "model.attention_chunk = 4: model.sliding_window (2) says which tokens each one attends to; leave"),
+    ([LATENT, "model.attention_chunk=4"], 1, "model.attention_chunk = 4: model.latent_attention is set, and its"),
+    (["model.norm_weights=false", "model.normalization=layernorm"], 1,
+     "model.normalization = 'layernorm': model.norm_weights is false, and it has weights and biases; try rmsnorm"),
+    (["model.norm_weights=false", "model.zero_centered_gamma=true"], 1,
+     "model.zero_centered_gamma = True: model.norm_weights is false, and it says how weights are stored; try False"),
     ([PREFIX, "model.position_embedding=alibi"], 1, "model.position_embedding = 'alibi': data.prefix_lm is set, and"),
     ([PREFIX, "model.mtp_num_layers=1"], 1, "model.mtp_num_layers = 1: data.prefix_lm is set, and a token of the "
      "prefix would see the embedding of a token that it is to predict; try 0, or leave data.prefix_lm out"),

@@ -199,7 +199,7 @@ def test_gradients(world2: World, tmp_path: Path, name: str) -> None:
     assert worst < 1e-5
 
 
-WRITTEN = ["gpt2", "deepseek_v3", "gpt_oss", "glm4", "phi3-longrope"]
+WRITTEN = ["llama4", "gpt2", "deepseek_v3", "gpt_oss", "glm4", "phi3-longrope"]
 """Families of which the quick tests write a folder; each has something that the others lack."""
 
 
