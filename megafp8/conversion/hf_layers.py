@@ -49,7 +49,7 @@ def _value(record: Any, key: str) -> Any:
 
 
 def pattern_of(lists: Mapping[str, Sequence[Any]]) -> Fields:
-    """`layer_kinds` and `pattern` of these lists, with names made of what differs: the kinds of parts if they suffice."""
+    """`layer_kinds` and `pattern` of these lists, with names made of what differs, or of parts' kinds if they do."""
     layers = [*zip(*lists.values(), strict=True)]
     differing = [i for i, values in enumerate(lists.values()) if any(x != values[0] for x in values)]
     of_parts = [i for i in differing if [*lists][i].endswith(".kind")]
