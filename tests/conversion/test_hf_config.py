@@ -689,3 +689,9 @@ def test_every_key_of_theirs_is_known(kind: str) -> None:
     without_default = {"DeepseekV2": {"num_experts_per_tok": 6}, "Glm4Moe": {"head_dim": 128}}
     config = config_class(kind)(**without_default.get(kind, {}))
     read_config(config.to_dict() | {"model_type": config.model_type})
+
+
+def test_kinds_of_layers_have_short_names() -> None:
+    """Those of their parts, where these are all that differs."""
+    model = read_config(PUBLISHED["nemotron-3-nano-30b"][1])[1]
+    assert model.pattern[:6] == ["mamba2", "moe", "mamba2", "moe", "mamba2", "attention"]

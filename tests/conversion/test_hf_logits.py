@@ -121,7 +121,7 @@ def _hold(ours: Tensor, theirs: Tensor) -> None:
 
 GRADIENTS = [
     "qwen3-next", "qwen3-5", "qwen3-5-a3b", "glm4-moe", "olmo3", "smollm3", "minimax-m2", "ernie4-5-moe", "mistral4",
-    "nanochat", "llama4",
+    "nanochat", "llama4", "nemotron-h",
 ]  # fmt: skip
 """Models of theirs whose gradients the quick tests compare."""
 ALIKE = {
@@ -129,6 +129,7 @@ ALIKE = {
     "gemma2-uncapped", "phi3-longrope-short", "gpt-neox-in-turn", "deepseek-v3-tied", "gpt2-untied",
     "llama-tied", "llama-geglu", "qwen2-exact-geglu", "phi3", "deepseek-v2-lite",
     "glm4-moe-plain", "mistral4-no-latent", "nanochat-tied", "llama4-plain", "smollm3-windows", "ernie4-5-moe-untied",
+    "nemotron-h-dense", "bamba", "granite-hybrid-dense",
 }  # fmt: skip
 """Models of which the quick tests have others that differ from them in little."""
 
