@@ -185,7 +185,9 @@ def _read_two(hf: HfConfig, default_theta: float, local_key: str | None) -> dict
     else:
         local_theta = hf.get("rope_theta", default_theta)
         if local_theta != default_theta and "rope_theta" not in sliding:
-            known = f"{default_theta:g}, or rope_parameters.{SLIDING}, as releases of transformers differ in what it has"
+            known = (
+                f"{default_theta:g}, or rope_parameters.{SLIDING}, as releases of transformers differ in what it has"
+            )
             refuse("rope_theta", local_theta, known)
     local = _read_dictionary(f"rope_parameters.{SLIDING}", sliding, {}, local_theta)
     if local.keys() != {"rope_theta"}:

@@ -19,9 +19,7 @@ def _read_layers(hf: HfConfig) -> Fields:
         if not isinstance(value, int) or value < (-1 if value is last else 0) or (value == 0 and key == _LAYER_KEYS[2]):
             refuse(key, value, "a number of layers")
     last = layers - 1 if last == -1 else last
-    return {
-        "ffn.kind": ["moe" if (i + 1) % interval == 0 and first <= i <= last else "mlp" for i in range(layers)]
-    }
+    return {"ffn.kind": ["moe" if (i + 1) % interval == 0 and first <= i <= last else "mlp" for i in range(layers)]}
 
 
 def _write_layers(ours: Fields) -> Keys:
