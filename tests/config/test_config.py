@@ -331,7 +331,18 @@ EXPERTS: list[tuple[list[str], int, str]] = [
 LATENT = "model.latent_attention={q_rank: 32, kv_rank: 16, nope_head_dim: 8, rope_head_dim: 4, value_head_dim: 8}"
 PREFIX = "data.prefix_lm={}"
 LONGROPE = "model.longrope={short_factor: [1, 1, 1, 1], long_factor: [1, 2, 3, 4], factor: 4}"
+SPARSE = "model.sparse_attention={index_heads: 2, index_head_dim: 8, top_k: 4}"
 LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
+    ([SPARSE], 1, "model.sparse_attention = 'set': its keys are those of latent attention; give model.latent_att"),
+    ([LATENT, SPARSE, "model.latent_attention.q_rank=null"], 1,
+     "model.latent_attention.q_rank = None: model.sparse_attention is set, whose indexer reads the query latent"),
+    ([LATENT, SPARSE, "model.sparse_attention.index_head_dim=2"], 1,
+     "model.sparse_attention.index_head_dim = 2: below model.latent_attention.rope_head_dim (4)"),
+    ([LATENT, SPARSE, "model.sliding_window=8"], 1, "model.sliding_window = 8: model.sparse_attention is set, and it"),
+    ([LATENT, SPARSE, "model.attention_dropout=0.1"], 1, "model.attention_dropout = 0.1: model.sparse_attention is"),
+    ([LATENT, SPARSE, "data.prefix_lm={}"], 1, "data.prefix_lm = 'set': the indexer of model.sparse_att"),
+    (["model.layer_kinds={a: {mixer: {kind: sparse_latent_attention}}}", "model.pattern=[a]"], 1,
+     "model.layer_kinds.a.mixer.kind = 'sparse_latent_attention': there is no section model.sparse_attention"),
     ([LATENT, "model.head_dim=8"], 1,
      "model.head_dim = 8: model.latent_attention is set, and its heads have the widths nope_head_dim, rope_head_dim "
      "and value_head_dim; try null, or leave model.latent_attention out"),
@@ -567,8 +578,8 @@ def test_rules_between_keys(tmp_path: Path, overrides: list[str], world_size: in
                   "parallel.recompute_blocks=3"], 2) for layers in ("[1, 3]", "balanced")),
         ("quickstart", [], 4), ("gpt2-125m", [], 1), ("gpt2-125m", [], 8), ("llama3-8b", [], 8),
         ("llama3-70b", [], 64), ("llama3-405b", [], 1024), ("mixtral-8x7b", [], 64), ("qwen3-30b-a3b", [], 64),
-        ("deepseek-v3", [], 1024), ("olmo2-7b", [], 8), ("gemma2-9b", [], 8), ("gpt-oss-20b", [], 16),
-        ("llama3-8b-stages", [], 64), ("nemotron-3-nano-30b", [], 64),
+        ("deepseek-v3", [], 1024), ("deepseek-v3.2", [], 1024), ("olmo2-7b", [], 8), ("gemma2-9b", [], 8),
+        ("gpt-oss-20b", [], 16), ("llama3-8b-stages", [], 64), ("nemotron-3-nano-30b", [], 64),
     ],
 )  # fmt: skip
 def test_configs_that_can_run(tmp_path: Path, config: str | None, overrides: list[str], world_size: int) -> None:

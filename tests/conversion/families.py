@@ -68,6 +68,7 @@ DEEPSEEK: dict[str, Any] = LLAMA | {
     "num_nextn_predict_layers": 0,
 }
 DEEPSEEK_V2: dict[str, Any] = {key: x for key, x in DEEPSEEK.items() if key != "num_nextn_predict_layers"}
+DEEPSEEK_V32: dict[str, Any] = DEEPSEEK_V2 | {"index_n_heads": 10, "index_head_dim": 6, "index_topk": 4}
 GEMMA: dict[str, Any] = LLAMA | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
 YARN_ROPE = {
     "rope_type": "yarn",
@@ -318,6 +319,11 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_conv_bias": False,
         },
     ),
+    "deepseek-v32": ("DeepseekV32", DEEPSEEK_V32 | {"rope_parameters": YARN_OF_ALL}),
+    "glm-moe-dsa": (
+        "GlmMoeDsa",
+        DEEPSEEK_V32 | {"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "v_head_dim": 12},
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu"}),
 }
@@ -373,6 +379,9 @@ HYBRID_EXPERTS = {"num_experts": 6, "shared_ffn_hidden_size": 40, "shared_gate":
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", HYBRID | {"moe": HYBRID_EXPERTS}),
     "qwen3_5_text": ("qwen3_5_text", HYBRID),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text", HYBRID | {"moe": HYBRID_EXPERTS | {"top_k": 2}},
+    ),
     "nemotron_h": (
         "nemotron_h",
         SMALL
@@ -551,6 +560,19 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
             "latent_attention": LATENT["latent_attention"] | {"q_rank": None},
             "moe": LATENT["moe"] | {"score": "softmax", "normalize": False, "selection_bias": False},
             "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        LATENT | {"sparse_attention": {"index_heads": 10, "index_head_dim": 6, "top_k": 4}, "rope_theta": 500.0},
+    ),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        LATENT
+        | {
+            "norm_eps": 1e-5,
+            "latent_attention": LATENT["latent_attention"] | {"norm_eps": 1e-6},
+            "sparse_attention": {"index_heads": 10, "index_head_dim": 8, "top_k": 4, "index_rope": "neighbors"},
         },
     ),
     "deepseek_v3": ("deepseek_v3", LATENT | {"rope_scaling": SCALING, "rope_theta": 500.0}),

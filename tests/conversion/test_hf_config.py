@@ -608,6 +608,12 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+PUBLISHED["deepseek-v3.2"] = (
+    PUBLISHED["deepseek-v3"][0] + 61 * (1536 * 64 * 128 + 7168 * (128 + 64) + 2 * 128),
+    PUBLISHED["deepseek-v3"][1]
+    | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+    | {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048},
+)
 """Parameters and config.json on the hub of models that have a config here."""
 
 
@@ -615,7 +621,8 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 def test_configs_are_the_published_models(name: str) -> None:
     parameters, config = PUBLISHED[name]
     model = load_config(ROOT / "configs" / f"{name}.yaml").model
-    extended = ["yarn"] if config.get("rope_scaling") else []  # by a training on longer contexts, after this one
+    # By a training on longer contexts, after this one.
+    extended = ["yarn"] if config.get("rope_scaling") and model.yarn is None else []
     assert differences(read_config(config)[1], model) == extended
     of_names = {name: math.prod(shape) for name, shape in model_tensors(model).items()}
     ahead = sum(count for name, count in of_names.items() if is_mtp(model, name))

@@ -48,6 +48,7 @@ LONGROPE = {
     "original_max_position_embeddings": 12,  # sequences of test_context_parallel are longer
 }
 LATENT = {"q_rank": 10, "kv_rank": 6, "nope_head_dim": 4, "rope_head_dim": 4, "value_head_dim": 3}
+SPARSE = {"index_heads": 3, "index_head_dim": 6, "top_k": 3}
 DELTA_NET = {
     "kind": "gated_delta_net", "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 4, "value_head_dim": 3,
     "conv_kernel_size": 3,
@@ -160,6 +161,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "pattern": ["mamba", "mlp"],
         "residual_multiplier": 0.3,
     },
+    "sparse": LLAMA | {"latent_attention": LATENT, "sparse_attention": SPARSE},
+    "sparse-neighbors": LLAMA
+    | {
+        "latent_attention": LATENT | {"norm_eps": 1e-2},
+        "sparse_attention": SPARSE | {"index_rope": "neighbors", "kl_loss": 0.3},
+        "yarn": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2},
+        "mtp_num_layers": 1,
+    },
+    "sparse-hybrid": LLAMA
+    | {
+        "latent_attention": LATENT,
+        "sparse_attention": SPARSE,
+        "layer_kinds": {"linear": {"mixer": DELTA_NET}, "sparse": {}},
+        "pattern": ["linear", "sparse"],
+    },
+    "sparse-warmup": LLAMA | {"latent_attention": LATENT, "sparse_attention": SPARSE | {"warmup": True}},
 }
 MIXTRAL = LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "z_loss": 0.1}}
 QWEN_MOE: dict[str, Any] = {
@@ -315,6 +332,7 @@ def _compare(
     if ep == 1:
         assert compared == len(whole) - len(stage.constants)
     added = torch.stack([router.load.losses for router in stage.routers.values()] or [torch.zeros(2).double()])
+    added = torch.cat([added.flatten(), *stage.index_losses.values()])
     all_reduce(added, state.amax.group)
     torch.testing.assert_close(added.sum(), sum(of_routers).detach().double())
     return compared
@@ -325,7 +343,14 @@ BY_TENSOR = [(name, *tp) for name in MODELS for tp in ((1, False), (2, False), (
 
 @pytest.mark.parametrize(
     ("name", "tp", "sequence_parallel"),
-    slow_but(BY_TENSOR, *[case for case in BY_TENSOR if case[1:] == (2, True) or case[0] == "llama"]),
+    slow_but(
+        BY_TENSOR,
+        *[
+            case
+            for case in BY_TENSOR
+            if (case[1:] == (2, True) and not case[0].startswith("sparse-")) or case[0] == "llama"
+        ],
+    ),
 )
 def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
     assert min(world4.run(_compare, MODELS[name], tp, sequence_parallel, ranks=tp)) > 10
@@ -335,13 +360,17 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
 @pytest.mark.parametrize(("tp", "sequence_parallel"), slow_but([(1, False), (2, False), (2, True)], (2, True)))
 @pytest.mark.parametrize(
     "name",
-    ["llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid", "one-part"],
+    [
+        *("llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid"),
+        "one-part",
+        pytest.param("sparse", marks=pytest.mark.slow),
+    ],
 )
 def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
     world4.run(_compare, MODELS[name], tp, sequence_parallel, recompute, ranks=tp)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "hybrid", "chunks", "one-part"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "hybrid", "chunks", "one-part", "sparse"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), slow_but([(1, False), (2, True)], (2, True)))
 def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
     world4.run(
@@ -372,13 +401,18 @@ def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int
 @pytest.mark.parametrize(("tp", "cp"), slow_but([(1, 2), (1, 4), (2, 2)], (2, 2)))
 @pytest.mark.parametrize(
     "name",
-    ["llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom", "hybrid", "one-part"],
+    [
+        *("llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom", "hybrid"),
+        *("one-part", "sparse-neighbors"),
+    ],
 )
 def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     world4.run(_compare, MODELS[name], tp, sequence_parallel=True, cp=cp, ranks=tp * cp)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid"]
+)
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
     world4.run(
         _compare, MODELS[name], 2, sequence_parallel=True, recompute="full", documents=True, z_loss=0.0, cp=2, ranks=4

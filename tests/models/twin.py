@@ -69,7 +69,8 @@ def _kept(x: Tensor, p: float, words: list[np.ndarray]) -> Tensor:
 
 def _norm(x: Tensor, w: Weights, name: str, config: ModelConfig, kind: str = "rmsnorm") -> Tensor:
     """By default that of latents, or of queries and keys."""
-    eps = config.norm_eps
+    latent = config.latent_attention
+    eps = latent.norm_eps if latent and latent.norm_eps and ".attention." in name else config.norm_eps
     weight = w[f"{name}.weight"] + config.zero_centered_gamma if config.norm_weights or "attention." in name else 1
     if kind == "rmsnorm":
         return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight
@@ -225,8 +226,9 @@ def _latent_attention(
     allowed: Tensor,
     dropouts: Dropouts,
     window: int | None,
+    losses: list[Tensor] | None = None,
 ) -> Tensor:
-    m = config.latent_attention
+    m, sparse = config.latent_attention, config.sparse_attention
     assert m is not None
     n, r, v = m.nope_head_dim, m.rope_head_dim, m.value_head_dim
     kv_latent, k_rotary = _linear(x, w, f"{name}.kv_down").split([m.kv_rank, r], dim=-1)
@@ -237,6 +239,11 @@ def _latent_attention(
         q = _linear(q_latent, w, f"{name}.q_up")
     kv = _linear(_norm(kv_latent, w, f"{name}.kv_norm", config), w, f"{name}.kv_up")
     k_rotary, out = _interleaved(k_rotary, positions, config), []
+    index, seen = None, allowed
+    if sparse is not None:
+        index = _index_scores(x.detach(), q_latent.detach(), w, name, config, positions)
+        allowed = seen if sparse.warmup else _chosen(index, seen, sparse.top_k)
+    target = torch.zeros(())
     for head in range(config.num_attention_heads):
         qn, qr = q[..., head * (n + r) : (head + 1) * (n + r)].split([n, r], dim=-1)
         kn, vh = kv[..., head * (n + v) : (head + 1) * (n + v)].split([n, v], dim=-1)
@@ -244,7 +251,48 @@ def _latent_attention(
         scores = scores * _scaled_factors(config)[1] * _query_scales(config, positions)
         probabilities = (scores / math.sqrt(n + r)).masked_fill(~allowed, -math.inf).softmax(-1)
         out.append(dropouts.probabilities(probabilities, name, head) @ vh)
+        target = target + probabilities.detach() / config.num_attention_heads
+    if index is not None and losses is not None:
+        b, s, _ = x.shape
+        log_softmax = index.masked_fill(~allowed, -math.inf).log_softmax(-1).masked_fill(~allowed, 0.0)
+        divergence = (torch.xlogy(target, target) - target * log_softmax).sum()
+        losses.append(sparse.kl_loss * divergence / (b * s))
     return _linear(torch.cat(out, -1), w, f"{name}.proj")
+
+
+def _index_scores(x: Tensor, q_latent: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor) -> Tensor:
+    """The indexer's scores `[b, s, t]` of all pairs."""
+    sparse, latent = config.sparse_attention, config.latent_attention
+    assert sparse is not None
+    assert latent is not None
+    d, r = sparse.index_head_dim, latent.rope_head_dim
+
+    def rotated(y: Tensor) -> Tensor:
+        rotate = _interleaved(y[..., :r], positions, config) if sparse.index_rope == "neighbors" else None
+        if rotate is None:
+            rotate = _rotate(y[..., :r], positions, config.model_copy(update={"partial_rotary_factor": 1.0}), None)
+        return torch.cat([rotate, y[..., r:]], -1)
+
+    q, k, weights = (_linear(y, w, f"{name}.{part}") for y, part in
+                     ((q_latent, "index_q"), (x, "index_k"), (x, "index_weights")))  # fmt: skip
+    centred = k - k.mean(-1, keepdim=True)
+    k = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + 1e-6)
+    k = rotated(k * w[f"{name}.index_k_norm.weight"] + w[f"{name}.index_k_norm.bias"])
+    total = torch.zeros(())
+    for head in range(sparse.index_heads):
+        scores = (rotated(q[..., head * d : (head + 1) * d]) @ k.transpose(-1, -2) / math.sqrt(d)).clamp(min=0)
+        total = total + scores * weights[..., head : head + 1] / math.sqrt(sparse.index_heads)
+    return total
+
+
+def _chosen(index: Tensor, allowed: Tensor, top_k: int) -> Tensor:
+    """The keys of the greatest scores among those allowed; of equal scores the first ones."""
+    chosen = torch.zeros_like(allowed)
+    for row, i in np.ndindex(*allowed.shape[:2]):
+        scores = index[row, i].tolist()
+        keys = [j for j in range(len(scores)) if allowed[row, i, j]]
+        chosen[row, i, sorted(keys, key=lambda j: (-scores[j], j))[:top_k]] = True
+    return chosen
 
 
 def mlp(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
@@ -430,14 +478,15 @@ def _block(
     def attention(x: Tensor) -> Tensor | float:
         if isinstance(kind.mixer, NoMixerConfig):
             return 0.0
-        attend = _attention if config.latent_attention is None else _latent_attention
         normed = norm(x, "attention_norm", of_inputs)
         if isinstance(kind.mixer, GatedDeltaNetConfig):
             y = _delta_net(normed, w, f"{name}.gated_delta_net", kind.mixer, config.norm_eps, documents)
         elif isinstance(kind.mixer, Mamba2Config):
             y = _mamba2(normed, w, f"{name}.mamba2", kind.mixer, config.norm_eps, documents)
+        elif config.latent_attention is not None:
+            y = _latent_attention(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window, losses)
         else:
-            y = attend(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window)
+            y = _attention(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window)
         y = config.residual_multiplier * norm(y, "attention_output_norm", of_outputs)
         return dropouts.hidden(y, f"{name}.attention")
 

@@ -189,6 +189,10 @@ FEW_ROWS = _preset(
     "aux_loss": 0.1, "shared_ffn_hidden_size": 32, "shared_gate": True}},
 )  # fmt: skip
 DEEPSEEK = _preset("deepseek", model={"moe": DEEPSEEK_EXPERTS, "latent_attention": LATENT, "num_query_groups": None})
+SPARSE = _preset(
+    "sparse", model={"latent_attention": LATENT, "num_query_groups": None,
+    "sparse_attention": {"index_heads": 4, "index_head_dim": 8, "top_k": 6}},
+)  # fmt: skip
 BERT = _preset("bert", model=BERT_MODEL, data={"packing": "sentences"})
 BERT_PRE = _preset(
     "bert-pre", model={**BERT_MODEL, "norm_position": "pre", "embedding_norm": False, "activation": "gelu_tanh",

@@ -17,9 +17,12 @@ from megafp8.config.parts.latent_attention import LatentMixerConfig
 from megafp8.config.parts.mamba2 import Mamba2Config
 from megafp8.config.parts.mlp import MlpConfig
 from megafp8.config.parts.moe import MoeFfnConfig
+from megafp8.config.parts.sparse_attention import SparseLatentMixerConfig
 from megafp8.section import Section
 
-Mixer = AttentionConfig | LatentMixerConfig | GatedDeltaNetConfig | Mamba2Config | NoMixerConfig
+Mixer = (
+    AttentionConfig | LatentMixerConfig | SparseLatentMixerConfig | GatedDeltaNetConfig | Mamba2Config | NoMixerConfig
+)
 """What mixes tokens."""
 Ffn = MlpConfig | MoeFfnConfig | NoFfnConfig
 """The feed-forward network."""

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from megafp8.config.errors import Problem
 from megafp8.config.parts.base import ModelSection, PartConfig
-from megafp8.section import PositiveInt, Section
+from megafp8.section import PositiveFloat, PositiveInt, Section
 
 
 class LatentAttentionConfig(Section):
@@ -24,6 +24,8 @@ class LatentAttentionConfig(Section):
     """Channels of a head's query, and of the key that all heads share, with rotary positions (qk_rope_head_dim)."""
     value_head_dim: PositiveInt = 128
     """Channels of a head's values (v_head_dim)."""
+    norm_eps: PositiveFloat | None = None
+    """Epsilon of the norms of the latents. Default: model.norm_eps."""
 
     @property
     def channels(self) -> int:

@@ -17,8 +17,8 @@ class Family(NamedTuple):
     """What `transformers` calls a model_type, with the class that holds its weights.
 
     `also`: another name of the class. `moe`: its layers have experts, None: or not; `latent`: they have latent
-    attention. `kind`:
-    `ModelConfig.architecture`. `rank`: of the families that can express a model, the one of lowest rank is written.
+    attention. `sparse`: it is to tokens that an indexer chooses. `kind`: `ModelConfig.architecture`. `rank`: of the
+    families that can express a model, the one of lowest rank is written.
     """
 
     model_type: str
@@ -28,5 +28,6 @@ class Family(NamedTuple):
     also: str | None = None
     moe: bool | None = False
     latent: bool = False
+    sparse: bool = False
     kind: str = "gpt"
     rank: int = 3
