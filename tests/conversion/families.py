@@ -379,9 +379,6 @@ HYBRID_EXPERTS = {"num_experts": 6, "shared_ffn_hidden_size": 40, "shared_gate":
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", HYBRID | {"moe": HYBRID_EXPERTS}),
     "qwen3_5_text": ("qwen3_5_text", HYBRID),
-    "qwen3_5_moe_text": (
-        "qwen3_5_moe_text", HYBRID | {"moe": HYBRID_EXPERTS | {"top_k": 2}},
-    ),
     "nemotron_h": (
         "nemotron_h",
         SMALL
