@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
 """Arrays and objects inside each other; what reads them later may be recursive."""
 
 
-def parse_json(content: bytes | str) -> Any:
-    """The value of `content`, in UTF-8. Raises ValueError where it is no JSON, NaN and numbers too large included."""
+def parse_json(content: bytes | str, constant: Callable[[str], Any] | None = None) -> Any:
+    """The value of `content`, in UTF-8. Raises ValueError where it is no JSON, NaN and numbers too large included.
+
+    `constant`: what `Infinity` and the like stand for, of a file that may have them.
+    """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
-        found = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        found = json.loads(text, parse_constant=constant or _refuse, parse_float=_finite)
     except RecursionError:
         raise ValueError(f"it is nested too deeply: more than {MAX_DEPTH} levels") from None
     level = [found] if isinstance(found, (dict, list)) else []

@@ -20,7 +20,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -306,10 +306,13 @@ def read_file(file: AnyPath) -> bytes:
         raise kind(f"{file} cannot be read: {error.strerror}") from error
 
 
-def parse_object(file: AnyPath | str, content: bytes) -> dict[str, Any]:
-    """The JSON object in `content`, UTF-8, of `file`. Raises DamagedCheckpoint for anything else, NaN included."""
+def parse_object(file: AnyPath | str, content: bytes, constant: Callable[[str], Any] | None = None) -> dict[str, Any]:
+    """The JSON object in `content`, UTF-8, of `file`. Raises DamagedCheckpoint for anything else, NaN included.
+
+    `constant`: as for `parse_json`.
+    """
     try:
-        content_object = parse_json(content)
+        content_object = parse_json(content, constant)
     except ValueError as error:
         raise DamagedCheckpoint(f"{file} is damaged: {error}") from error
     if not isinstance(content_object, dict):

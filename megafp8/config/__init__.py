@@ -6,6 +6,7 @@ from megafp8.config.json_schema import json_schema
 from megafp8.config.load import config_and_overrides, load_config
 from megafp8.config.parts import LayerSpec
 from megafp8.config.parts.attention import AttentionConfig, LongRopeConfig, RopeScaling, RotaryKeys, YarnConfig
+from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, LatentMixerConfig
 from megafp8.config.parts.mlp import MlpConfig
 from megafp8.config.parts.moe import MoeConfig, MoeFfnConfig
@@ -44,6 +45,7 @@ __all__ = [
     "EvaluateConfig",
     "FaultConfig",
     "Fp8Config",
+    "GatedDeltaNetConfig",
     "LatentAttentionConfig",
     "LatentMixerConfig",
     "LayerSpec",

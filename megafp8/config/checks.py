@@ -19,6 +19,7 @@ from megafp8.config.parts.attention import attention_heads
 from megafp8.config.parts.base import PartConfig
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, latent_attention
 from megafp8.config.parts.moe import MoeConfig, expert_layout, expert_ranks, experts
+from megafp8.config.parts.sparse_attention import SparseAttentionConfig, sparse_attention
 from megafp8.config.schema import Config, ModelConfig, Section
 from megafp8.kernels.limits import LARGEST_HEAD
 from megafp8.pipeline_parallel.registry import SCHEDULES, unsplit_schedule
@@ -338,6 +339,10 @@ def _layer_kinds(config: Config) -> Iterator[Problem]:
     ):
         if given:
             yield Problem(f"model.{path}", given, say, "leave it out")
+    for name, kind in m.layer_kinds.items():
+        if not any(part is None or part.present for part in (kind.mixer, kind.ffn)):
+            rule = "neither a mixer nor a feed-forward network"
+            yield Problem(f"model.layer_kinds.{name}", "mixer: none, ffn: none", rule, "give one of them")
     for path, record in _records(m):
         yield from record.run_problems(config, path)
 
@@ -365,7 +370,8 @@ def split_widths(m: ModelConfig) -> dict[str, int]:
 
 def network_problems(m: ModelConfig) -> Iterator[Problem]:
     """Rules about the network that hold in any run."""
-    for rule in (attention_heads, latent_attention, experts, encoder_checks.model, _norm_weights):
+    rules = attention_heads, latent_attention, sparse_attention, experts, encoder_checks.model, _norm_weights
+    for rule in rules:
         yield from rule(m)
     for path, record in _records(m):
         yield from record.problems(m, path)
@@ -388,6 +394,10 @@ def _norm_weights(m: ModelConfig) -> Iterator[Problem]:
 def _model(config: Config) -> Iterator[Problem]:
     m, s = config.model, config.training.seq_length
     yield from network_problems(m)
+    named = {kind.mixer.kind for kind in m.layer_kinds.values() if kind.mixer is not None}
+    for mixer in {spec.mixer.kind: spec.mixer for spec in m.distinct_layers}.values():
+        if mixer.kind not in named:
+            yield from mixer.run_problems(config, "model")
     rows = m.max_position_embeddings
     if m.position_embedding == "learned" and rows is not None and rows < s:
         rule = f"fewer positions than training.seq_length ({s})"
@@ -601,7 +611,9 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
     if c.init_optimizer and c.init_from is None:
         rule = "there is no checkpoint to take it from"
         yield Problem("checkpoint.init_optimizer", True, rule, "set checkpoint.init_from, or leave it out")
-    sections: dict[str, type[Section]] = {"moe": MoeConfig, "latent_attention": LatentAttentionConfig}
+    sections: dict[str, type[Section]] = {
+        "moe": MoeConfig, "latent_attention": LatentAttentionConfig, "sparse_attention": SparseAttentionConfig,
+    }  # fmt: skip
     keys = [*ModelConfig.model_fields, *(f"{name}.{key}" for name, x in sections.items() for key in x.model_fields)]
     for key in c.allow_model_change:
         if key not in keys:

@@ -21,6 +21,7 @@ from megafp8.config.parts.attention import AttentionConfig, AttentionKeys, Rotar
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, LatentMixerConfig
 from megafp8.config.parts.mlp import MlpConfig, MlpKeys
 from megafp8.config.parts.moe import MoeConfig, MoeFfnConfig
+from megafp8.config.parts.sparse_attention import SparseAttentionConfig, SparseLatentMixerConfig
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.section import (
     FLOAT,
@@ -141,6 +142,8 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     """Logits become softcap · tanh(logit / softcap) (Gemma 2's final_logit_softcapping). Default: they do not."""
     latent_attention: LatentAttentionConfig | None = None
     """Multi-head latent attention. Default: none."""
+    sparse_attention: SparseAttentionConfig | None = None
+    """Latent attention to tokens that an indexer chooses. Default: to all earlier ones."""
     moe: MoeConfig | None = None
     """Experts instead of the MLP in some or all layers. Default: none."""
     layer_kinds: dict[str, LayerKind] = {}
@@ -206,7 +209,14 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     @property
     def output_init_std(self) -> float:
         """Standard deviation of the initial weights of blocks whose output is added to the residual stream."""
-        return self.hidden_init_std / math.sqrt(2 * self.num_layers)
+        return self.hidden_init_std / math.sqrt(self._branches)
+
+    @property
+    def _branches(self) -> int:
+        """Number of parts of all layers, which add to the residual stream."""
+        kinds = [self.layer_kinds[self.kind_name(layer)] for layer in range(self.num_layers) if self.pattern]
+        absent = sum(part is not None and not part.present for kind in kinds for part in (kind.mixer, kind.ffn))
+        return 2 * self.num_layers - absent
 
     @property
     def logits_divisor(self) -> float:
@@ -257,6 +267,12 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
         return not any(spec.mixer.is_recurrent for spec in self.distinct_layers)
 
     @property
+    def has_auxiliary_loss(self) -> bool:
+        """Whether routers or indexers have losses that are differentiated and not reported in the model's."""
+        moe, sparse = self.moe, self.sparse_attention
+        return (moe is not None and (moe.aux_loss > 0 or moe.z_loss > 0)) or (sparse is not None and sparse.kl_loss > 0)
+
+    @property
     def more_losses(self) -> int:
         """Losses of a model beside that of its tokens: of each depth of multi-token prediction, or of the binary
         head."""
@@ -293,6 +309,8 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
         window = None if within in self.full_attention_layers else self.sliding_window
         if mixer is None and self.latent_attention is None:
             mixer = AttentionConfig.of(self, window)
+        elif mixer is None and self.sparse_attention is not None:
+            mixer = SparseLatentMixerConfig()
         elif mixer is None:
             mixer = LatentMixerConfig(sliding_window=window)
         if ffn is None:

@@ -25,6 +25,7 @@ from megafp8.config import LatentAttentionConfig, ModelConfig, MoeConfig
 from megafp8.config.checks import network_problems
 from megafp8.config.parts.attention import AttentionKeys
 from megafp8.config.parts.mlp import MlpKeys
+from megafp8.config.parts.sparse_attention import SparseAttentionConfig
 from megafp8.conversion import families
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
@@ -32,7 +33,9 @@ from megafp8.conversion.hf_layers import by_layer, is_by_layer, pattern_of
 from megafp8.conversion.keys import MOST_LAYERS, HfConfig
 from megafp8.registry import records_of
 
-_SECTIONS: Mapping[str, type[BaseModel]] = {"moe": MoeConfig, "latent_attention": LatentAttentionConfig}
+_SECTIONS: Mapping[str, type[BaseModel]] = {
+    "moe": MoeConfig, "latent_attention": LatentAttentionConfig, "sparse_attention": SparseAttentionConfig,
+}  # fmt: skip
 _LARGEST_NUMBER = 1 << 40
 _OF_LAYERS = {*AttentionKeys.model_fields, *MlpKeys.model_fields}
 """Fields of the model that its layers may have other values of."""
@@ -180,15 +183,17 @@ def write_config(family: Family, model: ModelConfig) -> dict[str, Any]:
 def choose(model: ModelConfig) -> Family:
     """The first family that can express `model`. Raises ValueError naming what the nearest one cannot."""
     check_model(model)
-    kind = model.moe is not None, model.latent_attention is not None, model.architecture
+    sections = model.latent_attention is not None, model.sparse_attention is not None, model.architecture
     lacking: dict[str, list[str]] = {}
     for family in FAMILIES.values():
-        if (family.moe, family.latent, family.kind) == kind:
+        kind = family.latent, family.sparse, family.kind
+        if kind == sections and family.moe in (None, model.moe is not None):
             if not (lacks := _lacks(family, model)):
                 return family
             lacking[family.model_type] = lacks
     if not lacking:
         latent = "" if model.latent_attention is None else ", latent attention (model.latent_attention)"
+        latent += "" if model.sparse_attention is None else " to chosen tokens (model.sparse_attention)"
         raise ValueError(
             f"no Hugging Face family has this model: model.architecture {model.architecture}{latent} "
             f"{'with' if model.moe else 'without'} experts (model.moe)"
@@ -229,8 +234,7 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
     if model.moe is not None:
         fields["moe.ffn_hidden_size"] = model.expert_size
     if model.latent_attention is not None:
-        eps = model.latent_attention.norm_eps
-        fields["latent_attention.norm_eps"] = None if eps == model.norm_eps else eps
+        fields["latent_attention.norm_eps"] = model.latent_attention.norm_eps or model.norm_eps
     fields |= {
         "num_query_groups": model.query_groups,
         "head_dim": model.channels,
@@ -296,6 +300,9 @@ def _differing(one: ModelConfig, other: ModelConfig) -> list[str]:
             ignored.add(section)
     if one.latent_attention is not None and other.latent_attention is not None:
         ignored.add("head_dim")  # the sum of two widths
+        if all(x["latent_attention.norm_eps"] == x["norm_eps"] for x in (a, b)):
+            ignored.add("latent_attention.norm_eps")
+    ignored.add("sparse_attention.kl_loss")  # of training
     if one.moe is not None and other.moe is not None:
         ignored |= {f"moe.{key}" for key in ("bias_update_rate", "aux_loss", "aux_loss_scope", "z_loss")}  # of training
         dense = [[i for i in range(m.num_layers) if m.moe_of(i) is None] for m in (one, other)]

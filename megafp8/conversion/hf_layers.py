@@ -49,9 +49,12 @@ def _value(record: Any, key: str) -> Any:
 
 
 def pattern_of(lists: Mapping[str, Sequence[Any]]) -> Fields:
-    """`layer_kinds` and `pattern` of these lists, with names made of what differs."""
+    """`layer_kinds` and `pattern` of these lists, with names made of what differs, or of parts' kinds if they do."""
     layers = [*zip(*lists.values(), strict=True)]
     differing = [i for i, values in enumerate(lists.values()) if any(x != values[0] for x in values)]
+    of_parts = [i for i in differing if [*lists][i].endswith(".kind")]
+    if len({tuple(values[i] for i in of_parts) for values in layers}) == len({*map(repr, layers)}):
+        differing = of_parts
     kinds: list[tuple[Any, ...]] = []
     names: list[str] = []
     for values in layers:
@@ -72,8 +75,8 @@ def pattern_of(lists: Mapping[str, Sequence[Any]]) -> Fields:
 def _word(key: str, value: Any) -> str:
     """What a name of a kind says of a key: the value if it is a word, else that the key is there."""
     if isinstance(value, str):
-        return value if value != "none" else f"no-{key}"
-    return "" if value is None else key
+        return value if value != "none" else "" if key == "kind" else f"no-{key}"
+    return "" if value is None or value is False else key
 
 
 def _counted(names: Sequence[str]) -> Iterator[str]:

@@ -20,7 +20,7 @@ Shapes: n rows of a tensor of ours.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -104,14 +104,28 @@ def alternating(parts: int) -> Callable[[int], Rows]:
     return lambda part: lambda model, n: (torch.arange(parts * n).view(n, parts)[:, part], parts * n)
 
 
+def consecutive(part: int, sizes: Callable[[ModelConfig], Sequence[int]]) -> Rows:
+    """Rows of tensors of these sizes, one below the other."""
+
+    def rows(model: ModelConfig, n: int) -> tuple[Tensor, int]:
+        rows_of = [*sizes(model)]
+        return torch.arange(sum(rows_of)).split(rows_of)[part], sum(rows_of)
+
+    return rows
+
+
 def qkv(part: int) -> Rows:
     """Rows of queries, keys and values of all heads, one below the other."""
 
-    def rows(model: ModelConfig, n: int) -> tuple[Tensor, int]:
-        sizes = [heads * model.channels for heads in (model.num_attention_heads, *[model.query_groups] * 2)]
-        return torch.arange(sum(sizes)).split(sizes)[part], sum(sizes)
+    def sizes(model: ModelConfig) -> list[int]:
+        return [heads * model.channels for heads in (model.num_attention_heads, *[model.query_groups] * 2)]
 
-    return rows
+    return consecutive(part, sizes)
+
+
+def alternating_blocks(part: int) -> Rows:
+    """Rows of a head of one tensor, then those of a head of the other."""
+    return lambda model, n: (torch.arange(2 * n).view(-1, 2, model.channels)[:, part].flatten(), 2 * n)
 
 
 def qkv_by_head(part: int) -> Rows:

@@ -180,7 +180,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no folder; a Hugging Face model is one, with {CONFIG_FILE} in it")
     if not file.is_file():
         raise ValueError(f"{path} is no Hugging Face model: it has no {CONFIG_FILE}")
-    return parse_object(file, read_file(file))
+    # transformers 4 writes infinite limits so, and 5 as what they become here.
+    return parse_object(file, read_file(file), lambda text: {"__float__": text})
 
 
 def _entries(path: Path) -> dict[str, Entry]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megafp8.config.activations import ACTIVATIONS
@@ -92,6 +93,20 @@ ROUTER = (
 )
 EXPERTS_ONLY = Trait((), write=lambda ours: {"intermediate_size": ours["moe.ffn_hidden_size"]})
 """Where all layers have experts, the width of an MLP is theirs."""
+
+
+def if_sparse(sparse: Callable[[HfConfig], bool], *traits: Trait) -> tuple[Trait, ...]:
+    """Traits of experts in a family whose models need not have any. `sparse`: whether config.json says so."""
+
+    def where_sparse(trait: Trait) -> Trait:
+        return Trait(
+            trait.keys,
+            lambda hf: trait.read(hf) if sparse(hf) else {},
+            lambda ours: trait.write(ours) if ours["moe"] is not None else {},
+        )
+
+    return tuple(map(where_sparse, traits))
+
 
 MTP_LAYERS = "num_nextn_predict_layers"
 """Key for the number of layers of multi-token prediction."""

@@ -274,6 +274,10 @@ def write_args(model: ModelConfig, seq_length: int | None) -> Keys:
     """The arguments that describe `model`. Raises ValueError where Megatron-LM has no such model."""
     if (kind := model.architecture) != "gpt":
         raise ValueError(f"model.architecture = {kind!r}: of Megatron-LM's models megafp8 writes gpt only")
+    if others := {spec.mixer.kind for spec in model.distinct_layers} - {"attention", "latent_attention"}:
+        raise ValueError(
+            f"layers whose mixer is {' or '.join(sorted(others))}: megafp8 writes those with attention only"
+        )
     assert model.vocab_size is not None
     fields = canonical(model)
     args: dict[str, Any] = {

@@ -18,9 +18,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megafp8.inference.paged_cache import PagedCache
 from megafp8.inference.scheduler import Chunk
+from megafp8.models.mixer import AttendTo
 from megafp8.numerics.attention_mask import AttentionMask, causal_mask
 from megafp8.numerics.attention_scores import PLAIN, Scores
 from megafp8.ops.attention import attention
@@ -184,7 +186,7 @@ class PagedAttention:
                 return y_bad.unsqueeze(1)
             y_sbad[:b, 0] = y_bad
         elif b:
-            k, v = cache.read(self.layer, step.table_bm)
+            k, v = self._read(step.table_bm)
             mask = step.once((self.window, self.chunk), self._mask_of_singles)
             q = q_sbad[:b].transpose(0, 1)
             y = attention(q, k, v, mask, sink_a, scores_of_length(scores, len(k))).transpose(0, 1)
@@ -196,7 +198,7 @@ class PagedAttention:
             if table_1p is None:
                 mask = causal_mask(None, self.window, len(q), q.device, self.chunk)
             else:
-                k, v = self.cache.read(self.layer, table_1p)
+                k, v = self._read(table_1p)
                 mask = step.once(
                     (rows.start, self.window, self.chunk),
                     partial(AttentionMask, window=self.window, chunk=self.chunk, positions_bs=positions_1s),
@@ -206,9 +208,54 @@ class PagedAttention:
             y_sbad[-step.padding :] = y_sbad[-step.padding - 1]
         return y_sbad
 
+    def _read(self, table_bp: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values in these pages, values padded with zeros to the width of keys, as kernels want them."""
+        k, v = self.cache.read(self.layer, table_bp)
+        return k, F.pad(v, (0, k.shape[-1] - v.shape[-1]))
+
     def _mask_of_singles(self) -> AttentionMask:
         positions_b1 = self.step.positions_1n[:, : len(self.step.table_bm)].transpose(0, 1)
         return AttentionMask(window=self.window, chunk=self.chunk, positions_bs=positions_b1)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return []
+
+
+@dataclass(frozen=True)
+class PagedKeys:
+    """`megafp8.models.mixer.AttendToKeys` of a step: stores a layer's keys, and attends to those of the pages.
+
+    The first of the two is stored as the key of the only head, the second as its value.
+    """
+
+    step: PackedStep
+    cache: PagedCache
+    layer: int
+
+    def __call__(self, attend: AttendTo, queries: tuple[Tensor, ...], keys: tuple[Tensor, Tensor]) -> Tensor:
+        step, b = self.step, len(self.step.table_bm)
+        self.cache.append(self.layer, *keys, step.slots_n)  # one sequence of packed tokens is as one head
+        parts = []
+        if b:
+            stop_b1 = step.positions_1n[:, :b].t() + 1
+            of_singles = tuple(x[:b].transpose(0, 1) for x in queries)
+            parts.append(attend(of_singles, self._stored(step.table_bm), 0 * stop_b1, stop_b1).transpose(0, 1))
+        for rows, table_1p, positions_1s, _ in step.long:
+            own = tuple(x[rows] for x in keys)
+            if table_1p is None:
+                positions_1s = torch.arange(len(own[0]), device=own[0].device).unsqueeze(0)
+            else:
+                own = self._stored(table_1p)
+            assert positions_1s is not None
+            parts.append(attend(tuple(x[rows] for x in queries), own, 0 * positions_1s, positions_1s + 1))
+        if step.padding:
+            parts.append(parts[-1][-1:].expand(step.padding, *parts[-1].shape[1:]))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _stored(self, table_bp: Tensor) -> tuple[Tensor, ...]:
+        """The keys in these pages, `[t, b, ...]`."""
+        return tuple(x.squeeze(2) for x in self.cache.read(self.layer, table_bp))
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megafp8.config import LongRopeConfig, ModelConfig
 from megafp8.distributed.collectives import all_gather, own_slice, recv_async, send_async
 from megafp8.fp8 import Fp8Manager
-from megafp8.inference.attention import PackedStep, PagedAttention
+from megafp8.inference.attention import PackedStep, PagedAttention, PagedKeys
 from megafp8.inference.decode_graphs import DecodeGraphs
 from megafp8.inference.paged_cache import PagedCache
 from megafp8.inference.scheduler import Chunk
@@ -121,6 +121,9 @@ class CachedTokens(RunTokens):
         self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None
     ) -> CoreAttention:
         return PagedAttention(self.step, self.pages, layer, window, chunk)
+
+    def keys(self, layer: int) -> PagedKeys:
+        return PagedKeys(self.step, self.pages, layer)
 
     def recurrence(self, layer: int) -> Recurrence:
         return StepRecurrence(self.step, self.states, layer)

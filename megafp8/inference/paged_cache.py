@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from megafp8.kernels.limits import LARGEST_HEAD
 from megafp8.models.mixer import TokenCache
@@ -36,9 +35,9 @@ class _Layer(NamedTuple):
 class PagedCache:
     """The pages of the attention layers of a model, by layer, on this rank.
 
-    Kernels want values as wide as keys: narrower ones come and go padded with zeros, and are stored without. `dtype`:
-    of keys and values. `stored`:
-    float8_e4m3fn or int8 to store them so, with a scale for each head of each token; None: as they are.
+    Kernels want values as wide as keys: narrower ones come padded with zeros, and are stored without. `dtype`: of keys
+    and values. `stored`: float8_e4m3fn or int8 to store them so, with a scale for each head of each token; None: as
+    they are.
     """
 
     def __init__(
@@ -54,7 +53,9 @@ class PagedCache:
         self.num_pages, self.page_size = num_pages, page_size
         self.dtype, self._largest = dtype, _LARGEST[stored] if stored is not None else None
         self.in_place = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-        self.in_place = self.in_place and all(cache.width <= LARGEST_HEAD for cache in layers.values())
+        self.in_place = self.in_place and all(
+            cache.value_width <= cache.width <= LARGEST_HEAD for cache in layers.values()
+        )
         """Whether kernels append to pages and attend to them where they are."""
 
         def layer(cache: TokenCache) -> _Layer:
@@ -108,7 +109,8 @@ class PagedCache:
         )
 
     def read(self, layer: int, table_bp: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[t, b, g, d]` in the pages of b sequences, int32 or int64; views of `[b, t, g, d]`."""
+        """Keys `[t, b, g, d]` and values `[t, b, g, w]` in the pages of b sequences, int32 or int64; views of `[b, t,
+        ...]`."""
         cached, (b, p) = self._layers[layer], table_bp.shape
 
         def gathered(pages: Tensor) -> Tensor:
@@ -120,4 +122,4 @@ class PagedCache:
         if cached.scales is not None:
             k_scales, v_scales = (gathered(x).unsqueeze(-1) for x in cached.scales)
             k, v = (k.float() * k_scales).to(self.dtype), (v.float() * v_scales).to(self.dtype)
-        return k, v if v.shape == k.shape else F.pad(v, (0, k.shape[-1] - v.shape[-1]))
+        return k, v

@@ -26,7 +26,8 @@ from megafp8.inference.attention import scores_of_length
 from megafp8.inference.model import Model, PackedModel, RunTokens
 from megafp8.inference.sampling import VocabShard
 from megafp8.models.gpt import GPTStage
-from megafp8.numerics.attention_mask import AttentionMask, causal_mask
+from megafp8.models.mixer import AttendTo
+from megafp8.numerics.attention_mask import AttentionMask, causal_mask, key_ranges
 from megafp8.numerics.attention_scores import PLAIN, Scores
 from megafp8.ops.attention import CoreAttention, attention
 from megafp8.ops.recurrence import Recurrence, RecurrentRule
@@ -145,6 +146,12 @@ class _Step:
         assert chunk is None, "sequences share no context then"
         return AttentionMask(self.segments_q, self.segments_k, window=window)
 
+    def key_ranges(self) -> tuple[Tensor, Tensor]:
+        """The first key of each token, and the one after its last, `[1, n]`."""
+        queries = self.tokens_1n.shape[1]
+        keys = queries if self.key_rows is None else len(self.key_rows)
+        return key_ranges(AttentionMask(self.segments_q, self.segments_k), queries, keys, self.tokens_1n.device)
+
 
 class _Packing:
     """Tokens of groups one after the other, as lists; see `_Step`. `labels`: by row, the tokens that are scored."""
@@ -214,6 +221,26 @@ class _PackedAttention:
         return []
 
 
+@dataclass(frozen=True)
+class _PackedKeys:
+    """`megafp8.models.mixer.AttendToKeys` of the segments of a step."""
+
+    step: _Step
+    first_1n: Tensor
+    stop_1n: Tensor
+
+    def __call__(self, attend: AttendTo, queries: tuple[Tensor, ...], keys: tuple[Tensor, Tensor]) -> Tensor:
+        count, rows = self.step.tokens, self.step.key_rows
+        whole = keys if rows is None else tuple(x[rows] for x in keys)
+        own = tuple(x[:count] for x in queries)
+        y_n1 = attend(own, whole, self.first_1n[:, :count], self.stop_1n[:, :count])
+        return torch.cat([y_n1, y_n1[-1:].expand(len(queries[0]) - count, *y_n1.shape[1:])])
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return []
+
+
 @dataclass(frozen=True, kw_only=True)
 class _StepTokens(RunTokens):
     """The tokens of a step; each segment is a sequence."""
@@ -224,6 +251,9 @@ class _StepTokens(RunTokens):
         self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None
     ) -> CoreAttention:
         return _PackedAttention(self.step, self.once(("mask", window, chunk), lambda: self.step.mask(window, chunk)))
+
+    def keys(self, layer: int) -> _PackedKeys:
+        return self.once("keys", lambda: _PackedKeys(self.step, *self.step.key_ranges()))
 
     def recurrence(self, layer: int) -> Recurrence:
         return self._recurrence

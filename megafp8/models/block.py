@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.config import ModelConfig
+from megafp8.config.parts.base import PartConfig
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
@@ -43,7 +44,7 @@ class Block(nn.Module):
     """A mixer and a feed-forward network around the residual stream; subclasses say in which order, with which norms.
 
     `norm_position` of the config says which norms there are: of the inputs of both, of their outputs, of both, or of
-    the sums after them.
+    the sums after them. Either part may be absent, and its norms with it.
     """
 
     def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
@@ -58,17 +59,18 @@ class Block(nn.Module):
         def norm(which: str, present: bool) -> Norm | None:
             return block_norm(f"{name}.{which}", config, context) if present else None
 
-        def part(record: Any, input_norm: Norm | None) -> Any:
+        def part(record: PartConfig, input_norm: Norm | None) -> Any:
             where = f"{name}.{record.tensor_prefix}"
             before = _POST_NORM if position == "post" else _NO_NORM if input_norm is None else input_norm.neighbor()
             return make_part(where, record, config, context, input=before, memory=memory)
 
-        self.attention_norm = norm("attention_norm", of_inputs or position == "post")
+        self.mixes, self.feeds = spec.mixer.present, spec.ffn.present
+        self.attention_norm = norm("attention_norm", self.mixes and (of_inputs or position == "post"))
         self.mixer: Mixer = part(spec.mixer, self.attention_norm)
-        self.attention_output_norm = norm("attention_output_norm", of_outputs)
-        self.mlp_norm = norm("mlp_norm", of_inputs or position == "post")
+        self.attention_output_norm = norm("attention_output_norm", self.mixes and of_outputs)
+        self.mlp_norm = norm("mlp_norm", self.feeds and (of_inputs or position == "post"))
         self.ffn: FeedForward = part(spec.ffn, self.mlp_norm)
-        self.mlp_output_norm = norm("mlp_output_norm", of_outputs)
+        self.mlp_output_norm = norm("mlp_output_norm", self.feeds and of_outputs)
         self.attention_branch_dropout, self.mlp_branch_dropout = (
             DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.{which}") for which in ("attention", "mlp")
         )
@@ -84,7 +86,7 @@ class Block(nn.Module):
 
     def branch_dropout(self, inputs: LayerInputs) -> Dropout | None:
         """Dropout of the branch that goes out."""
-        return self.mlp_branch_dropout.at(inputs.places)
+        return (self.mlp_branch_dropout if self.feeds else self.attention_branch_dropout).at(inputs.places)
 
     @staticmethod
     def _read(
@@ -115,8 +117,15 @@ class Block(nn.Module):
 
     # --- what it keeps and computes ---------------------------------------------------------------------------------
 
-    #: Sums of the residual stream and a branch that its norms keep, which parts do not.
-    kept_sums = 2
+    @property
+    def kept_sums(self) -> int:
+        """Sums of the residual stream and a branch that its norms keep, which parts do not."""
+        return self._input_norms
+
+    @property
+    def _input_norms(self) -> int:
+        """Number of norms of the residual stream."""
+        return sum(norm is not None for norm in (self.attention_norm, self.mlp_norm))
 
     @property
     def _norms(self) -> list[Norm]:
@@ -135,10 +144,9 @@ class Block(nn.Module):
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Bytes that it keeps for its backward pass, by tensor."""
         outputs = sum(norm is not None for norm in (self.attention_output_norm, self.mlp_output_norm))
-        # Where a part reads the stream without a norm between, it is among the part's inputs.
-        sums = 0 if self.attention_norm is None else self.kept_sums
         return {
-            "residual stream": self._stream(batch) * sums,
+            # Where a part reads the stream without a norm between, it is among the part's inputs.
+            "residual stream": self._stream(batch) * self.kept_sums,
             "norm statistics": sum(norm.saved(batch) for norm in self._norms),
             "outputs before their norms": self._stream(batch) * outputs,
             **self.mixer.saved(batch),
@@ -166,7 +174,7 @@ class Block(nn.Module):
 
     def recomputed_bytes(self, batch: MicroBatch, memory: BlockMemory) -> int:
         """What kernels read and write once more in backward, with selective recompute of `memory`."""
-        norms = 4 * self._stream(batch) if memory.norms else 0
+        norms = 2 * self._input_norms * self._stream(batch) if memory.norms else 0
         return norms + (self.ffn.activation_bytes(batch) if memory.activation else 0)
 
     def backward_bytes(self, batch: MicroBatch) -> int:
@@ -185,16 +193,21 @@ class SequentialBlock(Block):
     def forward(
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        x_sbh, normed = self._read(self.attention_norm, x_sbh, branch_sbh, self.mixer.input_format, dropout)
-        mixed, own = self._mixed(normed, inputs), self.attention_branch_dropout.at(inputs.places)
-        x_sbh, normed = self._read(self.mlp_norm, x_sbh, mixed, self.ffn.input_format, own)
-        return x_sbh, self._output(self.ffn(normed), self.mlp_output_norm)
+        if self.mixes:
+            x_sbh, normed = self._read(self.attention_norm, x_sbh, branch_sbh, self.mixer.input_format, dropout)
+            branch_sbh, dropout = self._mixed(normed, inputs), self.attention_branch_dropout.at(inputs.places)
+        if self.feeds:
+            x_sbh, normed = self._read(self.mlp_norm, x_sbh, branch_sbh, self.ffn.input_format, dropout)
+            branch_sbh = self._output(self.ffn(normed), self.mlp_output_norm)
+        return x_sbh, branch_sbh
 
 
 class ParallelBlock(Block):
-    """Mixer and feed-forward network read the same sum, and both add to it (GPT-J, PaLM)."""
+    """Mixer and feed-forward network read the same sum, and both add to it (GPT-J, PaLM). Neither is absent."""
 
-    kept_sums = 1
+    @property
+    def kept_sums(self) -> int:
+        return min(self._input_norms, 1)
 
     def forward(
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
@@ -215,21 +228,23 @@ class PostNormBlock(Block):
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
     ) -> tuple[Tensor, Tensor | None]:
         assert branch_sbh is None
-        assert self.attention_norm is not None
-        assert self.mlp_norm is not None
         own, of_ffn = (x.at(inputs.places) for x in (self.attention_branch_dropout, self.mlp_branch_dropout))
-        x_sbh = normalized(self.attention_norm, x_sbh, self._mixed(x_sbh, inputs), own)
-        return normalized(self.mlp_norm, x_sbh, self._output(self.ffn(x_sbh), None), of_ffn), None
+        if self.attention_norm is not None:
+            x_sbh = normalized(self.attention_norm, x_sbh, self._mixed(x_sbh, inputs), own)
+        if self.mlp_norm is not None:
+            x_sbh = normalized(self.mlp_norm, x_sbh, self._output(self.ffn(x_sbh), None), of_ffn)
+        return x_sbh, None
 
     def branch_dropout(self, inputs: LayerInputs) -> Dropout | None:
         return None
 
 
-def block_class(config: ModelConfig) -> type[Block]:
-    """How the layers of a model join its residual stream."""
+def block_class(config: ModelConfig, index: int) -> type[Block]:
+    """How the parts of a layer join the residual stream."""
     if config.norm_position == "post":
         return PostNormBlock
-    return ParallelBlock if config.parallel_block else SequentialBlock
+    both = all(part.present for part in config.layer(index))
+    return ParallelBlock if config.parallel_block and both else SequentialBlock
 
 
 class PredictionLayer(nn.Module):
@@ -250,7 +265,7 @@ class PredictionLayer(nn.Module):
         self.projection_state = context.fp8.linear(LinearSite(f"{name}.projection", 2 * h, h, high_precision=reason))
         self.embedding_norm = block_norm(f"{name}.embedding_norm", config, context)
         self.hidden_norm = block_norm(f"{name}.hidden_norm", config, context)
-        self.block = block_class(config)(index, config, context, memory)
+        self.block = block_class(config, index)(index, config, context, memory)
         self.final_norm = block_norm(f"{name}.final_norm", config, context)
         self.dropout = DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.embedding")
 

@@ -36,10 +36,10 @@ class BuildContext:
     them. `sequence_group`: the ranks that hold slices of the same sequences between tensor-parallel regions.
     `global_batch`, `global_tokens`: sequences and tokens of a step.
 
-    `seed`: of the random streams of dropout. `router_loss_grad`: fp32 `[]`, the gradient of the routers' losses,
-    whatever the loss and the gradients are multiplied by; None: 1. `encoder_tokens`: as `tokens`, in the encoder of T5;
-    `tokens` are then its decoder's. `lora`: adapts linear layers of blocks, and all other weights are frozen.
-    `constants`: tensors that layers make once and share, by what they depend on.
+    `seed`: of the random streams of dropout. `auxiliary_loss_grad`: fp32 `[]`, the gradient of the losses of routers
+    and indexers, whatever the loss and the gradients are multiplied by; None: 1. `encoder_tokens`: as `tokens`, in the
+    encoder of T5; `tokens` are then its decoder's. `lora`: adapts linear layers of blocks, and all other weights are
+    frozen. `constants`: tensors that layers make once and share, by what they depend on.
     """
 
     tensor: ProcessGroup
@@ -64,7 +64,7 @@ class BuildContext:
     global_batch: int = 1
     global_tokens: int = 1
     seed: int = 0
-    router_loss_grad: Tensor | None = None
+    auxiliary_loss_grad: Tensor | None = None
     encoder_tokens: int | None = None
     lora: Lora | None = None
     constants: dict[Any, Tensor] = field(default_factory=dict)

@@ -29,16 +29,22 @@ from megafp8.batch import Batch
 from megafp8.config import ModelConfig
 from megafp8.context_parallel.attention import ContextAttention, plan
 from megafp8.context_parallel.recurrence import ContextRecurrence
-from megafp8.context_parallel.split import shard_positions
+from megafp8.context_parallel.split import place_tokens, rank_rows, shard_positions
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim
 from megafp8.models.block import Block, PredictionLayer, block_class
 from megafp8.models.context import BuildContext
 from megafp8.models.embedding import Embedding, word_embedding
 from megafp8.models.head import Head
-from megafp8.models.mixer import LayerInputs, Tokens
+from megafp8.models.mixer import AttendTo, LayerInputs, Tokens
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.router import Router
-from megafp8.numerics.attention_mask import AttentionMask, bidirectional_mask, causal_mask
+from megafp8.numerics.attention_mask import (
+    AttentionMask,
+    bidirectional_mask,
+    causal_mask,
+    key_ranges,
+    one_segment,
+)
 from megafp8.numerics.dropout_reference import Dropout, TokenPlaces
 from megafp8.ops import dropout as dropouts
 from megafp8.ops.attention import CoreAttention, SelfAttention, fastest_backends
@@ -46,7 +52,7 @@ from megafp8.ops.offload import ActivationOffload, Forward
 from megafp8.ops.recurrence import Recurrence
 from megafp8.tensor_parallel.layers import VocabParallelEmbedding
 from megafp8.tensor_parallel.lora import freeze
-from megafp8.tensor_parallel.mappings import scatter_to_sequence_parallel
+from megafp8.tensor_parallel.mappings import gather_from_sequence_parallel, scatter_to_sequence_parallel
 
 T = TypeVar("T")
 
@@ -85,6 +91,23 @@ class MicroBatchTokens(Tokens):
         )  # fmt: skip
         return ContextAttention(self.group, calls)
 
+    def keys(self, layer: int) -> KeysOfSequences:
+        return self.once("keys", self._keys)
+
+    def _keys(self) -> KeysOfSequences:
+        cu_seqlens_bn, device, s = self.cu_seqlens_bn, self.positions.device, self.length
+        assert self.prefix_b is None, "the config was not checked"
+        if self.group is None or self.group.size() == 1:
+            mask = AttentionMask(cu_seqlens_bn, cu_seqlens_bn)
+            return KeysOfSequences(*key_ranges(mask, s, s, device))
+        rank, ranks = self.group.rank(), self.group.size()
+        whole = one_segment(s, device) if cu_seqlens_bn is None else cu_seqlens_bn
+        positions_bs = shard_positions(cu_seqlens_bn if self.cuts_documents else None, s, rank, ranks, device)
+        mask = AttentionMask(cu_seqlens_bn, cu_seqlens_bn, positions_bs=positions_bs)
+        placed = place_tokens(whole, 2 * ranks, s, cuts_documents=self.cuts_documents)
+        rows_bs = rank_rows(placed.slot_bs, ranks)
+        return KeysOfSequences(*key_ranges(mask, s // ranks, s, device), rows_bs, self.group)
+
     def recurrence(self, layer: int) -> Recurrence:
         starts_sb = self.once("starts", self._starts)
         if self.group is not None and self.group.size() > 1:
@@ -103,6 +126,33 @@ class MicroBatchTokens(Tokens):
             mine = shard_positions(None, self.length, rank, ranks, starts_bs.device)
             starts_bs = starts_bs.gather(1, mine.expand(len(starts_bs), -1))
         return starts_bs.t()
+
+
+@dataclass(frozen=True)
+class KeysOfSequences:
+    """`megafp8.models.mixer.AttendToKeys` of a micro-batch. `first_bs`, `stop_bs`: each token's keys.
+
+    `rows_bs`: where the tokens of whole sequences are among those of the ranks of `group`, which share the sequences.
+    """
+
+    first_bs: Tensor
+    stop_bs: Tensor
+    rows_bs: Tensor | None = None
+    group: ProcessGroup | None = None
+
+    def __call__(self, attend: AttendTo, queries: tuple[Tensor, ...], keys: tuple[Tensor, Tensor]) -> Tensor:
+        return attend(queries, tuple(self._whole(x) for x in keys), self.first_bs, self.stop_bs)
+
+    def _whole(self, x_sb: Tensor) -> Tensor:
+        """A tensor of whole sequences, from those of this rank's tokens."""
+        if self.rows_bs is None:
+            return x_sb
+        gathered = gather_from_sequence_parallel(x_sb.contiguous(), self.group)
+        return gathered[self.rows_bs.t(), torch.arange(x_sb.shape[1], device=x_sb.device)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in (self.first_bs, self.stop_bs, self.rows_bs) if x is not None]
 
 
 class GPTStage(nn.Module):
@@ -151,7 +201,7 @@ class GPTStage(nn.Module):
         index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory
     ) -> Block | PredictionLayer:
         """Layer `index` of the model."""
-        kind = block_class(config) if index < config.num_blocks else PredictionLayer
+        kind = block_class(config, index) if index < config.num_blocks else PredictionLayer
         return kind(index, config, context, memory)
 
     def stream_rows(self, s: int, b: int, decoder: int) -> int:
@@ -176,6 +226,11 @@ class GPTStage(nn.Module):
     def routers(self) -> dict[int, Router]:
         """By layer, those of the blocks with experts."""
         return {block.index: router for block in self.all_blocks for router in block.ffn.routers}
+
+    @property
+    def index_losses(self) -> dict[int, Tensor]:
+        """By layer, what backward passes have added up of the losses of indexers, float64 `[1]`."""
+        return {block.index: block.mixer.index_loss for block in self.all_blocks if block.mixer.index_loss is not None}
 
     @property
     def all_blocks(self) -> list[Block]:

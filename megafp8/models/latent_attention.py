@@ -21,13 +21,14 @@ rotary, v of its values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from megafp8.config import LatentMixerConfig, ModelConfig
+from megafp8.config.parts.sparse_attention import SparseLatentMixerConfig
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
@@ -49,10 +50,13 @@ from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_fro
 class LatentAttention(Mixer):
     """Multi-head latent attention. It reads the norm's values, whatever `input` could give."""
 
+    #: Why the latents' values are needed, not only as FP8 inputs of products; empty if so. Then there is no `kv_up`.
+    reads_latents: ClassVar[str] = ""
+
     def __init__(
         self,
         name: str,
-        record: LatentMixerConfig,
+        record: LatentMixerConfig | SparseLatentMixerConfig,
         config: ModelConfig,
         context: BuildContext,
         *,
@@ -62,9 +66,10 @@ class LatentAttention(Mixer):
         super().__init__()
         latent, heads = config.latent_attention, config.num_attention_heads
         assert latent is not None
-        self.record, self.context, self.recompute = record, context, memory.attention
-        rotates = record.position_embedding == "rope"
-        self.rope = RotaryEmbedding(config, latent.rope_head_dim, None, context) if rotates else None
+        self.context, self.recompute = context, memory.attention
+        self.window = record.sliding_window if isinstance(record, LatentMixerConfig) else None
+        embedding = record.position_embedding if isinstance(record, LatentMixerConfig) else "rope"
+        self.rope = None if embedding == "none" else RotaryEmbedding(config, latent.rope_head_dim, None, context)
         self.heads = heads // context.tensor.size()
         self.n, self.r, self.v = latent.nope_head_dim, latent.rope_head_dim, latent.value_head_dim
         self.ranks = [latent.q_rank or 0, latent.kv_rank, self.r]
@@ -93,12 +98,15 @@ class LatentAttention(Mixer):
             site = context.site(before=norm, after=ATTENTION, recompute_input=memory.norms and fused)
             return ColumnParallelLinear(f"{name}.{layer}", rank, heads * width, init=init, site=site, **common)
 
+        q_norm = Neighbor("q_norm", "none", self.reads_latents) if self.reads_latents else Neighbor("q_norm", "any")
+
         if latent.q_rank is None:
             before = Neighbor("attention_norm", "none", "the latents are computed from the norm's output too")
             self.q_up = up("q", before, config.hidden_size, self.n + self.r)
         else:
-            self.q_up = up("q_up", Neighbor("q_norm", "any"), latent.q_rank, self.n + self.r)
-        self.kv_up = up("kv_up", Neighbor("kv_norm", "any"), latent.kv_rank, self.n + self.v)
+            self.q_up = up("q_up", q_norm, latent.q_rank, self.n + self.r)
+        if not self.reads_latents:
+            self.kv_up = up("kv_up", Neighbor("kv_norm", "any"), latent.kv_rank, self.n + self.v)
         self.proj = RowParallelLinear(
             f"{name}.proj",
             heads * self.v,
@@ -145,7 +153,7 @@ class LatentAttention(Mixer):
         return Work(moved, moved)
 
     def attention(self, batch: MicroBatch) -> list[AttentionWork]:
-        pairs = pairs_of(batch.length, self.record.sliding_window, causal=self.causal)
+        pairs = pairs_of(batch.length, self.window, causal=self.causal)
         return [AttentionWork(self.heads, self.n + self.r, self.v, batch.length, pairs, modified=False)]
 
     def keys_and_values(self, batch: MicroBatch) -> int:
@@ -153,9 +161,7 @@ class LatentAttention(Mixer):
 
     def inputs(self, layer: int, tokens: Tokens) -> AttentionInputs:
         scores = self.dropout.added_to(Scores(), tokens.samples_b)
-        core = tokens.attention(
-            layer, self.record.sliding_window, causal=self.causal, positions=scores.depend_on_positions
-        )
+        core = tokens.attention(layer, self.window, causal=self.causal, positions=scores.depend_on_positions)
         scale = query_scale(self.query_scaling, tokens, self.context.dtype)
         return AttentionInputs(None if self.rope is None else tokens.rotary(self.rope), core, scores, scale)
 
@@ -188,15 +194,15 @@ class LatentAttention(Mixer):
         """`[s, b, a, v]`."""
         q, q_rotary = q_sbc.unflatten(-1, (self.heads, -1)).split([self.n, self.r], dim=-1)
         k, v = kv_sbc.unflatten(-1, (self.heads, -1)).split([self.n, self.v], dim=-1)
-        k_rotary = _rotated(k_rotary_sbr.unsqueeze(2), rotary).expand(-1, -1, self.heads, -1)
-        q, k = torch.cat([q, _rotated(q_rotary, rotary)], dim=-1), torch.cat([k, k_rotary], dim=-1)
+        k_rotary = rotated_neighbors(k_rotary_sbr.unsqueeze(2), rotary).expand(-1, -1, self.heads, -1)
+        q, k = torch.cat([q, rotated_neighbors(q_rotary, rotary)], dim=-1), torch.cat([k, k_rotary], dim=-1)
         if self.score_factor != 1:
             q = q * self.score_factor
         q = q if scale_sb11 is None else q * scale_sb11
         return core(q, k, F.pad(v, (0, self.n + self.r - self.v)), None, scores)[..., : self.v]
 
 
-def _rotated(x_sbar: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+def rotated_neighbors(x_sbar: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
     """Pairs of neighbouring channels rotated; the first channels of all pairs come first. As it is without tables."""
     if rotary is None:
         return x_sbar

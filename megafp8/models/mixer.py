@@ -38,6 +38,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+AttendTo = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], Tensor, Tensor], Tensor]
+"""Attention of a layer's own: from tensors of queries `[s, b, ...]` and of keys `[t, b, ...]` to outputs `[s, b, ...]`.
+
+The other arguments: int64 `[1 or b, s]`, the first key that a query may attend to, and the one after the last."""
+
+
 class TokenCache(NamedTuple):
     """What attention keeps of each token in generation: keys and values of `groups` heads of this rank.
 
@@ -54,6 +60,20 @@ class StateCache(NamedTuple):
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
+
+
+class AttendToKeys(Protocol):
+    """Runs attention of a layer's own over the tokens of a micro-batch or a step, each with the keys that it may attend
+    to: earlier ones of its sequence or document, and itself."""
+
+    def __call__(self, attend: AttendTo, queries: tuple[Tensor, ...], keys: tuple[Tensor, Tensor], /) -> Tensor:
+        """`[s, b, ...]`, from `queries` and `keys` of these tokens; what the layer keeps of a token are `keys`."""
+        ...
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """What it reads besides its arguments."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -91,6 +111,10 @@ class Tokens(ABC):
         """
 
     @abstractmethod
+    def keys(self, layer: int) -> AttendToKeys:
+        """How attention of layer `layer`'s own runs over these tokens."""
+
+    @abstractmethod
     def recurrence(self, layer: int) -> Recurrence:
         """How the recurrence of layer `layer` runs over these tokens."""
 
@@ -109,6 +133,15 @@ class RecurrentInputs:
     """What a recurrent mixer reads: how its recurrence runs over the tokens."""
 
     recurrence: Recurrence
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return ()
+
+
+@dataclass(frozen=True)
+class NoInputs:
+    """Of a mixer that reads the residual stream only."""
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -144,7 +177,10 @@ class Part(nn.Module, ABC):
 
 
 class Mixer(Part):
-    """A part that mixes tokens."""
+    """A part that mixes tokens. `index_loss`: what its backward passes add up of its indexer's loss, float64 `[1]`;
+    None without an indexer."""
+
+    index_loss: Tensor | None = None
 
     @abstractmethod
     def inputs(self, layer: int, tokens: Tokens) -> Any:

@@ -4,7 +4,7 @@ Logits, scores and losses are computed in fp32 (fp64 if the model is), whatever 
 chosen by score, of equal scores the one with the lower index, so the choice depends on nothing but the scores.
 
 *Losses of the router* are added to the gradient, not to the loss that is reported: `_AddLoss` passes its input through
-and in backward gives the router's loss its gradient (`BuildContext.router_loss_grad`). They are means over the
+and in backward gives the router's loss its gradient (`BuildContext.auxiliary_loss_grad`). They are means over the
 sequences (aux_loss) or tokens (z_loss) of the global batch, and sums over layers. A loss mask does not change them: all
 tokens are routed. The aux loss of a sequence needs the choices of all its
 tokens; where ranks hold slices of it, their counts are summed. The mean scores need not be: the loss is linear in them.
@@ -138,7 +138,7 @@ class Router(nn.Module):
         self.name, self.moe = name, moe
         self.group: ProcessGroup | None = context.sequence_group
         self.global_batch, self.global_tokens = context.global_batch, context.global_tokens
-        self.loss_grad = context.router_loss_grad
+        self.loss_grad = context.auxiliary_loss_grad
         shards = unsharded(f"{name}.weight", (moe.num_experts, hidden_size))
         self.weight = replicated_parameter(context, shards, init)
         self.logit_bias: nn.Parameter | None = None

@@ -41,7 +41,7 @@ from megafp8.models.block import Block, SequentialBlock
 from megafp8.models.context import BuildContext
 from megafp8.models.costs import AttentionWork, MicroBatch
 from megafp8.models.gpt import GPTStage
-from megafp8.models.mixer import LayerInputs, Tokens
+from megafp8.models.mixer import AttendToKeys, LayerInputs, Tokens
 from megafp8.models.norms import Norm, block_norm, normalized
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.numerics.attention_mask import CAUSAL, AttentionMask
@@ -65,6 +65,9 @@ class StackTokens(Tokens):
         self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None
     ) -> CoreAttention:
         return SelfAttention(CAUSAL if causal else ALL_KEYS)
+
+    def keys(self, layer: int) -> AttendToKeys:
+        raise AssertionError("the config was not checked")
 
     def recurrence(self, layer: int) -> Recurrence:
         raise AssertionError("the config was not checked")

@@ -416,6 +416,7 @@ class Job:
             loss_scale=result.loss_scale,
             mtp_loss=None if self.config.model.binary_head else loss.more,
             binary_loss=loss.more if self.config.model.binary_head else None,
+            index_loss=self.trainer.index_loss,
             layer_norms=result.layer_norms,
             **observed,
         )

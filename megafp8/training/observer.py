@@ -21,7 +21,8 @@ class StepMetrics:
     after the step, and `save_seconds` for which training stalled for checkpoints since the previous record.
     `loss_scale`: of the step, in fp16; else None.
     `skipped_in_a_row`: number of consecutive skipped steps that end with this one. `mtp_loss`, `binary_loss`: mean loss
-    of multi-token prediction, unweighted, and of BERT's binary head; None without. Of a model with experts, as
+    of multi-token prediction, unweighted, and of BERT's binary head; `index_loss`: the sum of the layers' losses of
+    indexers (`model.sparse_attention`) as it enters the gradient; None without. Of a model with experts, as
     `megafp8.training.expert_load.ExpertLoad` has them: `router_aux_loss`, `router_z_loss`, `expert_imbalance` and
     `router_entropy`; else None. `loss_limit`: a loss above it is a spike, if they are detected. `slowest_rank`,
     `slowest_ratio`: the slowest rank since the last comparison, and its time over the median (`resilience.stragglers`).
@@ -52,6 +53,7 @@ class StepMetrics:
     validation_loss: float | None = None
     mtp_loss: float | None = None
     binary_loss: float | None = None
+    index_loss: float | None = None
     router_aux_loss: float | None = None
     router_z_loss: float | None = None
     expert_imbalance: float | None = None

@@ -52,6 +52,7 @@ HELP: Mapping[str, str] = {
     "validation_loss": "Loss of the last validation, nats",
     "mtp_loss": "Loss of multi-token prediction, nats",
     "binary_loss": "Loss of the binary head, nats",
+    "index_loss": "Loss of the indexers of sparse attention, as it enters the gradient",
     "router_aux_loss": "Auxiliary loss of routers",
     "router_z_loss": "z-loss of routers",
     "expert_imbalance": "Tokens of the expert with the most over the mean of its layer, of the worst layer",

@@ -84,7 +84,8 @@ class Trainer:
     `choice`: earlier choice of fp8.auto_filter in this run; None lets it choose now.
 
     Attributes: `stages`: one for each chunk of the pipeline placement; `model`: all of them. `strategy`: of data
-    parallelism, which has their parameters and gradients. `expert_load`: of the latest `train_step`. `timeline`: of the
+    parallelism, which has their parameters and gradients. `expert_load`,
+    `index_loss`: of the latest `train_step`. `timeline`: of the
     step `logging.pipeline_trace_step`, once it is done. `fp8_records`: FP8 health of all stages in the latest
     `train_step`, on rank 0, if that step was sampled; else empty.
     """
@@ -105,7 +106,7 @@ class Trainer:
         self.fp8_records: list[Record] = []
         self.row_bound = RowBound(parallel.device)
         self.loss_scaler = LossScaler(parallel.device, **t.loss_scale.model_dump()) if t.precision == "fp16" else None
-        self.router_loss_grad = torch.ones((), device=parallel.device)
+        self.auxiliary_loss_grad = torch.ones((), device=parallel.device)
         context = BuildContext(
             parallel.tensor.group,
             self.fp8,
@@ -129,7 +130,7 @@ class Trainer:
             global_batch=t.global_batch_size,
             global_tokens=t.global_batch_size * t.seq_length,
             seed=config.seed,
-            router_loss_grad=self.router_loss_grad,
+            auxiliary_loss_grad=self.auxiliary_loss_grad,
             lora=lora_of(config),
         )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
@@ -139,6 +140,8 @@ class Trainer:
         self.fp8.materialize(parallel.device)
         self.load_collector = self._load_collector()
         self.expert_load: ExpertLoad | None = None
+        self._index_losses = [x for stage in self.stages for x in stage.index_losses.values()]
+        self.index_loss: float | None = None
         wgrads = WgradStore()
         self.strategy = build_data_parallel(config, parallel, self.model, wgrads, os.environ)
         self.update = self._build_update()
@@ -218,6 +221,14 @@ class Trainer:
         routers = {layer: router for stage in self.stages for layer, router in stage.routers.items()}
         layers = [i for i in model.layers if model.moe_of(i) is not None]
         return LoadCollector(routers, layers, model.moe.num_experts, self.parallel)
+
+    def _sum_of_index_losses(self) -> Tensor:
+        """Of all layers and tokens of a step, float64 `[1]`. Collective."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.parallel.device)
+        for index_loss in self._index_losses:
+            total += index_loss
+        all_reduce(total, self.parallel.amax.group)  # data × context × tensor: all tokens of a layer
+        return all_reduce(total, self.parallel.pipeline.group)
 
     @property
     def _has_loss(self) -> bool:
@@ -307,6 +318,7 @@ class Trainer:
             scale = torch.where(spikes, torch.nan, 1.0 if scale is None else scale)
         load = None if self.load_collector is None else self.load_collector.sum()
         load_on_host = None if load is None else load.to("cpu", non_blocking=True)
+        index_loss = self._sum_of_index_losses().to("cpu", non_blocking=True) if model.sparse_attention else None
         before_update()
         activity.enter("update")
         interval = self.config.logging.layer_norms_interval
@@ -318,6 +330,7 @@ class Trainer:
             return self.train_step(step, batches, before_update=before_update, loss_limit=loss_limit)
         self.strategy.end_step()
         self.fp8.end_step()
+        self.index_loss = None if index_loss is None else index_loss.item()
         if load is not None and load_on_host is not None and self.load_collector is not None:
             self.expert_load = self.load_collector.load(load_on_host)
             if not result.skipped:
@@ -381,7 +394,9 @@ class Trainer:
         self.row_bound.exceeded.zero_()
         if self.load_collector is not None:
             self.load_collector.zero()
-        self._set_router_loss_grad(batches)
+        for index_loss in self._index_losses:
+            index_loss.zero_()
+        self._set_auxiliary_loss_grad(batches)
         self.strategy.gather()
         if reduce and self.config.parallel.overlap_grad_reduce:
             self.strategy.start_overlap(len(batches))
@@ -393,14 +408,14 @@ class Trainer:
         recorder = self.fp8.recorder
         return _Passes(self._sum(reports), {} if recorder is None else recorder.observed)
 
-    def _set_router_loss_grad(self, batches: Sequence[Batch]) -> None:
-        """Undo in the gradients of the routers' losses what all gradients are multiplied by, and apply the loss scale.
+    def _set_auxiliary_loss_grad(self, batches: Sequence[Batch]) -> None:
+        """Undo in the gradients of auxiliary losses what all gradients are multiplied by, and apply the loss scale.
 
         These losses are means over all tokens, but where masks leave out some, the step multiplies its gradients by
         nominal / true tokens. `batches`: this data-parallel rank's, whole. Collective over data parallelism with masks.
         """
-        moe, grad = self.config.model.moe, self.router_loss_grad
-        if moe is None or not (moe.aux_loss or moe.z_loss):
+        grad = self.auxiliary_loss_grad
+        if not self.config.model.has_auxiliary_loss:
             return
         grad.fill_(1.0) if self.loss_scaler is None else grad.copy_(self.loss_scaler.scale)
         masks = [batch.loss_mask for batch in batches if batch.loss_mask is not None]

@@ -269,6 +269,13 @@ PATTERNS: list[tuple[list[str], int, str]] = [
     (["model.layer_kinds={a: {mixer: {kind: gated_delta_net, num_key_heads: 3, num_value_heads: 4}}}",
       "model.pattern=[a]"], 1,
      "model.layer_kinds.a.mixer.num_key_heads = 3: model.layer_kinds.a.mixer.num_value_heads (4) is not a multiple"),
+    (["model.layer_kinds={a: {mixer: none, ffn: none}}", "model.pattern=[a]"], 1,
+     "model.layer_kinds.a = 'mixer: none, ffn: none': neither a mixer nor a feed-forward network; give one of them"),
+    (["model.layer_kinds={a: {mixer: {kind: mamba2, num_heads: 6}, ffn: none}}", "model.pattern=[a]"], 1,
+     "model.layer_kinds.a.mixer.num_groups = 8: model.layer_kinds.a.mixer.num_heads (6) is not a multiple of it; try"),
+    (["model.layer_kinds={a: {mixer: {kind: mamba2, num_heads: 4, num_groups: 1}}}", "model.pattern=[a]",
+      "parallel.tensor=2"], 2,
+     "parallel.tensor = 2: model.layer_kinds.a.mixer.num_groups (1) is not a multiple of it; try 1"),
 ]  # fmt: skip
 EIGHT = "model.moe={num_experts: 8}"
 EXPERTS: list[tuple[list[str], int, str]] = [
@@ -324,7 +331,18 @@ EXPERTS: list[tuple[list[str], int, str]] = [
 LATENT = "model.latent_attention={q_rank: 32, kv_rank: 16, nope_head_dim: 8, rope_head_dim: 4, value_head_dim: 8}"
 PREFIX = "data.prefix_lm={}"
 LONGROPE = "model.longrope={short_factor: [1, 1, 1, 1], long_factor: [1, 2, 3, 4], factor: 4}"
+SPARSE = "model.sparse_attention={index_heads: 2, index_head_dim: 8, top_k: 4}"
 LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
+    ([SPARSE], 1, "model.sparse_attention = 'set': its keys are those of latent attention; give model.latent_att"),
+    ([LATENT, SPARSE, "model.latent_attention.q_rank=null"], 1,
+     "model.latent_attention.q_rank = None: model.sparse_attention is set, whose indexer reads the query latent"),
+    ([LATENT, SPARSE, "model.sparse_attention.index_head_dim=2"], 1,
+     "model.sparse_attention.index_head_dim = 2: below model.latent_attention.rope_head_dim (4)"),
+    ([LATENT, SPARSE, "model.sliding_window=8"], 1, "model.sliding_window = 8: model.sparse_attention is set, and it"),
+    ([LATENT, SPARSE, "model.attention_dropout=0.1"], 1, "model.attention_dropout = 0.1: model.sparse_attention is"),
+    ([LATENT, SPARSE, "data.prefix_lm={}"], 1, "data.prefix_lm = 'set': the indexer of model.sparse_att"),
+    (["model.layer_kinds={a: {mixer: {kind: sparse_latent_attention}}}", "model.pattern=[a]"], 1,
+     "model.layer_kinds.a.mixer.kind = 'sparse_latent_attention': there is no section model.sparse_attention"),
     ([LATENT, "model.head_dim=8"], 1,
      "model.head_dim = 8: model.latent_attention is set, and its heads have the widths nope_head_dim, rope_head_dim "
      "and value_head_dim; try null, or leave model.latent_attention out"),
@@ -362,6 +380,16 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     ([LONGROPE, "model.max_position_embeddings=64"], 1, "model.max_position_embeddings = 64: not model.longrope's "
      "factor × original_max_position_embeddings (16384); try 16384"),
     ([PREFIX, "model.sliding_window=4"], 1, "model.sliding_window = 4: data.prefix_lm is set, and all tokens attend"),
+    ([PREFIX, "model.attention_chunk=4"], 1, "model.attention_chunk = 4: data.prefix_lm is set, and all"),
+    ([PREFIX, "model.layer_kinds={a: {mixer: {attention_chunk: 4}}}", "model.pattern=[a]"], 1,
+     "model.layer_kinds.a.mixer.attention_chunk = 4: data.prefix_lm is set, and all tokens attend to the whole"),
+    (["model.attention_chunk=4", "model.sliding_window=2"], 1,
+     "model.attention_chunk = 4: model.sliding_window (2) says which tokens each one attends to; leave"),
+    ([LATENT, "model.attention_chunk=4"], 1, "model.attention_chunk = 4: model.latent_attention is set, and its"),
+    (["model.norm_weights=false", "model.normalization=layernorm"], 1,
+     "model.normalization = 'layernorm': model.norm_weights is false, and it has weights and biases; try rmsnorm"),
+    (["model.norm_weights=false", "model.zero_centered_gamma=true"], 1,
+     "model.zero_centered_gamma = True: model.norm_weights is false, and it says how weights are stored; try False"),
     ([PREFIX, "model.position_embedding=alibi"], 1, "model.position_embedding = 'alibi': data.prefix_lm is set, and"),
     ([PREFIX, "model.mtp_num_layers=1"], 1, "model.mtp_num_layers = 1: data.prefix_lm is set, and a token of the "
      "prefix would see the embedding of a token that it is to predict; try 0, or leave data.prefix_lm out"),
@@ -550,8 +578,9 @@ def test_rules_between_keys(tmp_path: Path, overrides: list[str], world_size: in
                   "parallel.recompute_blocks=3"], 2) for layers in ("[1, 3]", "balanced")),
         ("quickstart", [], 4), ("gpt2-125m", [], 1), ("gpt2-125m", [], 8), ("llama3-8b", [], 8),
         ("llama3-70b", [], 64), ("llama3-405b", [], 1024), ("mixtral-8x7b", [], 64), ("qwen3-30b-a3b", [], 64),
-        ("deepseek-v3", [], 1024), ("olmo2-7b", [], 8), ("gemma2-9b", [], 8), ("gpt-oss-20b", [], 16),
-        ("llama3-8b-stages", [], 64), ("kimi-linear-48b-a3b", [], 64),
+        ("deepseek-v3", [], 1024), ("deepseek-v3.2", [], 1024), ("olmo2-7b", [], 8), ("gemma2-9b", [], 8),
+        ("gpt-oss-20b", [], 16), ("llama3-8b-stages", [], 64), ("nemotron-3-nano-30b", [], 64),
+        ("kimi-linear-48b-a3b", [], 64),
     ],
 )  # fmt: skip
 def test_configs_that_can_run(tmp_path: Path, config: str | None, overrides: list[str], world_size: int) -> None:

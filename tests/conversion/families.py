@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +41,15 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8,
 }
 EXPERTS: dict[str, Any] = LLAMA | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LINEAR: dict[str, Any] = LLAMA | {
+    "rms_norm_eps": 1e-6, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+LINEAR_KINDS = ("Qwen3Next", "Qwen3_5")
+LINEAR_EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 DEEPSEEK: dict[str, Any] = LLAMA | {
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-6,
@@ -69,6 +79,7 @@ LFM2: dict[str, Any] = {key: x for key, x in EXPERTS.items() if key != "rms_norm
     "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"], "routed_scaling_factor": 1.5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }  # fmt: skip
+DEEPSEEK_V32: dict[str, Any] = DEEPSEEK_V2 | {"index_n_heads": 10, "index_head_dim": 6, "index_topk": 4}
 GEMMA: dict[str, Any] = LLAMA | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
 YARN_ROPE = {
     "rope_type": "yarn",
@@ -147,7 +158,24 @@ LLAMA4: dict[str, Any] = LLAMA | {
     "floor_scale": 4,
     "attn_scale": 0.5,
 }
+NEMOTRON: dict[str, Any] = {
+    "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 12, "mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 8,
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "routed_scaling_factor": 2.5,
+    "moe_shared_expert_intermediate_size": 16,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+}  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3,
+}  # fmt: skip
+GRANITE_HYBRID: dict[str, Any] = LLAMA | GRANITE | MAMBA | {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_local_experts": 4,
+    "num_experts_per_tok": 2, "shared_intermediate_size": 40,
+}  # fmt: skip
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-next": ("Qwen3Next", LINEAR | LINEAR_EXPERTS | {"mlp_only_layers": [0]}),
+    "qwen3-5": ("Qwen3_5", LINEAR),
+    "qwen3-5-a3b": ("Qwen3_5Moe", LINEAR | LINEAR_EXPERTS | {"layer_types": None, "full_attention_interval": 3}),
     "llama2": ("Llama", LLAMA | {"num_key_value_heads": 4}),
     "llama3": ("Llama", LLAMA | {"rope_parameters": LLAMA3_ROPE}),
     "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True}),
@@ -296,6 +324,30 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_layers": [0, 1, 2], "use_qk_norm": False, "attn_temperature_tuning": False, "num_experts_per_tok": 1}
         | {"floor_scale": 8192, "attn_scale": 0.1},
     ),
+    "nemotron-h": ("NemotronH", NEMOTRON),
+    "nemotron-h-dense": (
+        "NemotronH",
+        {key: x for key, x in NEMOTRON.items() if not re.search("expert|moe|routed", key)}
+        | {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "use_conv_bias": False}
+        | {"time_step_min": 0.8, "mlp_hidden_act": "gelu"},
+    ),
+    "bamba": ("Bamba", LLAMA | MAMBA | {"attn_layer_indices": [1], "time_step_limit": (0.5, 1.0)}),
+    "granite-hybrid": ("GraniteMoeHybrid", GRANITE_HYBRID),
+    "granite-hybrid-dense": (
+        "GraniteMoeHybrid",
+        {key: x for key, x in GRANITE_HYBRID.items() if "expert" not in key}
+        | {
+            "num_local_experts": 0,
+            "intermediate_size": 40,
+            "position_embedding_type": "rope",
+            "mamba_conv_bias": False,
+        },
+    ),
+    "deepseek-v32": ("DeepseekV32", DEEPSEEK_V32 | {"rope_parameters": YARN_OF_ALL}),
+    "glm-moe-dsa": (
+        "GlmMoeDsa",
+        DEEPSEEK_V32 | {"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "v_head_dim": 12},
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu"}),
 }
@@ -339,7 +391,64 @@ LATENT: dict[str, Any] = SMALL | {
     "moe": GROUPED_EXPERTS,
 }
 BIASED: dict[str, Any] = {"num_query_groups": None, "normalization": "layernorm", "linear_bias": True}
+MAMBA2 = {"kind": "mamba2", "num_heads": 8, "head_dim": 8, "state_size": 6, "num_groups": 2}
+HYBRID: dict[str, Any] = SMALL | {
+    "qk_norm": True, "output_gate": True, "zero_centered_gamma": True, "partial_rotary_factor": 0.5, "head_dim": 8,
+    "layer_kinds": {"linear": {"mixer": {
+        "kind": "gated_delta_net", "num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 32, "value_head_dim": 24,
+    }}, "full": {}},
+    "pattern": ["linear", "full"],
+}  # fmt: skip
+HYBRID_EXPERTS = {"num_experts": 6, "shared_ffn_hidden_size": 40, "shared_gate": True, "ffn_hidden_size": 24}
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("qwen3_next", HYBRID | {"moe": HYBRID_EXPERTS}),
+    "qwen3_5_text": ("qwen3_5_text", HYBRID),
+    "nemotron_h": (
+        "nemotron_h",
+        SMALL
+        | {
+            "num_layers": 4,
+            "activation": "squared_relu",
+            "position_embedding": "none",
+            "layer_kinds": {
+                "mamba": {"mixer": MAMBA2 | {"min_step": 0.001}, "ffn": "none"},
+                "moe": {"mixer": "none", "ffn": "moe"},
+                "attention": {"ffn": "none"},
+            },
+            "pattern": ["mamba", "moe", "attention", "moe"],
+            "moe": {
+                "num_experts": 6,
+                "top_k": 2,
+                "ffn_hidden_size": 24,
+                "shared_ffn_hidden_size": 16,
+                "score": "sigmoid",
+                "selection_bias": True,
+            },
+        },
+    ),
+    "bamba": (
+        "bamba",
+        SMALL
+        | {
+            "partial_rotary_factor": 0.5,
+            "layer_kinds": {"mamba": {"mixer": MAMBA2 | {"max_step": 0.7}}, "attention": {}},
+            "pattern": ["mamba", "attention"],
+        },
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        SMALL
+        | {
+            "residual_multiplier": 0.4,
+            "layer_kinds": {"mamba": {"mixer": MAMBA2}, "attention": {"mixer": {"position_embedding": "none"}}},
+            "pattern": ["mamba", "attention"],
+            "moe": {"num_experts": 4, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16},
+        },
+    ),
+    "granitemoehybrid-attention": (
+        "granitemoehybrid",
+        SMALL | {"moe": {"num_experts": 4, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16}},
+    ),
     "llama": ("llama", SMALL | {"rope_scaling": SCALING, "rope_theta": 500.0}),
     "llama-tied": ("llama", SMALL | {"tie_embeddings": True, "num_query_groups": None, "head_dim": 6}),
     "llama-biases": ("llama", SMALL | {"linear_bias": True}),
@@ -472,6 +581,19 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
             "latent_attention": LATENT["latent_attention"] | {"q_rank": None},
             "moe": LATENT["moe"] | {"score": "softmax", "normalize": False, "selection_bias": False},
             "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        LATENT | {"sparse_attention": {"index_heads": 10, "index_head_dim": 6, "top_k": 4}, "rope_theta": 500.0},
+    ),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        LATENT
+        | {
+            "norm_eps": 1e-5,
+            "latent_attention": LATENT["latent_attention"] | {"norm_eps": 1e-6},
+            "sparse_attention": {"index_heads": 10, "index_head_dim": 8, "top_k": 4, "index_rope": "neighbors"},
         },
     ),
     "deepseek_v3": ("deepseek_v3", LATENT | {"rope_scaling": SCALING, "rope_theta": 500.0}),
@@ -629,25 +751,31 @@ def make_theirs(name: str, dtype: torch.dtype = torch.float32) -> Any:
     model = getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(
         config_class(kind)(**deepcopy(options))  # which it changes
     )
-    randomize(model, norms=0.0 if kind.startswith("Gemma") else 1.0)
+    randomize(model, norms=0.0 if kind.startswith(("Gemma", *LINEAR_KINDS)) else 1.0)
     if kind == "OPT":
         model.model.decoder.embed_positions.weight.data[:2] = 0.0  # of padding, which ours does not have
     return model.to(dtype).eval()
+
+
+_TEXT_KINDS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 
 
 def config_class(kind: str) -> Any:
     """The class of `transformers` that reads config.json."""
     import transformers
 
-    return getattr(transformers, f"{kind}{'TextConfig' if kind in ('Gemma3', 'Llama4') else 'Config'}")
+    return getattr(transformers, f"{kind}{'TextConfig' if kind in _TEXT_KINDS else 'Config'}")
 
 
 @torch.no_grad()
 def randomize(model: Any, norms: float = 1.0) -> None:
     """Random values for all that a model of `transformers` stores. `norms`: the mean of norms' weights."""
+    linear = type(model).__name__.startswith(LINEAR_KINDS)  # whose rounding in fp32 is several times that of others
     biases = [(key, x) for key, x in model.named_buffers() if key.endswith(("e_score_correction_bias", "expert_bias"))]
     for key, x in [*model.named_parameters(), *biases]:
-        x.copy_((norms if "norm" in key and key.endswith("weight") else 0.0) + 0.2 * torch.randn(x.shape))
+        mean = 1.0 if "linear_attn.norm" in key else norms if "norm" in key and key.endswith("weight") else 0.0
+        std = 0.5 if "conv1d" in key and linear else 0.1 if "lm_head" in key and linear else 0.2
+        x.copy_(mean + std * torch.randn(x.shape))
 
 
 def tokens() -> Tensor:

@@ -286,6 +286,11 @@ def test_a_router_chooses_as_its_arguments_say(args: dict[str, Any]) -> None:
         ({"rope_scaling": {"low_freq_factor": 2.0}}, (), "no model with rope_scaling"),
         ({"normalization": "layernorm", "qk_norm": True}, (), "qk_layernorm with normalization = 'LayerNorm'"),
         (READ_ONLY["bert"], (), "architecture = 'bert': of Megatron-LM's models megafp8 writes gpt only"),
+        (
+            {"layer_kinds": {"a": {"mixer": {"kind": "mamba2", "num_heads": 8}}}, "pattern": ["a"]},
+            (),
+            "layers whose mixer is mamba2: megafp8 writes those with attention only",
+        ),
         ({}, (3,), "TP 3 does not divide the model's num_attention_heads = 4"),
         ({"num_query_groups": 2}, (4,), "TP 4 does not divide the model's num_query_groups = 2"),
         ({}, (1, 3), "do not divide 4 layers"),

@@ -97,6 +97,8 @@ LIVE = [
     HYBRID | TP2 | DELAYED,
     HYBRID | PP2,
     KIMI | TP2,
+    NEMOTRON | TP2 | PP2,
+    SPARSE | TP2 | DELAYED,
     CALIBRATED,
     MXFP8 | WIDE | TP2,
     CUSTOM,

@@ -48,11 +48,16 @@ LONGROPE = {
     "original_max_position_embeddings": 12,  # sequences of test_context_parallel are longer
 }
 LATENT = {"q_rank": 10, "kv_rank": 6, "nope_head_dim": 4, "rope_head_dim": 4, "value_head_dim": 3}
+SPARSE = {"index_heads": 3, "index_head_dim": 6, "top_k": 3}
 DELTA_NET = {
     "kind": "gated_delta_net", "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 4, "value_head_dim": 3,
     "conv_kernel_size": 3,
 }  # fmt: skip
 KIMI_DELTA = {"kind": "kimi_delta_attention", "num_heads": 4, "head_dim": 4, "conv_kernel_size": 3}
+MAMBA2 = {
+    "kind": "mamba2", "num_heads": 8, "head_dim": 3, "state_size": 5, "num_groups": 4, "conv_kernel_size": 3,
+    "min_step": 0.5, "max_step": 1.0,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-gqa-rope-scaling": LLAMA
@@ -159,6 +164,32 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_chunk": 3,
         "query_scaling": {"factor": 0.5, "length": 3, "first_position": 1},
     },
+    "one-part": LLAMA
+    | DROPOUT
+    | {
+        "layer_kinds": {
+            "mamba": {"mixer": MAMBA2, "ffn": "none"},
+            "mlp": {"mixer": "none", "ffn": {"activation": "squared_relu"}},
+        },
+        "pattern": ["mamba", "mlp"],
+        "residual_multiplier": 0.3,
+    },
+    "sparse": LLAMA | {"latent_attention": LATENT, "sparse_attention": SPARSE},
+    "sparse-neighbors": LLAMA
+    | {
+        "latent_attention": LATENT | {"norm_eps": 1e-2},
+        "sparse_attention": SPARSE | {"index_rope": "neighbors", "kl_loss": 0.3},
+        "yarn": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2},
+        "mtp_num_layers": 1,
+    },
+    "sparse-hybrid": LLAMA
+    | {
+        "latent_attention": LATENT,
+        "sparse_attention": SPARSE,
+        "layer_kinds": {"linear": {"mixer": DELTA_NET}, "sparse": {}},
+        "pattern": ["linear", "sparse"],
+    },
+    "sparse-warmup": LLAMA | {"latent_attention": LATENT, "sparse_attention": SPARSE | {"warmup": True}},
 }
 MIXTRAL = LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "z_loss": 0.1}}
 QWEN_MOE: dict[str, Any] = {
@@ -170,6 +201,27 @@ DEEPSEEK: dict[str, Any] = {
     "top_groups": 2, "shared_ffn_hidden_size": 8, "selection_bias": True, "first_dense_layers": 1, "aux_loss": 0.3,
 }  # fmt: skip
 MOE_MODELS = {
+    "nemotron": LLAMA
+    | {
+        "num_layers": 4,
+        "activation": "squared_relu",
+        "layer_kinds": {
+            "mamba": {"mixer": MAMBA2 | {"num_groups": 2, "conv_bias": False}, "ffn": "none"},
+            "attention": {"mixer": {"position_embedding": "none"}, "ffn": "none"},
+            "mlp": {"mixer": "none", "ffn": {"ffn_hidden_size": 32}},
+            "moe": {"mixer": "none", "ffn": "moe"},
+        },
+        "pattern": ["mamba", "moe", "attention", "mlp"],
+        "moe": {
+            "num_experts": 4,
+            "top_k": 2,
+            "ffn_hidden_size": 12,
+            "score": "sigmoid",
+            "selection_bias": True,
+            "scaling_factor": 2.5,
+            "shared_ffn_hidden_size": 16,
+        },
+    },
     "mixtral": MIXTRAL,
     "qwen-moe": LLAMA | {"qk_norm": True, "moe": QWEN_MOE},
     "deepseek": LLAMA | DROPOUT | {"moe": DEEPSEEK, "latent_attention": LATENT | {"q_rank": None}, "mtp_num_layers": 1},
@@ -293,6 +345,7 @@ def _compare(
     if ep == 1:
         assert compared == len(whole) - len(stage.constants)
     added = torch.stack([router.load.losses for router in stage.routers.values()] or [torch.zeros(2).double()])
+    added = torch.cat([added.flatten(), *stage.index_losses.values()])
     all_reduce(added, state.amax.group)
     torch.testing.assert_close(added.sum(), sum(of_routers).detach().double())
     return compared
@@ -303,7 +356,14 @@ BY_TENSOR = [(name, *tp) for name in MODELS for tp in ((1, False), (2, False), (
 
 @pytest.mark.parametrize(
     ("name", "tp", "sequence_parallel"),
-    slow_but(BY_TENSOR, *[case for case in BY_TENSOR if case[1:] == (2, True) or case[0] == "llama"]),
+    slow_but(
+        BY_TENSOR,
+        *[
+            case
+            for case in BY_TENSOR
+            if (case[1:] == (2, True) and not case[0].startswith("sparse-")) or case[0] == "llama"
+        ],
+    ),
 )
 def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
     assert min(world4.run(_compare, MODELS[name], tp, sequence_parallel, ranks=tp)) > 10
@@ -313,7 +373,11 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
 @pytest.mark.parametrize(("tp", "sequence_parallel"), slow_but([(1, False), (2, False), (2, True)], (2, True)))
 @pytest.mark.parametrize(
     "name",
-    ["llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid", "kimi-delta"],
+    [
+        *("llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid"),
+        *("one-part", "kimi-delta"),
+        pytest.param("sparse", marks=pytest.mark.slow),
+    ],
 )
 def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
     world4.run(_compare, MODELS[name], tp, sequence_parallel, recompute, ranks=tp)
@@ -321,9 +385,7 @@ def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, r
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(
-        ["llama", "gpt2", "hybrid", "chunks", "kimi-delta", "short-convolution"], "llama", "gpt2", "hybrid", "chunks"
-    ),
+    ["llama", "gpt2", "hybrid", "chunks", "one-part", "sparse", pytest.param("kimi-delta", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize(("tp", "sequence_parallel"), slow_but([(1, False), (2, True)], (2, True)))
 def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
@@ -356,16 +418,8 @@ def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int
 @pytest.mark.parametrize(
     "name",
     [
-        "llama-gqa-rope-scaling",
-        "gpt2",
-        "qwen",
-        "olmo-window-mtp",
-        "latent",
-        "gemma",
-        "bloom",
-        "hybrid",
-        "kimi-delta",
-        "short-convolution",
+        *("llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom", "hybrid"),
+        *("one-part", "sparse-neighbors", "kimi-delta", "short-convolution"),
     ],
 )
 def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
@@ -373,7 +427,20 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "kimi-delta", "short-convolution"]
+    "name",
+    [
+        "llama",
+        "gpt2",
+        "olmo-window-mtp",
+        "bloom",
+        "hybrid",
+        "chunks",
+        "one-part",
+        "sparse",
+        "sparse-hybrid",
+        "kimi-delta",
+        "short-convolution",
+    ],
 )
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
     world4.run(
@@ -397,6 +464,7 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
         ("llama4", 2, 2, 4, 1, "all_to_all", "none"),
         pytest.param("llama4", 2, 1, 2, 1, "all_gather", "selective", marks=pytest.mark.slow),
         ("groups-softmax", 1, 4, 2, 1, "all_to_all", "none"),
+        ("nemotron", 2, 2, 2, 1, "all_gather", "none"),
     ],
 )
 def test_experts(world4: World, name: str, tp: int, cp: int, ep: int, etp: int, dispatch: str, recompute: str) -> None:

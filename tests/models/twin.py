@@ -15,8 +15,10 @@ from torch import Tensor
 
 from megafp8.config import ModelConfig
 from megafp8.config.parts import LayerKind
+from megafp8.config.parts.absent import NoFfnConfig, NoMixerConfig
 from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
 from megafp8.config.parts.kimi_delta_attention import KimiDeltaAttentionConfig
+from megafp8.config.parts.mamba2 import Mamba2Config
 from megafp8.config.parts.short_convolution import ShortConvolutionConfig
 
 Weights = dict[str, Tensor]
@@ -67,11 +69,10 @@ def _kept(x: Tensor, p: float, words: list[np.ndarray]) -> Tensor:
     return x * torch.from_numpy(word >= np.uint64(round(p * 2**32))) / (1 - p)
 
 
-def _norm(
-    x: Tensor, w: Weights, name: str, config: ModelConfig, kind: str = "rmsnorm", eps: float | None = None
-) -> Tensor:
+def _norm(x: Tensor, w: Weights, name: str, config: ModelConfig, kind: str = "rmsnorm") -> Tensor:
     """By default that of latents, or of queries and keys."""
-    eps = config.norm_eps if eps is None else eps
+    latent = config.latent_attention
+    eps = latent.norm_eps if latent and latent.norm_eps and ".attention." in name else config.norm_eps
     weight = w[f"{name}.weight"] + config.zero_centered_gamma if config.norm_weights or "attention." in name else 1
     if kind == "rmsnorm":
         return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight
@@ -229,18 +230,24 @@ def _latent_attention(
     allowed: Tensor,
     dropouts: Dropouts,
     window: int | None,
+    losses: list[Tensor] | None = None,
 ) -> Tensor:
-    m = config.latent_attention
+    m, sparse = config.latent_attention, config.sparse_attention
     assert m is not None
     n, r, v = m.nope_head_dim, m.rope_head_dim, m.value_head_dim
     kv_latent, k_rotary = _linear(x, w, f"{name}.kv_down").split([m.kv_rank, r], dim=-1)
     if m.q_rank is None:
         q = _linear(x, w, f"{name}.q")
     else:
-        q_latent = _norm(_linear(x, w, f"{name}.q_down"), w, f"{name}.q_norm", config, eps=m.norm_eps)
+        q_latent = _norm(_linear(x, w, f"{name}.q_down"), w, f"{name}.q_norm", config)
         q = _linear(q_latent, w, f"{name}.q_up")
-    kv = _linear(_norm(kv_latent, w, f"{name}.kv_norm", config, eps=m.norm_eps), w, f"{name}.kv_up")
+    kv = _linear(_norm(kv_latent, w, f"{name}.kv_norm", config), w, f"{name}.kv_up")
     k_rotary, out = _interleaved(k_rotary, positions, config), []
+    index, seen = None, allowed
+    if sparse is not None:
+        index = _index_scores(x.detach(), q_latent.detach(), w, name, config, positions)
+        allowed = seen if sparse.warmup else _chosen(index, seen, sparse.top_k)
+    target = torch.zeros(())
     for head in range(config.num_attention_heads):
         qn, qr = q[..., head * (n + r) : (head + 1) * (n + r)].split([n, r], dim=-1)
         kn, vh = kv[..., head * (n + v) : (head + 1) * (n + v)].split([n, v], dim=-1)
@@ -248,7 +255,48 @@ def _latent_attention(
         scores = scores * _scaled_factors(config)[1] * _query_scales(config, positions)
         probabilities = (scores / math.sqrt(n + r)).masked_fill(~allowed, -math.inf).softmax(-1)
         out.append(dropouts.probabilities(probabilities, name, head) @ vh)
+        target = target + probabilities.detach() / config.num_attention_heads
+    if index is not None and losses is not None:
+        b, s, _ = x.shape
+        log_softmax = index.masked_fill(~allowed, -math.inf).log_softmax(-1).masked_fill(~allowed, 0.0)
+        divergence = (torch.xlogy(target, target) - target * log_softmax).sum()
+        losses.append(sparse.kl_loss * divergence / (b * s))
     return _linear(torch.cat(out, -1), w, f"{name}.proj")
+
+
+def _index_scores(x: Tensor, q_latent: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor) -> Tensor:
+    """The indexer's scores `[b, s, t]` of all pairs."""
+    sparse, latent = config.sparse_attention, config.latent_attention
+    assert sparse is not None
+    assert latent is not None
+    d, r = sparse.index_head_dim, latent.rope_head_dim
+
+    def rotated(y: Tensor) -> Tensor:
+        rotate = _interleaved(y[..., :r], positions, config) if sparse.index_rope == "neighbors" else None
+        if rotate is None:
+            rotate = _rotate(y[..., :r], positions, config.model_copy(update={"partial_rotary_factor": 1.0}), None)
+        return torch.cat([rotate, y[..., r:]], -1)
+
+    q, k, weights = (_linear(y, w, f"{name}.{part}") for y, part in
+                     ((q_latent, "index_q"), (x, "index_k"), (x, "index_weights")))  # fmt: skip
+    centred = k - k.mean(-1, keepdim=True)
+    k = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + 1e-6)
+    k = rotated(k * w[f"{name}.index_k_norm.weight"] + w[f"{name}.index_k_norm.bias"])
+    total = torch.zeros(())
+    for head in range(sparse.index_heads):
+        scores = (rotated(q[..., head * d : (head + 1) * d]) @ k.transpose(-1, -2) / math.sqrt(d)).clamp(min=0)
+        total = total + scores * weights[..., head : head + 1] / math.sqrt(sparse.index_heads)
+    return total
+
+
+def _chosen(index: Tensor, allowed: Tensor, top_k: int) -> Tensor:
+    """The keys of the greatest scores among those allowed; of equal scores the first ones."""
+    chosen = torch.zeros_like(allowed)
+    for row, i in np.ndindex(*allowed.shape[:2]):
+        scores = index[row, i].tolist()
+        keys = [j for j in range(len(scores)) if allowed[row, i, j]]
+        chosen[row, i, sorted(keys, key=lambda j: (-scores[j], j))[:top_k]] = True
+    return chosen
 
 
 def mlp(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
@@ -437,6 +485,39 @@ def _kimi_delta(
     return _linear(torch.stack(rows), w, f"{name}.proj")
 
 
+def _mamba2(x: Tensor, w: Weights, name: str, record: Mamba2Config, eps: float, documents: Tensor | None) -> Tensor:
+    """Mamba-2 of one token, head and channel after the other; the group of head a is a // (a / g)."""
+    (b, s, _), d, width, heads = x.shape, record.state_size, record.head_dim, record.num_heads
+    gate, *xbc = (torch.einsum("...k,nk->...n", x, w[f"{name}.{part}.weight"]) for part in ("z", "x", "b", "c"))
+    step = torch.einsum("...k,nk->...n", x, w[f"{name}.step.weight"]) + w[f"{name}.step.bias"]
+    rows = []
+    for row in range(b):
+        states = [torch.zeros(width, d, dtype=x.dtype)] * heads
+        outputs = []
+        for i in range(s):
+            parts = [
+                _convolved(y, w, f"{name}.{part}_conv", record.conv_kernel_size, row, i, documents)
+                for part, y in zip("xbc", xbc)
+            ]
+            of_token = []
+            for head in range(heads):
+                group = slice(head // (heads // record.num_groups) * d, (head // (heads // record.num_groups) + 1) * d)
+                value, into, out_of = parts[0][head * width : (head + 1) * width], parts[1][group], parts[2][group]
+                dt = torch.log1p(step[row, i, head].exp())
+                dt = dt.clamp(min=record.min_step, max=record.max_step)
+                begins = i == 0 or (documents is not None and bool(documents[row, i] != documents[row, i - 1]))
+                forget = torch.exp(-dt * w[f"{name}.log_rate.weight"][head].exp())
+                state = torch.zeros_like(states[head]) if begins else states[head] * forget
+                states[head] = state + torch.outer(value, dt * into)
+                of_token.append(states[head] @ out_of + w[f"{name}.skip.weight"][head] * value)
+            y = torch.cat(of_token) * gate[row, i] * gate[row, i].sigmoid()
+            y = y.view(record.num_groups, -1)
+            y = y / (y.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+            outputs.append(y.flatten() * w[f"{name}.norm.weight"])
+        rows.append(torch.stack(outputs))
+    return _linear(torch.stack(rows), w, f"{name}.proj")
+
+
 def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
     dropouts: Dropouts, kind: LayerKind, *, sparse: bool, window: int | None, documents: Tensor | None = None,
@@ -446,8 +527,9 @@ def _block(
 
     of_inputs, of_outputs = config.norm_position in ("pre", "both"), config.norm_position in ("output", "both")
 
-    def attention(x: Tensor) -> Tensor:
-        attend = _attention if config.latent_attention is None else _latent_attention
+    def attention(x: Tensor) -> Tensor | float:
+        if isinstance(kind.mixer, NoMixerConfig):
+            return 0.0
         normed = norm(x, "attention_norm", of_inputs)
         if isinstance(kind.mixer, GatedDeltaNetConfig):
             y = _delta_net(normed, w, f"{name}.gated_delta_net", kind.mixer, config.norm_eps, documents)
@@ -455,12 +537,18 @@ def _block(
             y = _short_convolution(normed, w, f"{name}.short_convolution", kind.mixer, documents)
         elif isinstance(kind.mixer, KimiDeltaAttentionConfig):
             y = _kimi_delta(normed, w, f"{name}.kimi_delta_attention", kind.mixer, config.norm_eps, documents)
+        elif isinstance(kind.mixer, Mamba2Config):
+            y = _mamba2(normed, w, f"{name}.mamba2", kind.mixer, config.norm_eps, documents)
+        elif config.latent_attention is not None:
+            y = _latent_attention(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window, losses)
         else:
-            y = attend(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window)
+            y = _attention(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window)
         y = config.residual_multiplier * norm(y, "attention_output_norm", of_outputs)
         return dropouts.hidden(y, f"{name}.attention")
 
-    def feed_forward(x: Tensor) -> Tensor:
+    def feed_forward(x: Tensor) -> Tensor | float:
+        if isinstance(kind.ffn, NoFfnConfig):
+            return 0.0
         normed = norm(x, "mlp_norm", of_inputs)
         y = moe(normed, w, f"{name}.mlp", config, losses) if sparse else mlp(normed, w, f"{name}.mlp", config)
         y = config.residual_multiplier * norm(y, "mlp_output_norm", of_outputs)

@@ -18,7 +18,7 @@ from megafp8.planner.flops import describe_flops, flops_per_token, model_flops
 from megafp8.training.parallel import build_parallel
 from megafp8.training.trainer import Trainer
 from tests.config.test_config import MINIMAL
-from tests.training.presets import DELTA_NET, KIMI_DELTA
+from tests.training.presets import DELTA_NET, KIMI_DELTA, MAMBA2
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,6 +61,10 @@ def alone() -> Iterator[ParallelState]:
 
 HYBRID = {"layer_kinds": {"linear": {"mixer": DELTA_NET}, "full": {}}, "pattern": ["linear", "full"]}
 KIMI = {"layer_kinds": {"linear": {"mixer": KIMI_DELTA}}, "pattern": ["linear"]}
+ONE_PART = {
+    "pattern": ["mamba", "mlp"],
+    "layer_kinds": {"mamba": {"mixer": MAMBA2, "ffn": "none"}, "mlp": {"mixer": "none"}},
+}
 WINDOW_MTP = {"sliding_window": 8, "num_query_groups": 2, "mtp_num_layers": 1}
 
 
@@ -71,8 +75,9 @@ WINDOW_MTP = {"sliding_window": 8, "num_query_groups": 2, "mtp_num_layers": 1}
         (WINDOW_MTP, 0),
         (HYBRID, 2 * 32 * (6 * 8 * 8 * 8 + 2 * 4 * 128)),
         (KIMI, 4 * 32 * (6 * 8 * 8 * 8 + 2 * 4 * 192)),
+        (ONE_PART, 2 * 32 * (4 * 8 * 8 * 8 + 2 * 4 * 128)),
     ],
-    ids=["plain", "window-mtp", "hybrid", "kimi"],
+    ids=["plain", "window-mtp", "hybrid", "kimi", "one-part"],
 )
 def test_products_of_a_step_are_those_that_the_counter_sees(
     model: dict[str, Any], recurrences: int, alone: ParallelState

@@ -119,6 +119,11 @@ MODELS: dict[str, list[str]] = {
         "model.layer_kinds={rope: {}, none: {mixer: {position_embedding: none, query_scaling: {length: 4}}}}",
         "model.pattern=[rope, none]",
     ],
+    "sparse": [
+        "model.latent_attention={q_rank: 48, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 12}",
+        "model.sparse_attention={index_heads: 3, index_head_dim: 10, top_k: 7}",
+        "model.num_query_groups=null",
+    ],
     "biased-experts": ["model.moe={num_experts: 8, ffn_hidden_size: 48}", "model.linear_bias=true"],
     "experts": ["model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 48, aux_loss: 0.01, z_loss: 0.001}"],
     "shared-expert": [

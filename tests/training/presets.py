@@ -138,6 +138,7 @@ DELTA_NET = {
     "kind": "gated_delta_net", "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 8,
 }  # fmt: skip
 KIMI_DELTA = {"kind": "kimi_delta_attention", "num_heads": 8, "head_dim": 8}
+MAMBA2 = {"kind": "mamba2", "num_heads": 8, "head_dim": 8, "state_size": 8, "num_groups": 4}
 
 # models
 LAYERS_4 = _preset("4-layers", model={"num_layers": 4})
@@ -174,6 +175,12 @@ HYBRID = _preset(
 KIMI = _preset(
     "kimi", model={"layer_kinds": {"linear": {"mixer": KIMI_DELTA}, "full": {}}, "pattern": ["linear", "full"]}
 )
+NEMOTRON = _preset(
+    "nemotron", model={"num_layers": 4, "activation": "squared_relu", "position_embedding": "none",
+    "layer_kinds": {"mamba": {"mixer": MAMBA2, "ffn": "none"}, "attention": {"ffn": "none"},
+    "mlp": {"mixer": "none"}, "moe": {"mixer": "none", "ffn": "moe"}}, "pattern": ["mamba", "moe", "attention", "mlp"],
+    "moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "shared_ffn_hidden_size": 32, "aux_loss": 0.1}},
+)  # fmt: skip
 BLOOM = _preset("bloom", model={**_GPT2, "num_query_groups": 8, "position_embedding": "alibi", "embedding_norm": True})
 GPT_OSS = _preset(
     "gpt-oss", model={"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1},
@@ -186,6 +193,10 @@ FEW_ROWS = _preset(
     "aux_loss": 0.1, "shared_ffn_hidden_size": 32, "shared_gate": True}},
 )  # fmt: skip
 DEEPSEEK = _preset("deepseek", model={"moe": DEEPSEEK_EXPERTS, "latent_attention": LATENT, "num_query_groups": None})
+SPARSE = _preset(
+    "sparse", model={"latent_attention": LATENT, "num_query_groups": None,
+    "sparse_attention": {"index_heads": 4, "index_head_dim": 8, "top_k": 6}},
+)  # fmt: skip
 BERT = _preset("bert", model=BERT_MODEL, data={"packing": "sentences"})
 BERT_PRE = _preset(
     "bert-pre", model={**BERT_MODEL, "norm_position": "pre", "embedding_norm": False, "activation": "gelu_tanh",

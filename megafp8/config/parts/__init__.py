@@ -5,34 +5,54 @@ A new kind is a file here with its record, a module in `megafp8.models`, and its
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from megafp8.config.parts.absent import NoFfnConfig, NoMixerConfig
 from megafp8.config.parts.attention import AttentionConfig
 from megafp8.config.parts.base import PartConfig
 from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
 from megafp8.config.parts.kimi_delta_attention import KimiDeltaAttentionConfig
 from megafp8.config.parts.latent_attention import LatentMixerConfig
+from megafp8.config.parts.mamba2 import Mamba2Config
 from megafp8.config.parts.mlp import MlpConfig
 from megafp8.config.parts.moe import MoeFfnConfig
 from megafp8.config.parts.short_convolution import ShortConvolutionConfig
+from megafp8.config.parts.sparse_attention import SparseLatentMixerConfig
 from megafp8.section import Section
 
-Mixer = AttentionConfig | LatentMixerConfig | GatedDeltaNetConfig | KimiDeltaAttentionConfig | ShortConvolutionConfig
+Mixer = (
+    AttentionConfig
+    | LatentMixerConfig
+    | SparseLatentMixerConfig
+    | GatedDeltaNetConfig
+    | Mamba2Config
+    | KimiDeltaAttentionConfig
+    | ShortConvolutionConfig
+    | NoMixerConfig
+)
 """What mixes tokens."""
-Ffn = MlpConfig | MoeFfnConfig
+Ffn = MlpConfig | MoeFfnConfig | NoFfnConfig
 """The feed-forward network."""
 PARTS: tuple[type[PartConfig], ...] = (*get_args(Mixer), *get_args(Ffn))
+
+
+def _alone(union: Any) -> BeforeValidator:
+    """A part of which nothing but the kind is given may be written by its kind: `ffn: none`."""
+    kinds = Literal[tuple(part.model_fields["kind"].default for part in get_args(union))]  # type: ignore[valid-type]
+    return BeforeValidator(
+        lambda value: {"kind": value} if isinstance(value, str) else value, json_schema_input_type=union | kinds
+    )
 
 
 class LayerKind(Section):
     """A kind of layer, in which keys may have other values than in the model section."""
 
-    mixer: Annotated[Mixer, Field(discriminator="kind")] | None = None
-    """What mixes tokens. Default: as the model section says."""
-    ffn: Annotated[Ffn, Field(discriminator="kind")] | None = None
-    """The feed-forward network. Default: as the model section says."""
+    mixer: Annotated[Mixer, Field(discriminator="kind"), _alone(Mixer)] | None = None
+    """What mixes tokens; none: the layer is a feed-forward network. Default: as the model section says."""
+    ffn: Annotated[Ffn, Field(discriminator="kind"), _alone(Ffn)] | None = None
+    """The feed-forward network; none: the layer is a mixer. Default: as the model section says."""
 
     @model_validator(mode="before")
     @classmethod

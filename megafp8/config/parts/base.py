@@ -30,6 +30,9 @@ class PartConfig(PartialSection):
     tensor_prefix: ClassVar[str]
     """The prefix of its tensors' names within a layer: layers.0.<tensor_prefix>.*."""
 
+    present: ClassVar[bool] = True
+    """Whether there is such a part: with a norm, and weights."""
+
     hugging_face: ClassVar[Mapping[str, str]] = {}
     """Names of its modules, or parameters, in the layers of most Hugging Face families; `conversion.families` has those
     of others. Experts' have a * for the number."""

@@ -17,6 +17,10 @@ class GatedDeltaNetConfig(RecurrentConfig):
 
     module: ClassVar[str] = "megafp8.models.gated_delta_net:GatedDeltaNet"
     tensor_prefix: ClassVar[str] = "gated_delta_net"
+    hugging_face: ClassVar[Mapping[str, str]] = {
+        "log_rate.weight": "linear_attn.A_log", "decay.bias": "linear_attn.dt_bias", "norm": "linear_attn.norm",
+        "proj": "linear_attn.out_proj",
+    }  # fmt: skip
 
     kind: Literal["gated_delta_net"] = "gated_delta_net"
     """Gated DeltaNet."""

@@ -26,7 +26,7 @@ class LatentAttentionConfig(Section):
     value_head_dim: PositiveInt = 128
     """Channels of a head's values (v_head_dim)."""
     norm_eps: PositiveFloat | None = None
-    """Added to the variance in the norms of the latents. Default: model.norm_eps."""
+    """Epsilon of the norms of the latents. Default: model.norm_eps."""
 
     @property
     def channels(self) -> int:

@@ -13,7 +13,7 @@ class RecurrentConfig(PartConfig):
     """A mixer that passes a state from token to token, after a causal convolution of a few tokens."""
 
     conv_kernel_size: PositiveInt = 4
-    """Tokens that the convolution before the recurrence sees (linear_conv_kernel_dim)."""
+    """Tokens that the convolution before the recurrence sees (linear_conv_kernel_dim, conv_kernel, mamba_d_conv)."""
 
     @property
     def is_recurrent(self) -> bool:

@@ -16,8 +16,9 @@ LLAMA_NAMES = like_llama()
 class Family(NamedTuple):
     """What `transformers` calls a model_type, with the class that holds its weights.
 
-    `also`: another name of the class. `moe`: its layers have experts; `latent`: they have latent attention. `kind`:
-    `ModelConfig.architecture`. `rank`: of the families that can express a model, the one of lowest rank is written.
+    `also`: another name of the class. `moe`: its layers have experts, None: or not; `latent`: they have latent
+    attention. `sparse`: it is to tokens that an indexer chooses. `kind`: `ModelConfig.architecture`. `rank`: of the
+    families that can express a model, the one of lowest rank is written.
     """
 
     model_type: str
@@ -25,7 +26,8 @@ class Family(NamedTuple):
     traits: tuple[Trait, ...]
     names: TensorNames = LLAMA_NAMES
     also: str | None = None
-    moe: bool = False
+    moe: bool | None = False
     latent: bool = False
+    sparse: bool = False
     kind: str = "gpt"
     rank: int = 3

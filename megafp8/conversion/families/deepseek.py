@@ -41,9 +41,8 @@ def _write_group_method(ours: Fields) -> Keys:
     return {**groups, "topk_method": _GROUP_METHODS[groups["n_group"] > 1]}
 
 
-LATENT_MODEL = (
-    *traits.RMSNORM_MODEL, traits.POSITIONS, traits.activation(), traits.UNTIED, always(norm_eps=1e-6),
-    only(rms_norm_eps=1e-6, why="which transformers uses for the norms of the latents, whatever this key says"),
+LATENT_KEYS = (
+    *traits.RMSNORM_MODEL, traits.POSITIONS, traits.activation(), traits.UNTIED,
     same(
         "latent_attention", q_rank=Key("q_lora_rank", nullable=True), kv_rank="kv_lora_rank",
         nope_head_dim="qk_nope_head_dim", rope_head_dim="qk_rope_head_dim", value_head_dim="v_head_dim",
@@ -51,13 +50,18 @@ LATENT_MODEL = (
     only(attention_bias=False),
     same("moe", top_k="num_experts_per_tok", ffn_hidden_size="moe_intermediate_size"),
 )  # fmt: skip
-_DEEPSEEK = (
-    *LATENT_MODEL, rope(1e4),
+LATENT_MODEL = (
+    *LATENT_KEYS, always(norm_eps=1e-6),
+    only(rms_norm_eps=1e-6, why="which transformers uses for the norms of the latents, whatever this key says"),
+)  # fmt: skip
+DEEPSEEK_KEYS = (
+    rope(1e4),
     # The default of transformers is 128 in deepseek_v3, whatever the number of heads.
     check(check_derived_widths, *_DERIVED_WIDTHS, num_key_value_heads=lambda ours: ours["num_attention_heads"]),
     only(moe_layer_freq=1),  # read by other engines than transformers, as those below
     unread("aux_loss_alpha", "seq_aux"),  # of losses that ours is not, as router_aux_loss_coef
 )  # fmt: skip
+_DEEPSEEK = *LATENT_MODEL, *DEEPSEEK_KEYS
 _NAMES = like_llama(usual(LatentMixerConfig), MULTI_TOKEN_PREDICTION)
 FAMILIES = (
     Family("deepseek_v2", "DeepseekV2ForCausalLM", (

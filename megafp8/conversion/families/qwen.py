@@ -62,16 +62,17 @@ def _write_sparse_layers(ours: Fields) -> Keys:
 
 
 _DENSE = (Trait(_WINDOW_KEYS, _read_window, _write_window), only(written=False, mlp_bias=False, use_mrope=False))
+SPARSE_LAYERS = Trait(("decoder_sparse_step", "mlp_only_layers"), _read_sparse_layers, _write_sparse_layers)
 _EXPERTS = (
     *traits.ROUTER,
     same("moe", normalize=("norm_topk_prob", False), ffn_hidden_size="moe_intermediate_size"),
-    Trait(("decoder_sparse_step", "mlp_only_layers"), _read_sparse_layers, _write_sparse_layers),
+    SPARSE_LAYERS,
     check(_check_no_window, *_WINDOW_KEYS, use_sliding_window=lambda ours: False),
 )
-_EXPERT_NAMES = like_llama(
-    {f"mlp.shared.{x}": f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
-    {"mlp.shared_gate": "mlp.shared_expert_gate"},
-)
+EXPERT_NAMES = {
+    **{f"mlp.shared.{x}": f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
+    "mlp.shared_gate": "mlp.shared_expert_gate",
+}
 FAMILIES = (
     Family("qwen2", "Qwen2ForCausalLM", (*llama_like(32), always(qkv_bias=True), *_DENSE), rank=1),
     Family("qwen3", "Qwen3ForCausalLM", (
@@ -80,9 +81,9 @@ FAMILIES = (
     Family("qwen3_moe", "Qwen3MoeForCausalLM", (
         *llama_like(4), *_EXPERTS, traits.num_experts("num_experts", "num_local_experts"), always(qk_norm=True),
         only(attention_bias=False),
-    ), _EXPERT_NAMES, moe=True),
+    ), like_llama(EXPERT_NAMES), moe=True),
     Family("qwen2_moe", "Qwen2MoeForCausalLM", (
         *llama_like(16), *_EXPERTS, same(qkv_bias=("qkv_bias", True)), always("moe", shared_gate=True),
         same("moe", num_experts="num_experts", shared_ffn_hidden_size=("shared_expert_intermediate_size", 5632)),
-    ), _EXPERT_NAMES, moe=True),
+    ), like_llama(EXPERT_NAMES), moe=True),
 )  # fmt: skip

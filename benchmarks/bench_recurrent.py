@@ -1,0 +1,176 @@
+"""Time of recurrences: `python -m benchmarks.bench_recurrent --kinds mamba2`.
+
+Forward and backward of one layer's recurrence, without projections and convolution, in bf16 on a GPU. Beside it fla's
+kernel for the same where `fla` can be imported (`pip install flash-linear-attention`). "y" and "grads" are the largest
+errors of outputs and of any gradient, relative to the largest value, against the reference in chunks in fp32, computed
+from the same inputs.
+
+Medians of interleaved rounds from a cold L2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.common import (
+    Table,
+    add_device_flag,
+    chosen_device,
+    machine,
+    names,
+    new_parser,
+    release,
+    require_positive,
+    write_json,
+)
+from megafp8.fp8.speed_measurement import time_round_robin
+from megafp8.numerics.state_space_reference import in_chunks
+from megafp8.ops.state_space import state_space
+
+TABLE = Table("recurrence", 44, {"fwd ms": ".3f", "bwd ms": ".3f", "y": ".1e", "grads": ".1e"})
+
+Compute = Callable[..., Tensor]
+"""Outputs `[s, b, a, w]` from a kind's inputs."""
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A kind of recurrence: inputs, what computes outputs from them, and the reference, which does so in fp32."""
+
+    inputs: Sequence[Tensor]
+    reference: Compute
+    contenders: Mapping[str, Compute]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A row of the table."""
+
+    kind: str
+    name: str
+    forward_ms: float
+    backward_ms: float
+    output_error: float
+    gradient_error: float
+
+
+def mamba2(s: int, b: int, heads: int, groups: int, device: torch.device) -> Recurrence:
+    """Heads of 64 channels, with a state of 128 numbers for each."""
+    dtype, w, d = torch.bfloat16 if device.type == "cuda" else torch.float32, 64, 128
+
+    def noise(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    x, keys, queries = noise(s, b, heads, w), noise(s, b, groups, d), noise(s, b, groups, d) * d**-0.5
+    step = F.softplus(noise(s, b, heads, dtype=torch.float32) - 3)
+    rate = -torch.empty(heads, device=device).uniform_(1, 16)
+    skip, state = torch.ones(heads, device=device), torch.zeros(b, heads, d, w, device=device)
+
+    def by_reference(x: Tensor, step: Tensor, rate: Tensor, keys: Tensor, queries: Tensor, skip: Tensor) -> Tensor:
+        wide = (t.float() for t in (x, step, rate, keys, queries, skip))
+        return in_chunks(*wide, state)[0]
+
+    def ours(*inputs: Tensor) -> Tensor:
+        return state_space(*inputs, state)[0]
+
+    contenders = {"megafp8": ours}
+    if device.type == "cuda" and (simple_gla := _fla("fla.ops.simple_gla", "chunk_simple_gla")) is not None:
+
+        def by_fla(x: Tensor, step: Tensor, rate: Tensor, keys: Tensor, queries: Tensor, skip: Tensor) -> Tensor:
+            """The same as gated linear attention, whose heads have keys and queries of their own."""
+            k, q = (t.repeat_interleave(heads // groups, dim=2).transpose(0, 1) for t in (keys, queries))
+            v, g = (x * step.unsqueeze(-1).to(x.dtype)).transpose(0, 1), (rate * step).transpose(0, 1)
+            y = simple_gla(q=q, k=k, v=v, g=g, scale=1.0)[0]
+            return y.transpose(0, 1) + skip.to(x.dtype).unsqueeze(-1) * x
+
+        contenders["fla simple_gla"] = by_fla
+    return Recurrence((x, step, rate, keys, queries, skip), by_reference, contenders)
+
+
+def _fla(module: str, function: str) -> Any:
+    """A function of fla; None where it cannot be imported."""
+    try:
+        return getattr(__import__(module, fromlist=[function]), function)
+    except ImportError:
+        return None
+
+
+KINDS: dict[str, Callable[..., Recurrence]] = {"mamba2": mamba2}
+"""By name, from s, b, heads, groups and device."""
+
+
+def measure(kind: str, recurrence: Recurrence, device: torch.device, rounds: int) -> Iterator[Record]:
+    inputs = [x.requires_grad_() for x in recurrence.inputs]
+
+    def results(compute: Compute, dy: Tensor | None) -> tuple[Tensor, ...]:
+        y = compute(*inputs)
+        dy = torch.ones_like(y) if dy is None else dy.to(y.dtype)
+        return y.detach(), *torch.autograd.grad(y, inputs, dy)
+
+    dy = torch.randn(recurrence.inputs[0].shape, device=device).to(recurrence.inputs[0].dtype)
+    expected = results(recurrence.reference, dy)
+    release()
+    runs: list[Callable[[], object]] = []
+    errors = []
+    for compute in recurrence.contenders.values():
+        errors.append([_error(x, y) for x, y in zip(results(compute, dy), expected, strict=True)])
+        y = compute(*inputs)
+        runs.append(partial(compute, *inputs))
+        runs.append(partial(torch.autograd.grad, y, inputs, dy.to(y.dtype), retain_graph=True))
+    times = [statistics.median(t) * 1e3 for t in time_round_robin(runs, device, rounds=rounds)]
+    for i, (name, error) in enumerate(zip(recurrence.contenders, errors, strict=True)):
+        yield Record(kind, name, times[2 * i], times[2 * i + 1], error[0], max(error[1:]))
+
+
+def _error(x: Tensor, expected: Tensor) -> float:
+    return float((x.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = new_parser(__doc__)
+    add_device_flag(parser)
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"comma-separated, of {', '.join(KINDS)}")
+    parser.add_argument("--seq-length", type=int, default=8192)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=64)
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=20)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    try:
+        require_positive(arguments, "seq_length", "batch", "heads", "groups", "rounds")
+        kinds, device = names("kinds", arguments.kinds, KINDS), chosen_device(arguments)
+        if arguments.heads % arguments.groups:
+            raise ValueError(f"--groups: --heads ({arguments.heads}) is not a multiple of {arguments.groups}")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    s, b, heads, groups = arguments.seq_length, arguments.batch, arguments.heads, arguments.groups
+    print(f"{machine(device)}, torch {torch.__version__}; s = {s}, b = {b}, {heads} heads, {groups} groups")
+    print(TABLE.heading())
+    records = []
+    for kind in kinds:
+        for record in measure(kind, KINDS[kind](s, b, heads, groups, device), device, arguments.rounds):
+            values = record.forward_ms, record.backward_ms, record.output_error, record.gradient_error
+            print(TABLE.row(f"{kind}: {record.name}", *values), flush=True)
+            records.append(record)
+    write_json(arguments.json, [asdict(record) for record in records])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""The absent part of a layer that has a mixer only, or a feed-forward network only (Nemotron-H): `none` in YAML."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from megafp8.config.parts.base import PartConfig
+
+
+class NoMixerConfig(PartConfig):
+    """No mixer: the layer is a feed-forward network."""
+
+    module: ClassVar[str] = "megafp8.models.absent:NoMixer"
+    tensor_prefix: ClassVar[str] = "no_mixer"
+    present: ClassVar[bool] = False
+
+    kind: Literal["none"] = "none"
+    """None: the layer is a feed-forward network."""
+
+
+class NoFfnConfig(PartConfig):
+    """No feed-forward network: the layer is a mixer."""
+
+    module: ClassVar[str] = "megafp8.models.absent:NoFeedForward"
+    tensor_prefix: ClassVar[str] = "no_ffn"
+    present: ClassVar[bool] = False
+
+    kind: Literal["none"] = "none"
+    """None: the layer is a mixer."""

@@ -1,0 +1,66 @@
+"""The absent mixer or feed-forward network of a layer that has only one of them.
+
+It has no weights and no norm, saves and computes nothing, and the block does not call it; whoever asks a layer's parts
+gets its answers, so nobody needs to know that it is absent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from megafp8.config import ModelConfig
+from megafp8.config.parts.base import PartConfig
+from megafp8.linear.fusion import LinearInput
+from megafp8.models.context import BuildContext
+from megafp8.models.costs import MicroBatch, Work
+from megafp8.models.mixer import FeedForward, Mixer, NoInputs, Part, StateCache, Tokens
+from megafp8.models.recompute import KEEP_ALL, BlockMemory
+from megafp8.plan import Neighbor
+
+
+class _Absent(Part):
+    """A part without weights, which is not called."""
+
+    def __init__(
+        self,
+        name: str,
+        record: PartConfig,
+        config: ModelConfig,
+        context: BuildContext,
+        *,
+        input: Neighbor,
+        memory: BlockMemory = KEEP_ALL,
+    ) -> None:
+        super().__init__()
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        return {}
+
+    def work(self, batch: MicroBatch) -> Work:
+        return Work()
+
+
+class NoMixer(_Absent, Mixer):
+    """The mixer of a layer that is a feed-forward network."""
+
+    def inputs(self, layer: int, tokens: Tokens) -> NoInputs:
+        return NoInputs()
+
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: Any) -> NoReturn:
+        raise AssertionError("a layer without a mixer calls none")
+
+    @property
+    def cache(self) -> StateCache:
+        return StateCache((), ())
+
+
+class NoFeedForward(_Absent, FeedForward):
+    """The feed-forward network of a layer that is a mixer."""
+
+    def forward(self, x_sbh: Tensor | LinearInput) -> NoReturn:
+        raise AssertionError("a layer without a feed-forward network calls none")
+
+    def activation_bytes(self, batch: MicroBatch) -> int:
+        return 0

@@ -1,0 +1,148 @@
+"""DeepSeek Sparse Attention in plain PyTorch, for a block of queries: the reference of its kernels.
+
+Queries have a range of keys, `first <= key < stop`, of which an indexer chooses at most k:
+
+    index score of query s and key t    I = Σ_i w_i · relu(q_i · k)    over the indexer's heads i; one key for all heads
+
+Sums are in fp32 or wider. Of equal scores the key of lower position is chosen, so the choice depends on scores only.
+Attention is in the form in which all heads share one key, the latent and its rotary key, whose first channels are the
+value.
+
+Shapes: b sequences, s queries of the block, t keys, k chosen keys of a query, or t where none are chosen; a heads of c
+channels, of which v are the value's; i heads of the indexer of d channels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Index(NamedTuple):
+    """What the indexer says of queries and keys: `q` `[b, s, i, d]`, `k` `[b, t, d]`, `weights` `[b, s, i]`."""
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+
+
+class Keys(NamedTuple):
+    """The keys of each query: `chosen`, int32 `[b, s, k]`, -1 where there are fewer; None: all of a range.
+
+    `first`, `stop`: int64 `[b, s]`, the range.
+    """
+
+    chosen: Tensor | None
+    first: Tensor
+    stop: Tensor
+
+    def visible(self, t: int) -> Tensor:
+        """Which of the k keys there are, or of all t, bool `[b, s, k]`."""
+        if self.chosen is not None:
+            return self.chosen >= 0
+        j = torch.arange(t, device=self.first.device)
+        return (j >= self.first.unsqueeze(-1)) & (j < self.stop.unsqueeze(-1))
+
+    def of(self, x_btc: Tensor) -> Tensor:
+        """The keys' rows, `[b, s, k, c]`, or all of them `[b, 1, t, c]`."""
+        if self.chosen is None:
+            return x_btc.unsqueeze(1)
+        b, s, k = self.chosen.shape
+        rows = self.chosen.long().clamp(min=0).view(b, s * k, 1).expand(-1, -1, x_btc.shape[-1])
+        return x_btc.gather(1, rows).view(b, s, k, -1)
+
+    def add(self, into_btc: Tensor, *products: tuple[Tensor, Tensor]) -> None:
+        """Add to the keys' rows the sums over heads of `x_bsak` times `y_bsac`, of each of the `products`.
+
+        Those of fewer channels are added to the first ones. x is zero where there is no key.
+        """
+        if self.chosen is None:
+            for x_bsak, y_bsac in products:
+                into_btc[..., : y_bsac.shape[-1]] += x_bsak.flatten(1, 2).mT @ y_bsac.flatten(1, 2)
+            return
+        b, t, c = into_btc.shape
+        rows_bskc = products[0][0].mT @ products[0][1]
+        for x_bsak, y_bsac in products[1:]:
+            rows_bskc[..., : y_bsac.shape[-1]] += x_bsak.mT @ y_bsac
+        sample = torch.arange(b, device=rows_bskc.device).view(b, 1, 1) * t
+        at = (self.chosen.clamp(min=0) + sample).flatten().long()
+        into_btc.view(b * t, c).index_add_(0, at, rows_bskc.view(-1, c))
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """fp32, or float64 if x is."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def index_scores(index: Index) -> Tensor:
+    """Scores of all keys `[b, s, t]`, one head of the indexer after the other."""
+    dtype = wide(index.q)
+    k_bdt = index.k.to(dtype).mT
+    total = index.q.new_zeros(*index.q.shape[:2], index.k.shape[1], dtype=dtype)
+    for q_bsd, w_bs in zip(index.q.to(dtype).unbind(2), index.weights.to(dtype).unbind(2), strict=True):
+        total += (q_bsd @ k_bdt).relu_() * w_bs.unsqueeze(-1)
+    return total
+
+
+def select(index: Index, first_bs: Tensor, stop_bs: Tensor, top_k: int) -> Tensor:
+    """The `top_k` keys of the greatest scores in the order of positions, int32 `[b, s, k]`; -1 fills up the end."""
+    t = index.k.shape[1]
+    visible = Keys(None, first_bs, stop_bs).visible(t)
+    scores = index_scores(index).masked_fill(~visible, -math.inf)
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    best = best.masked_fill(~visible.gather(-1, best), t).sort(dim=-1).values
+    best = torch.nn.functional.pad(best, (0, top_k - best.shape[-1]), value=t)
+    return best.masked_fill(best == t, -1).int()
+
+
+def _probabilities(q_bsac: Tensor, rows: Tensor, visible_bsk: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Of keys of each query `[b, s, a, k]`, and log-sum-exps `[b, s, a]`; zeros and -inf of queries without keys."""
+    x = (q_bsac @ rows.mT * scale).masked_fill(~visible_bsk.unsqueeze(2), -math.inf)
+    lse = x.logsumexp(-1)
+    return (x - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp(), lse
+
+
+def attend(q_bsac: Tensor, kv_btc: Tensor, keys: Keys, value_width: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Outputs `[b, s, a, v]` and log-sum-exps `[b, s, a]`."""
+    dtype, rows = wide(q_bsac), keys.of(kv_btc)
+    p, lse = _probabilities(q_bsac.to(dtype), rows.to(dtype), keys.visible(kv_btc.shape[1]), scale)
+    return (p @ rows[..., :value_width].to(dtype)).to(q_bsac.dtype), lse
+
+
+def attend_backward(
+    do_bsav: Tensor, q_bsac: Tensor, kv_btc: Tensor, keys: Keys, o_bsav: Tensor, lse_bsa: Tensor, scale: float,
+    dkv_btc: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dq `[b, s, a, c]`, and the sum over heads of the probabilities, `[b, s, k]`; adds to `dkv_btc`, fp32 or wider."""
+    dtype, v = wide(q_bsac), do_bsav.shape[-1]
+    rows, visible = keys.of(kv_btc).to(dtype), keys.visible(kv_btc.shape[1])
+    q, do = q_bsac.to(dtype), do_bsav.to(dtype)
+    p, _ = _probabilities(q, rows, visible, scale)
+    delta = (do * o_bsav.to(dtype)).sum(-1, keepdim=True)
+    ds = p * (do @ rows[..., :v].mT - delta) * scale
+    keys.add(dkv_btc, (ds, q), (p, do))
+    return (ds @ rows).to(q_bsac.dtype), p.sum(2)
+
+
+def index_loss_backward(
+    index: Index, keys: Keys, p_bsk: Tensor, factor: Tensor, dk_btd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the divergence of the softmax of index scores over the keys from `p_bsk`, which adds up to 1.
+
+    dq `[b, s, i, d]`, dweights `[b, s, i]`, and the sum of all queries' divergences; adds to `dk_btd`, fp32 or wider.
+    `factor`: what gradients are multiplied by.
+    """
+    dtype = wide(index.q)
+    rows, visible = keys.of(index.k).to(dtype), keys.visible(index.k.shape[1])
+    q, weights = index.q.to(dtype), index.weights.to(dtype).unsqueeze(-1)
+    products = (q @ rows.mT).relu_()
+    x = (products * weights).sum(2).masked_fill(~visible, -math.inf)
+    log_softmax = x - x.logsumexp(-1, keepdim=True).masked_fill(~visible.any(-1, keepdim=True), 0.0)
+    loss = (torch.xlogy(p_bsk, p_bsk) - torch.where(visible, p_bsk * log_softmax, 0.0)).sum(dtype=torch.float64)
+    dx = torch.where(visible, (log_softmax.exp() - p_bsk) * factor, 0.0).unsqueeze(2)
+    dproducts = dx * weights * (products > 0)
+    keys.add(dk_btd, (dproducts, q))
+    return (dproducts @ rows).to(index.q.dtype), (dx * products).sum(-1).to(index.weights.dtype), loss

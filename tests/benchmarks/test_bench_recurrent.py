@@ -1,0 +1,24 @@
+"""bench_recurrent: a run on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bench_recurrent
+
+
+def test_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--seq-length", "70", "--heads", "2", "--groups", "1", "--rounds", "1"]
+    assert bench_recurrent.main(["--device", "cpu", *sizes, "--json", str(tmp_path / "out.json")]) == 0
+    (record,) = json.loads((tmp_path / "out.json").read_text())
+    assert record["output_error"] < 1e-6
+    assert record["gradient_error"] < 1e-6
+    assert "mamba2: megafp8" in capsys.readouterr().out
+
+
+def test_groups_that_do_not_divide_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_recurrent.main(["--device", "cpu", "--heads", "3", "--groups", "2"]) == 2
+    assert "--heads (3) is not a multiple of 2" in capsys.readouterr().err
