@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 EXTRAS = {
     "gpu": "FP8 GEMMs by torch's scaled_mm, slower and without accumulation in place; attention by torch's kernels",
+    "recurrent": "linear attention by slower kernels (Gated DeltaNet's FlashQLA, for Hopper)",
     "hf": "no tokenizers of kind huggingface, no chat templates",
     "data": "no Parquet files, no tokenizers of kind tiktoken",
     "s3": "no data sets or checkpoints at s3:// URLs",

@@ -811,9 +811,6 @@ class PrefixLmConfig(ObjectiveConfig):
         if m.sliding_window is not None:
             rule = f"{given} all tokens attend to the whole prefix, which a window would not show them"
             yield Problem("model.sliding_window", m.sliding_window, rule, f"leave it out, {off}")
-        if m.attention_chunk is not None:
-            rule = f"{given} all tokens attend to the whole prefix, not to their chunk alone"
-            yield Problem("model.attention_chunk", m.attention_chunk, rule, f"leave it out, {off}")
         if m.position_embedding == "alibi":
             rule = (
                 f"{given} its tokens attend to later ones, while scores of ALiBi fall with the distance to earlier ones"

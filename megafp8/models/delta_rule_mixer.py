@@ -31,7 +31,7 @@ from megafp8.models.context import BuildContext, new_parameter
 from megafp8.models.costs import MicroBatch, Work
 from megafp8.models.norms import RMSNorm
 from megafp8.models.recurrent import RecurrentMixer, short_convolution
-from megafp8.ops.delta_rule import CHUNK, delta_rule, kernel_name
+from megafp8.ops.delta_rule import CHUNK, delta_rule, kernel_name, kernel_passes
 from megafp8.ops.gated_norm import gated_norm
 from megafp8.ops.recurrence import State
 from megafp8.ops.short_convolution import Part, convolve_parts, last_inputs
@@ -156,18 +156,27 @@ class DeltaRuleMixer(RecurrentMixer):
         return 0 if high else batch.own_tokens * width * batch.element
 
     def work(self, batch: MicroBatch) -> Work:
-        """Passes over queries, keys, values and chunks' matrices in fp32, and of convolution, norm and gate.
+        """Passes over the channels of convolution, norm and gate, and what the rule's kernels take.
 
         Backward computes all of it once more, and moves as much again. Kernels are counted in a profile of `advance`.
         """
-        heads, chunks = self.value_heads, -(-batch.length // CHUNK)
+        heads, e, of_channels = self.value_heads, batch.element, bool(self.decay_shape)
+        decays = heads * torch.Size(self.decay_shape).numel()
+        # Forward reads and writes channels once. Backward does so again, and reads both gradients' tensors and writes.
+        around = 2 * self._channels + 3 * heads * self.w
+        again = 8 * self._channels + 5 * heads * self.w
+        times = kernel_passes(e, self.d, self.w, of_channels=of_channels)
+        if times is not None:
+            rule = heads * (self.d + self.w) * e
+            moved = [(passes * rule + other * e + n * decays) * batch.tokens
+                     for passes, other, n in zip(times, (around, again), (32, 80))]  # fmt: skip
+            return Work(moved[0], moved[1], kernels=40, more_in_backward=60)
+        chunks = -(-batch.length // CHUNK)
         # Reads and writes of a channel: normalization, repetition, padding, copies of the operands of products, decays,
         # and the system of equations of a chunk; `CHUNK` numbers of each token are its row of a chunk's matrices.
-        per_token = heads * (34 * self.d + 14 * self.w + 20 * CHUNK) + 14 * self.key_heads * self.d + self._channels
-        wide = batch.tokens * per_token * max(4, batch.element)
-        convolution = (7 + 5 * (self.convolution.shape[-1] - 1)) * self._channels
-        moved = wide + batch.tokens * (convolution + 4 * heads * self.w) * batch.element
-        return Work(moved, 2 * moved, kernels=60 + 19 * chunks, more_in_backward=100 + 36 * chunks)
+        per_token = heads * (34 * self.d + 14 * self.w + 20 * CHUNK) + 14 * self.key_heads * self.d
+        moved_by_torch = batch.tokens * (per_token * max(4, e) + around * e)
+        return Work(moved_by_torch, 2 * moved_by_torch, kernels=60 + 19 * chunks, more_in_backward=100 + 36 * chunks)
 
     def flops(self, batch: MicroBatch) -> float:
         """Read for the key, write, read for the query, and the convolution."""

@@ -150,6 +150,18 @@ def kernel_name(device: torch.device, dtype: torch.dtype, d: int, w: int, *, of_
     return f"PyTorch's operations, slow, as no kernel fits: {reason}"
 
 
+def kernel_passes(element: int, d: int, w: int, *, of_channels: bool) -> tuple[float, float] | None:
+    """How often the kernels could read and write the heads' keys and values in the time that they take, forward and in
+    backward with a second forward; None where none fits. Measured on an H200 (docs/measurements/2026-11-26-recurrent).
+
+    `element`: bytes of a number of the model; two are taken to be bf16, and FlashQLA to be installed.
+    """
+    if element != torch.bfloat16.itemsize or max(d, w) > _KERNEL_WIDTH:
+        return None
+    flash_qla = not of_channels and (d, w) == (_KERNEL_WIDTH, _KERNEL_WIDTH)
+    return (10.0, 26.0) if flash_qla else (57.0, 170.0)
+
+
 def _missing_kernel(device: torch.device, dtype: torch.dtype, d: int, w: int) -> str | None:
     """Why `megafp8.kernels.delta_rule` does not compute such tensors; None where it does."""
     if device.type != "cuda":

@@ -244,8 +244,8 @@ class AttentionConfig(PartConfig, AttentionKeys):
             yield replace(problem, path=problem.path.replace("model.", f"{path}.", 1))
 
     def run_problems(self, config: RunConfig, path: str) -> Iterator[Problem]:
-        if config.data.prefix_lm is not None and "attention_chunk" in self.given:
-            rule = "data.prefix_lm is set, and all tokens attend to the whole prefix"
+        if config.data.prefix_lm is not None and self.attention_chunk is not None:
+            rule = "data.prefix_lm is set, and all tokens attend to the whole prefix, not to their chunk alone"
             yield Problem(f"{path}.attention_chunk", self.attention_chunk, rule, "leave it out, or data.prefix_lm")
 
 
