@@ -133,7 +133,10 @@ def _time(function: Callable[[], Any], device: torch.device, rounds: int) -> flo
         start = now(device)
         for _ in range(rounds):
             function()
-        times.append(milliseconds(start, now(device)) / rounds)
+        end = now(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(milliseconds(start, end) / rounds)
     return min(times)
 
 
