@@ -173,9 +173,14 @@ GRANITE_HYBRID: dict[str, Any] = LLAMA | GRANITE | MAMBA | {
     "num_experts_per_tok": 2, "shared_intermediate_size": 40,
 }  # fmt: skip
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-next": ("Qwen3Next", LINEAR | LINEAR_EXPERTS | {"mlp_only_layers": [0]}),
+    "qwen3-next": (
+        "Qwen3Next",
+        LINEAR
+        | LINEAR_EXPERTS
+        | {"mlp_only_layers": [0], "layer_types": ["linear_attention", "full_attention", "full_attention"]},
+    ),
     "qwen3-5": ("Qwen3_5", LINEAR),
-    "qwen3-5-a3b": ("Qwen3_5Moe", LINEAR | LINEAR_EXPERTS | {"layer_types": None, "full_attention_interval": 3}),
+    "qwen3-5-35b-a3b": ("Qwen3_5Moe", LINEAR | LINEAR_EXPERTS | {"layer_types": None, "full_attention_interval": 3}),
     "llama2": ("Llama", LLAMA | {"num_key_value_heads": 4}),
     "llama3": ("Llama", LLAMA | {"rope_parameters": LLAMA3_ROPE}),
     "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True}),

@@ -121,7 +121,8 @@ def _hold(ours: Tensor, theirs: Tensor) -> None:
 
 
 GRADIENTS = [
-    "qwen3-next", "qwen3-5", "qwen3-5-a3b", "glm4-moe", "olmo3", "smollm3", "minimax-m2", "ernie4-5-moe", "mistral4",
+    "qwen3-next", "qwen3-5", "qwen3-5-35b-a3b",
+    "glm4-moe", "olmo3", "smollm3", "minimax-m2", "ernie4-5-moe", "mistral4",
     "nanochat", "llama4", "nemotron-h", "deepseek-v32", "glm-moe-dsa", "kimi-linear", "lfm2-moe",
 ]  # fmt: skip
 """Models of theirs whose gradients the quick tests compare."""

@@ -62,11 +62,11 @@ def _write_sparse_layers(ours: Fields) -> Keys:
 
 
 _DENSE = (Trait(_WINDOW_KEYS, _read_window, _write_window), only(written=False, mlp_bias=False, use_mrope=False))
-SPARSE_LAYERS = Trait(("decoder_sparse_step", "mlp_only_layers"), _read_sparse_layers, _write_sparse_layers)
+_SPARSE_LAYERS = Trait(("decoder_sparse_step", "mlp_only_layers"), _read_sparse_layers, _write_sparse_layers)
 _EXPERTS = (
     *traits.ROUTER,
     same("moe", normalize=("norm_topk_prob", False), ffn_hidden_size="moe_intermediate_size"),
-    SPARSE_LAYERS,
+    _SPARSE_LAYERS,
     check(_check_no_window, *_WINDOW_KEYS, use_sliding_window=lambda ours: False),
 )
 EXPERT_NAMES = {

@@ -7,7 +7,7 @@ from megafp8.config import GatedDeltaNetConfig, ModelConfig
 from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
-from megafp8.conversion.families.qwen import EXPERT_NAMES, SPARSE_LAYERS
+from megafp8.conversion.families.qwen import EXPERT_NAMES
 from megafp8.conversion.hf_layers import FULL, layer_types, num_layers
 from megafp8.conversion.hf_names import Place, Rows, alternating_blocks, consecutive, like_llama, usual
 from megafp8.conversion.hf_rope import rope
@@ -43,6 +43,25 @@ def _write_layers(ours: Fields) -> Keys:
 _LAYERS = Trait(
     ("layer_types", "full_attention_interval", *(key for key, _ in _KEYS.values())), _read_layers, _write_layers
 )
+
+
+def _read_experts(hf: HfConfig) -> Fields:
+    """Layers with experts: each decoder_sparse_step-th, but for mlp_only_layers."""
+    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    if not isinstance(step, int) or step < 1:
+        refuse("decoder_sparse_step", step, "a number of layers from 1 on")
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        refuse("mlp_only_layers", dense, "a list of layers")
+    sparse = ((i + 1) % step == 0 and i not in dense for i in range(num_layers(hf)))
+    return {"ffn.kind": ["moe" if x else "mlp" for x in sparse]}
+
+
+def _write_experts(ours: Fields) -> Keys:
+    dense = [i for i, kind in enumerate(ours["ffn.kind"]) if kind == "mlp"]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+_SPARSE_LAYERS = Trait(("decoder_sparse_step", "mlp_only_layers"), _read_experts, _write_experts)
 
 
 def _net(model: ModelConfig) -> GatedDeltaNetConfig:
@@ -106,7 +125,7 @@ _SEPARATELY = _names({**_SEPARATE, "z": Place("linear_attn.in_proj_z"), "beta": 
                       "decay": Place("linear_attn.in_proj_a")})  # fmt: skip
 FAMILIES = (
     Family("qwen3_next", "Qwen3NextForCausalLM", (
-        *_NEXT, *_EXPERTS, same("moe", normalize=("norm_topk_prob", True)), SPARSE_LAYERS,
+        *_NEXT, *_EXPERTS, same("moe", normalize=("norm_topk_prob", True)), _SPARSE_LAYERS,
     ), like_llama(EXPERT_NAMES, _names(_FUSED | _GATES)), moe=True),
     Family("qwen3_5_text", "Qwen3_5ForCausalLM", _NEXT, like_llama(_SEPARATELY)),
     Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", (
