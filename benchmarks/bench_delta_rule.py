@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.bench_recurrent import TABLE, Compute, Record
 from benchmarks.common import (
-    Table,
     add_device_flag,
     chosen_device,
     machine,
@@ -36,23 +36,8 @@ from benchmarks.common import (
 )
 from megafp8.ops.delta_rule import InKernels, delta_rule, in_chunks
 
-TABLE = Table("recurrence", 40, {"fwd ms": ".3f", "bwd ms": ".3f", "y": ".1e", "grads": ".1e"})
 KINDS = {"gated_delta_net": "chunk_gated_delta_rule", "kimi_delta_attention": "chunk_kda"}
 """By the kind of mixer the name of fla's function."""
-
-Compute = Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class Record:
-    """A row of the table."""
-
-    kind: str
-    name: str
-    forward_ms: float
-    backward_ms: float
-    output_error: float
-    gradient_error: float
 
 
 def inputs_of(kind: str, s: int, heads: int, d: int, device: torch.device) -> list[Tensor]:

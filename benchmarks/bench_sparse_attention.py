@@ -33,7 +33,7 @@ from megafp8.ops.sparse_attention import IndexLoss, SparseAttention
 
 TABLE = Table("one layer", 44, {"ms": ",.2f", "of dense": ".3f", "peak GiB": ".2f"})
 TOLERANCE = 2e-2
-"""Of bf16, relative to the largest value."""
+"""The largest error that bf16 may cause, relative to the largest value."""
 _CHECKED_QUERIES = 32
 
 
@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Of one sequence, sequence first."""
+    """The tensors of one sequence that sparse attention reads, sequence first."""
 
     q: Tensor
     kv: Tensor
@@ -70,7 +70,7 @@ class Inputs(NamedTuple):
 
 
 def random_inputs(s: int, z: Sizes, device: torch.device) -> Inputs:
-    """Of which keys have large scores depends on the tokens, as in a trained model."""
+    """Random tensors whose scores depend on the tokens, as in a trained model."""
     generator = torch.Generator(device).manual_seed(s)
 
     def noise(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:

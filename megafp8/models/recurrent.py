@@ -15,8 +15,6 @@ Shapes: s sequence, b micro-batch, n channels of the convolution, k tokens that 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +26,6 @@ from megafp8.models.mixer import Mixer, RecurrentInputs, StateCache, Tokens
 from megafp8.models.recompute import recomputed
 from megafp8.ops.recurrence import State
 from megafp8.ops.short_convolution import last_inputs
-
-T = TypeVar("T")
 
 
 class RecurrentMixer(Mixer):
@@ -66,12 +62,9 @@ class RecurrentMixer(Mixer):
 
     def run(self, inputs: RecurrentInputs, *xs: Tensor) -> Tensor:
         """The recurrence over a micro-batch's tokens; only `xs` are kept for its backward."""
-        return self.keeping_inputs(lambda *xs: inputs.recurrence(self, xs), *xs)
-
-    @staticmethod
-    def keeping_inputs(function: Callable[..., T], *xs: Any) -> T:
-        """`function(*xs)`, which runs again in backward where there is one."""
-        return recomputed(function, *xs) if torch.is_grad_enabled() else function(*xs)
+        if not torch.is_grad_enabled():
+            return inputs.recurrence(self, xs)
+        return recomputed(lambda *xs: inputs.recurrence(self, xs), *xs)
 
     @property
     def cache(self) -> StateCache:

@@ -15,7 +15,7 @@ _LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 
 
 def _kinds(hf: HfConfig) -> list[str]:
-    """What each layer is; the first folders say it in letters."""
+    """The kind of each layer: a list of words, or the letters of `hybrid_override_pattern` in the first folders."""
     key, letters = "layers_block_type", hf.get("hybrid_override_pattern")
     if letters is None:
         return kinds_of(hf.get(key), key, [*_LETTERS.values()])
