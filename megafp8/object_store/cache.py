@@ -290,22 +290,24 @@ class ObjectCache:
 
     def _evict(self, needed: int) -> int:
         """Delete blocks, those read last remaining, until `needed` bytes have room; returns the bytes that remain."""
-        files, now = [], time.time()
-        with os.scandir(self.folder / "blocks") as entries:
-            for entry in entries:
+        files, now, folder = [], time.time(), self.folder / "blocks"
+        for name in os.listdir(folder):
+            temporary = name.startswith(".")
+            # One that is listed under its temporary name may be renamed before it is looked at, and still counts.
+            names = [name, name[1:].rpartition(".")[0]] if temporary else [name]
+            for path in map(folder.joinpath, names):
                 with contextlib.suppress(FileNotFoundError):
-                    about = entry.stat()
-                    temporary = entry.name.startswith(".")
+                    about = path.stat()
                     if temporary and now - about.st_mtime > 10 * _STALE_SECONDS:
-                        os.unlink(entry.path)  # of a process that was killed
+                        path.unlink()  # of a process that was killed
                     else:
-                        files.append((temporary, about.st_mtime, about.st_size, entry.path))
+                        files.append((temporary, about.st_mtime, about.st_size, path))
+                    break
         total, room = sum(size for _, _, size, _ in files), int(self.limit_bytes * _KEPT)
         for temporary, _, size, path in sorted(files):
             if total + needed <= room or temporary:
                 break
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            path.unlink(missing_ok=True)
             total -= size
         return total
 
