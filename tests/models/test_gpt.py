@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megafp8.batch import Batch
 from megafp8.config import ModelConfig, RopeScaling
@@ -16,7 +18,7 @@ from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import BlockMemory
-from megafp8.parallel_state import initialize_model_parallel
+from megafp8.parallel_state import Group, initialize_model_parallel
 from tests.marks import slow_but
 from tests.models.twin import shares_of_the_step_before, twin_loss
 from tests.models.weights import gradients, randomize
@@ -272,22 +274,23 @@ DOCUMENTS = {  # ids of a sample's tokens, by length; a position counts from the
     16: [[0] * 5 + [1] * 8 + [2] * 3, [0] + [1] * 15],
 }
 SELECTIVE = BlockMemory(norms=True, activation=True, attention=True)
-MEMORY = {
-    "none": None,
-    "full": [BlockMemory(full=True)] * 2,
+MEMORY = {  # of the first layers of a stage, again and again
+    "none": [BlockMemory()],
+    "full": [BlockMemory(full=True)],
     "first": [BlockMemory(full=True), BlockMemory()],
-    "selective": [SELECTIVE] * 2,
+    "selective": [SELECTIVE],
 }
 
 
 def _compare(
     model: dict[str, Any], tp: int, sequence_parallel: bool, recompute: str = "none", documents: bool = False,
     z_loss: float = 0.0, cp: int = 1, ep: int = 1, etp: int = 1, gathers_tokens: bool = True,
-    prefix: list[int] | None = None,
+    prefix: list[int] | None = None, pp: int = 1,
 ) -> int:  # fmt: skip
+    """Compare this rank's losses and gradients with the twin's; how many gradients. `pp`: stages of as many layers."""
     config, s = ModelConfig(**model), 8 if cp == 1 else 16
     state = initialize_model_parallel(
-        tp, context_parallel_size=cp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
+        tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
     )
     context = BuildContext(
         state.tensor.group, Fp8Manager(None, amax_group=None), torch.float64, state.device,
@@ -297,16 +300,21 @@ def _compare(
         expert_overlap=default_overlap(state.expert.group, sequence_parallel=True),
         sequence_group=state.tensor_context.group, global_batch=B, global_tokens=B * s, seed=SEED,
     )  # fmt: skip
-    memory = MEMORY[recompute]
-    if memory is not None:
-        memory = [*memory, *memory[:1] * config.mtp_num_layers]
-    stage = GPTStage(config, context, layers=config.layers, positions=s, memory=memory, z_loss=z_loss)
-    whole = randomize(stage, lambda piece: 0.3, experts=config.moe.num_experts if config.moe else 0)
-    for name, bias in stage.constants.items():
-        bias.copy_(torch.linspace(-0.2, 0.2, len(bias)))
-        whole[name] = bias.double()
-    for shares in stage.router_shares.values():
-        shares.copy_(shares_of_the_step_before(len(shares)))
+    stages, whole, size = list[GPTStage](), dict[str, Tensor](), config.num_layers // pp
+    for first in range(0, config.num_layers, size):
+        stop = first + size if first + size < config.num_layers else config.layers.stop
+        memory = MEMORY[recompute] * (stop - first)
+        stage = GPTStage(
+            config, context, layers=range(first, stop), positions=s, memory=memory[: stop - first], z_loss=z_loss
+        )
+        whole |= randomize(stage, lambda piece: 0.3, experts=config.moe.num_experts if config.moe else 0)
+        for name, bias in stage.constants.items():
+            bias.copy_(torch.linspace(-0.2, 0.2, len(bias)))
+            whole[name] = bias.double()
+        for shares in stage.router_shares.values():
+            shares.copy_(shares_of_the_step_before(len(shares)))
+        stages.append(stage)
+    stage = stages[state.pipeline.rank]
     generator = torch.Generator().manual_seed(11)
     tokens, labels = (torch.randint(config.vocab_size, (B, s), generator=generator) for _ in range(2))
     ids = torch.tensor(DOCUMENTS[s]) if documents else None
@@ -324,8 +332,11 @@ def _compare(
     shard = replace(batch, loss_mask=weight_bs * batch.loss_mask).shard(
         state.context.rank, cp, cuts_documents=config.cuts_documents
     )
-    loss_sb = stage(None, shard)
-    (loss_sb * shard.loss_mask.T).sum().backward()
+    loss_sb = _forward_and_backward(stage, shard, state.pipeline)
+    if pp > 1 and stage.shared_weight is not None:
+        assert state.embedding is not None
+        assert stage.shared_weight.grad is not None
+        all_reduce(stage.shared_weight.grad, state.embedding.group)
 
     of_routers = [torch.zeros(())]
     expected = twin_loss(
@@ -335,20 +346,49 @@ def _compare(
     ((expected * weight_bs).sum() + sum(of_routers)).backward()
     expected_batch = replace(batch, loss_mask=expected.detach())
     expected_shard = expected_batch.shard(state.context.rank, cp, cuts_documents=config.cuts_documents).loss_mask
-    torch.testing.assert_close(loss_sb.T * (shard.loss_mask > 0), expected_shard, rtol=1e-11, atol=1e-11)
+    if loss_sb is not None:
+        torch.testing.assert_close(loss_sb.T * (shard.loss_mask > 0), expected_shard, rtol=1e-11, atol=1e-11)
     compared = 0
     for name, actual, grad in gradients(
         stage, whole, state.tensor.group, context.context_parallel, state.expert_data.group
     ):
         torch.testing.assert_close(actual, grad, rtol=1e-10, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
         compared += 1
-    if ep == 1:
+    if ep == pp == 1:
         assert compared == len(whole) - len(stage.constants)
     added = torch.stack([router.load.losses for router in stage.routers.values()] or [torch.zeros(2).double()])
-    added = torch.cat([added.flatten(), *stage.index_losses.values()])
+    added = torch.stack([added.sum(), *(loss.sum() for loss in stage.index_losses.values())]).sum()
     all_reduce(added, state.amax.group)
-    torch.testing.assert_close(added.sum(), sum(of_routers).detach().double())
+    all_reduce(added, state.pipeline.group)
+    torch.testing.assert_close(added, sum(of_routers).detach().double())
     return compared
+
+
+def _forward_and_backward(stage: GPTStage, shard: Batch, pipeline: Group) -> Tensor | None:
+    """One stage after the other, then back; on the last rank the loss of each token `[s, b]`, elsewhere None."""
+    before = None if pipeline.rank == 0 else pipeline.ranks[pipeline.rank - 1]
+    after = None if pipeline.rank == pipeline.size - 1 else pipeline.ranks[pipeline.rank + 1]
+    x = None if before is None else _receive(before).requires_grad_()
+    y = stage(x, shard)
+    if after is None:
+        (y * shard.loss_mask.T).sum().backward()
+    else:
+        _send(y.detach(), after)
+        y.backward(_receive(after))
+    if x is not None and before is not None:
+        assert x.grad is not None
+        _send(x.grad, before)
+    return y if after is None else None
+
+
+def _send(x: Tensor, rank: int) -> None:
+    dist.send_object_list([x], rank)
+
+
+def _receive(rank: int) -> Tensor:
+    found: list[Any] = [None]
+    dist.recv_object_list(found, rank)
+    return found[0]
 
 
 BY_TENSOR = [(name, *tp) for name in MODELS for tp in ((1, False), (2, False), (2, True), (4, True))]
@@ -446,6 +486,17 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
     world4.run(
         _compare, MODELS[name], 2, sequence_parallel=True, recompute="full", documents=True, z_loss=0.0, cp=2, ranks=4
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "cp"),
+    [
+        *(("hybrid", 1, 2), ("kimi-delta", 2, 1), ("one-part", 1, 1), ("sparse-hybrid", 1, 1), ("tied-mtp", 1, 1)),
+        *(("short-convolution", 1, 2), ("pattern", 2, 1)),
+    ],
+)
+def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:
+    world4.run(_compare, MODELS[name], tp, sequence_parallel=True, cp=cp, pp=2, ranks=2 * tp * cp)
 
 
 @pytest.mark.parametrize(
