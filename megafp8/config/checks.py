@@ -11,6 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megafp8.config import encoder_checks, optimizer_checks, resilience_checks
 from megafp8.config.activations import ACTIVATIONS
@@ -343,8 +344,6 @@ def _layer_kinds(config: Config) -> Iterator[Problem]:
         if not any(part is None or part.present for part in (kind.mixer, kind.ffn)):
             rule = "neither a mixer nor a feed-forward network"
             yield Problem(f"model.layer_kinds.{name}", "mixer: none, ffn: none", rule, "give one of them")
-    for path, record in _records(m):
-        yield from record.run_problems(config, path)
 
 
 def _records(m: ModelConfig) -> Iterator[tuple[str, PartConfig]]:
@@ -353,6 +352,20 @@ def _records(m: ModelConfig) -> Iterator[tuple[str, PartConfig]]:
         for part, record in (("mixer", kind.mixer), ("ffn", kind.ffn)):
             if record is not None:
                 yield f"model.layer_kinds.{name}.{part}", record
+
+
+def _part_problems(config: Config) -> Iterator[Problem]:
+    """Rules between parts and other sections; a key that a kind of layer does not give stands in the model section."""
+    m = config.model
+    for path, record in _records(m):
+        for problem in record.resolved(m).run_problems(config, path):
+            key = problem.path.removeprefix(f"{path}.")
+            inherited = key in type(record).model_fields and key not in record.given
+            yield replace(problem, path=f"model.{key}") if inherited else problem
+    for layer in range(m.num_layers):
+        kind = m.layer_kinds.get(m.kind_name(layer))
+        if kind is None or kind.mixer is None:
+            yield from m.layer(layer).mixer.run_problems(config, "model")
 
 
 def split_widths(m: ModelConfig) -> dict[str, int]:
@@ -394,10 +407,7 @@ def _norm_weights(m: ModelConfig) -> Iterator[Problem]:
 def _model(config: Config) -> Iterator[Problem]:
     m, s = config.model, config.training.seq_length
     yield from network_problems(m)
-    named = {kind.mixer.kind for kind in m.layer_kinds.values() if kind.mixer is not None}
-    for mixer in {spec.mixer.kind: spec.mixer for spec in m.distinct_layers}.values():
-        if mixer.kind not in named:
-            yield from mixer.run_problems(config, "model")
+    yield from {str(problem): problem for problem in _part_problems(config)}.values()
     rows = m.max_position_embeddings
     if m.position_embedding == "learned" and rows is not None and rows < s:
         rule = f"fewer positions than training.seq_length ({s})"

@@ -282,7 +282,7 @@ MEMORY = {  # of the first layers of a stage, again and again
 }
 
 
-def _compare(
+def compare(
     model: dict[str, Any], tp: int, sequence_parallel: bool, recompute: str = "none", documents: bool = False,
     z_loss: float = 0.0, cp: int = 1, ep: int = 1, etp: int = 1, gathers_tokens: bool = True,
     prefix: list[int] | None = None, pp: int = 1,
@@ -406,7 +406,7 @@ BY_TENSOR = [(name, *tp) for name in MODELS for tp in ((1, False), (2, False), (
     ),
 )
 def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
-    assert min(world4.run(_compare, MODELS[name], tp, sequence_parallel, ranks=tp)) > 10
+    assert min(world4.run(compare, MODELS[name], tp, sequence_parallel, ranks=tp)) > 10
 
 
 @pytest.mark.parametrize("recompute", slow_but(["first", "selective"], "selective"))
@@ -420,7 +420,7 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
     ],
 )
 def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
-    world4.run(_compare, MODELS[name], tp, sequence_parallel, recompute, ranks=tp)
+    world4.run(compare, MODELS[name], tp, sequence_parallel, recompute, ranks=tp)
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, r
 @pytest.mark.parametrize(("tp", "sequence_parallel"), slow_but([(1, False), (2, True)], (2, True)))
 def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
     world4.run(
-        _compare, MODELS[name], tp, sequence_parallel=sequence_parallel, recompute="full", documents=True, z_loss=0.01,
+        compare, MODELS[name], tp, sequence_parallel=sequence_parallel, recompute="full", documents=True, z_loss=0.01,
         ranks=tp,
     )  # fmt: skip
 
@@ -450,7 +450,7 @@ def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int
     """Of another length in each sample, one of them the whole of it."""
     prefix = [3, 8] if cp == 1 else [11, 16]
     world4.run(
-        _compare, MODELS[name], tp, sequence_parallel=True, recompute=recompute, cp=cp, prefix=prefix, ranks=tp * cp
+        compare, MODELS[name], tp, sequence_parallel=True, recompute=recompute, cp=cp, prefix=prefix, ranks=tp * cp
     )
 
 
@@ -463,7 +463,7 @@ def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int
     ],
 )
 def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
-    world4.run(_compare, MODELS[name], tp, sequence_parallel=True, cp=cp, ranks=tp * cp)
+    world4.run(compare, MODELS[name], tp, sequence_parallel=True, cp=cp, ranks=tp * cp)
 
 
 @pytest.mark.parametrize(
@@ -484,7 +484,7 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
 )
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
     world4.run(
-        _compare, MODELS[name], 2, sequence_parallel=True, recompute="full", documents=True, z_loss=0.0, cp=2, ranks=4
+        compare, MODELS[name], 2, sequence_parallel=True, recompute="full", documents=True, z_loss=0.0, cp=2, ranks=4
     )
 
 
@@ -496,7 +496,7 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
     ],
 )
 def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:
-    world4.run(_compare, MODELS[name], tp, sequence_parallel=True, cp=cp, pp=2, ranks=2 * tp * cp)
+    world4.run(compare, MODELS[name], tp, sequence_parallel=True, cp=cp, pp=2, ranks=2 * tp * cp)
 
 
 @pytest.mark.parametrize(
@@ -521,6 +521,6 @@ def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:
 def test_experts(world4: World, name: str, tp: int, cp: int, ep: int, etp: int, dispatch: str, recompute: str) -> None:
     gathers = dispatch == "all_gather"
     world4.run(
-        _compare, MOE_MODELS[name], tp, sequence_parallel=tp > 1, recompute=recompute, z_loss=0.01, cp=cp, ep=ep,
+        compare, MOE_MODELS[name], tp, sequence_parallel=tp > 1, recompute=recompute, z_loss=0.01, cp=cp, ep=ep,
         etp=etp, gathers_tokens=gathers, ranks=tp * cp,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor
 from megafp8.config import ModelConfig
 from megafp8.config.parts import LayerKind
 from megafp8.config.parts.absent import NoFfnConfig, NoMixerConfig
+from megafp8.config.parts.attention import AttentionConfig
 from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
 from megafp8.config.parts.kimi_delta_attention import KimiDeltaAttentionConfig
 from megafp8.config.parts.mamba2 import Mamba2Config
@@ -175,7 +176,8 @@ def _attention(
     dropouts: Dropouts,
     window: int | None,
 ) -> Tensor:
-    d, heads, groups = config.channels, config.num_attention_heads, config.query_groups
+    heads, groups = config.num_attention_heads, config.num_query_groups or config.num_attention_heads
+    d = config.head_dim or config.hidden_size // heads
     q, k, v = (_linear(x, w, f"{name}.{part}") for part in "qkv")
     if config.qk_norm == "projection":
         q, k = (_norm(y, w, f"{name}.{part}_norm", config) for y, part in ((q, "q"), (k, "k")))
@@ -539,7 +541,7 @@ def _block(
             y = _kimi_delta(normed, w, f"{name}.kimi_delta_attention", kind.mixer, config.norm_eps, documents)
         elif isinstance(kind.mixer, Mamba2Config):
             y = _mamba2(normed, w, f"{name}.mamba2", kind.mixer, config.norm_eps, documents)
-        elif config.latent_attention is not None:
+        elif config.latent_attention is not None and not isinstance(kind.mixer, AttentionConfig):
             y = _latent_attention(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window, losses)
         else:
             y = _attention(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window)
@@ -632,7 +634,10 @@ def twin_loss(
         embedded = _norm(dropouts.hidden(embedded, f"{name}.embedding"), w, f"{name}.embedding_norm", config, kind)
         hidden = _norm(x, w, f"{name}.hidden_norm", config, kind)
         x = _linear(torch.cat([embedded, hidden], -1), w, f"{name}.projection")
-        x = _block(x, w, name, config, positions, seen, losses, dropouts, kinds[-1], sparse=sparse, window=window)
+        x = _block(
+            x, w, name, configs[-1], positions, seen, losses, dropouts, kinds[-1], sparse=sparse, window=window,
+            documents=documents,
+        )  # fmt: skip
         x = _norm(x, w, f"{name}.final_norm", config, kind)
         found.append(_cross_entropy(x, w, config, target, z_loss) * wanted)
     return torch.cat(found)

@@ -83,6 +83,9 @@ def sparse_attention(m: ModelSection) -> Iterator[Problem]:
     if m.sliding_window is not None:
         rule = f"{path} is set, and it chooses among all earlier tokens"
         yield Problem("model.sliding_window", m.sliding_window, rule, f"try null, {off}")
+    if m.position_embedding == "none":
+        rule = f"{path} is set, whose heads and indexer have rotary positions"
+        yield Problem("model.position_embedding", "none", rule, f"try rope, {off}")
     if m.query_scaling is not None:
         rule = f"{path} is set, whose queries are not scaled by position"
         yield Problem("model.query_scaling", "set", rule, f"leave it out, {off}")
