@@ -310,4 +310,8 @@ def _differing(one: ModelConfig, other: ModelConfig) -> list[str]:
         ignored |= {"ffn_hidden_size"} if dense == [[], []] else set()
         if all(m.top_groups in (None, m.num_groups) for m in (one.moe, other.moe)):
             ignored |= {"moe.num_groups", "moe.top_groups"}  # experts of all groups are chosen from
-    return [key for key in a if key not in ignored and a[key] != b.get(key)]
+    found = [key for key in a if key not in ignored and a[key] != b.get(key)]
+    experts = one.moe is not None and other.moe is not None
+    if experts and one.activation != other.activation and "activation" not in found:
+        found.append("activation")  # of experts, which is the model's, whatever that of other layers is
+    return found

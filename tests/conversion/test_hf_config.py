@@ -490,6 +490,18 @@ def test_transformers_reads_our_config_as_its_own(name: str) -> None:
     assert differences(read_config(ours)[1], model) == []
 
 
+def test_the_activation_of_experts_is_a_difference_where_no_layer_has_an_mlp() -> None:
+    kinds = {"a": {"mixer": {"kind": "short_convolution"}, "ffn": "moe"}, "b": {"ffn": "moe"}}
+    one, other = (
+        ModelConfig(
+            num_layers=2, hidden_size=16, num_attention_heads=4, vocab_size=29, layer_kinds=kinds, pattern=["a", "b"],
+            moe={"num_experts": 4}, activation=activation,
+        )
+        for activation in ("swiglu", "geglu")
+    )  # fmt: skip
+    assert differences(one, other) == ["activation"]
+
+
 def _experts(**options: Any) -> dict[str, Any]:
     return {"moe": {"num_experts": 4, **options}}
 
