@@ -91,6 +91,8 @@ class LinearState:
         self.smoothing: ChannelScales | None = None  # multiplies channels of the input, divides columns of the weight
         self._quantizers: Quantizers | None = None
         self._own_quantizers: Quantizers | None = None  # as the recipe made them, without what records them
+        self._calibrated: list[Calibrating] = []  # of these; `isinstance` of a protocol takes too long for each pass
+        self._observing: list[Observing] = []
         self._gemm: Fp8Gemm | None = None
         self.watches_weight = watches_weight
         self._copies: WeightCopies | None = None
@@ -115,6 +117,8 @@ class LinearState:
         self._gemm, self.smoothing, self._own_quantizers = gemm, smoothing, quantizers
         self._weight_recording = quantizers.weight if isinstance(quantizers.weight, AmaxRecording) else None
         self._quantizers = observed or quantizers
+        self._calibrated = [quantizer for quantizer in quantizers if isinstance(quantizer, Calibrating)]
+        self._observing = [quantizer for quantizer in self._quantizers if isinstance(quantizer, Observing)]
         self.replan()
 
     def replan(self, *, calibrating: bool = False) -> None:
@@ -129,8 +133,7 @@ class LinearState:
 
     @property
     def _calibrating(self) -> bool:
-        assert self._own_quantizers is not None
-        return any(isinstance(q, Calibrating) and q.calibrating for q in self._own_quantizers)
+        return any(quantizer.calibrating for quantizer in self._calibrated)
 
     def _planned(self, *, calibrating: bool) -> LinearPlan:
         return plan_linear(
@@ -177,7 +180,7 @@ class LinearState:
     @property
     def observed(self) -> bool:
         """Whether the recorder wants to see the next tensors that the layer quantizes."""
-        return any(isinstance(q, Observing) and q.wanted for q in self.quantizers)
+        return any(quantizer.wanted for quantizer in self._observing)
 
     @property
     def gemm(self) -> Fp8Gemm:
