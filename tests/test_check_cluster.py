@@ -109,7 +109,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(FAULTS, "slow GPU"))
+@pytest.mark.parametrize("name", slow_but(FAULTS))
 def test_one_rank_differs(world4: World, name: str) -> None:
     answers, check, status, text = FAULTS[name]
     found, message = faults(world4, **answers)

@@ -193,6 +193,7 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "line 1 is no line of an FP8 report" in refused(capsys, folder)
 
 
+@pytest.mark.slow
 def test_a_png_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_folder(tmp_path / "run", healthy(), recipe="current")
     assert fp8_report.main([str(folder), "--png", str(tmp_path / "no" / "map.png")]) == 2

@@ -27,6 +27,7 @@ def test_pairs_against_a_count(window: int | None) -> None:
     assert bounded(ends, torch.device("cpu")).shape == (1, 65)
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--seq-length 64 --document-length 20 --window 8 --heads 2 --groups 1 --head-dim 8 --context 2 --rounds 1"
     assert bench_attention.main(["--device", "cpu", *sizes.split(), "--json", str(tmp_path / "out.json")]) == 0

@@ -36,6 +36,7 @@ def test_bad_arguments(options: list[str], message: str, capsys: pytest.CaptureF
     assert f"error: {message}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_sweep_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     png = tmp_path / "speed.png"
     options = ["--grid-only", "--m", "16", "--k", "16,32", "--n", "16,48", "--png", str(png)]

@@ -62,6 +62,7 @@ def _wrong() -> tuple[int, str]:
     return _bench("forgetful")
 
 
+@pytest.mark.slow
 def test_a_wrong_mode_is_found(world2: World) -> None:
     for recipe in world2.run(_wrong)[0][1].split("fastest")[:2]:
         assert "WRONG: y" in recipe

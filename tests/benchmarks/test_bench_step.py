@@ -85,6 +85,7 @@ def test_the_compiled_baseline_is_the_same_model(monkeypatch: pytest.MonkeyPatch
     assert losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.slow
 def test_lines_that_cannot_run_say_why_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

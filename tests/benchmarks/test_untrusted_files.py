@@ -63,6 +63,7 @@ def trial_of_bad_readers(folder: str) -> None:
     print(json.dumps([result["problem"] for result in untrusted_files.run(cases, pristine, Path(folder), 1)]))
 
 
+@pytest.mark.slow
 def test_the_trial_sees_what_it_looks_for(tmp_path: Path) -> None:
     module = "tests.benchmarks.test_untrusted_files"
     printed = _in_a_process("-c", f"import {module} as x; x.trial_of_bad_readers({str(tmp_path)!r})")

@@ -105,6 +105,7 @@ def test_the_error_of_a_full_disk_is_raised_as_it_is(content: bytes | torch.Tens
     assert not lost_connection(raised.value)
 
 
+@pytest.mark.slow
 def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     if not _may_mount(tmp_path):
         pytest.skip("needs a mount namespace of its own")

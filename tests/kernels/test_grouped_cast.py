@@ -15,6 +15,7 @@ from megafp8.numerics.groups import ALIGNMENT, RowGroups
 from megafp8.numerics.recipes.blockwise import cast_1x128
 from megafp8.numerics.recipes.rowwise import cast_rows
 from megafp8.numerics.sources import Plain, Source, SwiGLU, SwiGLUGrad
+from tests.marks import slow_but
 
 SIZES = [[3, 0, 130, 16], [0, 0, 9], pytest.param([257], marks=pytest.mark.slow)]
 
@@ -30,7 +31,7 @@ def _source(kind: str, rows: int) -> Source:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("kind", ["plain", "swiglu", "swiglu_grad"])
+@pytest.mark.parametrize("kind", slow_but(["plain", "swiglu", "swiglu_grad"], "swiglu"))
 def test_casts_and_amaxes(kind: str, sizes: list[int]) -> None:
     experts = len(sizes)
     source, groups = (

@@ -457,10 +457,13 @@ def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int
 @pytest.mark.parametrize(("tp", "cp"), slow_but([(1, 2), (1, 4), (2, 2)], (2, 2)))
 @pytest.mark.parametrize(
     "name",
-    [
-        *("llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom", "hybrid"),
-        *("one-part", "sparse-neighbors", "kimi-delta", "short-convolution"),
-    ],
+    slow_but(
+        [
+            *("llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom", "hybrid"),
+            *("one-part", "sparse-neighbors", "kimi-delta", "short-convolution"),
+        ],
+        *("llama-gqa-rope-scaling", "qwen", "latent", "bloom", "hybrid", "sparse-neighbors"),
+    ),
 )
 def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     world4.run(compare, MODELS[name], tp, sequence_parallel=True, cp=cp, ranks=tp * cp)
@@ -468,19 +471,13 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "llama",
-        "gpt2",
-        "olmo-window-mtp",
-        "bloom",
-        "hybrid",
-        "chunks",
-        "one-part",
-        "sparse",
-        "sparse-hybrid",
-        "kimi-delta",
-        "short-convolution",
-    ],
+    slow_but(
+        [
+            *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid"),
+            *("kimi-delta", "short-convolution"),
+        ],
+        *("llama", "chunks", "one-part", "sparse-hybrid"),
+    ),
 )
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
     world4.run(

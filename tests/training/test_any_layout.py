@@ -24,11 +24,13 @@ from tests.training.runs import Curve, Runs, Saved, saved_tensors
 
 SAVED = 2  # the step
 QUICK = [
+    (DELAYED | TIED, TP2 | DP2 | ZERO, PP2 | DP2 | ZERO),
+    (MUON | MOE | TIED | AVERAGE, DP2 | EP2 | ZERO, DP2 | FSDP),
+]
+SLOW = [
     (DELAYED | TIED, TP2 | DP2 | ZERO, DP4 | ZERO),
     (NONE, NONE, TP2 | PP2),
     (MUON | MOE | TIED | AVERAGE, TP2 | DP2 | EP2 | ZERO, DP4 | EP2 | FSDP),
-]
-SLOW = [
     (DELAYED | TIED, DP2 | FSDP | FP8_GATHER, TP2 | DP2 | FSDP),
     (DEEPSEEK | DELAYED, DP4 | EP4 | ZERO, TP2 | PP2 | EP2),
     (FEW_ROWS | DELAYED, DP4 | FSDP, NONE),

@@ -47,12 +47,13 @@ LATE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("preset", slow_but(LATE, *LATE[:2]))
+@pytest.mark.parametrize("preset", slow_but(LATE, LATE[0]))
 def test_nobody_computes_with_weights_that_are_still_on_their_way(world4: World, preset: Preset) -> None:
     for expected, found in world4.run(_late_case, config_of(preset), ranks=preset.ranks):
         assert found == expected
 
 
+@pytest.mark.slow
 def test_the_report_samples_what_is_still_cast_in_the_layers(runs: Runs) -> None:
     values, fp8 = (runs.of(DP2 | ZERO | DELAYED | REPORT | more) for more in (NONE, FP8_GATHER))
     assert fp8.curve == values.curve

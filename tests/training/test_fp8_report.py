@@ -66,7 +66,7 @@ class Run:
 CASES = list(itertools.product(("delayed", "current", "blockwise"), LAYOUTS))
 
 
-@pytest.mark.parametrize(("recipe", "layout"), slow_but(CASES, ("delayed", "tp2-sp-pp2")))
+@pytest.mark.parametrize(("recipe", "layout"), slow_but(CASES, ("delayed", "one rank")))
 def test_all_tensors_once_and_the_same_training(
     tmp_path: Path, world4: World, quickstart_data: QuickstartData, recipe: str, layout: str
 ) -> None:

@@ -55,6 +55,7 @@ def _report(config: Config) -> str:
         return start(config)[0].strategy.describe()
 
 
+@pytest.mark.slow
 def test_the_log_says_what_is_held_and_received(world2: World) -> None:
     """Of weights of 8 FP8 layers, fp32 and FP8; of embedding, output layer and 5 norms, fp32."""
     model = {"hidden_size": 1024, "ffn_hidden_size": 2048, "num_query_groups": 8}

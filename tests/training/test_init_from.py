@@ -209,6 +209,7 @@ def _last_losses(options: list[str], first: int, run: Path) -> tuple[list[float]
     return losses, trainer.optimizer.step_count
 
 
+@pytest.mark.slow
 def test_the_optimizers_state_too(world2: World, tmp_path: Path, quickstart_data: QuickstartData) -> None:
     """Later steps are bit for bit those of the trainer whose state it is, also where its weights were rounded."""
     save_model(tmp_path / "model", "llama3")
@@ -256,7 +257,7 @@ def test_a_run_starts_from_it_and_then_goes_on_from_its_own(tmp_path: Path, quic
     assert metrics[0]["loss"] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("format", ["native", "consolidated"])
+@pytest.mark.parametrize("format", slow_but(["native", "consolidated"], "native"))
 def test_converted_weights_are_the_same(
     world4: World, tmp_path: Path, quickstart_data: QuickstartData, format: str
 ) -> None:

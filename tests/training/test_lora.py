@@ -115,6 +115,7 @@ def test_a_resumed_run_in_fp8(world2: World, tmp_path: Path, preset: Preset) -> 
     assert world2.run(_resume, preset, tmp_path, ranks=preset.ranks) == continued
 
 
+@pytest.mark.slow
 def test_a_run_resumes_in_another_layout(world4: World, tmp_path: Path) -> None:
     """Bit for bit in its own; the checkpoint has optimizer state of adapters only. Another alpha is refused."""
     continued = world4.run(_save_in_the_middle, LORA | TP2, tmp_path, ranks=2)[0]

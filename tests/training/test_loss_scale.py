@@ -57,6 +57,7 @@ def test_overflows_are_skipped_and_a_resumed_run_goes_on(world2: World, tmp_path
     assert world2.run(_train, config, str(tmp_path), SAVED, ranks=2)[0] == straight[SAVED:]
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_fp32(runs: Runs) -> None:
     """Those of the routers' losses, which are added in backward, too."""
     expected, found = (

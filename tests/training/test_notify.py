@@ -126,7 +126,7 @@ sys.exit(run_and_report(job))
 @pytest.mark.parametrize(
     ("how", "nodes", "code", "events"),
     [
-        ("kill", 1, 1, ["start;", "restart;", "failure;1"]),
+        pytest.param("kill", 1, 1, ["start;", "restart;", "failure;1"], marks=pytest.mark.slow),
         pytest.param("finish", 1, 0, ["start;", "stop;0"], marks=pytest.mark.slow),
         pytest.param("error", 1, 1, ["start;", "restart;", "failure;1"], marks=pytest.mark.slow),
         pytest.param("finish", 2, 0, ["start;", "stop;0"], marks=pytest.mark.slow),

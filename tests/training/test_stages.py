@@ -164,6 +164,7 @@ def one_by_one(tree: dict[str, Any], run_dir: Path) -> list[dict[str, Any]]:
     return trees
 
 
+@pytest.mark.slow
 def test_stages_are_resumptions_with_overrides(
     world2: World, data: Path, tmp_path: Path, staged: tuple[Path, dict[int, list[int]]]
 ) -> None:

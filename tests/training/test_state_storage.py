@@ -36,7 +36,7 @@ from tests.training.test_any_layout import assert_same
 from tests.world import World
 
 SAVED = 2  # the step
-LAYOUTS = [DP2 | ZERO, NONE, TP2, PP2]
+LAYOUTS = [NONE, DP2 | ZERO, TP2, PP2]
 
 
 def _round_ties_away(self: MixedPrecisionOptimizer) -> None:
@@ -56,7 +56,7 @@ def _train_and_save(config: Config, source: str | None, folder: str) -> tuple[Ra
     return result, sum(parts["master"].nbytes for parts in trainer.optimizer.storage.values())
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, DP2 | ZERO))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, NONE))
 def test_remainders_train_what_fp32_masters_train(world2: World, tmp_path: Path, layout: Preset) -> None:
     def run(remainders: str, source: str | None, folder: str) -> tuple[list[RankResult], int]:
         preset = BF16 | TIED | layout
@@ -89,7 +89,7 @@ def test_fp8_moments_resume_bit_for_bit(runs: Runs, layout: Preset) -> None:
     assert all((t.view(torch.int16) & 0xF == 0).all() for t in moments), "more than four significant bits"
 
 
-@pytest.mark.parametrize("moments", [FP8_MOMENTS, BF16_MOMENTS])
+@pytest.mark.parametrize("moments", slow_but([FP8_MOMENTS, BF16_MOMENTS], FP8_MOMENTS))
 def test_fp8_moments_in_another_layout(runs: Runs, moments: Preset) -> None:
     """Rounded once more where blocks are cut elsewhere; by less than a step. Runs with bf16 moments exchange them."""
     straight = runs.saved(FP8_MOMENTS | DP2 | ZERO)

@@ -48,6 +48,7 @@ def curve(job: Job) -> list[tuple[float, ...]]:
     ]
 
 
+@pytest.mark.slow
 def test_layouts_have_the_same_samples(
     world2: World, tmp_path: Path, quickstart_data: QuickstartData, text: Path
 ) -> None:

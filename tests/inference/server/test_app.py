@@ -220,7 +220,7 @@ async def _crowd(url: str, cases: Sequence[Case], count: int) -> int:
 JSON = {"content-type": "application/json"}
 
 
-@pytest.mark.parametrize(("count", "distinct"), [(24, 8), pytest.param(200, 60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "distinct"), [(10, 4), pytest.param(200, 60, marks=pytest.mark.slow)])
 def test_a_crowd_of_requests(generator: Generator, folder: Path, count: int, distinct: int) -> None:
     """Random lengths, cancelled and malformed ones: right answers, and no page is lost."""
     cases = random_cases(generator, folder, distinct)
@@ -324,6 +324,7 @@ def test_a_chat_whose_text_cannot_be_tokenized_is_refused(generator: Generator, 
         assert found.json()["error"]["message"].startswith("messages: ")
 
 
+@pytest.mark.slow
 def test_a_client_with_long_texts_does_not_let_others_wait(generator: Generator, folder: Path) -> None:
     """Of two requests of one address the second runs at once, and both have the texts that they have alone."""
     long = {"model": "tiny", "prompt": "a", "n": 16, "max_tokens": 60, "temperature": 0, "ignore_end": True}
