@@ -162,7 +162,8 @@ class TensorNames(NamedTuple):
     `ungated`: those of MLPs without a gate that differ. `rotation`: pairs of channels that rotary embeddings rotate:
     those half a head apart, neighbours, or those half a head apart backwards. `copies`: tensors that may be there too,
     and must equal another. `other_heads`: pattern of tensors that a model may have for the pooler and binary head,
-    without using them.
+    without using them. `joined`: by the end of a name, those of the tensors that it may be stored as, one below the
+    other. `renamed`: words in names of stored tensors, and here.
     """
 
     places: Names
@@ -170,6 +171,8 @@ class TensorNames(NamedTuple):
     rotation: Literal["halves", "neighbors", "backwards"] = "halves"
     copies: Mapping[str, str] = {}
     other_heads: str | None = None
+    joined: Mapping[str, tuple[str, ...]] = {}
+    renamed: Mapping[str, str] = {}
 
     def locate(self, model: ModelConfig, name: str, shape: Shape) -> Location:
         """Where the tensor `name` (`model.layers.3.attention.q.weight`) of `shape` lies, without padding of the

@@ -79,6 +79,13 @@ class HfSource(Source):
         prefix, is_of_head = self._names.prefix, self._names.is_of_head
         has_it = any(name.startswith(prefix) for name in entries)
         full = {present_name(n if has_it or is_of_head(n) else prefix + n): e for n, e in entries.items()}
+        for stored, here in self._names.renamed.items():
+            full = {name.replace(stored, here): entry for name, entry in full.items()}
+        for end, parts in self._names.joined.items():
+            for name in [name for name in full if name.endswith(parts[0])]:
+                stem = name.removesuffix(parts[0])
+                if all(stem + part in full for part in parts):
+                    full[stem + end] = Entry.joined([full.pop(stem + part) for part in parts])
         return {name: entry for name, entry in full.items() if not is_buffer(name)}
 
     def _check(self) -> dict[str, TensorInfo]:

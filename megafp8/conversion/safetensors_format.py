@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,12 +33,21 @@ _MAX_DIMS = 64
 
 
 class Entry(NamedTuple):
-    """A tensor in a file, and its first byte."""
+    """A tensor in a file, and its first byte. `parts`: those that it consists of, one below the other, if it is not
+    stored as one."""
 
     file: Path
     dtype: str
     shape: Shape
     start: int
+    parts: tuple[Entry, ...] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence[Entry]) -> Entry:
+        """The tensor whose rows are those of `parts`."""
+        first = parts[0]
+        rows = sum(part.shape[0] for part in parts)
+        return first._replace(shape=(rows, *first.shape[1:]), parts=tuple(parts))
 
 
 def read_header(file: Path) -> dict[str, Entry]:
@@ -103,6 +112,14 @@ def read_rows(entry: Entry, name: str, first: int, last: int, padding: int = 0) 
     Raises ValueError naming file and tensor.
     """
     dtype, rest = DTYPES[entry.dtype], entry.shape[1:]
+    if entry.parts:
+        begins = [0, *accumulate(part.shape[0] for part in entry.parts)]
+        of_part = (
+            (part, max(first - begin, 0), min(last, end) - begin)
+            for part, (begin, end) in zip(entry.parts, pairwise(begins), strict=True)
+        )
+        pieces = [read_rows(part, name, i, j) for part, i, j in of_part if i < j]
+        return torch.cat([*pieces, torch.zeros(padding, *rest, dtype=dtype)])
     rows = torch.empty(last - first + padding, *rest, dtype=dtype)
     rows[last - first :] = 0
     try:

@@ -271,6 +271,8 @@ PATTERNS: list[tuple[list[str], int, str]] = [
      "model.layer_kinds.a.mixer.num_key_heads = 3: model.layer_kinds.a.mixer.num_value_heads (4) is not a multiple"),
     (["model.layer_kinds={a: {mixer: none, ffn: none}}", "model.pattern=[a]"], 1,
      "model.layer_kinds.a = 'mixer: none, ffn: none': neither a mixer nor a feed-forward network; give one of them"),
+    (["model.norm_position=post", "model.layer_kinds={a: {norm_position: output}}", "model.pattern=[a]"], 1,
+     "model.layer_kinds.a.norm_position = 'output': model.norm_position is post, for all layers; leave it out, or try"),
     (["model.layer_kinds={a: {mixer: {kind: mamba2, num_heads: 6}, ffn: none}}", "model.pattern=[a]"], 1,
      "model.layer_kinds.a.mixer.num_groups = 8: model.layer_kinds.a.mixer.num_heads (6) is not a multiple of it; try"),
     (["model.layer_kinds={a: {mixer: {kind: mamba2, num_heads: 4, num_groups: 1}}}", "model.pattern=[a]",

@@ -135,8 +135,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | {
         "output_gate": True,
         "layer_kinds": {
-            "linear": {"mixer": DELTA_NET},
-            "local": {"mixer": {"sliding_window": 3, "rope_theta": 100.0, "head_dim": 8}},
+            "linear": {"mixer": DELTA_NET | {"allow_neg_eigval": True, "norm_eps": 0.1}},
+            "local": {"norm_position": "output", "mixer": {"sliding_window": 3, "rope_theta": 100.0, "head_dim": 8}},
         },
         "pattern": ["linear", "local"],
     },
