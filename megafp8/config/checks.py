@@ -43,6 +43,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         optimizer_checks.state_storage,
         optimizer_checks.loss_scale,
         optimizer_checks.chosen,
+        optimizer_checks.qk_clip,
         optimizer_checks.average,
         optimizer_checks.mup,
         _fp8,

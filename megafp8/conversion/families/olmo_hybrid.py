@@ -7,7 +7,7 @@ from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
 from megafp8.conversion.hf_layers import FULL, layer_types, num_layers
-from megafp8.conversion.hf_names import OUTPUT_NORMS, Place, consecutive, like_llama
+from megafp8.conversion.hf_names import OUTPUT_NORMS, Names, Place, consecutive, in_layers, like_llama
 from megafp8.conversion.hf_rope import ROPE_KEYS, read_rope, write_rope
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, only, unread
 
@@ -75,15 +75,12 @@ def _channels(model: ModelConfig) -> list[int]:
 
 
 _LINEARS = {"q": "q", "k": "k", "v": "v", "z": "g", "beta": "b", "decay": "a", "proj": "o"}
-_PLACES = {
+_PLACES: Names = {
     **{ours: f"{theirs}_proj" for ours, theirs in _LINEARS.items()},
     **{f"{part}_conv": Place("conv1d", consecutive(i, _channels)) for i, part in enumerate("qkv")},
     "log_rate.weight": "A_log", "decay.bias": "dt_bias", "norm": "o_norm",
 }  # fmt: skip
-_NET = {
-    f"{_OURS}.{ours}": Place(f"linear_attn.{x}") if isinstance(x, str) else x._replace(name=f"linear_attn.{x.name}")
-    for ours, x in _PLACES.items()
-}
+_NET = in_layers("linear_attn", _PLACES, ours=_OURS)
 FAMILIES = (
     Family("olmo_hybrid", "OlmoHybridForCausalLM", (
         *traits.llama_like(None, rope=Trait(ROPE_KEYS, _read_rope, _write_rope)), always(qk_norm="projection"),
