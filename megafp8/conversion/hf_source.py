@@ -61,7 +61,7 @@ class HfSource(Source):
         self.about = {"huggingface": config | ({MTP_LAYERS: 0} if MTP_LAYERS in config else {})}
         self.tokenizer_files = own_files(self.path, (*TOKENIZER_NAMES, GENERATION_FILE))
         self._family, self._names = family.model_type, family.names
-        self._entries = self._with_prefix(_entries(self.path))
+        self._entries = self._names.stored(model, self._with_prefix(_entries(self.path)))
         if not model.binary_head:
             self._entries = {
                 name: entry for name, entry in self._entries.items() if not self._names.is_of_other_head(name)
@@ -79,13 +79,6 @@ class HfSource(Source):
         prefix, is_of_head = self._names.prefix, self._names.is_of_head
         has_it = any(name.startswith(prefix) for name in entries)
         full = {present_name(n if has_it or is_of_head(n) else prefix + n): e for n, e in entries.items()}
-        for stored, here in self._names.renamed.items():
-            full = {name.replace(stored, here): entry for name, entry in full.items()}
-        for end, parts in self._names.joined.items():
-            for name in [name for name in full if name.endswith(parts[0])]:
-                stem = name.removesuffix(parts[0])
-                if all(stem + part in full for part in parts):
-                    full[stem + end] = Entry.joined([full.pop(stem + part) for part in parts])
         return {name: entry for name, entry in full.items() if not is_buffer(name)}
 
     def _check(self) -> dict[str, TensorInfo]:

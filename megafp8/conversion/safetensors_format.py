@@ -33,8 +33,7 @@ _MAX_DIMS = 64
 
 
 class Entry(NamedTuple):
-    """A tensor in a file, and its first byte. `parts`: those that it consists of, one below the other, if it is not
-    stored as one."""
+    """A tensor in a file, and its first byte. `parts`: where its rows lie, if they do not follow each other."""
 
     file: Path
     dtype: str
@@ -48,6 +47,15 @@ class Entry(NamedTuple):
         first = parts[0]
         rows = sum(part.shape[0] for part in parts)
         return first._replace(shape=(rows, *first.shape[1:]), parts=tuple(parts))
+
+    def rows(self, first: int, last: int) -> Entry:
+        """Rows `[first, last)`."""
+        if self.parts:
+            begins = [0, *accumulate(part.shape[0] for part in self.parts)]
+            cut = ((part, max(first - i, 0), min(last, j) - i) for part, (i, j) in zip(self.parts, pairwise(begins)))
+            return Entry.joined([part.rows(i, j) for part, i, j in cut if i < j])
+        row_bytes = math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
+        return self._replace(shape=(last - first, *self.shape[1:]), start=self.start + first * row_bytes)
 
 
 def read_header(file: Path) -> dict[str, Entry]:
@@ -113,12 +121,8 @@ def read_rows(entry: Entry, name: str, first: int, last: int, padding: int = 0) 
     """
     dtype, rest = DTYPES[entry.dtype], entry.shape[1:]
     if entry.parts:
-        begins = [0, *accumulate(part.shape[0] for part in entry.parts)]
-        of_part = (
-            (part, max(first - begin, 0), min(last, end) - begin)
-            for part, (begin, end) in zip(entry.parts, pairwise(begins), strict=True)
-        )
-        pieces = [read_rows(part, name, i, j) for part, i, j in of_part if i < j]
+        parts = entry.rows(first, last).parts if first < last else ()
+        pieces = [read_rows(part, name, 0, part.shape[0]) for part in parts]
         return torch.cat([*pieces, torch.zeros(padding, *rest, dtype=dtype)])
     rows = torch.empty(last - first + padding, *rest, dtype=dtype)
     rows[last - first :] = 0

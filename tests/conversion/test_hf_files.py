@@ -30,12 +30,22 @@ from tests.conversion.checkpoints import convert
 from tests.conversion.families import OURS, SMALL, THEIRS, RandomSource, make_theirs
 from tests.marks import slow_but
 
+_NORMS_OF_OLMO_HYBRID = {
+    "attention_layer_norm": "input_layernorm",
+    "feedforward_layer_norm": "post_attention_layernorm",
+}
+
 
 def weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder, through the library, by their present names."""
     found: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
         found |= {present_name(name): x for name, x in load_file(file).items()}
+    # OLMo Hybrid's, of which transformers writes others than were published.
+    for name, x in _NORMS_OF_OLMO_HYBRID.items():
+        found = {key.replace(name, x): tensor for key, tensor in found.items()}
+    for stem in [key.removesuffix("q_conv1d.weight") for key in found if key.endswith("linear_attn.q_conv1d.weight")]:
+        found[f"{stem}conv1d.weight"] = torch.cat([found.pop(f"{stem}{x}_conv1d.weight") for x in "qkv"])
     return found
 
 

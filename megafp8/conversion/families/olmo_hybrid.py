@@ -7,9 +7,10 @@ from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
 from megafp8.conversion.hf_layers import FULL, layer_types, num_layers
-from megafp8.conversion.hf_names import OUTPUT_NORMS, Names, Place, consecutive, in_layers, like_llama
+from megafp8.conversion.hf_names import OUTPUT_NORMS, Entries, like_llama
 from megafp8.conversion.hf_rope import ROPE_KEYS, read_rope, write_rope
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, only, unread
+from megafp8.conversion.safetensors_format import Entry
 
 _LINEAR, _OURS = "linear_attention", "gated_delta_net"
 _KEYS = {
@@ -69,18 +70,41 @@ def _write_rope(ours: Fields) -> Keys:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
 
 
-def _channels(model: ModelConfig) -> list[int]:
-    net = next(spec.mixer for spec in model.distinct_layers if isinstance(spec.mixer, GatedDeltaNetConfig))
-    return [*[net.num_key_heads * net.key_head_dim] * 2, net.num_value_heads * net.value_head_dim]
+def _net(model: ModelConfig) -> GatedDeltaNetConfig:
+    return next(spec.mixer for spec in model.distinct_layers if isinstance(spec.mixer, GatedDeltaNetConfig))
 
 
+def _stored(model: ModelConfig, entries: Entries) -> Entries:
+    """The tensors of a folder under the names of published ones.
+
+    transformers 5.24 names a norm of attention layers as those of others. It splits the convolution, which it has as a
+    whole, into three equal parts, whatever the widths of queries, keys and values.
+    """
+    net = _net(model)
+    keys, values = net.num_key_heads * net.key_head_dim, net.num_value_heads * net.value_head_dim
+    for layer in range(model.num_layers):
+        name, is_linear = f"model.layers.{layer}", model.layer(layer).mixer.kind == _OURS
+        others = _NORMS.items() if is_linear else [(y, x) for x, y in _NORMS.items() if x == "post_attention_layernorm"]
+        for other, published in others:
+            if f"{name}.{published}.weight" not in entries and f"{name}.{other}.weight" in entries:
+                entries[f"{name}.{published}.weight"] = entries.pop(f"{name}.{other}.weight")
+        convolutions = [f"{name}.linear_attn.{x}_conv1d.weight" for x in "qkv"]
+        whole = f"{name}.linear_attn.conv1d.weight"
+        parts = [entries[x] for x in ([whole] if whole in entries else convolutions) if x in entries]
+        if parts and (joined := Entry.joined(parts)).shape[0] == 2 * keys + values:
+            entries.pop(whole, None)
+            ends = [keys, 2 * keys, 2 * keys + values]
+            entries |= {x: joined.rows(i, j) for x, i, j in zip(convolutions, [0, *ends[:2]], ends, strict=True)}
+    return entries
+
+
+_NORMS = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+"""Of layers of linear attention, in transformers and as published."""
 _LINEARS = {"q": "q", "k": "k", "v": "v", "z": "g", "beta": "b", "decay": "a", "proj": "o"}
-_PLACES: Names = {
-    **{ours: f"{theirs}_proj" for ours, theirs in _LINEARS.items()},
-    **{f"{part}_conv": Place("conv1d", consecutive(i, _channels)) for i, part in enumerate("qkv")},
+_PLACES = {
+    **{ours: f"{theirs}_proj" for ours, theirs in _LINEARS.items()}, **{f"{x}_conv": f"{x}_conv1d" for x in "qkv"},
     "log_rate.weight": "A_log", "decay.bias": "dt_bias", "norm": "o_norm",
 }  # fmt: skip
-_NET = in_layers("linear_attn", _PLACES, ours=_OURS)
 FAMILIES = (
     Family("olmo_hybrid", "OlmoHybridForCausalLM", (
         *traits.llama_like(None, rope=Trait(ROPE_KEYS, _read_rope, _write_rope)), always(qk_norm="projection"),
@@ -88,9 +112,8 @@ FAMILIES = (
         unread(*(f"linear_{key}" for key in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor"))),
         traits.NO_PADDING,
     ), like_llama(
-        {f"attention.{x}_norm": f"self_attn.{x}_norm" for x in "qk"}, OUTPUT_NORMS, _NET,
-        joined={"linear_attn.conv1d.weight": tuple(f"linear_attn.{x}_conv1d.weight" for x in "qkv")},
-        # Published folders say so of layers of linear attention, and transformers 5.24 of all.
-        renamed={"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"},
+        {"attention_norm": "attention_layer_norm", "mlp_norm": "feedforward_layer_norm"}, OUTPUT_NORMS,
+        {f"attention.{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
+        {f"{_OURS}.{ours}": f"linear_attn.{theirs}" for ours, theirs in _PLACES.items()}, stored=_stored,
     ), rank=4),
 )  # fmt: skip
