@@ -391,6 +391,11 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
         return (self.moe.ffn_hidden_size if self.moe is not None else None) or self.ffn_size
 
     @property
+    def expert_input_size(self) -> int:
+        """Width of the tokens that experts read and give."""
+        return (self.moe.latent_size if self.moe is not None else None) or self.hidden_size
+
+    @property
     def padded_vocab_size(self) -> int:
         assert self.vocab_size is not None, "vocab_size is resolved from the tokenizer before the model is built"
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

@@ -336,6 +336,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"floor_scale": 8192, "attn_scale": 0.1},
     ),
     "nemotron-h": ("NemotronH", NEMOTRON),
+    "nemotron-h-latents": ("NemotronH", NEMOTRON | {"moe_latent_size": 20}),
     "nemotron-h-dense": (
         "NemotronH",
         {key: x for key, x in NEMOTRON.items() if not re.search("expert|moe|routed", key)}

@@ -341,6 +341,8 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
     assert m is not None
     b, s, experts = *x.shape[:2], m.num_experts
     out = []
+    read = x if m.latent_size is None else _linear(x, w, f"{name}.latent_down")
+    routed = [torch.zeros_like(token) for token in read.flatten(0, 1)]
     weights: list[list[Tensor]] = []  # of each token by expert, 0 where it was not chosen
     for row in range(b):
         share, mean, log_z = torch.zeros(experts, dtype=torch.float64), [], []
@@ -371,9 +373,11 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
         for place, token in enumerate(largest):
             if place < most and weights[token][e] != 0:
                 scale = weights[token][e]
-                y = mlp(x.flatten(0, 1)[token] * (scale if m.scale_inputs else 1), w, f"{name}.experts.{e}", config)
-                out[token] = out[token] + (y if m.scale_inputs else scale * y)
-    return torch.stack(out).view_as(x)
+                y = mlp(read.flatten(0, 1)[token] * (scale if m.scale_inputs else 1), w, f"{name}.experts.{e}", config)
+                routed[token] = routed[token] + (y if m.scale_inputs else scale * y)
+    added = torch.stack(routed)
+    added = added if m.latent_size is None else _linear(added, w, f"{name}.latent_up")
+    return (torch.stack(out) + added).view_as(x)
 
 
 def _allowed(

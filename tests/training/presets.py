@@ -179,7 +179,8 @@ NEMOTRON = _preset(
     "nemotron", model={"num_layers": 4, "activation": "squared_relu", "position_embedding": "none",
     "layer_kinds": {"mamba": {"mixer": MAMBA2, "ffn": "none"}, "attention": {"ffn": "none"},
     "mlp": {"mixer": "none"}, "moe": {"mixer": "none", "ffn": "moe"}}, "pattern": ["mamba", "moe", "attention", "mlp"],
-    "moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "shared_ffn_hidden_size": 32, "aux_loss": 0.1}},
+    "moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "shared_ffn_hidden_size": 32, "aux_loss": 0.1,
+    "latent_size": 32}},
 )  # fmt: skip
 BLOOM = _preset("bloom", model={**_GPT2, "num_query_groups": 8, "position_embedding": "alibi", "embedding_norm": True})
 GPT_OSS = _preset(

@@ -75,14 +75,14 @@ FAMILIES = (
                 "moe", num_experts=("n_routed_experts", 8), top_k=("num_experts_per_tok", 2),
                 ffn_hidden_size=("moe_intermediate_size", 7688), normalize=("norm_topk_prob", True),
                 shared_ffn_hidden_size=("moe_shared_expert_intermediate_size", 7688),
-                scaling_factor=("routed_scaling_factor", 1.0),
+                scaling_factor=("routed_scaling_factor", 1.0), latent_size=("moe_latent_size", None),
             ),
             traits.expert_groups(1, 1), always("moe", score="sigmoid", selection_bias=True),
         ),
         check(_check_limit, "time_step_limit"), traits.NO_PADDING,
         only(
             attention_bias=False, mlp_bias=False, use_bias=False, mamba_proj_bias=False, mamba_hidden_act="silu",
-            moe_latent_size=None, n_shared_experts=1, num_nextn_predict_layers=0, residual_in_fp32=False,
+            n_shared_experts=1, num_nextn_predict_layers=0, residual_in_fp32=False,
             sliding_window=None, tie_word_embeddings=False,
         ),
         unread(
