@@ -274,7 +274,7 @@ PATTERNS: list[tuple[list[str], int, str]] = [
     (["model.moe={num_experts: 4, latent_size: 16}", "model.linear_bias=true"], 1,
      "model.moe.latent_size = 16: model.linear_bias is true, and the projections of the latents have no biases; leave"),
     (["optimizer.qk_clip=100", "model.qk_norm=true"], 1,
-     "optimizer.qk_clip = 100.0: with qk_norm: true logits do not depend on the size of query and key weights; leave it"),
+     "optimizer.qk_clip = 100.0: with qk_norm: true logits do not depend on the size of query and key weights; leave"),
     (["optimizer.qk_clip=100", f"model.layer_kinds={{a: {{mixer: {{{NET}}}}}}}", "model.pattern=[a]"], 1,
      "optimizer.qk_clip = 100.0: no layer has softmax attention; leave it out"),
     (["model.norm_position=post", "model.layer_kinds={a: {norm_position: output}}", "model.pattern=[a]"], 1,

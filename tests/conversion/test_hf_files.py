@@ -128,6 +128,20 @@ def test_layers_of_multi_token_prediction_are_read_and_not_written(
     same_weights(theirs, tmp_path / "ours")
 
 
+def test_multi_token_prediction_of_nemotron_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = tmp_path / "theirs"
+    make_theirs("nemotron-h-latents").save_pretrained(theirs)
+    kept = load_file(theirs / "model.safetensors")
+    save_file(kept | {"mtp.layers.0.norm.weight": torch.ones(32)}, theirs / "model.safetensors")
+    said = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    (theirs / "config.json").write_text(json.dumps(config(theirs) | said))
+    with caplog.at_level("INFO", "megafp8"):
+        convert(HfSource(theirs), HfSink(tmp_path / "ours"))
+    assert "the layers of multi-token prediction are left out" in caplog.text
+    assert weights(tmp_path / "ours").keys() == kept.keys()
+    assert config(tmp_path / "ours")["num_nextn_predict_layers"] == 0
+
+
 def test_padding_is_zeros_and_rows_are_rows_of_the_whole(tmp_path: Path) -> None:
     make_theirs("gpt2").save_pretrained(tmp_path)
     source = HfSource(tmp_path, vocab_multiple=64)
