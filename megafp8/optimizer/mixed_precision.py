@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8.data_parallel.grad_buffer import gradient_of
-from megafp8.distributed.sharding import FlatShard, ParamSpec, boxes_of, spec_of
+from megafp8.distributed.sharding import Box, FlatShard, ParamSpec, boxes_of, spec_of
 from megafp8.dtypes import DTYPES
 from megafp8.optimizer.base import MatrixUpdate, TensorOptimizer, Update
 from megafp8.optimizer.config import OptimizerConfig
@@ -156,6 +156,7 @@ class MixedPrecisionOptimizer:
                 for master in shard_by_master:
                     optimizer.state[master] = {} if self._loads_state else self._load_moments(master, update)
                 self._optimizers.append((update, optimizer))
+        self._boxes: dict[frozenset[str], list[tuple[FlatShard, list[Box]]]] = {}  # those of tensors with these names
         self.reason = "; ".join(update.describe(device) for update in by_update)
         self.step_count = 0
 
@@ -282,10 +283,11 @@ class MixedPrecisionOptimizer:
 
         `factors`: by global name, a factor for each row, fp32; names that this rank has nothing of are ignored.
         """
-        for shard in self.shards:
-            boxes = [box for box in boxes_of(shard) if box.piece.name in factors]
-            if not boxes:
-                continue
+        names = frozenset(factors)
+        if names not in self._boxes:  # there are many experts
+            of_shards = ((shard, [box for box in boxes_of(shard) if box.piece.name in names]) for shard in self.shards)
+            self._boxes[names] = [(shard, boxes) for shard, boxes in of_shards if boxes]
+        for shard, boxes in self._boxes[names]:
             master = self._masters[shard.param]
             storage = self.storage[master].get("master")
             remainder = storage if isinstance(storage, RemainderStorage) else None

@@ -26,7 +26,7 @@ class QkClip:
     def __init__(self, mixers: Sequence[Mixer], threshold: float, parallel: ParallelState) -> None:
         self._threshold, self._parallel, self._mixers = threshold, parallel, mixers
         self._recorded = [x for mixer in mixers if (x := mixer.largest_logits_a) is not None]
-        self._largest = [torch.zeros(0, dtype=torch.float64)]
+        self._largest: list[Tensor] = []
 
     def zero(self) -> None:
         """Begin a step."""
@@ -42,7 +42,8 @@ class QkClip:
         self._largest = list(of_all.split(sizes))
         for recorded_a, largest_a in zip(self._recorded, self._largest, strict=True):
             largest_a.view(tensor.size, -1)[tensor.rank] = recorded_a
-        all_reduce(of_all, self._parallel.amax.group, "max")  # data × context × tensor: all tokens of a layer
+        if self._recorded:
+            all_reduce(of_all, self._parallel.amax.group, "max")  # data × context × tensor: all tokens of a layer
         largest = torch.cat([of_all, of_all.new_zeros(1)]).amax(0, keepdim=True)
         return all_reduce(largest, self._parallel.pipeline.group, "max")
 

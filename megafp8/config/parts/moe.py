@@ -91,6 +91,7 @@ class MoeFfnConfig(PartConfig):
     megatron: ClassVar[Mapping[str, str]] = {
         "router": "mlp.router", "router.bias": "mlp.router.expert_bias",
         "shared_gate.weight": "mlp.shared_experts.gate_weight",
+        "latent_down": "mlp.fc1_latent_proj", "latent_up": "mlp.fc2_latent_proj",
         **{f"experts.*.{x}": f"mlp.experts.local_experts.*.{y}" for x, y in MEGATRON_LINEARS.items()},
         **{f"shared.{x}": f"mlp.shared_experts.{y}" for x, y in MEGATRON_LINEARS.items()},
     }  # fmt: skip
