@@ -43,6 +43,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         optimizer_checks.state_storage,
         optimizer_checks.loss_scale,
         optimizer_checks.chosen,
+        optimizer_checks.qk_clip,
         optimizer_checks.average,
         optimizer_checks.mup,
         _fp8,
@@ -344,6 +345,9 @@ def _layer_kinds(config: Config) -> Iterator[Problem]:
         if not any(part is None or part.present for part in (kind.mixer, kind.ffn)):
             rule = "neither a mixer nor a feed-forward network"
             yield Problem(f"model.layer_kinds.{name}", "mixer: none, ffn: none", rule, "give one of them")
+        if m.norm_position == "post" and kind.norm_position is not None:
+            path, rule = f"model.layer_kinds.{name}.norm_position", "model.norm_position is post, for all layers"
+            yield Problem(path, kind.norm_position, rule, "leave it out, or try model.norm_position=pre")
 
 
 def _records(m: ModelConfig) -> Iterator[tuple[str, PartConfig]]:
@@ -373,7 +377,8 @@ def split_widths(m: ModelConfig) -> dict[str, int]:
     widths: dict[str, int] = {}
     for index in range(m.num_layers):
         name = m.kind_name(index)
-        for part, record in zip(("mixer", "ffn"), m.layer(index), strict=True):
+        spec = m.layer(index)
+        for part, record in (("mixer", spec.mixer), ("ffn", spec.ffn)):
             given = getattr(m.layer_kinds[name], part) if name else None
             for key, value in record.widths(m).items():
                 own = given is not None and key in given.given

@@ -41,6 +41,23 @@ def schedule(config: Config) -> Iterator[Problem]:
         yield Problem("optimizer.decay_steps", o.decay_steps, rule, f"try {steps - o.warmup_steps} or less")
 
 
+def qk_clip(config: Config) -> Iterator[Problem]:
+    """Attention logits must be those of queries and keys, whose weights are trained."""
+    threshold, m, off = config.optimizer.qk_clip, config.model, "leave it out"
+    if threshold is None:
+        return
+    reasons = [spec.mixer.no_qk_clip for spec in m.distinct_layers]
+    rules = [reason for reason in reasons if reason]
+    if m.architecture != "gpt":
+        rules = [f"model.architecture is {m.architecture}, and it is for gpt"]
+    elif all(reason is None for reason in reasons):
+        rules = ["no layer has softmax attention"]
+    elif config.lora is not None:
+        rules = ["lora is set, and query and key weights are frozen"]
+    if rules:
+        yield Problem("optimizer.qk_clip", threshold, rules[0], off)
+
+
 def average(config: Config) -> Iterator[Problem]:
     """An average needs whole masters."""
     o = config.optimizer

@@ -315,7 +315,7 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
             mixer = LatentMixerConfig(sliding_window=window)
         if ffn is None:
             ffn = MoeFfnConfig() if self.moe is not None and self.moe.is_sparse(within) else MlpConfig()
-        return LayerSpec(mixer.resolved(self), ffn.resolved(self))
+        return LayerSpec(mixer.resolved(self), ffn.resolved(self), kind.norm_position or self.norm_position)
 
     @property
     def without_pattern(self) -> ModelConfig:
@@ -328,6 +328,7 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
         update: dict[str, Any] = {
             "pattern": [],
             "layer_kinds": {},
+            "norm_position": specs[0].norm_position,
             "sliding_window": max(filter(None, windows), default=None),
         }
         if any(windows):
@@ -378,16 +379,21 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     def lora_targets(self) -> tuple[str, ...]:
         """Linear layers that LoRA can adapt: those that any layer has, of a model with experts those of mixers only."""
         targets: dict[str, None] = {}
-        for mixer, ffn in self.distinct_layers:
-            targets |= dict.fromkeys(mixer.lora_targets(self))
+        for spec in self.distinct_layers:
+            targets |= dict.fromkeys(spec.mixer.lora_targets(self))
             if self.moe is None:
-                targets |= dict.fromkeys(ffn.lora_targets(self))
+                targets |= dict.fromkeys(spec.ffn.lora_targets(self))
         return tuple(targets)
 
     @property
     def expert_size(self) -> int:
         """Inner width of an expert."""
         return (self.moe.ffn_hidden_size if self.moe is not None else None) or self.ffn_size
+
+    @property
+    def expert_input_size(self) -> int:
+        """Width of the tokens that experts read and give."""
+        return (self.moe.latent_size if self.moe is not None else None) or self.hidden_size
 
     @property
     def padded_vocab_size(self) -> int:

@@ -276,7 +276,9 @@ class _ContextAttention(Function):
         for call in context.calls:
             rows = call.rows
             k, v = keys_and_values.of(call)
-            output_and_lse = attention.forward(_with_zeros(call, queries), k, v, call.mask, scores)
+            q = _with_zeros(call, queries)
+            attention.record_largest(q, k, call.mask, scores)
+            output_and_lse = attention.forward(q, k, v, call.mask, scores)
             o, lse = (_of_queries(call, x) for x in output_and_lse)
             if rows.stop <= written:
                 o, lse = merge(o_rbad[rows], lse_rba[rows], o, lse)

@@ -37,7 +37,7 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
     "moe": MoeConfig, "latent_attention": LatentAttentionConfig, "sparse_attention": SparseAttentionConfig,
 }  # fmt: skip
 _LARGEST_NUMBER = 1 << 40
-_OF_LAYERS = {*AttentionKeys.model_fields, *MlpKeys.model_fields}
+_OF_LAYERS = {*AttentionKeys.model_fields, *MlpKeys.model_fields, "norm_position"}
 """Fields of the model that its layers may have other values of."""
 _PATTERNS = (
     "layer_kinds",

@@ -1,9 +1,10 @@
 """Layers that differ: lists of config.json with a value for each layer <-> kinds of layers and their pattern.
 
 A trait that reads keys of a layer's parts gives a list with the value of each layer under the name of the key with its
-part: {"mixer.sliding_window": [4096, None], "ffn.kind": ["mlp", "moe"]}. `pattern_of` makes kinds of layers of all such
-lists. When a model is written, `by_layer` gives these lists of all keys. So a family says what its lists mean, and
-nothing of kinds and patterns; `ModelConfig.without_pattern` turns patterns that other keys can say into these keys.
+part, or with "layer": {"mixer.sliding_window": [4096, None], "ffn.kind": ["mlp", "moe"]}. `pattern_of` makes kinds of
+layers of all such lists. When a model is written, `by_layer` gives these lists of all keys. So a family says what its
+lists mean, and nothing of kinds and patterns; `ModelConfig.without_pattern` turns patterns that other keys can say into
+these keys.
 
 None stands for a key that a layer does not have or that is the default, such as rotary keys without rotary embedding.
 """
@@ -26,13 +27,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 def is_by_layer(field: str) -> bool:
     """Whether the value of a field is a list with a value for each layer."""
-    return field.partition(".")[0] in PARTS
+    return field.partition(".")[0] in (*PARTS, "layer")
 
 
 def by_layer(model: ModelConfig) -> Fields:
     """The values of all keys of the parts of layers, as lists."""
     layers = [model.layer(index) for index in range(model.num_layers)]
-    return {
+    return {"layer.norm_position": [layer.norm_position for layer in layers]} | {
         f"{part}.{key}": [_value(record, key) for record in records]
         for part, records in (("mixer", [layer.mixer for layer in layers]), ("ffn", [layer.ffn for layer in layers]))
         for key in {key: None for record in PARTS[part] for key in record.model_fields}
@@ -68,7 +69,7 @@ def pattern_of(lists: Mapping[str, Sequence[Any]]) -> Fields:
         for field, value in zip(lists, values, strict=True):
             part, _, key = field.partition(".")
             if value is not None:
-                records[name].setdefault(part, {})[key] = value
+                (records[name] if part == "layer" else records[name].setdefault(part, {}))[key] = value
     return {"layer_kinds": records, "pattern": [*_counted([names[kinds.index(values)] for values in layers])]}
 
 

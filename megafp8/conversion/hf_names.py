@@ -29,6 +29,7 @@ from torch import Tensor
 from megafp8.config import AttentionConfig, MlpConfig, ModelConfig, MoeFfnConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.parts.base import PartConfig
+from megafp8.conversion.safetensors_format import Entry
 from megafp8.distributed.sharding import Shape
 
 _NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+|(?<=decoder\.)\d+")
@@ -50,6 +51,9 @@ class Place(NamedTuple):
     stacked: bool = False
     shape: Shape = ()
 
+
+Entries = dict[str, Entry]
+"""Stored tensors by name."""
 
 Names = Mapping[str, str | Place]
 """Foreign names by the names of modules and parameters here; a str stands for a `Place` with that name alone."""
@@ -162,7 +166,7 @@ class TensorNames(NamedTuple):
     `ungated`: those of MLPs without a gate that differ. `rotation`: pairs of channels that rotary embeddings rotate:
     those half a head apart, neighbours, or those half a head apart backwards. `copies`: tensors that may be there too,
     and must equal another. `other_heads`: pattern of tensors that a model may have for the pooler and binary head,
-    without using them.
+    without using them. `stored`: the tensors of a folder under these names, where folders differ in that.
     """
 
     places: Names
@@ -170,6 +174,7 @@ class TensorNames(NamedTuple):
     rotation: Literal["halves", "neighbors", "backwards"] = "halves"
     copies: Mapping[str, str] = {}
     other_heads: str | None = None
+    stored: Callable[[ModelConfig, Entries], Entries] = lambda model, entries: entries
 
     def locate(self, model: ModelConfig, name: str, shape: Shape) -> Location:
         """Where the tensor `name` (`model.layers.3.attention.q.weight`) of `shape` lies, without padding of the

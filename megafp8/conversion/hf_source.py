@@ -61,7 +61,7 @@ class HfSource(Source):
         self.about = {"huggingface": config | ({MTP_LAYERS: 0} if MTP_LAYERS in config else {})}
         self.tokenizer_files = own_files(self.path, (*TOKENIZER_NAMES, GENERATION_FILE))
         self._family, self._names = family.model_type, family.names
-        self._entries = self._with_prefix(_entries(self.path))
+        self._entries = self._names.stored(model, self._with_prefix(_entries(self.path)))
         if not model.binary_head:
             self._entries = {
                 name: entry for name, entry in self._entries.items() if not self._names.is_of_other_head(name)

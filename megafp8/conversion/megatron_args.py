@@ -47,7 +47,6 @@ _REFUSED = {
     "experts that drop tokens": "moe_expert_capacity_factor moe_token_dropping",
     "groups of experts by rank": "moe_router_topk_limited_devices",
     "scores applied to the input of experts": "moe_apply_probs_on_input",
-    "experts of another width than the residual stream": "moe_latent_size",
     "experts of one weight": "moe_single_grouped_weight",
     "random routing": "moe_router_force_load_balancing",
     "routing by token": "moe_n_hash_layers",
@@ -229,6 +228,7 @@ _EXPERTS = (
     same(
         "moe", num_experts="num_experts", ffn_hidden_size=("moe_ffn_hidden_size", None),
         shared_ffn_hidden_size=Key("moe_shared_expert_intermediate_size", None, nullable=True),
+        latent_size=Key("moe_latent_size", None, nullable=True),
         shared_gate=("moe_shared_expert_gate", False), selection_bias=("moe_router_enable_expert_bias", False),
         bias_update_rate=("moe_router_bias_update_rate", 0.001),
     ),

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,12 +33,29 @@ _MAX_DIMS = 64
 
 
 class Entry(NamedTuple):
-    """A tensor in a file, and its first byte."""
+    """A tensor in a file, and its first byte. `parts`: where its rows lie, if they do not follow each other."""
 
     file: Path
     dtype: str
     shape: Shape
     start: int
+    parts: tuple[Entry, ...] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence[Entry]) -> Entry:
+        """The tensor whose rows are those of `parts`."""
+        first = parts[0]
+        rows = sum(part.shape[0] for part in parts)
+        return first._replace(shape=(rows, *first.shape[1:]), parts=tuple(parts))
+
+    def rows(self, first: int, last: int) -> Entry:
+        """Rows `[first, last)`."""
+        if self.parts:
+            begins = [0, *accumulate(part.shape[0] for part in self.parts)]
+            cut = ((part, max(first - i, 0), min(last, j) - i) for part, (i, j) in zip(self.parts, pairwise(begins)))
+            return Entry.joined([part.rows(i, j) for part, i, j in cut if i < j])
+        row_bytes = math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
+        return self._replace(shape=(last - first, *self.shape[1:]), start=self.start + first * row_bytes)
 
 
 def read_header(file: Path) -> dict[str, Entry]:
@@ -103,6 +120,10 @@ def read_rows(entry: Entry, name: str, first: int, last: int, padding: int = 0) 
     Raises ValueError naming file and tensor.
     """
     dtype, rest = DTYPES[entry.dtype], entry.shape[1:]
+    if entry.parts:
+        parts = entry.rows(first, last).parts if first < last else ()
+        pieces = [read_rows(part, name, 0, part.shape[0]) for part in parts]
+        return torch.cat([*pieces, torch.zeros(padding, *rest, dtype=dtype)])
     rows = torch.empty(last - first + padding, *rest, dtype=dtype)
     rows[last - first :] = 0
     try:

@@ -33,6 +33,8 @@ def problems(model: ModelConfig) -> Iterator[Problem]:
         yield Problem("model.moe.normalize", False, same, "try true")
     if moe.scaling_factor != 1.0:
         yield Problem("model.moe.scaling_factor", moe.scaling_factor, same, "try 1.0")
+    if moe.latent_size is not None:
+        yield Problem("model.moe.latent_size", moe.latent_size, same, "leave it out")
     if moe.shared_ffn_hidden_size is not None:
         yield Problem("model.moe.shared_ffn_hidden_size", moe.shared_ffn_hidden_size, same, "leave it out")
 

@@ -243,6 +243,36 @@ def forward_kernel(
     tl.store(lse_sba + i.to(tl.int64) * (b * a) + sample * a + head, lse, mask=i < s)
 
 
+@triton.jit
+def largest_kernel(
+    q_sbad, k_tbgd, largest_mba, first_bs, end_bs, visible_bast,
+    s, t, b, a, g, range_stride, visible_stride_b, visible_stride_a, scale,
+    VISIBLE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The largest score of M queries, the first product of `forward_kernel`."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    i = block * M + tl.arange(0, M)
+    sample, head = tl.program_id(1) // a, tl.program_id(1) % a
+    q = _rows(q_sbad + (sample * a + head) * D, i, s, b * a * D, D, WIDTH)
+    k_head = k_tbgd + (sample * g + head // (a // g)) * D
+    first, end, start, stop, full_start, full_stop = _ranges(first_bs, end_bs, sample * range_stride, i, s)
+    start, full_start, full_stop = _parts(start, stop, full_start, full_stop, N)
+    seen = visible_bast + sample.to(tl.int64) * visible_stride_b + head.to(tl.int64) * visible_stride_a
+    largest = tl.full([M], float("-inf"), tl.float32)
+    for part in tl.static_range(3):
+        begin = start if part == 0 else (full_start if part == 1 else full_stop)
+        until = full_start if part == 0 else (full_stop if part == 1 else stop)
+        for n in range(begin, until, N):
+            j = n + tl.arange(0, N)
+            k = _rows(k_head, j, t, b * g * D, D, WIDTH)
+            x, _tanh = _masked_scores(
+                q, k, i, j, i, first, end, seen, q_sbad, s, t, 0, 0.0, scale, False, False, VISIBLE, part != 1
+            )
+            largest = tl.maximum(largest, tl.max(x, axis=1))
+    largest = tl.where(i < s, largest, float("-inf"))
+    tl.store(largest_mba + block * (b * a) + tl.program_id(1), tl.max(largest, axis=0))
+
+
 @triton.jit(do_not_specialize=["key0", "key1", "threshold", "first_head"])
 def dq_kernel(
     do_sbad, q_sbad, k_tbgd, v_tbgd, o_sbad, lse_sba, dq_sbad, delta_sba, first_bs, end_bs, positions_bs, bias_ar,
@@ -524,6 +554,21 @@ def forward(
         M=tile.m, N=tile.n, **_options(tile),
     )  # fmt: skip
     return o.to(q_sbad.dtype), lse
+
+
+def largest(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> Tensor:
+    """`ops.attention.largest` for d up to 256. Does not synchronize the host."""
+    q, k = kernel_input(q_sbad), kernel_input(k_tbgd)
+    call = _Launch(q, k, mask, scores)
+    tile, read = call.tiles.forward, call.mask
+    blocks = ceil_div(call.s, tile.m)
+    largest_mba = torch.empty(blocks, call.b, call.a, dtype=torch.float32, device=q.device)
+    largest_kernel[blocks, call.b * call.a](
+        q, k, largest_mba, read.first_bs, read.end_bs, call.tensors[2], *call.sizes[:5], read.range_stride,
+        *read.visible_strides, call.scale, VISIBLE=read.visible is not None, D=call.d, WIDTH=call.width,
+        M=tile.m, N=tile.n, **_options(tile),
+    )  # fmt: skip
+    return largest_mba.amax((0, 1))
 
 
 def backward(

@@ -87,6 +87,19 @@ class AttentionInputs:
         return None if self.scores.dropout is None else self.scores.dropout.sample_b
 
 
+def new_largest_logits(context: BuildContext, heads: int) -> Tensor | None:
+    """`Mixer.largest_logits_a` of so many heads."""
+    if not context.records_logits:
+        return None
+    wide = torch.promote_types(context.dtype, torch.float32)
+    return torch.zeros(heads, dtype=wide, device=context.buffer_device)
+
+
+def recording(scores: Scores, largest_a: Tensor | None) -> Scores:
+    """`scores` that record the largest ones where gradients are computed."""
+    return replace(scores, largest_a=largest_a) if largest_a is not None and torch.is_grad_enabled() else scores
+
+
 def query_scale(scaling: QueryScaling | None, tokens: Tokens, dtype: torch.dtype) -> Tensor | None:
     """What queries are multiplied by, `[s, 1 or b, 1, 1]`; None: nothing."""
     if scaling is None:
@@ -115,12 +128,13 @@ class Attention(Mixer):
         memory: BlockMemory = KEEP_ALL,
     ) -> None:
         super().__init__()
-        self.record, self.context, self.recompute = record, context, memory.attention
+        self.name, self.record, self.context, self.recompute = name, record, context, memory.attention
         t, d = context.tensor.size(), record.channels
         q_size, kv_size = record.num_attention_heads * d, record.groups * d
         parts = {"q": q_size, "k": kv_size, "v": kv_size} | ({"gate": q_size} if record.output_gate else {})
         self.split = [width // t for width in parts.values()]
         self.heads, self.groups, self.d = q_size // t // d, kv_size // t // d, d
+        self.largest_logits_a = new_largest_logits(context, self.heads)
         common = context.linear_options()
         has_rotary = record.position_embedding == "rope"
         rotates = has_rotary and not record.qk_norm and not record.output_gate
@@ -191,12 +205,21 @@ class Attention(Mixer):
 
     def inputs(self, layer: int, tokens: Tokens) -> AttentionInputs:
         scores = self.dropout.added_to(self.scores(tokens.length, tokens.distance_bias_ar), tokens.samples_b)
+        scores = recording(scores, self.largest_logits_a)
         core = tokens.attention(
             layer, self.record.sliding_window, causal=self.causal, positions=scores.depend_on_positions,
             chunk=self.record.attention_chunk,
         )  # fmt: skip
         scale = query_scale(self.record.query_scaling, tokens, self.context.dtype)
         return AttentionInputs(None if self.rope is None else tokens.rotary(self.rope), core, scores, scale)
+
+    def row_factors(self, factor_a: Tensor) -> dict[str, Tensor]:
+        # Heads that share a key share a factor, the least.
+        root_g = factor_a.unflatten(0, (self.record.groups, -1)).amin(1).sqrt()
+        rows = {
+            "q": root_g.repeat_interleave(len(factor_a) // len(root_g) * self.d), "k": root_g.repeat_interleave(self.d)
+        }  # fmt: skip
+        return {f"{self.name}.{part}.{kind}": x for part, x in rows.items() for kind in ("weight", "bias")}
 
     @property
     def cache(self) -> TokenCache:

@@ -43,7 +43,7 @@ _POST_NORM = Neighbor(
 class Block(nn.Module):
     """A mixer and a feed-forward network around the residual stream; subclasses say in which order, with which norms.
 
-    `norm_position` of the config says which norms there are: of the inputs of both, of their outputs, of both, or of
+    `norm_position` of the layer says which norms there are: of the inputs of both, of their outputs, of both, or of
     the sums after them. Either part may be absent, and its norms with it.
     """
 
@@ -51,7 +51,7 @@ class Block(nn.Module):
         super().__init__()
         name, spec = f"layers.{index}", config.layer(index)
         self.index, self.multiplier, self.hidden_size = index, config.residual_multiplier, config.hidden_size
-        position = config.norm_position
+        position = spec.norm_position
         of_inputs, of_outputs = position in ("pre", "both"), position in ("output", "both")
         if not of_inputs or not NORMS[config.normalization].fused:
             memory = replace(memory, norms=False)
@@ -241,9 +241,10 @@ class PostNormBlock(Block):
 
 def block_class(config: ModelConfig, index: int) -> type[Block]:
     """How the parts of a layer join the residual stream."""
-    if config.norm_position == "post":
+    spec = config.layer(index)
+    if spec.norm_position == "post":
         return PostNormBlock
-    both = all(part.present for part in config.layer(index))
+    both = spec.mixer.present and spec.ffn.present
     return ParallelBlock if config.parallel_block and both else SequentialBlock
 
 

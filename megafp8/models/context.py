@@ -39,7 +39,8 @@ class BuildContext:
     `seed`: of the random streams of dropout. `auxiliary_loss_grad`: fp32 `[]`, the gradient of the losses of routers
     and indexers, whatever the loss and the gradients are multiplied by; None: 1. `encoder_tokens`: as `tokens`, in the
     encoder of T5; `tokens` are then its decoder's. `lora`: adapts linear layers of blocks, and all other weights are
-    frozen. `constants`: tensors that layers make once and share, by what they depend on.
+    frozen. `records_logits`: attention records its heads' largest logits (`Mixer.largest_logits_a`). `constants`:
+    tensors that layers make once and share, by what they depend on.
     """
 
     tensor: ProcessGroup
@@ -67,6 +68,7 @@ class BuildContext:
     auxiliary_loss_grad: Tensor | None = None
     encoder_tokens: int | None = None
     lora: Lora | None = None
+    records_logits: bool = False
     constants: dict[Any, Tensor] = field(default_factory=dict)
 
     @property

@@ -46,19 +46,19 @@ BEFORE = Neighbor("attention_norm", "none", "the decays are computed from the no
 class DeltaRuleMixer(RecurrentMixer):
     """Linear attention by the delta rule; `run` takes q, k and v `[s, b, n]`, decays and β `[s, b, a]`.
 
-    `decay_shape`: of a head's decays. `decay_init`: of their biases. `silu`: the gate of outputs passes SiLU, else a
-    sigmoid.
+    `decay_shape`: of a head's decays. `decay_init`: of their biases. `most`: the largest β. `norm_eps`: of the norm of
+    outputs. `silu`: their gate passes SiLU, else a sigmoid.
     """
 
     silu: ClassVar[bool]
 
     def __init__(
         self, name: str, config: ModelConfig, context: BuildContext, *, key_heads: int, value_heads: int, d: int,
-        w: int, kernel: int, decay_shape: Shape, decay_init: Init,
+        w: int, kernel: int, decay_shape: Shape, decay_init: Init, norm_eps: float, most: float = 1.0,
     ) -> None:  # fmt: skip
         super().__init__()
         t, rank = context.tensor.size(), context.tensor.rank()
-        self.context, self.d, self.w, self.decay_shape = context, d, w, decay_shape
+        self.context, self.d, self.w, self.decay_shape, self.most = context, d, w, decay_shape, most
         self.key_heads, self.value_heads, self.first_head = key_heads // t, value_heads // t, rank * (value_heads // t)
         self.widths = {"q": key_heads * d, "k": key_heads * d, "v": value_heads * w}
         self.convolution = short_convolution(name, context, self.widths, kernel)
@@ -69,7 +69,7 @@ class DeltaRuleMixer(RecurrentMixer):
 
         self.log_rate = of_heads("log_rate.weight", Init("log_uniform", low=1.0, high=16.0), value_heads)
         self.decay_bias = of_heads("decay.bias", decay_init, value_heads * torch.Size(decay_shape).numel())
-        self.norm = RMSNorm(f"{name}.norm", w, context, eps=config.norm_eps, sees_a_slice=t > 1)
+        self.norm = RMSNorm(f"{name}.norm", w, context, eps=norm_eps, sees_a_slice=t > 1)
         self.proj = RowParallelLinear(
             f"{name}.proj",
             value_heads * w,
@@ -131,7 +131,8 @@ class DeltaRuleMixer(RecurrentMixer):
         wide = torch.promote_types(qkv_sbn.dtype, torch.float32)
         rate = self.log_rate.to(wide).exp().view(-1, *(1 for _ in self.decay_shape))
         decay = F.softplus(decay.to(wide) + self.decay_bias.to(wide)).unflatten(-1, (-1, *self.decay_shape))
-        return (q, k, v, -rate * decay, beta_sba.to(wide).sigmoid()), last_btn
+        beta_sba = beta_sba.to(wide).sigmoid()
+        return (q, k, v, -rate * decay, beta_sba if self.most == 1 else self.most * beta_sba), last_btn
 
     def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
         of_channels = bool(self.decay_shape)

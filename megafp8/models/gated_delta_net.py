@@ -2,7 +2,7 @@
 
 A mixer by the delta rule (`megafp8.models.delta_rule_mixer`) whose heads have one decay each. q, k, v and the gate come
 from one column-parallel product. β and the decay come from a product with few outputs, which all ranks compute of their
-own tokens. The gate passes SiLU. So it is in Qwen3-Next.
+own tokens. The gate passes SiLU. So it is in Qwen3-Next; in OLMo Hybrid β is up to 2.
 
 Shapes: s sequence, b micro-batch, h hidden; a value heads of this rank of w channels; n channels of the convolution.
 """
@@ -42,9 +42,11 @@ class GatedDeltaNet(DeltaRuleMixer):
         memory: BlockMemory = KEEP_ALL,
     ) -> None:
         h, heads = config.hidden_size, record.num_value_heads
+        assert record.norm_eps is not None, "the record is not resolved"
         super().__init__(
             name, config, context, key_heads=record.num_key_heads, value_heads=heads, d=record.key_head_dim,
             w=record.value_head_dim, kernel=record.conv_kernel_size, decay_shape=(), decay_init=Init("ones"),
+            norm_eps=record.norm_eps, most=2.0 if record.allow_neg_eigval else 1.0,
         )  # fmt: skip
         widths, init = self.widths | {"z": self.widths["v"]}, Init("normal", config.hidden_init_std)
         self.projection = ColumnParallelLinear(

@@ -35,7 +35,7 @@ from megafp8.models.block import Block, PredictionLayer, block_class
 from megafp8.models.context import BuildContext
 from megafp8.models.embedding import Embedding, word_embedding
 from megafp8.models.head import Head
-from megafp8.models.mixer import AttendTo, LayerInputs, Tokens
+from megafp8.models.mixer import AttendTo, LayerInputs, Mixer, Tokens
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.router import Router
 from megafp8.numerics.attention_mask import (
@@ -231,6 +231,11 @@ class GPTStage(nn.Module):
     def index_losses(self) -> dict[int, Tensor]:
         """By layer, what backward passes have added up of the losses of indexers, float64 `[1]`."""
         return {block.index: block.mixer.index_loss for block in self.all_blocks if block.mixer.index_loss is not None}
+
+    @property
+    def recording_mixers(self) -> list[Mixer]:
+        """The mixers that record their largest attention logits."""
+        return [block.mixer for block in self.all_blocks if block.mixer.largest_logits_a is not None]
 
     @property
     def all_blocks(self) -> list[Block]:

@@ -53,7 +53,7 @@ class KimiDeltaAttention(DeltaRuleMixer):
         # Initial decays are those of the paper's code.
         super().__init__(
             name, config, context, key_heads=heads, value_heads=heads, d=d, w=d, kernel=record.conv_kernel_size,
-            decay_shape=(d,), decay_init=Init("inverse_softplus", low=1e-3, high=0.1),
+            decay_shape=(d,), decay_init=Init("inverse_softplus", low=1e-3, high=0.1), norm_eps=config.norm_eps,
         )  # fmt: skip
         init, (t, rank) = Init("normal", config.hidden_init_std), (context.tensor.size(), context.tensor.rank())
         self.projection = ColumnParallelLinear(

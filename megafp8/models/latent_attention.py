@@ -32,7 +32,14 @@ from megafp8.config.parts.sparse_attention import SparseLatentMixerConfig
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
-from megafp8.models.attention import ATTENTION, AttentionInputs, ProbabilityDropout, query_scale
+from megafp8.models.attention import (
+    ATTENTION,
+    AttentionInputs,
+    ProbabilityDropout,
+    new_largest_logits,
+    query_scale,
+    recording,
+)
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
 from megafp8.models.mixer import Mixer, TokenCache, Tokens
@@ -66,11 +73,12 @@ class LatentAttention(Mixer):
         super().__init__()
         latent, heads = config.latent_attention, config.num_attention_heads
         assert latent is not None
-        self.context, self.recompute = context, memory.attention
+        self.name, self.context, self.recompute = name, context, memory.attention
         self.window = record.sliding_window if isinstance(record, LatentMixerConfig) else None
         embedding = record.position_embedding if isinstance(record, LatentMixerConfig) else "rope"
         self.rope = None if embedding == "none" else RotaryEmbedding(config, latent.rope_head_dim, None, context)
         self.heads = heads // context.tensor.size()
+        self.largest_logits_a = new_largest_logits(context, self.heads)
         self.n, self.r, self.v = latent.nope_head_dim, latent.rope_head_dim, latent.value_head_dim
         self.ranks = [latent.q_rank or 0, latent.kv_rank, self.r]
         self.dropout = ProbabilityDropout.build(name, config.attention_dropout, heads, context)
@@ -160,10 +168,21 @@ class LatentAttention(Mixer):
         return 2 * batch.tokens * self.heads * (self.n + self.r) * batch.element
 
     def inputs(self, layer: int, tokens: Tokens) -> AttentionInputs:
-        scores = self.dropout.added_to(Scores(), tokens.samples_b)
+        scores = recording(self.dropout.added_to(Scores(), tokens.samples_b), self.largest_logits_a)
         core = tokens.attention(layer, self.window, causal=self.causal, positions=scores.depend_on_positions)
         scale = query_scale(self.query_scaling, tokens, self.context.dtype)
         return AttentionInputs(None if self.rope is None else tokens.rotary(self.rope), core, scores, scale)
+
+    def row_factors(self, factor_a: Tensor) -> dict[str, Tensor]:
+        # The rotary key is that of all heads, and stays.
+        parts = {
+            "q" if self.q_norm is None else "q_up": ((factor_a.sqrt(), self.n), (factor_a, self.r)),
+            "kv_up": ((factor_a.sqrt(), self.n), (torch.ones_like(factor_a), self.v)),
+        }
+        return {
+            f"{self.name}.{part}.weight": torch.cat([x[:, None].expand(-1, n) for x, n in of_head], dim=1).flatten()
+            for part, of_head in parts.items()
+        }
 
     @property
     def cache(self) -> TokenCache:

@@ -178,9 +178,11 @@ class Part(nn.Module, ABC):
 
 class Mixer(Part):
     """A part that mixes tokens. `index_loss`: what its backward passes add up of its indexer's loss, float64 `[1]`;
-    None without an indexer."""
+    None without an indexer. `largest_logits_a`: fp32 or wider, is raised to the largest attention logit of each head of
+    this rank; None where it is not recorded."""
 
     index_loss: Tensor | None = None
+    largest_logits_a: Tensor | None = None
 
     @abstractmethod
     def inputs(self, layer: int, tokens: Tokens) -> Any:
@@ -193,6 +195,11 @@ class Mixer(Part):
     @abstractmethod
     def cache(self) -> TokenCache | StateCache:
         """What it keeps in generation, on this rank."""
+
+    def row_factors(self, factor_a: Tensor) -> dict[str, Tensor]:
+        """By name of its weights, what their rows are to be multiplied by, so that the attention logits of its heads
+        are multiplied by `factor_a` `[heads]`, up to 1, or less."""
+        return {}
 
     def attention(self, batch: MicroBatch) -> list[AttentionWork]:
         """Its softmax attention."""

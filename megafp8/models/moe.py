@@ -11,10 +11,14 @@ tensor parallelism): their parts are more summands. *All-to-all*: a token travel
 The experts of a rank are two parameters: the first linear layers of all of them, and the second. In a checkpoint each
 expert's weights have names of their own (`layers.0.mlp.experts.3.up.weight`), so they fit every layout.
 
-In FP8 each expert's layers have scales of their own. A shared expert is an MLP like that of a layer without experts.
+*Latents* (LatentMoE): experts may read and give tokens of a smaller width l. Each rank projects its own tokens before
+they travel, and the sums that come back; router and shared expert read whole tokens.
 
-Shapes: s sequence, b micro-batch, n = s·b tokens of this rank, k experts of each, h hidden, m rows of this rank's
-experts.
+In FP8 each expert's layers have scales of their own. The projections of latents, which are whole on each rank, stay in
+high precision. A shared expert is an MLP like that of a layer without experts.
+
+Shapes: s sequence, b micro-batch, n = s·b tokens of this rank, k experts of each, h hidden, l width of what
+experts read, h without latents; m rows of this rank's experts.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ from megafp8.linear.autograd import once_differentiable
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.group_state import GroupState
 from megafp8.linear.grouped_linear import grouped_linear
-from megafp8.linear.linear import high_precision_linear
+from megafp8.linear.linear import high_precision_linear, linear
 from megafp8.linear.state import LinearState
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
 from megafp8.models.costs import MicroBatch, TokenExchange, Work, fp8_bytes
@@ -51,7 +55,7 @@ from megafp8.numerics.groups import RowGroups
 from megafp8.ops.activation import activation
 from megafp8.ops.mlp import UNFUSED
 from megafp8.ops.permute import Permutation, by_expert, combine, permute, scale_rows
-from megafp8.plan import Neighbor
+from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.mappings import (
     gather_from_sequence_parallel,
     start_gather_from_sequence_parallel,
@@ -60,14 +64,14 @@ from megafp8.tensor_parallel.mappings import (
 
 
 class Experts(nn.Module):
-    """The experts of this rank: rows `[m, h]`, by expert, -> `[m, h]`."""
+    """The experts of this rank: rows `[m, l]`, by expert, -> `[m, l]`."""
 
     def __init__(self, name: str, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
         assert config.moe is not None
         parts, part = collectives.size(context.expert_tensor), collectives.rank(context.expert_tensor)
         ranks, rank = collectives.size(context.expert) // parts, collectives.rank(context.expert) // parts
-        count, h, f = config.moe.num_experts // ranks, config.hidden_size, config.expert_size
+        count, h, f = config.moe.num_experts // ranks, config.expert_input_size, config.expert_size
         self.kind, self.activation = config.activation, ACTIVATIONS[config.activation]
         self.own = own = range(rank * count, (rank + 1) * count)
         first = ("gate", "up") if self.activation.gated else ("up",)
@@ -85,7 +89,9 @@ class Experts(nn.Module):
         self.down_state = self._state(down_names, (f // parts, h), context, parallel="row", before=between)
         of_experts = {"replicated_over_tp": False, "expert": True}
         self.up = new_parameter(context, into, Init("normal", config.hidden_init_std), **of_experts)
-        self.down = new_parameter(context, out_of, Init("normal", config.output_init_std), **of_experts)
+        into_stream = config.moe.latent_size is None
+        std = config.output_init_std if into_stream else config.hidden_init_std
+        self.down = new_parameter(context, out_of, Init("normal", std), **of_experts)
         self.up_bias: nn.Parameter | None = None
         self.down_bias: nn.Parameter | None = None
         if biased:
@@ -111,17 +117,17 @@ class Experts(nn.Module):
             [fp8.linear(x, tp_group=group, amax_group=context.expert_amax, expert_rows=rows) for x in sites]
         )
 
-    def forward(self, rows_mh: Tensor, ends_e: Tensor) -> Tensor:
+    def forward(self, rows_ml: Tensor, ends_e: Tensor) -> Tensor:
         """`ends_e`: int32, where the rows of each expert end."""
-        groups = RowGroups.of(ends_e, len(rows_mh))
-        handoff = self.up_state.grad_handoff(rows_mh, self.up, groups)
-        y = grouped_linear(rows_mh, self.up, groups, self.up_state, handoff)
+        groups = RowGroups.of(ends_e, len(rows_ml))
+        handoff = self.up_state.grad_handoff(rows_ml, self.up, groups)
+        y = grouped_linear(rows_ml, self.up, groups, self.up_state, handoff)
         expert_me = None if self.up_bias is None else one_hot_experts(ends_e, len(y), y.dtype)
         y = _biased(y, self.up_bias, expert_me)
         if not len(y):  # kernels are not launched for no rows
             activated: Tensor | LinearInput = y[:, : self.down.shape[1]]
         elif self.activation.fused:
-            form = self.down_state.input_format(rows_mh, self.down, groups)
+            form = self.down_state.input_format(rows_ml, self.down, groups)
             activated = activation(self.kind, y, None, form, handoff)
         else:
             activated = UNFUSED[self.kind](y)
@@ -179,6 +185,20 @@ class SharedExpert(nn.Module):
         return high_precision_linear(x_sbh, self.gate).sigmoid() * y_sbh
 
 
+class LatentProjection(nn.Module):
+    """A linear layer that all experts share, whole on each rank, of its own tokens: `[n, inputs]` -> `[n, outputs]`."""
+
+    def __init__(self, name: str, inputs: int, outputs: int, std: float, context: BuildContext) -> None:
+        super().__init__()
+        init, shards = Init("normal", std), unsharded(f"{name}.weight", (outputs, inputs))
+        self.weight = replicated_parameter(context, shards, init)
+        reason = "whole on each rank, it stays in training.precision"
+        self.state = context.fp8.linear(LinearSite(name, inputs, outputs, high_precision=reason))
+
+    def forward(self, x_nk: Tensor) -> Tensor:
+        return linear(x_nk, self.weight, self.state)
+
+
 class MoE(FeedForward):
     """Experts, of which each token goes to a few. It reads the norm's values, whatever `input` could give.
 
@@ -206,6 +226,13 @@ class MoE(FeedForward):
         init = Init("normal", config.init_std)
         self.router = Router(f"{name}.router", config.hidden_size, config.moe, context, init, biased=config.linear_bias)
         self.experts = Experts(f"{name}.experts", config, context)
+        self.latent_down: LatentProjection | None = None
+        self.latent_up: LatentProjection | None = None
+        self.width = config.expert_input_size
+        if config.moe.latent_size is not None:
+            h, (into, out_of) = config.hidden_size, (config.hidden_init_std, config.output_init_std)
+            self.latent_down = LatentProjection(f"{name}.latent_down", h, self.width, into, context)
+            self.latent_up = LatentProjection(f"{name}.latent_up", self.width, h, out_of, context)
         self.shared: SharedExpert | None = None
         if config.moe.shared_ffn_hidden_size is not None:
             self.shared = SharedExpert(f"{name}.shared", config, context, memory)
@@ -253,14 +280,14 @@ class MoE(FeedForward):
             return count * fp8_bytes(granularity, state.site.inputs, rows // count)
 
         n = moe.num_experts
-        of_token = (
-            up.site.inputs * e * (not shares_input) + (n + (n + 1) * (moe.z_loss > 0)) * w
-        )  # input, scores, logits
+        hidden = self.router.weight.shape[1]
+        of_token = hidden * e * (not shares_input) + (n + (n + 1) * (moe.z_loss > 0)) * w  # input, scores, logits
         of_token += moe.top_k * (8 + w)  # indices and weights of experts
         of_token += (1 + moe.top_k) * w * moe.normalize
         aux = batch.sequences * (1 + n) * w * (moe.aux_loss > 0)
         return saved | {
             "router": batch.own_tokens * of_token + aux + 8 * (2 * n + 3),
+            "latent sums of experts": 0 if self.latent_up is None else batch.own_tokens * self.width * e,
             "rows of experts": 8 * rows,  # int64 indices
             "expert input": kept_input(up),
             "expert up output": rows * up.site.outputs * e,
@@ -297,24 +324,28 @@ class MoE(FeedForward):
         ranks = collectives.size(self.group)
         if ranks == 1:
             return None
-        tokens = batch.own_tokens * self.router.weight.shape[1] * batch.element
+        tokens = batch.own_tokens * self.width * batch.element
         received = tokens * (ranks - 1) * (1 if self.gathers_tokens else self.router.moe.top_k / ranks)
         return TokenExchange(ranks, tokens, received, self.gathers_tokens)
 
     def forward(self, x_sbh: Tensor | LinearInput) -> Tensor:
         assert isinstance(x_sbh, Tensor)
         x_nh = x_sbh.flatten(0, 1)
-        finish = (self._all_gather if self.gathers_tokens else self._all_to_all)(x_nh, sequences=x_sbh.shape[1])
+        x_nl = x_nh if self.latent_down is None else self.latent_down(x_nh)
+        run = self._all_gather if self.gathers_tokens else self._all_to_all
+        finish = run(x_nh, x_nl, sequences=x_sbh.shape[1])
         shared = None if self.shared is None else self.shared(x_sbh)
-        y_sbh = finish().view_as(x_sbh)
+        y_nl = finish()
+        y_sbh = (y_nl if self.latent_up is None else self.latent_up(y_nl)).view_as(x_sbh)
         return y_sbh if shared is None else y_sbh + shared
 
-    def _all_gather(self, x_nh: Tensor, sequences: int) -> Callable[[], Tensor]:
+    def _all_gather(self, x_nh: Tensor, x_nl: Tensor, sequences: int) -> Callable[[], Tensor]:
         """Start what the experts of all ranks add to this rank's tokens: each computes its part for the tokens of all.
 
-        The gather of tokens overlaps with the router, the sum of results with what runs before it is waited for.
+        `x_nh`: as the router reads them; `x_nl`: as experts do. The gather of tokens overlaps with the router, the sum
+        of results with what runs before it is waited for.
         """
-        gathered = start_gather_from_sequence_parallel(x_nh, self.overlap)
+        gathered = start_gather_from_sequence_parallel(x_nl, self.overlap)
         routing = self.router(x_nh, sequences)
         chosen = collectives.all_gather(routing.experts, self.group)
         x = gathered()
@@ -323,17 +354,17 @@ class MoE(FeedForward):
         permutation, ends_e = own_rows(
             chosen, self.num_experts, self.experts.own, self.row_bound, self.name, drops=self.drops
         )
-        rows_mh, weights = self._weighted(permute(x, permutation), weights, permutation)
-        results_mh = self.experts(rows_mh, ends_e)
-        return start_reduce_scatter_to_sequence_parallel(combine(results_mh, weights, permutation), self.overlap)
+        rows_ml, weights = self._weighted(permute(x, permutation), weights, permutation)
+        results_ml = self.experts(rows_ml, ends_e)
+        return start_reduce_scatter_to_sequence_parallel(combine(results_ml, weights, permutation), self.overlap)
 
-    def _weighted(self, rows_mh: Tensor, weights_nk: Tensor, permutation: Permutation) -> tuple[Tensor, Tensor]:
+    def _weighted(self, rows_ml: Tensor, weights_nk: Tensor, permutation: Permutation) -> tuple[Tensor, Tensor]:
         """Inputs of experts, and the weights of their outputs."""
         if not self.router.moe.scale_inputs:
-            return rows_mh, weights_nk
-        return scale_rows(rows_mh, weights_nk, permutation), torch.ones_like(weights_nk)
+            return rows_ml, weights_nk
+        return scale_rows(rows_ml, weights_nk, permutation), torch.ones_like(weights_nk)
 
-    def _all_to_all(self, x_nh: Tensor, sequences: int) -> Callable[[], Tensor]:
+    def _all_to_all(self, x_nh: Tensor, x_nl: Tensor, sequences: int) -> Callable[[], Tensor]:
         """The same, with tokens sent to the ranks of their experts."""
         assert self.group is not None
         routing = self.router(x_nh, sequences)
@@ -341,7 +372,7 @@ class MoE(FeedForward):
         between = exchange(torch.diff(ends_e, prepend=ends_e.new_zeros(1)).long(), self.group)
         if self.drops:
             permutation = permutation._replace(order=permutation.order[: sum(between.sent)], num_rows=ends_e[-1:])
-        rows_mh, weights = self._weighted(permute(x_nh, permutation), routing.weights, permutation)
-        results_mh = between.to_tokens(self.experts(between.to_experts(rows_mh), between.ends_e))
-        y_nh = combine(results_mh, weights, permutation)
-        return lambda: y_nh
+        rows_ml, weights = self._weighted(permute(x_nl, permutation), routing.weights, permutation)
+        results_ml = between.to_tokens(self.experts(between.to_experts(rows_ml), between.ends_e))
+        y_nl = combine(results_ml, weights, permutation)
+        return lambda: y_nl

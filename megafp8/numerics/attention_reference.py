@@ -115,6 +115,20 @@ def forward(
     return o_sbad, lse_sba
 
 
+def largest(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> Tensor:
+    """Reference of `ops.attention.largest`."""
+    a, (t, _, groups, _) = q_sbad.shape[2], k_tbgd.shape
+    wide = torch.promote_types(q_sbad.dtype, torch.float32)
+    largest_a = torch.full((a,), -math.inf, dtype=wide, device=q_sbad.device)
+    for block in _blocks(q_sbad, k_tbgd, mask):
+        q, k = (
+            _heads_first(x[rows, block.sample], groups) for x, rows in ((q_sbad, block.queries), (k_tbgd, block.keys))
+        )
+        x, _ = _scores(q, k, block, scores, t)
+        largest_a = torch.maximum(largest_a, x.amax((-1, -2)).flatten())
+    return largest_a
+
+
 def in_one_block(
     q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, sink_a: Tensor | None, scores: Scores
 ) -> Tensor:

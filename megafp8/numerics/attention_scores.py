@@ -54,12 +54,14 @@ class Scores:
     `distance_bias_ar`: `[a, s_total + t_total - 1]`, fp32 (fp64) or the model's dtype, differentiable: entry
     j - i + s_total - 1 is added to the score of query position i and key position j. s_total and t_total are the
     numbers of queries and keys of the whole sequence.
+    `largest_a`: `[a]`, fp32 or wider, is raised to each head's largest score; without softcap and bias.
     """
 
     scale: float | None = None
     softcap: float | None = None
     distance_bias_ar: Tensor | None = None
     dropout: AttentionDropout | None = None
+    largest_a: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.softcap is not None and not self.softcap > 0:

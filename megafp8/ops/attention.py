@@ -59,6 +59,7 @@ def attention(
 
     ValueError if bias or dropout of `scores` do not fit the shapes.
     """
+    record_largest(q_sbad, k_tbgd, mask, scores)
     if sink_a is not None or not scores.only_scales or not mask.is_plain(q_sbad.shape[0], k_tbgd.shape[0]):
         if in_onnx_export():
             return attention_reference.in_one_block(q_sbad, k_tbgd, v_tbgd, mask, sink_a, scores)
@@ -278,6 +279,29 @@ def forward(
         )
         return o.permute(2, 0, 1, 3).contiguous(), lse.view(*q.shape[:3]).permute(2, 0, 1).contiguous()
     return attention_reference.forward(q_sbad, k_tbgd, v_tbgd, mask, scores)
+
+
+@torch.no_grad()
+def record_largest(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> None:
+    """Raise `scores.largest_a`, if it is there, to the largest scores of these queries."""
+    if scores.largest_a is not None:
+        largest_a = largest(q_sbad.detach(), k_tbgd.detach(), mask, scores)
+        torch.maximum(scores.largest_a, largest_a.to(scores.largest_a.dtype), out=scores.largest_a)
+
+
+def largest(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> Tensor:
+    """The largest score of each head, `[a]`, fp32 or wider; -inf without any pair. Not with a soft cap or a bias.
+
+    No kernel of attention gives it, so it is a pass of its own, of the first of forward's two products.
+    """
+    assert scores.softcap is None
+    assert scores.distance_bias_ar is None
+    _check_shapes(q_sbad, k_tbgd, mask, scores)
+    if q_sbad.is_cuda and q_sbad.dtype in (torch.bfloat16, torch.float16) and q_sbad.shape[-1] <= LARGEST_HEAD:
+        from megafp8.kernels import attention  # needs Triton, which comes with torch's CUDA builds
+
+        return attention.largest(q_sbad.contiguous(), k_tbgd.contiguous(), mask, scores)
+    return attention_reference.largest(q_sbad, k_tbgd, mask, scores)
 
 
 def backward(

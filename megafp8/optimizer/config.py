@@ -54,6 +54,11 @@ class OptimizerConfig(Section):
     """Adam's epsilon."""
     clip_grad_norm: NonNegative = 1.0
     """Maximum global gradient norm. 0: no clipping."""
+    qk_clip: PositiveFloat | None = None
+    """After an update, the query and key weights of heads whose largest attention logit of the step was above this are
+    multiplied so that it would have been this (MuonClip of Kimi K2, arXiv:2507.20534, with 100), for runs in which
+    logits grow without bound. Costs another product of queries and keys in forward (docs/optimizers.md). Default: no
+    logits are computed twice, and no weights are clipped."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients travel between data-parallel ranks. bf16: half the traffic; sums over ranks are rounded
     to 8 bits, sums over the micro-batches of a rank stay fp32."""

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8.data_parallel.grad_buffer import gradient_of
-from megafp8.distributed.sharding import FlatShard, ParamSpec, spec_of
+from megafp8.distributed.sharding import Box, FlatShard, ParamSpec, boxes_of, spec_of
 from megafp8.dtypes import DTYPES
 from megafp8.optimizer.base import MatrixUpdate, TensorOptimizer, Update
 from megafp8.optimizer.config import OptimizerConfig
@@ -156,6 +156,7 @@ class MixedPrecisionOptimizer:
                 for master in shard_by_master:
                     optimizer.state[master] = {} if self._loads_state else self._load_moments(master, update)
                 self._optimizers.append((update, optimizer))
+        self._boxes: dict[frozenset[str], list[tuple[FlatShard, list[Box]]]] = {}  # those of tensors with these names
         self.reason = "; ".join(update.describe(device) for update in by_update)
         self.step_count = 0
 
@@ -275,6 +276,29 @@ class MixedPrecisionOptimizer:
                 self._step_in_batches(optimizer, watch)
         self._step_count += 1
         self._copy_masters_to_params()
+
+    @torch.no_grad()
+    def multiply_rows(self, factors: Mapping[str, Tensor]) -> None:
+        """Multiply rows of weights in their masters, and round these into the parameters.
+
+        `factors`: by global name, a factor for each row, fp32; names that this rank has nothing of are ignored.
+        """
+        names = frozenset(factors)
+        if names not in self._boxes:  # there are many experts
+            of_shards = ((shard, [box for box in boxes_of(shard) if box.piece.name in names]) for shard in self.shards)
+            self._boxes[names] = [(shard, boxes) for shard, boxes in of_shards if boxes]
+        for shard, boxes in self._boxes[names]:
+            master = self._masters[shard.param]
+            storage = self.storage[master].get("master")
+            remainder = storage if isinstance(storage, RemainderStorage) else None
+            values = master.detach() if remainder is None else remainder.load()
+            for box in boxes:
+                rows_n = factors[box.piece.name].narrow(0, box.offset[0], box.shape[0])
+                values[box.start : box.end].view(*box.shape[:1], -1).mul_(rows_n.unsqueeze(1))
+            if remainder is not None:
+                remainder.store(values, self._step_count)
+            elif storage is not None and shard.param not in self.released:
+                shard.view(shard.param.detach()).copy_(values)
 
     @torch.no_grad()
     def average_weights(self) -> None:

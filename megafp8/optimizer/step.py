@@ -1,6 +1,6 @@
 """The end of a training step: from the gradients of the micro-batches to the update.
 
-    complete shared gradients -> scale, in fp16 by 1 / loss scale too -> norm -> clip -> update
+    complete shared gradients -> scale, in fp16 by 1 / loss scale too -> norm -> clip -> update -> multiply rows
 
 *Shared gradients.* Two kinds of parameters are held by several ranks of one model, each of which has a part of their
 gradient: norms under sequence parallelism (a tensor-parallel rank has its slice of the sequence) and the shared
@@ -17,6 +17,8 @@ parallelism and between stages are of equal shards there (`buckets` ensures it),
 parallelism too. The updated weights are gathered by the caller (`ParamBuffer`), since those gathered in FP8 need the
 next step's scales.
 
+*Rows of weights* may be multiplied after the update (QK-clip), in the masters, before these are averaged.
+
 *The host waits once*, for the norm, when all of the step is queued: the device clips and skips by the norm that it has
 computed, and goes on. Only before an optimizer that cannot skip on the device
 (`MixedPrecisionOptimizer.skips_on_device`) does the host wait for the norm.
@@ -25,7 +27,7 @@ computed, and goes on. Only before an optimizer that cannot skip on the device
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -74,6 +76,7 @@ class OptimizerStep:
     `sharded`: each rank of `data_group` (experts: of `expert_group`) has a shard of the gradients; else all have all of
     them. `expert_group`: the ranks that hold the same experts, where these are not those of `data_group`. `scaler`: the
     gradients are those of the loss times its scale. `layers`: of the whole model, if steps are to be measured.
+    `row_factors`: gives, by global name, what the rows of weights are multiplied by after the update.
     """
 
     buffer: Gradients
@@ -88,6 +91,7 @@ class OptimizerStep:
     expert_group: ProcessGroup | None = None
     scaler: LossScaler | None = None
     layers: Sequence[str] = ()
+    row_factors: Callable[[], Mapping[str, Tensor]] | None = None
 
     def __call__(self, lr: float, *, grad_scale: Tensor | None = None, measure: bool = False) -> StepResult:
         """Update the weights with learning rate `lr`; call when gradients are summed over data parallelism.
@@ -118,7 +122,13 @@ class OptimizerStep:
         if self.max_norm is not None:
             multiply_(self.buffer.owned, clip_factor(norm, self.max_norm))
         watch = None if measured is None else measured.watch
-        self.optimizer.step(lr, skip=~norm.isfinite() if on_device else None, watch=watch)
+        skip = ~norm.isfinite() if on_device else None
+        self.optimizer.step(lr, skip=skip, watch=watch)
+        if self.row_factors is not None:
+            factors = self.row_factors()
+            self.optimizer.multiply_rows(
+                factors if skip is None else {name: torch.where(skip, 1.0, x) for name, x in factors.items()}
+            )
         grad_norm = on_host.item()
         skipped = not math.isfinite(grad_norm)
         if skipped:

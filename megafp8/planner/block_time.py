@@ -156,7 +156,10 @@ class _Block:
         )
         slower *= batch.element / BF16
         launch = gpu.ceilings.launch
-        return Phases(flops / forward * slower + launch, 2 * flops / backward * slower + 4 * launch)
+        phases = Phases(flops / forward * slower + launch, 2 * flops / backward * slower + 4 * launch)
+        if config.optimizer.qk_clip is None:
+            return phases
+        return phases + Phases(forward=flops / 2 / gpu.scored_forward * slower + 2 * launch)  # the largest logits
 
     def elementwise(self) -> Phases:
         """Norms, rotation, activations, casts, permutations of experts' rows, and sums of tensor-parallel shards."""

@@ -223,6 +223,7 @@ def describe_experts(config: Config, world_size: int) -> str:
     assert moe is not None
     ranks = p.expert_ranks
     parts = f", each cut over {p.expert_tensor} ranks" if p.expert_tensor > 1 else ""
+    latents = f", in latents of {moe.latent_size}" if moe.latent_size is not None else ""
     on_ranks = f"; {moe.num_experts // p.expert} on each of {p.expert} expert-parallel ranks" if p.expert > 1 else ""
     how = f"; tokens by {'all-gather' if config.gathers_tokens else 'all-to-all'}" if ranks > 1 else ""
     rounding = (
@@ -232,7 +233,7 @@ def describe_experts(config: Config, world_size: int) -> str:
         else ""
     )
     return (
-        f"experts: {moe.num_experts} a layer, {moe.top_k} for each token{on_ranks}{parts}; each "
+        f"experts: {moe.num_experts} a layer, {moe.top_k} for each token{latents}{on_ranks}{parts}; each "
         f"{world_size // p.pipeline // ranks} times{how}; memory below is that of an even load{rounding}"
     )
 

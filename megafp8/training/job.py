@@ -417,6 +417,7 @@ class Job:
             mtp_loss=None if self.config.model.binary_head else loss.more,
             binary_loss=loss.more if self.config.model.binary_head else None,
             index_loss=self.trainer.index_loss,
+            max_attention_logit=self.trainer.max_attention_logit,
             layer_norms=result.layer_norms,
             **observed,
         )

@@ -22,7 +22,8 @@ class StepMetrics:
     `loss_scale`: of the step, in fp16; else None.
     `skipped_in_a_row`: number of consecutive skipped steps that end with this one. `mtp_loss`, `binary_loss`: mean loss
     of multi-token prediction, unweighted, and of BERT's binary head; `index_loss`: the sum of the layers' losses of
-    indexers (`model.sparse_attention`) as it enters the gradient; None without. Of a model with experts, as
+    indexers (`model.sparse_attention`) as it enters the gradient; `max_attention_logit`: the largest of all heads
+    before the update, with `optimizer.qk_clip`; None without. Of a model with experts, as
     `megafp8.training.expert_load.ExpertLoad` has them: `router_aux_loss`, `router_z_loss`, `expert_imbalance` and
     `router_entropy`; else None. `loss_limit`: a loss above it is a spike, if they are detected. `slowest_rank`,
     `slowest_ratio`: the slowest rank since the last comparison, and its time over the median (`resilience.stragglers`).
@@ -54,6 +55,7 @@ class StepMetrics:
     mtp_loss: float | None = None
     binary_loss: float | None = None
     index_loss: float | None = None
+    max_attention_logit: float | None = None
     router_aux_loss: float | None = None
     router_z_loss: float | None = None
     expert_imbalance: float | None = None

@@ -53,6 +53,7 @@ HELP: Mapping[str, str] = {
     "mtp_loss": "Loss of multi-token prediction, nats",
     "binary_loss": "Loss of the binary head, nats",
     "index_loss": "Loss of the indexers of sparse attention, as it enters the gradient",
+    "max_attention_logit": "Largest attention logit of all heads, with QK-clip",
     "router_aux_loss": "Auxiliary loss of routers",
     "router_z_loss": "z-loss of routers",
     "expert_imbalance": "Tokens of the expert with the most over the mean of its layer, of the worst layer",

@@ -52,6 +52,7 @@ from megafp8.training.fp8_config import build_fp8
 from megafp8.training.learning_rate import schedule_of
 from megafp8.training.overlap import build_expert_overlap, build_tp_overlap
 from megafp8.training.pipeline import plan_pipeline
+from megafp8.training.qk_clip import QkClip
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Trainer:
 
     Attributes: `stages`: one for each chunk of the pipeline placement; `model`: all of them. `strategy`: of data
     parallelism, which has their parameters and gradients. `expert_load`,
-    `index_loss`: of the latest `train_step`. `timeline`: of the
+    `index_loss`, `max_attention_logit`: of the latest `train_step`. `timeline`: of the
     step `logging.pipeline_trace_step`, once it is done. `fp8_records`: FP8 health of all stages in the latest
     `train_step`, on rank 0, if that step was sampled; else empty.
     """
@@ -132,6 +133,7 @@ class Trainer:
             seed=config.seed,
             auxiliary_loss_grad=self.auxiliary_loss_grad,
             lora=lora_of(config),
+            records_logits=config.optimizer.qk_clip is not None,
         )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
         self.plan = plan_pipeline(config, self.num_microbatches)
@@ -142,6 +144,10 @@ class Trainer:
         self.expert_load: ExpertLoad | None = None
         self._index_losses = [x for stage in self.stages for x in stage.index_losses.values()]
         self.index_loss: float | None = None
+        mixers = [mixer for stage in self.stages for mixer in stage.recording_mixers]
+        threshold = config.optimizer.qk_clip
+        self.qk_clip = None if threshold is None else QkClip(mixers, threshold, parallel)
+        self.max_attention_logit: float | None = None
         wgrads = WgradStore()
         self.strategy = build_data_parallel(config, parallel, self.model, wgrads, os.environ)
         self.update = self._build_update()
@@ -196,6 +202,7 @@ class Trainer:
             expert_group=strategy.expert_group,
             scaler=self.loss_scaler,
             layers=layers_of_model(strategy.trained, parallel.model.group) if measures_layers else [],
+            row_factors=None if self.qk_clip is None else self.qk_clip.row_factors,
         )
 
     def close(self) -> None:
@@ -319,6 +326,7 @@ class Trainer:
         load = None if self.load_collector is None else self.load_collector.sum()
         load_on_host = None if load is None else load.to("cpu", non_blocking=True)
         index_loss = self._sum_of_index_losses().to("cpu", non_blocking=True) if model.sparse_attention else None
+        largest = None if self.qk_clip is None else self.qk_clip.collect().to("cpu", non_blocking=True)
         before_update()
         activity.enter("update")
         interval = self.config.logging.layer_norms_interval
@@ -331,6 +339,7 @@ class Trainer:
         self.strategy.end_step()
         self.fp8.end_step()
         self.index_loss = None if index_loss is None else index_loss.item()
+        self.max_attention_logit = None if largest is None else largest.item()
         if load is not None and load_on_host is not None and self.load_collector is not None:
             self.expert_load = self.load_collector.load(load_on_host)
             if not result.skipped:
@@ -396,6 +405,8 @@ class Trainer:
             self.load_collector.zero()
         for index_loss in self._index_losses:
             index_loss.zero_()
+        if self.qk_clip is not None:
+            self.qk_clip.zero()
         self._set_auxiliary_loss_grad(batches)
         self.strategy.gather()
         if reduce and self.config.parallel.overlap_grad_reduce:

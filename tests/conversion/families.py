@@ -46,6 +46,7 @@ LINEAR: dict[str, Any] = LLAMA | {
     "linear_key_head_dim": 32, "linear_value_head_dim": 24,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
+OLMO_HYBRID: dict[str, Any] = {key: x for key, x in LINEAR.items() if key != "head_dim"} | {"linear_key_head_dim": 64}
 LINEAR_KINDS = ("Qwen3Next", "Qwen3_5")
 LINEAR_EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
@@ -181,6 +182,11 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-5": ("Qwen3_5", LINEAR),
     "qwen3-5-35b-a3b": ("Qwen3_5Moe", LINEAR | LINEAR_EXPERTS | {"layer_types": None, "full_attention_interval": 3}),
+    "olmo-hybrid": ("OlmoHybrid", OLMO_HYBRID | {"rope_parameters": {"rope_type": "default", "rope_theta": None}}),
+    "olmo-hybrid-rope": (
+        "OlmoHybrid",
+        OLMO_HYBRID | {"linear_value_head_dim": 48, "linear_allow_neg_eigval": False, "rope_parameters": YARN_ROPE},
+    ),
     "llama2": ("Llama", LLAMA | {"num_key_value_heads": 4}),
     "llama3": ("Llama", LLAMA | {"rope_parameters": LLAMA3_ROPE}),
     "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True}),
@@ -330,6 +336,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"floor_scale": 8192, "attn_scale": 0.1},
     ),
     "nemotron-h": ("NemotronH", NEMOTRON),
+    "nemotron-h-latents": ("NemotronH", NEMOTRON | {"moe_latent_size": 20}),
     "nemotron-h-dense": (
         "NemotronH",
         {key: x for key, x in NEMOTRON.items() if not re.search("expert|moe|routed", key)}
@@ -408,6 +415,22 @@ HYBRID_EXPERTS = {"num_experts": 6, "shared_ffn_hidden_size": 40, "shared_gate":
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", HYBRID | {"moe": HYBRID_EXPERTS}),
     "qwen3_5_text": ("qwen3_5_text", HYBRID),
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        SMALL
+        | {
+            "qk_norm": "projection",
+            "position_embedding": "none",
+            "layer_kinds": {
+                "linear": {
+                    "mixer": HYBRID["layer_kinds"]["linear"]["mixer"]
+                    | {"allow_neg_eigval": True, "key_head_dim": 16, "value_head_dim": 16, "norm_eps": 1e-5}
+                },
+                "full": {"norm_position": "output"},
+            },
+            "pattern": ["linear", "full"],
+        },
+    ),
     "nemotron_h": (
         "nemotron_h",
         SMALL
@@ -775,7 +798,9 @@ def config_class(kind: str) -> Any:
 @torch.no_grad()
 def randomize(model: Any, norms: float = 1.0) -> None:
     """Random values for all that a model of `transformers` stores. `norms`: the mean of norms' weights."""
-    linear = type(model).__name__.startswith(LINEAR_KINDS)  # whose rounding in fp32 is several times that of others
+    linear = type(model).__name__.startswith(
+        (*LINEAR_KINDS, "OlmoHybrid")
+    )  # whose rounding in fp32 is several times that of others
     biases = [(key, x) for key, x in model.named_buffers() if key.endswith(("e_score_correction_bias", "expert_bias"))]
     for key, x in [*model.named_parameters(), *biases]:
         mean = 1.0 if "linear_attn.norm" in key else norms if "norm" in key and key.endswith("weight") else 0.0

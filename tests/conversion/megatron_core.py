@@ -35,7 +35,7 @@ def build(model: ModelConfig, args: dict[str, Any], t: int, p: int, e: int) -> A
     moe = {}
     if model.moe is not None:
         names = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
-        names += ("moe_layer_freq", "moe_router_score_function", "moe_router_enable_expert_bias")
+        names += ("moe_latent_size", "moe_layer_freq", "moe_router_score_function", "moe_router_enable_expert_bias")
         moe = {name.replace("num_experts", "num_moe_experts"): args[name] for name in names if name in args}
         moe["moe_shared_expert_gate"] = args.get("moe_shared_expert_gate", False)
         moe["moe_token_dispatcher_type"] = "allgather"  # alltoall needs a GPU

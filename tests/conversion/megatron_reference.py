@@ -54,6 +54,7 @@ MODELS = {
         | {
             "top_k": 4,
             "ffn_hidden_size": 20,
+            "latent_size": 8,
             "shared_ffn_hidden_size": 12,
             "shared_gate": True,
             "bias_update_rate": 0.01,
@@ -112,6 +113,9 @@ def experts(w: Mapping[str, Tensor], r: int, t: int, x: int, n: int, te: bool) -
             found[f"mlp.experts.{grouped if te else own}"] = weight
     if "mlp.router.bias" in w:
         found["mlp.router.expert_bias"] = w["mlp.router.bias"]
+    if "mlp.latent_down.weight" in w:
+        found["mlp.fc1_latent_proj.weight"] = w["mlp.latent_down.weight"]
+        found["mlp.fc2_latent_proj.weight"] = w["mlp.latent_up.weight"]
     if "mlp.shared.up.weight" in w:
         for fc, weight in enumerate(mlp(w, "mlp.shared", r, t), 1):
             found[f"mlp.shared_experts.linear_fc{fc}.weight"] = weight

@@ -30,12 +30,22 @@ from tests.conversion.checkpoints import convert
 from tests.conversion.families import OURS, SMALL, THEIRS, RandomSource, make_theirs
 from tests.marks import slow_but
 
+_NORMS_OF_OLMO_HYBRID = {
+    "attention_layer_norm": "input_layernorm",
+    "feedforward_layer_norm": "post_attention_layernorm",
+}
+
 
 def weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder, through the library, by their present names."""
     found: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
         found |= {present_name(name): x for name, x in load_file(file).items()}
+    # OLMo Hybrid's, of which transformers writes others than were published.
+    for name, x in _NORMS_OF_OLMO_HYBRID.items():
+        found = {key.replace(name, x): tensor for key, tensor in found.items()}
+    for stem in [key.removesuffix("q_conv1d.weight") for key in found if key.endswith("linear_attn.q_conv1d.weight")]:
+        found[f"{stem}conv1d.weight"] = torch.cat([found.pop(f"{stem}{x}_conv1d.weight") for x in "qkv"])
     return found
 
 
@@ -116,6 +126,20 @@ def test_layers_of_multi_token_prediction_are_read_and_not_written(
     assert verify(main, HfSource(tmp_path / "ours")).tensors == len(kept)
     assert config(tmp_path / "ours")["num_nextn_predict_layers"] == 0
     same_weights(theirs, tmp_path / "ours")
+
+
+def test_multi_token_prediction_of_nemotron_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = tmp_path / "theirs"
+    make_theirs("nemotron-h-latents").save_pretrained(theirs)
+    kept = load_file(theirs / "model.safetensors")
+    save_file(kept | {"mtp.layers.0.norm.weight": torch.ones(32)}, theirs / "model.safetensors")
+    said = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    (theirs / "config.json").write_text(json.dumps(config(theirs) | said))
+    with caplog.at_level("INFO", "megafp8"):
+        convert(HfSource(theirs), HfSink(tmp_path / "ours"))
+    assert "the layers of multi-token prediction are left out" in caplog.text
+    assert weights(tmp_path / "ours").keys() == kept.keys()
+    assert config(tmp_path / "ours")["num_nextn_predict_layers"] == 0
 
 
 def test_padding_is_zeros_and_rows_are_rows_of_the_whole(tmp_path: Path) -> None:

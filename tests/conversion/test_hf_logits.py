@@ -121,9 +121,9 @@ def _hold(ours: Tensor, theirs: Tensor) -> None:
 
 
 GRADIENTS = [
-    "qwen3-next", "qwen3-5", "qwen3-5-35b-a3b",
+    "olmo-hybrid", "qwen3-next", "qwen3-5", "qwen3-5-35b-a3b",
     "glm4-moe", "olmo3", "smollm3", "minimax-m2", "ernie4-5-moe", "mistral4",
-    "nanochat", "llama4", "nemotron-h", "deepseek-v32", "glm-moe-dsa", "kimi-linear", "lfm2-moe",
+    "nanochat", "llama4", "nemotron-h-latents", "deepseek-v32", "glm-moe-dsa", "kimi-linear", "lfm2-moe",
 ]  # fmt: skip
 """Models of theirs whose gradients the quick tests compare."""
 ALIKE = {
@@ -131,8 +131,8 @@ ALIKE = {
     "gemma2-uncapped", "phi3-longrope-short", "gpt-neox-in-turn", "deepseek-v3-tied", "gpt2-untied",
     "llama-tied", "llama-geglu", "qwen2-exact-geglu", "phi3", "deepseek-v2-lite",
     "glm4-moe-plain", "mistral4-no-latent", "nanochat-tied", "llama4-plain", "smollm3-windows", "ernie4-5-moe-untied",
-    "kimi-linear-groups",
-    "nemotron-h-dense", "bamba", "granite-hybrid-dense", "glm-moe-dsa",
+    "kimi-linear-groups", "olmo-hybrid-rope",
+    "nemotron-h-dense", "nemotron-h", "bamba", "granite-hybrid-dense", "glm-moe-dsa",
 }  # fmt: skip
 """Models of which the quick tests have others that differ from them in little."""
 

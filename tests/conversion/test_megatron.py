@@ -73,6 +73,7 @@ ARGS: dict[str, dict[str, Any]] = {
         "num_experts": 8,
         "moe_layer_freq": [0, 1, 1, 1],
         "moe_ffn_hidden_size": 20,
+        "moe_latent_size": 8,
         "moe_shared_expert_intermediate_size": 12,
         "moe_shared_expert_gate": True,
         "moe_router_topk": 4,

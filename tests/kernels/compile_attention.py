@@ -20,7 +20,7 @@ KINDS = {
 }
 POINTERS = {
     "sbad": "*bf16", "tbgd": "*bf16", "bs": "*i32", "bk": "*i32", "visible_bast": "*u8", "sample_b": "*i64",
-    "sba": "*fp32", "ar": "*fp32", "bmar": "*fp32",
+    "sba": "*fp32", "ar": "*fp32", "bmar": "*fp32", "mba": "*fp32",
 }  # fmt: skip
 """By name, or by the shape at its end."""
 NUMBERS = {"inner": "fp32", "outer": "fp32", "scale": "fp32", "factor": "fp32"}
@@ -29,7 +29,7 @@ NUMBERS = {"inner": "fp32", "outer": "fp32", "scale": "fp32", "factor": "fp32"}
 def compiled(name: str, d: int, kind: str) -> Any:
     """The compiled kernel `name` of heads `d` wide."""
     kernel, width = getattr(attention, f"{name}_kernel"), max(16, 1 << (d - 1).bit_length())
-    tile = getattr(attention._tiles(width, kind == "all"), name)
+    tile = getattr(attention._tiles(width, kind == "all"), "forward" if name == "largest" else name)
     constants = dict.fromkeys(("SOFTCAP", "BIAS", "DROPOUT", "VISIBLE", "POSITIONS"), False) | KINDS[kind]
     constants |= {"D": d, "WIDTH": width, "M": tile.m, "N": tile.n}
     signature, values, aligned = {}, {}, {}
@@ -47,5 +47,5 @@ def compiled(name: str, d: int, kind: str) -> Any:
 
 
 if __name__ == "__main__":
-    for name in ("forward", "dq", "dkv", "bias"):
+    for name in ("forward", "largest", "dq", "dkv", "bias"):
         print(name, sys.argv[1], sys.argv[2], compiled(name, int(sys.argv[1]), sys.argv[2]).metadata.shared, flush=True)

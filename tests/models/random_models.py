@@ -68,7 +68,7 @@ EXPERTS = [
     {"shared_ffn_hidden_size": 8}, {"score": "sigmoid"}, {"normalize": False}, {"scaling_factor": 2.5},
     {"num_groups": 4, "top_groups": 2}, {"selection_bias": True}, {"scale_inputs": True}, {"aux_loss": 0.3},
     {"z_loss": 0.1}, {"aux_loss": 0.1, "aux_loss_scope": "global_batch"},
-    {"shared_ffn_hidden_size": 8, "shared_gate": True},
+    {"shared_ffn_hidden_size": 8, "shared_gate": True}, {"latent_size": 10},
 ]  # fmt: skip
 
 
@@ -86,7 +86,8 @@ def draw(generator: random.Random) -> Draw:
         return choose([
             some([{"rope_theta": 100.0}, {"head_dim": 8}, {"position_embedding": "none"}, {"qk_norm": True},
                   *REACH], 3),
-            DELTA_NET | small | {"key_head_dim": d}, KIMI_DELTA | small | {"head_dim": d},
+            DELTA_NET | small | {"key_head_dim": d} | some([{"allow_neg_eigval": True}, {"norm_eps": 0.1}], 2),
+            KIMI_DELTA | small | {"head_dim": d},
             MAMBA2 | small | {"state_size": d, "conv_bias": choose([True, False])},
             {"kind": "short_convolution"} | small, "none",
         ])  # fmt: skip
@@ -109,6 +110,7 @@ def draw(generator: random.Random) -> Draw:
     kinds: dict[str, dict[str, Any]] = {}
     for name in ("a", "b", "c")[: choose([0, 2, 2, 3])]:
         kinds[name] = {key: value() for key, value in (("mixer", mixer), ("ffn", ffn)) if generator.random() < 0.7}
+        kinds[name] |= some([{"norm_position": choose(["pre", "output", "both"])}], 1)
     if kinds:
         model |= {"layer_kinds": kinds, "pattern": list(kinds)}
     pp = choose([1, 1, 1, 2, 2, 4])

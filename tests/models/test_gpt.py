@@ -135,8 +135,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | {
         "output_gate": True,
         "layer_kinds": {
-            "linear": {"mixer": DELTA_NET},
-            "local": {"mixer": {"sliding_window": 3, "rope_theta": 100.0, "head_dim": 8}},
+            "linear": {"mixer": DELTA_NET | {"allow_neg_eigval": True, "norm_eps": 0.1}},
+            "local": {"norm_position": "output", "mixer": {"sliding_window": 3, "rope_theta": 100.0, "head_dim": 8}},
         },
         "pattern": ["linear", "local"],
     },
@@ -222,6 +222,7 @@ MOE_MODELS = {
             "selection_bias": True,
             "scaling_factor": 2.5,
             "shared_ffn_hidden_size": 16,
+            "latent_size": 10,
         },
     },
     "mixtral": MIXTRAL,
@@ -513,6 +514,7 @@ def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:
         pytest.param("llama4", 2, 1, 2, 1, "all_gather", "selective", marks=pytest.mark.slow),
         ("groups-softmax", 1, 4, 2, 1, "all_to_all", "none"),
         ("nemotron", 2, 2, 2, 1, "all_gather", "none"),
+        ("nemotron", 1, 2, 2, 1, "all_to_all", "none"),
     ],
 )
 def test_experts(world4: World, name: str, tp: int, cp: int, ep: int, etp: int, dispatch: str, recompute: str) -> None:

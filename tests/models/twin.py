@@ -341,6 +341,8 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
     assert m is not None
     b, s, experts = *x.shape[:2], m.num_experts
     out = []
+    read = x if m.latent_size is None else _linear(x, w, f"{name}.latent_down")
+    routed = [torch.zeros_like(token) for token in read.flatten(0, 1)]
     weights: list[list[Tensor]] = []  # of each token by expert, 0 where it was not chosen
     for row in range(b):
         share, mean, log_z = torch.zeros(experts, dtype=torch.float64), [], []
@@ -371,9 +373,11 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
         for place, token in enumerate(largest):
             if place < most and weights[token][e] != 0:
                 scale = weights[token][e]
-                y = mlp(x.flatten(0, 1)[token] * (scale if m.scale_inputs else 1), w, f"{name}.experts.{e}", config)
-                out[token] = out[token] + (y if m.scale_inputs else scale * y)
-    return torch.stack(out).view_as(x)
+                y = mlp(read.flatten(0, 1)[token] * (scale if m.scale_inputs else 1), w, f"{name}.experts.{e}", config)
+                routed[token] = routed[token] + (y if m.scale_inputs else scale * y)
+    added = torch.stack(routed)
+    added = added if m.latent_size is None else _linear(added, w, f"{name}.latent_up")
+    return (torch.stack(out) + added).view_as(x)
 
 
 def _allowed(
@@ -429,7 +433,8 @@ def _delta_net(
                 forget = torch.exp(-rate * torch.log1p(decay[row, i, head].exp()))
                 begins = i == 0 or (documents is not None and bool(documents[row, i] != documents[row, i - 1]))
                 state = torch.zeros_like(states[head]) if begins else states[head] * forget
-                state = state + torch.outer(found, beta[row, i, head].sigmoid() * (value - found @ state))
+                most = 2 if record.allow_neg_eigval else 1
+                state = state + torch.outer(found, most * beta[row, i, head].sigmoid() * (value - found @ state))
                 states[head] = state
                 y = (query / math.sqrt(d)) @ state
                 y = y / (y.pow(2).mean() + eps).sqrt() * w[f"{name}.norm.weight"]
@@ -527,14 +532,16 @@ def _block(
     def norm(x: Tensor, which: str, there: bool) -> Tensor:
         return _norm(x, w, f"{name}.{which}", config, config.normalization) if there else x
 
-    of_inputs, of_outputs = config.norm_position in ("pre", "both"), config.norm_position in ("output", "both")
+    position = kind.norm_position or config.norm_position
+    of_inputs, of_outputs = position in ("pre", "both"), position in ("output", "both")
 
     def attention(x: Tensor) -> Tensor | float:
         if isinstance(kind.mixer, NoMixerConfig):
             return 0.0
         normed = norm(x, "attention_norm", of_inputs)
         if isinstance(kind.mixer, GatedDeltaNetConfig):
-            y = _delta_net(normed, w, f"{name}.gated_delta_net", kind.mixer, config.norm_eps, documents)
+            eps = kind.mixer.norm_eps or config.norm_eps
+            y = _delta_net(normed, w, f"{name}.gated_delta_net", kind.mixer, eps, documents)
         elif isinstance(kind.mixer, ShortConvolutionConfig):
             y = _short_convolution(normed, w, f"{name}.short_convolution", kind.mixer, documents)
         elif isinstance(kind.mixer, KimiDeltaAttentionConfig):
@@ -596,7 +603,8 @@ def twin_loss(
     kinds = [kinds[i % len(kinds)] for i in range(config.num_layers)]
     # Keys of a kind of layer stand in the config of its layers.
     given = [[part.given for part in kind_of if part is not None] for kind_of in ((x.mixer, x.ffn) for x in kinds)]
-    configs = [config.model_copy(update=dict(pair for keys in parts for pair in keys.items())) for parts in given]
+    updates = [dict(pair for keys in parts for pair in keys.items() if pair[0] != "norm_eps") for parts in given]
+    configs = [config.model_copy(update=update) for update in updates]
     windows = [None if i in config.full_attention_layers else x.sliding_window for i, x in enumerate(configs)]
     if positions is None:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)

@@ -182,6 +182,10 @@ def test_the_reference(name: str, rows: int, groups: int, monkeypatch: pytest.Mo
     found, found_lse = forward(q, k, v, mask, scores)
     torch.testing.assert_close(found, o, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found_lse, lse, rtol=1e-12, atol=1e-12)
+    x = torch.einsum("sbad,tbad->bast", q, k.repeat_interleave(4 // groups, 2)) / math.sqrt(6)
+    visible = allowed(s, t, mask).expand(4, B, s, t).transpose(0, 1) if mask.visible is None else allowed(s, t, mask)
+    most = x.masked_fill(~visible, -math.inf).amax((0, 2, 3))
+    torch.testing.assert_close(module.largest(q, k, mask, PLAIN), most, rtol=1e-12, atol=1e-12)
     ours = backward(do, q, k, v, found, found_lse, mask, scores, bias_grad=scores is not PLAIN)
     for one, other in itertools.zip_longest(ours[: len(gradients)], gradients):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)

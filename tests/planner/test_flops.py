@@ -65,6 +65,7 @@ ONE_PART = {
     "pattern": ["mamba", "mlp"],
     "layer_kinds": {"mamba": {"mixer": MAMBA2, "ffn": "none"}, "mlp": {"mixer": "none"}},
 }
+LATENT_EXPERTS = {"num_experts": 4, "ffn_hidden_size": 32, "latent_size": 24, "shared_ffn_hidden_size": 48}
 WINDOW_MTP = {"sliding_window": 8, "num_query_groups": 2, "mtp_num_layers": 1}
 
 
@@ -76,8 +77,9 @@ WINDOW_MTP = {"sliding_window": 8, "num_query_groups": 2, "mtp_num_layers": 1}
         (HYBRID, 2 * 32 * (6 * 8 * 8 * 8 + 2 * 4 * 128)),
         (KIMI, 4 * 32 * (6 * 8 * 8 * 8 + 2 * 4 * 192)),
         (ONE_PART, 2 * 32 * (4 * 8 * 8 * 8 + 2 * 4 * 128)),
+        ({"moe": LATENT_EXPERTS}, 0),
     ],
-    ids=["plain", "window-mtp", "hybrid", "kimi", "one-part"],
+    ids=["plain", "window-mtp", "hybrid", "kimi", "one-part", "latent-experts"],
 )
 def test_products_of_a_step_are_those_that_the_counter_sees(
     model: dict[str, Any], recurrences: int, alone: ParallelState

@@ -124,6 +124,7 @@ MODELS: dict[str, list[str]] = {
         "model.sparse_attention={index_heads: 3, index_head_dim: 10, top_k: 7}",
         "model.num_query_groups=null",
     ],
+    "latent-experts": ["model.moe={num_experts: 8, ffn_hidden_size: 48, latent_size: 32, shared_ffn_hidden_size: 32}"],
     "biased-experts": ["model.moe={num_experts: 8, ffn_hidden_size: 48}", "model.linear_bias=true"],
     "experts": ["model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 48, aux_loss: 0.01, z_loss: 0.001}"],
     "shared-expert": [

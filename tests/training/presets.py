@@ -179,7 +179,8 @@ NEMOTRON = _preset(
     "nemotron", model={"num_layers": 4, "activation": "squared_relu", "position_embedding": "none",
     "layer_kinds": {"mamba": {"mixer": MAMBA2, "ffn": "none"}, "attention": {"ffn": "none"},
     "mlp": {"mixer": "none"}, "moe": {"mixer": "none", "ffn": "moe"}}, "pattern": ["mamba", "moe", "attention", "mlp"],
-    "moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "shared_ffn_hidden_size": 32, "aux_loss": 0.1}},
+    "moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "shared_ffn_hidden_size": 32, "aux_loss": 0.1,
+    "latent_size": 32}},
 )  # fmt: skip
 BLOOM = _preset("bloom", model={**_GPT2, "num_query_groups": 8, "position_embedding": "alibi", "embedding_norm": True})
 GPT_OSS = _preset(
@@ -268,6 +269,7 @@ NO_CLIP = _preset("no-clip", optimizer={"clip_grad_norm": 0.0})
 CLIP = _preset("clip", optimizer={"clip_grad_norm": 0.1})
 BF16_MOMENTS = _preset("bf16-moments", optimizer={"moments_dtype": "bf16"})
 FP8_MOMENTS = _preset("fp8-moments", optimizer={"moments_dtype": "fp8"})
+QK_CLIP = _preset("qk-clip", optimizer={"qk_clip": 0.02})
 REMAINDERS = _preset("remainders", optimizer={"store_param_remainders": True})
 BF16_REDUCE = _preset("bf16-reduce", optimizer={"reduce_dtype": "bf16"})
 MUON = _preset("muon", optimizer={"name": "muon", "muon": {"newton_schulz_dtype": "fp32"}})

@@ -53,6 +53,8 @@ class LayerKind(Section):
     """What mixes tokens; none: the layer is a feed-forward network. Default: as the model section says."""
     ffn: Annotated[Ffn, Field(discriminator="kind"), _alone(Ffn)] | None = None
     """The feed-forward network; none: the layer is a mixer. Default: as the model section says."""
+    norm_position: Literal["pre", "output", "both"] | None = None
+    """Where its parts have their norms, as model.norm_position, which is the default."""
 
     @model_validator(mode="before")
     @classmethod
@@ -68,7 +70,8 @@ class LayerKind(Section):
 
 
 class LayerSpec(NamedTuple):
-    """A layer of the model: resolved records of its parts."""
+    """A layer of the model: resolved records of its parts, and where these have their norms."""
 
     mixer: Mixer
     ffn: Ffn
+    norm_position: Literal["pre", "output", "both", "post"]

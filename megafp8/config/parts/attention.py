@@ -229,6 +229,18 @@ class AttentionConfig(PartConfig, AttentionKeys):
         # They depend on the place among all tokens.
         return self.longrope is None and self.position_embedding != "alibi" and self.attention_chunk is None
 
+    @property
+    def no_qk_clip(self) -> str:
+        if self.qk_norm:
+            return (
+                f"with qk_norm: {str(self.qk_norm).lower()} logits do not depend on the size of query and key weights"
+            )
+        if self.attention_softcap is not None:
+            return "attention_softcap bounds the logits"
+        if self.position_embedding in ("alibi", "relative"):
+            return f"with position_embedding: {self.position_embedding} logits are not of queries and keys alone"
+        return ""
+
     def widths(self, model: ModelSection) -> Mapping[str, int]:
         return {"num_attention_heads": self.num_attention_heads, "num_query_groups": self.groups}
 

@@ -54,6 +54,12 @@ class PartConfig(PartialSection):
         """Whether it passes a state from token to token, and attends to none."""
         return False
 
+    @property
+    def no_qk_clip(self) -> str | None:
+        """Why weights cannot be scaled to lower its attention logits; empty: they can; None: it has no such logits. For
+        a resolved record."""
+        return None
+
     def widths(self, model: ModelSection) -> Mapping[str, int]:
         """Sizes, by key, that tensor parallelism divides between its ranks. For a resolved record."""
         return {}

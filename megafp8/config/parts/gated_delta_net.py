@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from megafp8.config.errors import Problem, divisors
 from megafp8.config.parts.base import ModelSection
 from megafp8.config.parts.recurrent import RecurrentConfig
-from megafp8.section import PositiveInt
+from megafp8.section import PositiveFloat, PositiveInt
 
 
 class GatedDeltaNetConfig(RecurrentConfig):
@@ -32,6 +32,14 @@ class GatedDeltaNetConfig(RecurrentConfig):
     """Channels of a head's query and key (linear_key_head_dim)."""
     value_head_dim: PositiveInt = 128
     """Channels of a head's value (linear_value_head_dim)."""
+    allow_neg_eigval: bool = False
+    """A token replaces what the state has for its key by up to twice the difference, so that the state's transition may
+    have negative eigenvalues (Grazzi et al. 2024, arXiv:2411.12537; OLMo Hybrid's linear_allow_neg_eigval)."""
+    norm_eps: PositiveFloat | None = None
+    """Added to the variance in the norm of heads' outputs (OLMo Hybrid: 1e-5). Default: model.norm_eps."""
+
+    def resolved(self, model: ModelSection) -> GatedDeltaNetConfig:
+        return self.model_copy(update={"norm_eps": self.norm_eps or model.norm_eps})
 
     def widths(self, model: ModelSection) -> Mapping[str, int]:
         return {"num_key_heads": self.num_key_heads, "num_value_heads": self.num_value_heads}

@@ -56,6 +56,10 @@ class LatentMixerConfig(PartConfig):
         of_model = {key: getattr(model, key) for key in ("sliding_window", "position_embedding")}
         return LatentMixerConfig.model_construct(**of_model | self.given)
 
+    @property
+    def no_qk_clip(self) -> str:
+        return ""
+
     def widths(self, model: ModelSection) -> Mapping[str, int]:
         return {"num_attention_heads": model.num_attention_heads}
 

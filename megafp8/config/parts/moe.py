@@ -24,6 +24,10 @@ class MoeConfig(Section):
     """Inner width of an expert. Default: model.ffn_hidden_size."""
     shared_ffn_hidden_size: PositiveInt | None = None
     """Inner width of a shared expert, an MLP that every token passes (DeepSeek, Qwen2-MoE). Default: none."""
+    latent_size: PositiveInt | None = None
+    """Experts read and give tokens of this width: a projection that all experts share comes before them, and one behind
+    their weighted sum (LatentMoE of Nemotron 3 Super and Ultra; moe_latent_size). Router and shared expert read whole
+    tokens. Ranks send each other this width. Default: hidden_size, without projections."""
     shared_gate: bool = False
     """Multiply the shared expert's output by the sigmoid of a learned projection of the token (Qwen2-MoE)."""
     first_dense_layers: Count = 0
@@ -80,12 +84,14 @@ class MoeFfnConfig(PartConfig):
     tensor_prefix: ClassVar[str] = "mlp"
     hugging_face: ClassVar[Mapping[str, str]] = {
         "router": "mlp.gate", "router.bias": "mlp.gate.e_score_correction_bias",
+        "latent_down": "mlp.fc1_latent_proj", "latent_up": "mlp.fc2_latent_proj",
         **{f"experts.*.{x}": f"mlp.experts.*.{x}_proj" for x in ("gate", "up", "down")},
         **{f"shared.{x}": f"mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")},
     }  # fmt: skip
     megatron: ClassVar[Mapping[str, str]] = {
         "router": "mlp.router", "router.bias": "mlp.router.expert_bias",
         "shared_gate.weight": "mlp.shared_experts.gate_weight",
+        "latent_down": "mlp.fc1_latent_proj", "latent_up": "mlp.fc2_latent_proj",
         **{f"experts.*.{x}": f"mlp.experts.local_experts.*.{y}" for x, y in MEGATRON_LINEARS.items()},
         **{f"shared.{x}": f"mlp.shared_experts.{y}" for x, y in MEGATRON_LINEARS.items()},
     }  # fmt: skip
@@ -115,6 +121,9 @@ def experts(m: ModelSection) -> Iterator[Problem]:
         rule = f"none of the {m.num_layers} layers has experts"
         works = f"try {int(key == 'layer_interval')}, or leave model.moe out"
         yield Problem(f"model.moe.{key}", getattr(x, key), rule, works)
+    if x.latent_size is not None and m.linear_bias:
+        rule = "model.linear_bias is true, and the projections of the latents have no biases"
+        yield Problem("model.moe.latent_size", x.latent_size, rule, "leave it out, or try model.linear_bias=false")
     if x.shared_gate and x.shared_ffn_hidden_size is None:
         works = "set model.moe.shared_ffn_hidden_size, or leave it out"
         yield Problem("model.moe.shared_gate", True, "there is no shared expert", works)
@@ -158,7 +167,8 @@ def expert_layout(config: RunConfig) -> Iterator[Problem]:
         rule = f"parallel.tensor is {p.tensor}, and without it each rank would send the same tokens to experts"
         yield Problem("parallel.sequence_parallel", False, rule, "try true, or parallel.tensor=1")
     of_rank = m.expert_size // p.expert_tensor
-    for key, width in (("model.hidden_size", m.hidden_size), ("model.moe.ffn_hidden_size", of_rank)):
+    width_key = "model.hidden_size" if m.moe.latent_size is None else "model.moe.latent_size"
+    for key, width in ((width_key, m.expert_input_size), ("model.moe.ffn_hidden_size", of_rank)):
         if config.device != "cpu" and config.training.precision == "bf16" and width % 8:
             rule = "GEMMs of all experts at once take bf16 matrices of a multiple of 8 columns"
             yield Problem(key, width, rule, f"try {-(-width // 8) * 8}")

@@ -49,6 +49,10 @@ class SparseLatentMixerConfig(PartConfig):
     kind: Literal["sparse_latent_attention"] = "sparse_latent_attention"
     """Multi-head latent attention to chosen tokens."""
 
+    @property
+    def no_qk_clip(self) -> str:
+        return "sparse attention does not record its logits"
+
     def widths(self, model: ModelSection) -> Mapping[str, int]:
         return {"num_attention_heads": model.num_attention_heads}
 

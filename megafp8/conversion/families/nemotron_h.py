@@ -1,16 +1,18 @@
 """Nemotron-H and Nemotron 3: layers that are one of Mamba-2, attention, MLP and experts, each with one norm."""
 
+import logging
 import re
 
-from megafp8.config import AttentionConfig, MlpConfig, MoeFfnConfig
+from megafp8.config import AttentionConfig, MlpConfig, ModelConfig, MoeFfnConfig
 from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
 from megafp8.conversion.hf_layers import FULL
 from megafp8.conversion.hf_mamba import LINEAR, MAMBA_NAMES, NO_LIMIT, kinds_of, mamba, mixers
-from megafp8.conversion.hf_names import Place, TensorNames, in_layers, usual
+from megafp8.conversion.hf_names import Entries, Place, TensorNames, in_layers, usual
 from megafp8.conversion.keys import Fields, HfConfig, Key, Keys, Trait, always, check, expect, only, same, unread
 
+logger = logging.getLogger(__name__)
 _LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 
 
@@ -48,6 +50,14 @@ def _check_limit(hf: HfConfig) -> None:
         refuse("time_step_limit", [least, most], "0 and infinity, as transformers does not read it")
 
 
+def _stored(model: ModelConfig, entries: Entries) -> Entries:
+    """The tensors without those of multi-token prediction, whose layers are of other kinds than the model's."""
+    main = {name: entry for name, entry in entries.items() if not name.startswith("mtp.")}
+    if len(main) < len(entries):
+        logger.info("mtp: the layers of multi-token prediction are left out, as transformers does")
+    return main
+
+
 _LAYERS = Trait(("layers_block_type", "hybrid_override_pattern", "num_hidden_layers"), _read_layers, _write_layers)
 _NAMES = {
     name: Place(place) if isinstance(place, str) else place
@@ -75,16 +85,17 @@ FAMILIES = (
                 "moe", num_experts=("n_routed_experts", 8), top_k=("num_experts_per_tok", 2),
                 ffn_hidden_size=("moe_intermediate_size", 7688), normalize=("norm_topk_prob", True),
                 shared_ffn_hidden_size=("moe_shared_expert_intermediate_size", 7688),
-                scaling_factor=("routed_scaling_factor", 1.0),
+                scaling_factor=("routed_scaling_factor", 1.0), latent_size=("moe_latent_size", None),
             ),
             traits.expert_groups(1, 1), always("moe", score="sigmoid", selection_bias=True),
         ),
         check(_check_limit, "time_step_limit"), traits.NO_PADDING,
         only(
             attention_bias=False, mlp_bias=False, use_bias=False, mamba_proj_bias=False, mamba_hidden_act="silu",
-            moe_latent_size=None, n_shared_experts=1, num_nextn_predict_layers=0, residual_in_fp32=False,
+            n_shared_experts=1, residual_in_fp32=False,
             sliding_window=None, tie_word_embeddings=False,
         ),
+        unread("mtp_hybrid_override_pattern", num_nextn_predict_layers=0),
         unread(
             "chunk_size", "expand", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_layers_block_type",
             "num_logits_to_keep", "rescale_prenorm_residual", "time_step_floor", "time_step_max", "use_mamba_kernels",
@@ -92,5 +103,5 @@ FAMILIES = (
     ), TensorNames({
         "embedding.word": "backbone.embeddings", "final_norm": "backbone.norm_f", "output": "lm_head",
         **in_layers("backbone.layers.*", _IN_LAYERS, {"attention_norm": "norm", "mlp_norm": "norm"}),
-    }), moe=None, rank=5),
+    }, stored=_stored), moe=None, rank=5),
 )  # fmt: skip
