@@ -16,7 +16,7 @@ from dataclasses import replace
 from megafp8.config import encoder_checks, optimizer_checks, resilience_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.errors import ConfigError, Problem, divisors
-from megafp8.config.parts.attention import attention_heads
+from megafp8.config.parts.attention import attention_heads, shared_keys
 from megafp8.config.parts.base import PartConfig
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, latent_attention
 from megafp8.config.parts.moe import MoeConfig, expert_layout, expert_ranks, experts
@@ -36,6 +36,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         expert_layout,
         _tensor,
         _stages,
+        shared_keys,
         _schedule,
         _recompute,
         _sequence,
@@ -388,11 +389,18 @@ def split_widths(m: ModelConfig) -> dict[str, int]:
 
 def network_problems(m: ModelConfig) -> Iterator[Problem]:
     """Rules about the network that hold in any run."""
-    rules = attention_heads, latent_attention, sparse_attention, experts, encoder_checks.model, _norm_weights
+    rules = attention_heads, latent_attention, sparse_attention, experts, encoder_checks.model, _norm_weights, _tails
     for rule in rules:
         yield from rule(m)
     for path, record in _records(m):
         yield from record.problems(m, path)
+
+
+def _tails(m: ModelConfig) -> Iterator[Problem]:
+    """Rules about what follows a layer's parts."""
+    if m.layer_scalar and (m.parallel_block or m.norm_position == "post" or m.architecture == "t5"):
+        rule = "it is for layers whose parts add to the residual stream one after the other"
+        yield Problem("model.layer_scalar", True, rule, "try false, or parallel_block false with norm_position pre")
 
 
 def _norm_weights(m: ModelConfig) -> Iterator[Problem]:
@@ -517,9 +525,10 @@ def _sequence(config: Config) -> Iterator[Problem]:
         rule = f"sequence parallelism splits it into parallel.tensor ({t}) equal parts"
         yield Problem("training.seq_length", s, rule, f"try {-(-s // t) * t}, or parallel.sequence_parallel=false")
     by_cudnn = config.device != "cpu" and config.training.precision in ("bf16", "fp16")
-    if p.context > 1 and by_cudnn and (m.channels % 8 or m.channels > LARGEST_HEAD):
+    wrong = [width for width in m.head_widths if width % 8 or width > LARGEST_HEAD]
+    if p.context > 1 and by_cudnn and wrong:
         key = "model.head_dim" if m.latent_attention is None else "model.latent_attention.nope_head_dim + rope_head_dim"
-        rule = f"its attention kernels take heads of a multiple of 8, at most {LARGEST_HEAD}, and {key} is {m.channels}"
+        rule = f"its attention kernels take heads of a multiple of 8, at most {LARGEST_HEAD}, and {key} is {wrong[0]}"
         works = f"try parallel.context=1, or {'model.head_dim=128' if m.latent_attention is None else 'other widths'}"
         yield Problem("parallel.context", p.context, rule, works)
 
@@ -720,7 +729,7 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     exchange = "tokens get to experts by all_to_all, and the host reads how many go to each rank, which a graph cannot"
     reads = "the host reads how many tokens each expert has, which a graph cannot,"
     slow_experts = config.model.moe is not None and config.training.precision != "bf16"
-    kernel = config.training.precision in ("bf16", "fp16") and config.model.channels <= LARGEST_HEAD
+    kernel = config.training.precision in ("bf16", "fp16") and max(config.model.head_widths) <= LARGEST_HEAD
     slow_attention = config.model.attention_dropout > 0 and not kernel
     choices = "the host chooses queries of attention with dropout, which a graph cannot,"
     choices += f" but in bf16 or fp16 with heads up to {LARGEST_HEAD} wide"

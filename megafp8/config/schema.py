@@ -136,6 +136,9 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     """Attention and MLP both read the block's input, and their outputs are added (GPT-J, PaLM)."""
     residual_multiplier: PositiveFloat = 1.0
     """What attention and MLP add to the residual stream is multiplied by this (Granite)."""
+    layer_scalar: bool = False
+    """Multiply the residual stream after each layer by a number of the layer, which belongs to the weights and is not
+    trained (Gemma 4). It begins as 1."""
     logits_scaling: PositiveFloat = 1.0
     """Logits are divided by this (Granite); in t5 with tie_embeddings by √hidden_size besides."""
     logit_softcap: PositiveFloat | None = None
@@ -179,6 +182,13 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
         if latent is not None:
             return latent.nope_head_dim + latent.rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def head_widths(self) -> list[int]:
+        """Widths of the queries and keys of softmax attention, each once; the model's where no layer has any."""
+        mixers = [spec.mixer for spec in self.distinct_layers if spec.mixer.present and not spec.mixer.is_recurrent]
+        widths = [x.channels if isinstance(x, AttentionConfig) else self.channels for x in mixers]
+        return [*dict.fromkeys(widths)] or [self.channels]
 
     @property
     def rotary_channels(self) -> int:
@@ -363,9 +373,16 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
                 kinds.append(spec)
         return kinds
 
+    @property
+    def kv_sources(self) -> dict[int, int]:
+        """Layers whose keys and values others read, and the last layer that reads each."""
+        read = ((getattr(self.layer(i).mixer, "kv_layer", None), i) for i in range(self.num_layers))
+        return {source: reader for source, reader in read if source is not None}
+
     def layer_kind(self, layer: int) -> tuple[Any, ...]:
         """Equal for layers that differ in their number alone; hashable."""
-        return self.is_decoder(layer), layer >= self.num_blocks, *map(repr, self.layer(layer))
+        keeps_keys = bool(self.pattern) and layer in self.kv_sources
+        return self.is_decoder(layer), layer >= self.num_blocks, keeps_keys, *map(repr, self.layer(layer))
 
     @property
     def ffn_size(self) -> int:

@@ -118,9 +118,10 @@ class CachedTokens(RunTokens):
     states: StateStore
 
     def attention(
-        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None
-    ) -> CoreAttention:
-        return PagedAttention(self.step, self.pages, layer, window, chunk)
+        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None,
+        stores: bool = True,
+    ) -> CoreAttention:  # fmt: skip
+        return PagedAttention(self.step, self.pages, layer, window, chunk, stores)
 
     def keys(self, layer: int) -> PagedKeys:
         return PagedKeys(self.step, self.pages, layer)

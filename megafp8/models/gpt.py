@@ -71,8 +71,9 @@ class MicroBatchTokens(Tokens):
     cuts_documents: bool = True
 
     def attention(
-        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None
-    ) -> CoreAttention:
+        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None,
+        stores: bool = True,
+    ) -> CoreAttention:  # fmt: skip
         key = "attention", window, causal, positions, chunk
         return self.once(key, lambda: self._attention(window, causal, positions, chunk))
 
@@ -245,7 +246,9 @@ class GPTStage(nn.Module):
     @property
     def constants(self) -> dict[str, Tensor]:
         """By global name, tensors that belong to the weights but have no gradient: fp32."""
-        return {f"{r.name}.bias": r.bias for r in self.routers.values() if r.bias is not None}
+        biases = {f"{r.name}.bias": r.bias for r in self.routers.values() if r.bias is not None}
+        tails = {f"layers.{x.index}.layer_scalar": x.tail.scalar for x in self.all_blocks if x.tail is not None}
+        return biases | tails
 
     @property
     def router_shares(self) -> dict[str, Tensor]:

@@ -62,6 +62,10 @@ class StateCache(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
 
 
+NO_CACHE = StateCache((), ())
+"""Of a mixer that keeps nothing in generation."""
+
+
 class AttendToKeys(Protocol):
     """Runs attention of a layer's own over the tokens of a micro-batch or a step, each with the keys that it may attend
     to: earlier ones of its sequence or document, and itself."""
@@ -103,11 +107,14 @@ class Tokens(ABC):
 
     @abstractmethod
     def attention(
-        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None
-    ) -> CoreAttention:
-        """Softmax attention of layer `layer` with a sliding window, or within chunks of so many tokens.
+        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None,
+        stores: bool = True,
+    ) -> CoreAttention:  # fmt: skip
+        """Softmax attention to keys and values of layer `layer` with a sliding window, or within chunks of so many
+        tokens.
 
-        `positions`: scores depend on positions.
+        `positions`: scores depend on positions. `stores`: generation stores these keys and values; False: that layer
+        has stored them.
         """
 
     @abstractmethod
@@ -204,6 +211,10 @@ class Mixer(Part):
     def attention(self, batch: MicroBatch) -> list[AttentionWork]:
         """Its softmax attention."""
         return []
+
+    def kept(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes by tensor that it keeps for later layers, even where its layer is recomputed."""
+        return {}
 
     def keys_and_values(self, batch: MicroBatch) -> int:
         """Bytes of what other context-parallel ranks need of this rank's tokens."""

@@ -60,6 +60,10 @@ MAMBA2 = {
     "kind": "mamba2", "num_heads": 8, "head_dim": 3, "state_size": 5, "num_groups": 4, "conv_kernel_size": 3,
     "min_step": 0.5, "max_step": 1.0,
 }  # fmt: skip
+FULL_KEYS = {
+    "num_attention_heads": 8, "num_query_groups": 4, "head_dim": 8, "partial_rotary_factor": 0.5,
+    "proportional_rope": True,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-gqa-rope-scaling": LLAMA
@@ -129,6 +133,26 @@ MODELS: dict[str, dict[str, Any]] = {
             "full": {"mixer": {"position_embedding": "none"}, "ffn": {"ffn_hidden_size": 32, "activation": "gelu"}},
         },
         "pattern": ["local", "full"],
+    },
+    "shared-keys": LLAMA
+    | {
+        "num_layers": 4,
+        "norm_position": "both",
+        "activation": "geglu_tanh",
+        "qk_norm": True,
+        "value_norm": True,
+        "attention_scale": 1.0,
+        "layer_scalar": True,
+        "layer_kinds": {
+            "local": {"mixer": {"sliding_window": 3, "rope_theta": 100.0, "head_dim": 6}},
+            "full": {"mixer": FULL_KEYS | {"keys_as_values": True}},
+            "local-shared": {
+                "mixer": {"sliding_window": 3, "rope_theta": 100.0, "head_dim": 6, "kv_layer": 0},
+                "ffn": {"ffn_hidden_size": 32},
+            },
+            "full-shared": {"mixer": FULL_KEYS | {"kv_layer": 1}},
+        },
+        "pattern": ["local", "full", "local-shared", "full-shared"],
     },
     "hybrid": LLAMA
     | DROPOUT

@@ -101,6 +101,7 @@ def _yarn_frequency(f: float, pair: int, d: int, config: ModelConfig) -> float:
 
 
 def _frequency(pair: int, d: int, config: ModelConfig, length: int, window: int | None = None) -> float:
+    """Of a pair of d rotated channels, or of heads of d channels where rotation is proportional."""
     if window is not None and config.rope_local_theta is not None:
         return config.rope_local_theta ** (-2 * pair / d)
     f = config.rope_theta ** (-2 * pair / d) / config.rope_interpolation_factor
@@ -140,7 +141,11 @@ def _rotate(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig, window: in
     half = x_bsd.shape[-1] // 2
     pairs = round(half * config.partial_rotary_factor)
     frequencies = torch.tensor(
-        [_frequency(i, 2 * pairs, config, x_bsd.shape[1], window) for i in range(pairs)], dtype=torch.float64
+        [
+            _frequency(i, 2 * (half if config.proportional_rope else pairs), config, x_bsd.shape[1], window)
+            for i in range(pairs)
+        ],
+        dtype=torch.float64,
     )
     factor = 1 if window is not None and config.rope_local_theta is not None else _scaled_factors(config)[0]
     rotations = torch.polar(
@@ -175,10 +180,17 @@ def _attention(
     allowed: Tensor,
     dropouts: Dropouts,
     window: int | None,
+    record: AttentionConfig,
+    shared: dict[str, list[tuple[Tensor, Tensor]]],
 ) -> Tensor:
+    """`shared`: normed and rotated keys and values of the heads of each layer so far."""
     heads, groups = config.num_attention_heads, config.num_query_groups or config.num_attention_heads
     d = config.head_dim or config.hidden_size // heads
-    q, k, v = (_linear(x, w, f"{name}.{part}") for part in "qkv")
+    source = f"layers.{record.kv_layer}.attention"
+    q = _linear(x, w, f"{name}.q")
+    k = q if record.kv_layer is not None else _linear(x, w, f"{name}.k")
+    v = k if record.kv_layer is not None or config.keys_as_values else _linear(x, w, f"{name}.v")
+    shared[name] = []
     if config.qk_norm == "projection":
         q, k = (_norm(y, w, f"{name}.{part}_norm", config) for y, part in ((q, "q"), (k, "k")))
     out = []
@@ -187,11 +199,16 @@ def _attention(
         qh, kh, vh = q[..., head * d : (head + 1) * d], *(y[..., group * d : (group + 1) * d] for y in (k, v))
         if config.qk_norm is True:
             qh = _norm(qh, w, f"{name}.q_norm", config)
-            kh = _norm(kh, w, f"{name}.k_norm", config)
+            kh = kh if record.kv_layer is not None else _norm(kh, w, f"{name}.k_norm", config)
         if config.position_embedding == "rope":
             qh, kh = _rotate(qh, positions, config, window), _rotate(kh, positions, config, window)
         if config.qk_norm == "rotated":
             qh, kh = (y / (y.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() for y in (qh, kh))
+        if config.value_norm:
+            vh = vh / (vh.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
+        if record.kv_layer is not None:
+            kh, vh = shared[source][head]
+        shared[name].append((kh, vh))
         qh = qh * _query_scales(config, positions)
         scores = qh @ kh.transpose(-1, -2) * (config.attention_scale or 1 / math.sqrt(d))
         if config.attention_softcap is not None:
@@ -528,6 +545,7 @@ def _mamba2(x: Tensor, w: Weights, name: str, record: Mamba2Config, eps: float, 
 def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
     dropouts: Dropouts, kind: LayerKind, *, sparse: bool, window: int | None, documents: Tensor | None = None,
+    shared: dict[str, list[tuple[Tensor, Tensor]]] | None = None,
 ) -> Tensor:  # fmt: skip
     def norm(x: Tensor, which: str, there: bool) -> Tensor:
         return _norm(x, w, f"{name}.{which}", config, config.normalization) if there else x
@@ -551,7 +569,20 @@ def _block(
         elif config.latent_attention is not None and not isinstance(kind.mixer, AttentionConfig):
             y = _latent_attention(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window, losses)
         else:
-            y = _attention(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window)
+            record = kind.mixer or AttentionConfig()
+            assert isinstance(record, AttentionConfig)
+            y = _attention(
+                normed,
+                w,
+                f"{name}.attention",
+                config,
+                positions,
+                allowed,
+                dropouts,
+                window,
+                record,
+                {} if shared is None else shared,
+            )
         y = config.residual_multiplier * norm(y, "attention_output_norm", of_outputs)
         return dropouts.hidden(y, f"{name}.attention")
 
@@ -566,7 +597,8 @@ def _block(
     if config.parallel_block:
         return x + attention(x) + feed_forward(x)
     x = x + attention(x)
-    return x + feed_forward(x)
+    x = x + feed_forward(x)
+    return x * w[f"{name}.layer_scalar"] if config.layer_scalar else x
 
 
 def _cross_entropy(x: Tensor, w: Weights, config: ModelConfig, labels: Tensor, z_loss: float) -> Tensor:
@@ -620,12 +652,13 @@ def twin_loss(
     dropouts = Dropouts(config, seed, samples)
     x = dropouts.hidden(x, "embedding")
     losses = [] if router_losses is None else router_losses
+    shared: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for layer in range(config.num_layers):
         sparse, seen = config.moe_of(layer) is not None, allowed[reach[layer]]
         window = windows[layer]
         x = _block(
             x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, kinds[layer], sparse=sparse,
-            window=window, documents=documents,
+            window=window, documents=documents, shared=shared,
         )  # fmt: skip
     x = _norm(x, w, "final_norm", config, kind)
     found = [_cross_entropy(x, w, config, labels, z_loss)]

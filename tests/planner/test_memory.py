@@ -103,6 +103,14 @@ MODELS: dict[str, list[str]] = {
         "model.residual_multiplier=0.5",
     ],
     "gated": ["model.output_gate=true", "model.qk_norm=true"],
+    "shared-keys": [
+        "model.qk_norm=true",
+        "model.value_norm=true",
+        "model.layer_kinds={own: {mixer: {head_dim: 16, num_query_groups: 2, keys_as_values: true}},"
+        " shared: {mixer: {head_dim: 16, num_query_groups: 2, kv_layer: 0}}}",
+        "model.pattern=[own, shared]",
+    ],
+    "shared-plain-keys": ["model.layer_kinds={own: {}, shared: {mixer: {kv_layer: 0}}}", "model.pattern=[own, shared]"],
     "latent": [
         "model.latent_attention={q_rank: 48, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 12}",
         "model.num_query_groups=null",
@@ -170,6 +178,13 @@ def _saved(trainer: Trainer, forward: Any) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = forward(inputs)
     assert y[0].requires_grad
+    kept = [
+        x
+        for mixer in inputs.mixers.values()
+        if (shared := getattr(mixer, "shared", None)) is not None
+        for x in shared.read()
+    ]
+    found |= {x.untyped_storage().data_ptr(): (x.untyped_storage().nbytes(), x) for x in kept}
     constants = trainer.stages[0].context.constants.values()
     ours = {tensor.untyped_storage().data_ptr() for tensor in (*inputs.tensors, *constants)}
     return sum(
