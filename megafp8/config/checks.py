@@ -20,6 +20,7 @@ from megafp8.config.parts.attention import attention_heads, shared_keys
 from megafp8.config.parts.base import PartConfig
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, latent_attention
 from megafp8.config.parts.moe import MoeConfig, expert_layout, expert_ranks, experts
+from megafp8.config.parts.per_layer_embedding import per_layer_embedding, per_layer_embedding_layout
 from megafp8.config.parts.sparse_attention import SparseAttentionConfig, sparse_attention
 from megafp8.config.schema import Config, ModelConfig, Section
 from megafp8.kernels.limits import LARGEST_HEAD
@@ -37,6 +38,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _tensor,
         _stages,
         shared_keys,
+        per_layer_embedding_layout,
         _schedule,
         _recompute,
         _sequence,
@@ -389,18 +391,14 @@ def split_widths(m: ModelConfig) -> dict[str, int]:
 
 def network_problems(m: ModelConfig) -> Iterator[Problem]:
     """Rules about the network that hold in any run."""
-    rules = attention_heads, latent_attention, sparse_attention, experts, encoder_checks.model, _norm_weights, _tails
+    rules = (
+        attention_heads, latent_attention, sparse_attention, experts, encoder_checks.model, _norm_weights,
+        per_layer_embedding,
+    )  # fmt: skip
     for rule in rules:
         yield from rule(m)
     for path, record in _records(m):
         yield from record.problems(m, path)
-
-
-def _tails(m: ModelConfig) -> Iterator[Problem]:
-    """Rules about what follows a layer's parts."""
-    if m.layer_scalar and (m.parallel_block or m.norm_position == "post" or m.architecture == "t5"):
-        rule = "it is for layers whose parts add to the residual stream one after the other"
-        yield Problem("model.layer_scalar", True, rule, "try false, or parallel_block false with norm_position pre")
 
 
 def _norm_weights(m: ModelConfig) -> Iterator[Problem]:

@@ -21,6 +21,7 @@ from megafp8.config.parts.attention import AttentionConfig, AttentionKeys, Rotar
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, LatentMixerConfig
 from megafp8.config.parts.mlp import MlpConfig, MlpKeys
 from megafp8.config.parts.moe import MoeConfig, MoeFfnConfig
+from megafp8.config.parts.per_layer_embedding import PerLayerEmbeddingConfig
 from megafp8.config.parts.sparse_attention import SparseAttentionConfig, SparseLatentMixerConfig
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.section import (
@@ -143,6 +144,8 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     """Logits are divided by this (Granite); in t5 with tie_embeddings by √hidden_size besides."""
     logit_softcap: PositiveFloat | None = None
     """Logits become softcap · tanh(logit / softcap) (Gemma 2's final_logit_softcapping). Default: they do not."""
+    per_layer_embedding: PerLayerEmbeddingConfig | None = None
+    """Embeddings of tokens for each layer. Default: none."""
     latent_attention: LatentAttentionConfig | None = None
     """Multi-head latent attention. Default: none."""
     sparse_attention: SparseAttentionConfig | None = None
@@ -275,6 +278,11 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
         """Whether context parallelism cuts each document into parts, rather than the sample: not where a state is
         passed from part to part."""
         return not any(spec.mixer.is_recurrent for spec in self.distinct_layers)
+
+    @property
+    def has_layer_tail(self) -> bool:
+        """Whether layers change the residual stream after their parts."""
+        return self.layer_scalar or self.per_layer_embedding is not None
 
     @property
     def has_auxiliary_loss(self) -> bool:

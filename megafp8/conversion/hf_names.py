@@ -271,3 +271,9 @@ def present_name(name: str) -> str:
 def is_copy(name: str) -> bool:
     """Whether a tensor of theirs repeats the embedding or the output layer, for multi-token prediction."""
     return re.fullmatch(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight", name) is not None
+
+
+def is_of_shared_keys(model: ModelConfig, name: str) -> bool:
+    """Whether a tensor of theirs projects keys or values of a layer that reads those of another, which nothing uses."""
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.\w+", name)
+    return layer is not None and getattr(model.layer(int(layer[1])).mixer, "kv_layer", None) is not None

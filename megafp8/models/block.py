@@ -72,7 +72,7 @@ class Block(nn.Module):
         self.mlp_norm = norm("mlp_norm", self.feeds and (of_inputs or position == "post"))
         self.ffn: FeedForward = part(spec.ffn, self.mlp_norm)
         self.mlp_output_norm = norm("mlp_output_norm", self.feeds and of_outputs)
-        self.tail = LayerTail(config, context) if config.layer_scalar else None
+        self.tail = LayerTail(index, config, context) if config.has_layer_tail else None
         self.attention_branch_dropout, self.mlp_branch_dropout = (
             DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.{which}") for which in ("attention", "mlp")
         )
@@ -212,7 +212,7 @@ class SequentialBlock(Block):
         if self.tail is None:
             return x_sbh, branch_sbh
         assert branch_sbh is not None
-        return self.tail(dropouts.add(x_sbh, branch_sbh, self._last_dropout(inputs))), None
+        return self.tail(dropouts.add(x_sbh, branch_sbh, self._last_dropout(inputs)), inputs), None
 
 
 class ParallelBlock(Block):

@@ -262,15 +262,17 @@ class FeedForward(Part):
 class LayerInputs:
     """What every block of a micro-batch reads besides the residual stream. `mixers`: by layer.
 
-    `places`: of the residual stream's tokens; None: no dropout in it.
+    `places`: of the residual stream's tokens; None: no dropout in it. `per_layer_sblp`: per-layer embeddings.
     """
 
     mixers: Mapping[int, MixerInputs]
     places: Any = None
+    per_layer_sblp: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         tensors = [x for inputs in self.mixers.values() for x in inputs.tensors]
+        tensors += [] if self.per_layer_sblp is None else [self.per_layer_sblp]
         return tensors if self.places is None else [*tensors, *self.places.tensors]
 
 

@@ -59,22 +59,23 @@ def _our_logits(source: Source, tp: int, pp: int, ep: int = 1) -> tuple[GPTStage
         expert=state.expert.group, expert_overlap=default_overlap(state.expert.group, sequence_parallel=True),
         sequence_group=state.tensor.group,
     )  # fmt: skip
-    middle = model.num_layers // 2 + 1
+    middle = min([model.num_layers // 2 + 1, *model.kv_sources])
     stages = [range(model.num_layers)] if pp == 1 else [range(middle), range(middle, model.num_layers)]
     layers, positions = stages[state.pipeline.rank], model.max_position_embeddings or 1
     stage = GPTStage(model, context, layers=layers, positions=positions)
     wanted = collect(stage.parameters(), lambda param: param.detach(), "model.")
     load_weights(source, wanted | {f"model.{name}": Rectangles.whole(x) for name, x in stage.constants.items()})
     b, s = ids_bs.shape
+    inputs = stage.layer_inputs(Batch(ids_bs, ids_bs))
     if stage.embedding is not None:
         x_sbh = stage.embedding(ids_bs, None)
+        inputs = stage.with_per_layer(inputs, ids_bs, x_sbh)
     else:
         x_sbh = torch.empty(s, b, model.hidden_size)
         dist.recv(x_sbh, 0)
-    x_sbh, branch_sbh = stage.run_blocks(x_sbh, stage.layer_inputs(Batch(ids_bs, ids_bs)))
+    x_sbh, branch_sbh = stage.run_blocks(x_sbh, inputs)
     if stage.head is None:
-        assert branch_sbh is not None
-        dist.send(x_sbh + branch_sbh, 1)
+        dist.send(x_sbh if branch_sbh is None else x_sbh + branch_sbh, 1)
         return stage, None
     logits_sbv = gather_from_tensor_parallel(stage.head.logits(x_sbh, branch_sbh), state.tensor.group)
     return stage, logits_sbv.transpose(0, 1)[..., : model.vocab_size].contiguous()
@@ -112,7 +113,8 @@ def _from_random(model: ModelConfig, path: Path, *layout: int) -> Tensor | None:
 
 
 def _layouts(model: ModelConfig) -> list[tuple[int, ...]]:
-    return [*LAYOUTS.values(), *(EXPERTS.values() if model.moe is not None else ())]
+    layouts = [x for x in LAYOUTS.values() if x[1] == 1 or model.per_layer_embedding is None]
+    return [*layouts, *(EXPERTS.values() if model.moe is not None else ())]
 
 
 def _hold(ours: Tensor, theirs: Tensor) -> None:

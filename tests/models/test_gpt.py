@@ -143,6 +143,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "value_norm": True,
         "attention_scale": 1.0,
         "layer_scalar": True,
+        "per_layer_embedding": {"width": 6},
         "layer_kinds": {
             "local": {"mixer": {"sliding_window": 3, "rope_theta": 100.0, "head_dim": 6}},
             "full": {"mixer": FULL_KEYS | {"keys_as_values": True}},

@@ -545,7 +545,7 @@ def _mamba2(x: Tensor, w: Weights, name: str, record: Mamba2Config, eps: float, 
 def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
     dropouts: Dropouts, kind: LayerKind, *, sparse: bool, window: int | None, documents: Tensor | None = None,
-    shared: dict[str, list[tuple[Tensor, Tensor]]] | None = None,
+    shared: dict[str, list[tuple[Tensor, Tensor]]] | None = None, per_layer: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     def norm(x: Tensor, which: str, there: bool) -> Tensor:
         return _norm(x, w, f"{name}.{which}", config, config.normalization) if there else x
@@ -598,7 +598,25 @@ def _block(
         return x + attention(x) + feed_forward(x)
     x = x + attention(x)
     x = x + feed_forward(x)
+    if per_layer is not None:
+        gate = _linear(x, w, f"{name}.per_layer_gate")
+        gated = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * per_layer
+        x = x + _norm(_linear(gated, w, f"{name}.per_layer_projection"), w, f"{name}.per_layer_norm", config)
     return x * w[f"{name}.layer_scalar"] if config.layer_scalar else x
+
+
+def _per_layer(x: Tensor, w: Weights, config: ModelConfig, tokens: Tensor) -> list[Tensor | None]:
+    """Per-layer embeddings of each layer, from the embeddings."""
+    if config.per_layer_embedding is None:
+        return [None] * config.num_layers
+    p, name, found = config.per_layer_embedding.width, "per_layer_embedding", list[Tensor | None]()
+    projected = _linear(x, w, f"{name}.projection") / math.sqrt(config.hidden_size)
+    of_tokens = math.sqrt(p) * w[f"{name}.word.weight"][tokens]
+    for layer in range(config.num_layers):
+        part = slice(layer * p, (layer + 1) * p)
+        normed = _norm(projected[..., part], w, f"{name}.norm", config)
+        found.append((normed + of_tokens[..., part]) / math.sqrt(2))
+    return found
 
 
 def _cross_entropy(x: Tensor, w: Weights, config: ModelConfig, labels: Tensor, z_loss: float) -> Tensor:
@@ -652,13 +670,14 @@ def twin_loss(
     dropouts = Dropouts(config, seed, samples)
     x = dropouts.hidden(x, "embedding")
     losses = [] if router_losses is None else router_losses
+    per_layer = _per_layer(x, w, config, tokens)
     shared: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for layer in range(config.num_layers):
         sparse, seen = config.moe_of(layer) is not None, allowed[reach[layer]]
         window = windows[layer]
         x = _block(
             x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, kinds[layer], sparse=sparse,
-            window=window, documents=documents, shared=shared,
+            window=window, documents=documents, shared=shared, per_layer=per_layer[layer],
         )  # fmt: skip
     x = _norm(x, w, "final_norm", config, kind)
     found = [_cross_entropy(x, w, config, labels, z_loss)]
