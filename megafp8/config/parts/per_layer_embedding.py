@@ -24,8 +24,7 @@ def per_layer_embedding(m: ModelSection) -> Iterator[Problem]:
         value = getattr(m, key)
         if value and (m.parallel_block or m.norm_position == "post" or m.architecture != "gpt"):
             rule = "it is for layers of gpt whose parts add to the residual stream one after the other"
-            works = "leave it out, or parallel_block and norm_position post"
-            yield Problem(f"model.{key}", True if value is True else "(a section)", rule, works)
+            yield Problem(f"model.{key}", True if value is True else "(a section)", rule, "leave it out")
     if m.per_layer_embedding is None:
         return
     path, shown = "model.per_layer_embedding", "(a section)"

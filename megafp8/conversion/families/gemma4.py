@@ -7,18 +7,18 @@ from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
 from megafp8.conversion.families.gemma import EMBEDDING_MULTIPLIER
-from megafp8.conversion.hf_layers import FULL, SLIDING, full_every, layer_types, windows
+from megafp8.conversion.hf_layers import FULL, SLIDING, full_every, kv_sources, layer_types, windows
 from megafp8.conversion.hf_names import LLAMA, OUTPUT_NORMS, TensorNames, in_layers
 from megafp8.conversion.keys import Fields, HfConfig, Key, Keys, Trait, always, check, flag, only, same
 
-_HEADS = {"head_dim": "mixer.head_dim", "num_key_value_heads": "mixer.num_query_groups"}
+_HEADS = {"head_dim": "head_dim", "num_key_value_heads": "num_query_groups"}
+_PARTIAL = "partial_rotary_factor"
 _OLD_HEADS = ("global_head_dim", "num_global_key_value_heads")
 _PER_LAYER = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
 _ROPES: Mapping[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    FULL: {"rope_type": "proportional", _PARTIAL: 0.25, "rope_theta": 1e6},
 }
-_ROPE_KEYS = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
 
 
 def _types(hf: HfConfig) -> list[str]:
@@ -30,21 +30,11 @@ def _types(hf: HfConfig) -> list[str]:
     return types
 
 
-def _sources(hf: HfConfig) -> list[int | None]:
-    """The layer whose keys and values each layer reads: the last one of its kind that has its own."""
-    types, shared = _types(hf), hf.get("num_kv_shared_layers", 0)
-    own = types[: len(types) - shared] if isinstance(shared, int) and 0 <= shared < len(types) else []
-    if {*own} != {*types}:
-        refuse("num_kv_shared_layers", shared, "fewer layers, so that one of each of layer_types has its own keys")
-    last = {kind: i for i, kind in enumerate(own)}
-    return [None if i < len(own) else last[kind] for i, kind in enumerate(types)]
-
-
 def _read_heads(hf: HfConfig) -> Fields:
     """Widths and numbers of heads: those of layers with a window, and others of the rest."""
-    types, sources = _types(hf), _sources(hf)
-    equal = flag(hf, "attention_k_eq_v")
-    values = {"head_dim": hf.get("head_dim", 256), "num_key_value_heads": hf.get("num_key_value_heads", 4)}
+    types, equal = _types(hf), flag(hf, "attention_k_eq_v")
+    sources = kv_sources(hf, types)
+    usual = {"head_dim": hf.get("head_dim", 256), "num_key_value_heads": hf.get("num_key_value_heads", 4)}
     of_full = {"head_dim": hf.get("global_head_dim", 512)}
     if equal and hf.get("num_global_key_value_heads") is not None:
         of_full["num_key_value_heads"] = hf["num_global_key_value_heads"]
@@ -53,52 +43,47 @@ def _read_heads(hf: HfConfig) -> Fields:
         if old := [key for key in _OLD_HEADS if key in hf]:
             refuse(old[0], hf[old[0]], "per_layer_config without it, which says the same")
         overrides = {str(i): x for i, x in given.items()}
-        if unknown := sorted({key for x in overrides.values() for key in x} - {*values}):
-            refuse("per_layer_config", unknown[0], f"{' and '.join(values)} of layers")
-    layers = [values | overrides.get(str(i), {}) for i in range(len(types))]
-    return {
-        **{ours: [x[theirs] for x in layers] for theirs, ours in _HEADS.items()},
+        if unknown := sorted({key for x in overrides.values() for key in x} - {*usual}):
+            refuse("per_layer_config", unknown[0], f"{' and '.join(usual)} of layers")
+    layers = [usual | overrides.get(str(i), {}) for i in range(len(types))]
+    return {f"mixer.{ours}": [x[theirs] for x in layers] for theirs, ours in _HEADS.items()} | {
         "mixer.keys_as_values": [equal and x == FULL and y is None for x, y in zip(types, sources, strict=True)],
         "mixer.kv_layer": sources,
     }
 
 
 def _write_heads(ours: Fields) -> Keys:
-    layers = [{theirs: ours[key][i] for theirs, key in _HEADS.items()} for i in range(len(ours["mixer.kv_layer"]))]
-    windows = ours["mixer.sliding_window"]
-    usual = layers[next((i for i, window in enumerate(windows) if window is not None), 0)]
-    shared = sum(source is not None for source in ours["mixer.kv_layer"])
+    sources, of_windows = ours["mixer.kv_layer"], ours["mixer.sliding_window"]
+    layers = [{theirs: ours[f"mixer.{key}"][i] for theirs, key in _HEADS.items()} for i in range(len(sources))]
+    usual = layers[next((i for i, window in enumerate(of_windows) if window is not None), 0)]
     of_layers = {str(i): x for i, x in enumerate(layers) if x != usual}
-    keys = {"attention_k_eq_v": any(ours["mixer.keys_as_values"]), "num_kv_shared_layers": shared}
-    return {**usual, "per_layer_config": of_layers, **keys}
+    keys = {"attention_k_eq_v": any(ours["mixer.keys_as_values"]), "per_layer_config": of_layers}
+    return {**usual, **keys, "num_kv_shared_layers": sum(x is not None for x in sources)}
 
 
 def _read_ropes(hf: HfConfig) -> Fields:
     """Rotary embeddings by kind of layer."""
-    ropes, types = hf.get("rope_parameters") or _ROPES, _types(hf)
-    for kind in {*types}:
-        rope = ropes.get(kind)
-        known = isinstance(rope, dict) and rope.keys() <= _ROPE_KEYS and "rope_theta" in rope
-        if not known or rope.get("rope_type") not in ("default", "proportional"):
-            refuse(f"rope_parameters.{kind}", rope, "a rope_type, default or proportional, and rope_theta")
-        if rope["rope_type"] == "default" and (rope.get("partial_rotary_factor", 1), rope.get("factor", 1)) != (1, 1):
-            refuse(f"rope_parameters.{kind}", rope, "rope_type proportional for a part of a head, or a factor")
-    return {
-        "mixer.rope_theta": [ropes[kind]["rope_theta"] for kind in types],
-        "mixer.partial_rotary_factor": [ropes[kind].get("partial_rotary_factor", 1.0) for kind in types],
-        "mixer.rope_interpolation_factor": [ropes[kind].get("factor", 1.0) for kind in types],
-        "mixer.proportional_rope": [ropes[kind]["rope_type"] == "proportional" for kind in types],
-    }
+    ropes = hf.get("rope_parameters") or _ROPES
+    of_layers = [_read_rope(kind, ropes.get(kind)) for kind in _types(hf)]
+    return {f"mixer.{key}": [x[key] for x in of_layers] for key in of_layers[0]}
+
+
+def _read_rope(kind: str, rope: Any) -> Fields:
+    where, known = f"rope_parameters.{kind}", {"rope_type", "rope_theta", _PARTIAL}
+    if not isinstance(rope, dict) or "rope_theta" not in rope or not rope.keys() <= known:
+        refuse(where, rope, "a dictionary of rope_type, rope_theta and partial_rotary_factor")
+    proportional, partial = rope.get("rope_type") == "proportional", rope.get(_PARTIAL, 1.0)
+    if not proportional and (rope.get("rope_type", "default"), partial) != ("default", 1):
+        refuse(where, rope, "rope_type default for whole heads, or proportional")
+    return {"rope_theta": rope["rope_theta"], _PARTIAL: partial, "proportional_rope": proportional}
 
 
 def _write_ropes(ours: Fields) -> Keys:
     ropes = dict(_ROPES)
     for i, window in enumerate(ours["mixer.sliding_window"]):
-        of = {key: ours[f"mixer.{key}"][i] for key in ("rope_theta", "partial_rotary_factor")}
-        rope = {"rope_type": "default", "rope_theta": of["rope_theta"]}
+        rope = {"rope_type": "default", "rope_theta": ours["mixer.rope_theta"][i]}
         if ours["mixer.proportional_rope"][i]:
-            factor = ours["mixer.rope_interpolation_factor"][i]
-            rope = of | {"rope_type": "proportional"} | ({} if factor == 1 else {"factor": factor})
+            rope |= {"rope_type": "proportional", _PARTIAL: ours[f"mixer.{_PARTIAL}"][i]}
         ropes[FULL if window is None else SLIDING] = rope
     return {"rope_parameters": ropes}
 
@@ -106,7 +91,9 @@ def _write_ropes(ours: Fields) -> Keys:
 def _read_widths(hf: HfConfig) -> Fields:
     """MLPs of layers without keys of their own may be twice as wide."""
     width, double = hf.get("intermediate_size", 9216), flag(hf, "use_double_wide_mlp")
-    return {"ffn.ffn_hidden_size": [width * 2 if double and x is not None else width for x in _sources(hf)]}
+    return {
+        "ffn.ffn_hidden_size": [width * 2 if double and x is not None else width for x in kv_sources(hf, _types(hf))]
+    }
 
 
 def _write_widths(ours: Fields) -> Keys:
