@@ -20,7 +20,11 @@ from megafp8.config.parts.attention import attention_heads, shared_keys
 from megafp8.config.parts.base import PartConfig
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, latent_attention
 from megafp8.config.parts.moe import MoeConfig, expert_layout, expert_ranks, experts
-from megafp8.config.parts.per_layer_embedding import per_layer_embedding, per_layer_embedding_layout
+from megafp8.config.parts.per_layer_embedding import (
+    PerLayerEmbeddingConfig,
+    per_layer_embedding,
+    per_layer_embedding_layout,
+)
 from megafp8.config.parts.sparse_attention import SparseAttentionConfig, sparse_attention
 from megafp8.config.schema import Config, ModelConfig, Section
 from megafp8.kernels.limits import LARGEST_HEAD
@@ -635,6 +639,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
         yield Problem("checkpoint.init_optimizer", True, rule, "set checkpoint.init_from, or leave it out")
     sections: dict[str, type[Section]] = {
         "moe": MoeConfig, "latent_attention": LatentAttentionConfig, "sparse_attention": SparseAttentionConfig,
+        "per_layer_embedding": PerLayerEmbeddingConfig,
     }  # fmt: skip
     keys = [*ModelConfig.model_fields, *(f"{name}.{key}" for name, x in sections.items() for key in x.model_fields)]
     for key in c.allow_model_change:

@@ -66,10 +66,11 @@ class Block(nn.Module):
             return make_part(where, record, config, context, input=before, memory=memory)
 
         self.mixes, self.feeds = spec.mixer.present, spec.ffn.present
+        feeds_normed = spec.ffn.normed(config)
         self.attention_norm = norm("attention_norm", self.mixes and (of_inputs or position == "post"))
         self.mixer: Mixer = part(spec.mixer, self.attention_norm)
         self.attention_output_norm = norm("attention_output_norm", self.mixes and of_outputs)
-        self.mlp_norm = norm("mlp_norm", self.feeds and (of_inputs or position == "post"))
+        self.mlp_norm = norm("mlp_norm", feeds_normed and (of_inputs or position == "post"))
         self.ffn: FeedForward = part(spec.ffn, self.mlp_norm)
         self.mlp_output_norm = norm("mlp_output_norm", self.feeds and of_outputs)
         self.tail = LayerTail(index, config, context) if config.has_layer_tail else None

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from megafp8.config import MoeConfig
 from megafp8.distributed import collectives
@@ -126,14 +127,16 @@ def _largest(x: Tensor, count: int) -> Tensor:
 class Router(nn.Module):
     """Tokens `[n, h]` -> `Routing`.
 
-    `biased`: logits have a learned bias. `load`: what training steps leave in it. `bias`: fp32 `[e]`, added to the
-    scores where experts are chosen; None without `moe.selection_bias`. `shares`: fp32 `[e]`, of the choices of the step
-    before; None unless the aux loss is that of the global batch. They have no gradient: `update` moves them.
+    `biased`: logits have a learned bias. `scale` `[h]`, `expert_scale` `[e]`: those of `moe.separate_norms`, or None.
+    `load`: what training steps leave in it. `bias`: fp32 `[e]`, added to the scores where experts are chosen; None
+    without `moe.selection_bias`. `shares`: fp32 `[e]`, of the choices of the step before; None unless the aux loss is
+    that of the global batch. They have no gradient: `update` moves them.
     """
 
     def __init__(
-        self, name: str, hidden_size: int, moe: MoeConfig, context: BuildContext, init: Init, *, biased: bool = False
-    ) -> None:
+        self, name: str, hidden_size: int, moe: MoeConfig, context: BuildContext, init: Init, *, biased: bool = False,
+        norm_eps: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.moe = name, moe
         self.group: ProcessGroup | None = context.sequence_group
@@ -145,6 +148,14 @@ class Router(nn.Module):
         if biased:
             bias = unsharded(f"{name}.logit_bias", (moe.num_experts,))
             self.logit_bias = replicated_parameter(context, bias, Init("zeros"), weight_decay=False)
+        self.scale: nn.Parameter | None = None
+        self.expert_scale: nn.Parameter | None = None
+        self.norm_eps = norm_eps
+        if moe.separate_norms:
+            self.scale, self.expert_scale = (
+                replicated_parameter(context, unsharded(f"{name}.{which}", (n,)), Init("ones"), weight_decay=False)
+                for which, n in (("scale", hidden_size), ("expert_scale", moe.num_experts))
+            )
         device = context.buffer_device
         self.bias = torch.zeros(moe.num_experts, dtype=torch.float32, device=device) if moe.selection_bias else None
         self.shares: Tensor | None = None
@@ -154,12 +165,17 @@ class Router(nn.Module):
 
     def forward(self, x_nh: Tensor, sequences: int) -> Routing:
         """`sequences`: number of sequences in x; token i belongs to sequence i mod `sequences`."""
+        if self.scale is not None:
+            h = len(self.scale)
+            x_nh = F.rms_norm(x_nh, (h,), eps=self.norm_eps) * (self.scale * h**-0.5)
         logits_ne = fp32_linear(x_nh, self.weight)
         if self.logit_bias is not None:
             logits_ne = logits_ne + self.logit_bias.to(logits_ne.dtype)
         sigmoid = self.moe.score == "sigmoid"
         scores_ne = logits_ne.sigmoid() if sigmoid else logits_ne.softmax(dim=1)
         experts_nk, weights_nk = choose(scores_ne, self.moe, self.bias)
+        if self.expert_scale is not None:
+            weights_nk = weights_nk * self.expert_scale.to(weights_nk.dtype)[experts_nk]
         tokens_be = _count(experts_nk, sequences, self.moe.num_experts)
         routing = Routing(within_capacity(experts_nk, weights_nk, self.moe), weights_nk, tokens_be)
         if not torch.is_grad_enabled():

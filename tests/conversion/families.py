@@ -244,6 +244,10 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma4": ("Gemma4", GEMMA4),
     "gemma4-shared": ("Gemma4", GEMMA4_SHARED),
+    "gemma4-experts": (
+        "Gemma4",
+        GEMMA4 | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
+    ),
     "phi3": ("Phi3", LLAMA | {"sliding_window": 5, "partial_rotary_factor": 0.5}),
     # Sequences of S tokens are longer than the original ones, and shorter.
     "phi3-longrope": ("Phi3", LLAMA | LONGROPE | {"original_max_position_embeddings": 8}),
@@ -559,6 +563,23 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
             "pattern": ["local * 2", "full", "local-shared", "full-shared"],
         },
     ),
+    "gemma4-experts": (
+        "gemma4_text",
+        {key: x for key, x in GEMMA_OF_OURS.items() if key not in ("full_attention_layers", "zero_centered_gamma")}
+        | {
+            "full_attention_layers": [2],
+            "qk_norm": True,
+            "value_norm": True,
+            "attention_scale": 1.0,
+            "layer_scalar": True,
+            "moe": {
+                "num_experts": 4,
+                "ffn_hidden_size": 24,
+                "shared_ffn_hidden_size": 48,
+                "separate_norms": True,
+            },
+        },
+    ),
     "phi3": ("phi3", SMALL | {"partial_rotary_factor": 0.5, "rope_theta": 500.0}),
     "phi3-longrope": (
         "phi3",
@@ -845,7 +866,7 @@ def randomize(model: Any, norms: float = 1.0) -> None:
     biases = [(key, x) for key, x in model.named_buffers() if key.endswith(_STORED)]
     for key, x in [*model.named_parameters(), *biases]:
         mean = norms if "norm" in key and key.endswith("weight") else 0.0
-        mean = 1.0 if "linear_attn.norm" in key or "layer_scalar" in key else mean
+        mean = 1.0 if "linear_attn.norm" in key or "scal" in key else mean
         mean = 0.3 if "q_norm" in key and sharp else mean
         std = 0.5 if "conv1d" in key and linear else 0.1 if "lm_head" in key and linear else 0.2
         x.copy_(mean + std * torch.randn(x.shape))
@@ -872,6 +893,6 @@ class RandomSource(Source):
     def read(self, name: str) -> Tensor:
         shape = self.tensors[name].shape
         centre = 1.0 if "norm.weight" in name and not self.model.zero_centered_gamma else 0.0
-        centre = 0.3 if "q_norm" in name and self.model.attention_scale == 1 else 1.0 if "scalar" in name else centre
+        centre = 0.3 if "q_norm" in name and self.model.attention_scale == 1 else 1.0 if "scal" in name else centre
         piece = ParamShard(name, shape, (0,) * len(shape), shape)
         return (centre + fill_(torch.empty(shape), piece, Init("normal", 0.2), 7)).to(self.dtype)

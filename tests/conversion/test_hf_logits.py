@@ -125,12 +125,13 @@ def _hold(ours: Tensor, theirs: Tensor) -> None:
 GRADIENTS = [
     "olmo-hybrid", "qwen3-next", "qwen3-5", "qwen3-5-35b-a3b",
     "glm4-moe", "olmo3", "smollm3", "minimax-m2", "ernie4-5-moe", "mistral4",
+    "gemma4-shared", "gemma4-experts",
     "nanochat", "llama4", "nemotron-h-latents", "deepseek-v32", "glm-moe-dsa", "kimi-linear", "lfm2-moe",
 ]  # fmt: skip
 """Models of theirs whose gradients the quick tests compare."""
 ALIKE = {
     "llama2", "llama-biases", "mistral", "qwen2", "qwen3-tied", "qwen2-moe-no-bias", "qwen2-longrope",
-    "gemma2-uncapped", "phi3-longrope-short", "gpt-neox-in-turn", "deepseek-v3-tied", "gpt2-untied",
+    "gemma2-uncapped", "gemma4", "phi3-longrope-short", "gpt-neox-in-turn", "deepseek-v3-tied", "gpt2-untied",
     "llama-tied", "llama-geglu", "qwen2-exact-geglu", "phi3", "deepseek-v2-lite",
     "glm4-moe-plain", "mistral4-no-latent", "nanochat-tied", "llama4-plain", "smollm3-windows", "ernie4-5-moe-untied",
     "kimi-linear-groups", "olmo-hybrid-rope",

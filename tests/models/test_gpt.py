@@ -287,6 +287,19 @@ MOE_MODELS = {
             "aux_loss": 0.3,
         },
     },
+    "separate-norms": LLAMA
+    | {
+        "norm_position": "both",
+        "activation": "geglu_tanh",
+        "moe": {
+            "num_experts": 4,
+            "top_k": 2,
+            "ffn_hidden_size": 12,
+            "shared_ffn_hidden_size": 24,
+            "separate_norms": True,
+            "aux_loss": 0.3,
+        },
+    },
     "capacity": LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "capacity_factor": 0.75}},
     "all-experts": LLAMA
     | {
@@ -540,6 +553,7 @@ def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:
         ("groups-softmax", 1, 4, 2, 1, "all_to_all", "none"),
         ("nemotron", 2, 2, 2, 1, "all_gather", "none"),
         ("nemotron", 1, 2, 2, 1, "all_to_all", "none"),
+        ("separate-norms", 2, 1, 2, 1, "all_gather", "selective"),
     ],
 )
 def test_experts(world4: World, name: str, tp: int, cp: int, ep: int, etp: int, dispatch: str, recompute: str) -> None:

@@ -357,6 +357,11 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
     m = config.moe
     assert m is not None
     b, s, experts = *x.shape[:2], m.num_experts
+    routed_x, shared_x = x, x
+    if m.separate_norms:
+        routed_x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + config.norm_eps) * w[f"{name}.router.scale"]
+        routed_x = routed_x / math.sqrt(config.hidden_size)
+        x, shared_x = (_norm(x, w, f"{name}.{which}_norm", config) for which in ("experts", "shared"))
     out = []
     read = x if m.latent_size is None else _linear(x, w, f"{name}.latent_down")
     routed = [torch.zeros_like(token) for token in read.flatten(0, 1)]
@@ -364,7 +369,7 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
     for row in range(b):
         share, mean, log_z = torch.zeros(experts, dtype=torch.float64), [], []
         for i in range(s):
-            logits = w[f"{name}.router.weight"] @ x[row, i]
+            logits = w[f"{name}.router.weight"] @ routed_x[row, i]
             if config.linear_bias:
                 logits = logits + w[f"{name}.router.logit_bias"]
             scores = logits.sigmoid() if m.score == "sigmoid" else logits.softmax(0)
@@ -372,9 +377,11 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
             chosen = chosen_experts(scores.tolist(), config, bias)
             total = sum(scores[e] for e in chosen) if m.normalize else 1.0
             weights.append([scores[e] / total * m.scaling_factor * (e in chosen) for e in range(experts)])
+            if m.separate_norms:
+                weights[-1] = [y * scale for y, scale in zip(weights[-1], w[f"{name}.router.expert_scale"])]
             y = torch.zeros_like(x[row, i])
             if m.shared_ffn_hidden_size is not None:
-                shared = mlp(x[row, i], w, f"{name}.shared", config)
+                shared = mlp(shared_x[row, i], w, f"{name}.shared", config)
                 y = y + (shared * (w[f"{name}.shared_gate.weight"] @ x[row, i]).sigmoid() if m.shared_gate else shared)
             out.append(y)
             share[chosen] += 1 / (s * m.top_k)
@@ -392,9 +399,12 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
                 scale = weights[token][e]
                 y = mlp(read.flatten(0, 1)[token] * (scale if m.scale_inputs else 1), w, f"{name}.experts.{e}", config)
                 routed[token] = routed[token] + (y if m.scale_inputs else scale * y)
-    added = torch.stack(routed)
+    added, of_shared = torch.stack(routed), torch.stack(out)
     added = added if m.latent_size is None else _linear(added, w, f"{name}.latent_up")
-    return (torch.stack(out) + added).view_as(x)
+    if m.separate_norms:
+        added = _norm(added, w, f"{name}.experts_output_norm", config)
+        of_shared = _norm(of_shared, w, f"{name}.shared_output_norm", config)
+    return (of_shared + added).view_as(x)
 
 
 def _allowed(
@@ -589,7 +599,7 @@ def _block(
     def feed_forward(x: Tensor) -> Tensor | float:
         if isinstance(kind.ffn, NoFfnConfig):
             return 0.0
-        normed = norm(x, "mlp_norm", of_inputs)
+        normed = norm(x, "mlp_norm", of_inputs and not (sparse and config.moe.separate_norms))
         y = moe(normed, w, f"{name}.mlp", config, losses) if sparse else mlp(normed, w, f"{name}.mlp", config)
         y = config.residual_multiplier * norm(y, "mlp_output_norm", of_outputs)
         return dropouts.hidden(y, f"{name}.mlp")

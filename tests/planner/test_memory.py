@@ -106,6 +106,7 @@ MODELS: dict[str, list[str]] = {
     "shared-keys": [
         "model.qk_norm=true",
         "model.value_norm=true",
+        "model.layer_scalar=true",
         "model.layer_kinds={own: {mixer: {head_dim: 16, num_query_groups: 2, keys_as_values: true}},"
         " shared: {mixer: {head_dim: 16, num_query_groups: 2, kv_layer: 0}}}",
         "model.pattern=[own, shared]",
@@ -135,6 +136,10 @@ MODELS: dict[str, list[str]] = {
     "latent-experts": ["model.moe={num_experts: 8, ffn_hidden_size: 48, latent_size: 32, shared_ffn_hidden_size: 32}"],
     "biased-experts": ["model.moe={num_experts: 8, ffn_hidden_size: 48}", "model.linear_bias=true"],
     "experts": ["model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 48, aux_loss: 0.01, z_loss: 0.001}"],
+    "separate-norms": [
+        "model.moe={num_experts: 8, ffn_hidden_size: 48, shared_ffn_hidden_size: 32, separate_norms: true}",
+        "model.norm_position=both",
+    ],
     "shared-expert": [
         "model.moe={num_experts: 8, normalize: false, shared_ffn_hidden_size: 32, first_dense_layers: 1}",
         "model.latent_attention={q_rank: null, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 12}",

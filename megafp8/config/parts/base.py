@@ -60,6 +60,10 @@ class PartConfig(PartialSection):
         a resolved record."""
         return None
 
+    def normed(self, model: ModelSection) -> bool:
+        """Whether its layer normalizes its input, where model.norm_position says so; else it does so itself."""
+        return self.present
+
     def widths(self, model: ModelSection) -> Mapping[str, int]:
         """Sizes, by key, that tensor parallelism divides between its ranks. For a resolved record."""
         return {}

@@ -8,16 +8,17 @@ from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
 from megafp8.conversion.families.gemma import EMBEDDING_MULTIPLIER
 from megafp8.conversion.hf_layers import FULL, SLIDING, full_every, kv_sources, layer_types, windows
-from megafp8.conversion.hf_names import LLAMA, OUTPUT_NORMS, TensorNames, in_layers
-from megafp8.conversion.keys import Fields, HfConfig, Key, Keys, Trait, always, check, flag, only, same
+from megafp8.conversion.hf_names import LLAMA, OUTPUT_NORMS, Place, TensorNames, equal_parts, fused, in_layers
+from megafp8.conversion.hf_rope import ropes_of_types
+from megafp8.conversion.keys import Fields, HfConfig, Key, Keys, Trait, always, check, expect, flag, only, same
 
+_EXPERTS = {"num_experts": "num_experts", "top_k": "top_k_experts", "ffn_hidden_size": "moe_intermediate_size"}
 _HEADS = {"head_dim": "head_dim", "num_key_value_heads": "num_query_groups"}
-_PARTIAL = "partial_rotary_factor"
 _OLD_HEADS = ("global_head_dim", "num_global_key_value_heads")
 _PER_LAYER = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
 _ROPES: Mapping[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-    FULL: {"rope_type": "proportional", _PARTIAL: 0.25, "rope_theta": 1e6},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 
 
@@ -61,44 +62,26 @@ def _write_heads(ours: Fields) -> Keys:
     return {**usual, **keys, "num_kv_shared_layers": sum(x is not None for x in sources)}
 
 
-def _read_ropes(hf: HfConfig) -> Fields:
-    """Rotary embeddings by kind of layer."""
-    ropes = hf.get("rope_parameters") or _ROPES
-    of_layers = [_read_rope(kind, ropes.get(kind)) for kind in _types(hf)]
-    return {f"mixer.{key}": [x[key] for x in of_layers] for key in of_layers[0]}
-
-
-def _read_rope(kind: str, rope: Any) -> Fields:
-    where, known = f"rope_parameters.{kind}", {"rope_type", "rope_theta", _PARTIAL}
-    if not isinstance(rope, dict) or "rope_theta" not in rope or not rope.keys() <= known:
-        refuse(where, rope, "a dictionary of rope_type, rope_theta and partial_rotary_factor")
-    proportional, partial = rope.get("rope_type") == "proportional", rope.get(_PARTIAL, 1.0)
-    if not proportional and (rope.get("rope_type", "default"), partial) != ("default", 1):
-        refuse(where, rope, "rope_type default for whole heads, or proportional")
-    return {"rope_theta": rope["rope_theta"], _PARTIAL: partial, "proportional_rope": proportional}
-
-
-def _write_ropes(ours: Fields) -> Keys:
-    ropes = dict(_ROPES)
-    for i, window in enumerate(ours["mixer.sliding_window"]):
-        rope = {"rope_type": "default", "rope_theta": ours["mixer.rope_theta"][i]}
-        if ours["mixer.proportional_rope"][i]:
-            rope |= {"rope_type": "proportional", _PARTIAL: ours[f"mixer.{_PARTIAL}"][i]}
-        ropes[FULL if window is None else SLIDING] = rope
-    return {"rope_parameters": ropes}
-
-
 def _read_widths(hf: HfConfig) -> Fields:
-    """MLPs of layers without keys of their own may be twice as wide."""
-    width, double = hf.get("intermediate_size", 9216), flag(hf, "use_double_wide_mlp")
-    return {
-        "ffn.ffn_hidden_size": [width * 2 if double and x is not None else width for x in kv_sources(hf, _types(hf))]
-    }
+    """Widths of MLPs, of layers without keys of their own perhaps twice as wide, or of MLPs beside experts."""
+    width, sources = hf.get("intermediate_size", 9216), kv_sources(hf, _types(hf))
+    double = flag(hf, "use_double_wide_mlp") and any(source is not None for source in sources)
+    if not flag(hf, "enable_moe_block"):
+        expect(hf, "num_experts", None, "null without enable_moe_block")
+        return {"ffn.ffn_hidden_size": [width * 2 if double and x is not None else width for x in sources]}
+    if double:
+        refuse("use_double_wide_mlp", True, "false with enable_moe_block")
+    experts = {f"moe.{ours}": hf.get(theirs) for ours, theirs in _EXPERTS.items()}
+    return {**experts, "moe.shared_ffn_hidden_size": width, "moe.separate_norms": True}
 
 
 def _write_widths(ours: Fields) -> Keys:
     widths = ours["ffn.ffn_hidden_size"]
-    return {"intermediate_size": widths[0], "use_double_wide_mlp": widths[-1] != widths[0]}
+    if ours["moe"] is None:
+        wide = widths[-1] != widths[0]
+        return {"intermediate_size": widths[0], "use_double_wide_mlp": wide, "enable_moe_block": False}
+    experts = {theirs: ours[f"moe.{key}"] for key, theirs in _EXPERTS.items()}
+    return {**experts, "intermediate_size": ours["moe.shared_ffn_hidden_size"], "enable_moe_block": True}
 
 
 def _check(hf: HfConfig) -> None:
@@ -125,6 +108,14 @@ _NAMES = {
     "per_layer_embedding.norm": "model.per_layer_projection_norm",
     **in_layers("model.layers.*", OUTPUT_NORMS, {
         "mlp_norm": "pre_feedforward_layernorm", "layer_scalar": "layer_scalar",
+        **{f"mlp.shared.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
+        **fused("experts.gate_up_proj", equal_parts(2), tuple(f"mlp.experts.*.{x}.weight" for x in ("gate", "up")),
+                stacked=True),
+        "mlp.experts.*.down.weight": Place("experts.down_proj", stacked=True),
+        "mlp.shared_norm": "pre_feedforward_layernorm", "mlp.experts_norm": "pre_feedforward_layernorm_2",
+        "mlp.shared_output_norm": "post_feedforward_layernorm_1",
+        "mlp.experts_output_norm": "post_feedforward_layernorm_2", "mlp.router": "router.proj",
+        "mlp.router.scale": "router.scale", "mlp.router.expert_scale": "router.per_expert_scale",
         "per_layer_gate": "per_layer_input_gate", "per_layer_projection": "per_layer_projection",
         "per_layer_norm": "post_per_layer_input_norm",
     }),
@@ -142,10 +133,10 @@ FAMILIES = (
         windows(512, _types),
         Trait((*_HEADS, *_OLD_HEADS, "per_layer_config", "attention_k_eq_v", "num_kv_shared_layers"), _read_heads,
               _write_heads),
-        Trait(("rope_parameters",), _read_ropes, _write_ropes),
-        Trait(("intermediate_size", "use_double_wide_mlp"), _read_widths, _write_widths),
-        only(attention_bias=False, enable_moe_block=False),
-        only(written=False, num_experts=None, top_k_experts=None, moe_intermediate_size=None),
+        ropes_of_types(_types, _ROPES),
+        Trait(("intermediate_size", "use_double_wide_mlp", "enable_moe_block", *_EXPERTS.values()), _read_widths,
+              _write_widths),
+        only(attention_bias=False),
         check(_check, "use_bidirectional_attention"),
-    ), TensorNames({**LLAMA, **_NAMES}), rank=4),
+    ), TensorNames({**LLAMA, **_NAMES}), moe=None, rank=4),
 )  # fmt: skip
