@@ -155,6 +155,15 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "pattern": ["local", "full", "local-shared", "full-shared"],
     },
+    "shared-keys-of-a-stage": LLAMA
+    | {
+        "num_layers": 4,
+        "value_norm": True,
+        "layer_scalar": True,
+        "tie_embeddings": True,
+        "layer_kinds": {"own": {"mixer": FULL_KEYS}, "shared": {"mixer": FULL_KEYS | {"kv_layer": 2}}},
+        "pattern": ["own", "own", "own", "shared"],
+    },
     "hybrid": LLAMA
     | DROPOUT
     | {
@@ -440,7 +449,7 @@ BY_TENSOR = [(name, *tp) for name in MODELS for tp in ((1, False), (2, False), (
         *[
             case
             for case in BY_TENSOR
-            if (case[1:] == (2, True) and not case[0].startswith("sparse-")) or case[0] == "llama"
+            if (case[1:] == (2, True) and not case[0].startswith(("sparse-", "shared-keys-of"))) or case[0] == "llama"
         ],
     ),
 )
@@ -454,7 +463,7 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
     "name",
     [
         *("llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid"),
-        *("one-part", "kimi-delta"),
+        *("one-part", "kimi-delta", "shared-keys"),
         pytest.param("sparse", marks=pytest.mark.slow),
     ],
 )
@@ -513,9 +522,9 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     slow_but(
         [
             *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid"),
-            *("kimi-delta", "short-convolution"),
+            *("kimi-delta", "short-convolution", "shared-keys"),
         ],
-        *("llama", "chunks", "one-part", "sparse-hybrid"),
+        *("llama", "chunks", "one-part", "sparse-hybrid", "shared-keys"),
     ),
 )
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
@@ -528,7 +537,7 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
     ("name", "tp", "cp"),
     [
         *(("hybrid", 1, 2), ("kimi-delta", 2, 1), ("one-part", 1, 1), ("sparse-hybrid", 1, 1), ("tied-mtp", 1, 1)),
-        *(("short-convolution", 1, 2), ("pattern", 2, 1)),
+        *(("short-convolution", 1, 2), ("pattern", 2, 1), ("shared-keys-of-a-stage", 2, 1)),
     ],
 )
 def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:
