@@ -87,11 +87,11 @@ def draw(generator: random.Random) -> Draw:
         d = choose([2, 3, 4])
         return choose([
             some([{"rope_theta": 100.0}, {"head_dim": 8}, {"position_embedding": "none"}, {"qk_norm": True},
-                  {"kv_layer": 0}, *REACH], 3),
+                  *REACH], 3),
             DELTA_NET | small | {"key_head_dim": d} | some([{"allow_neg_eigval": True}, {"norm_eps": 0.1}], 2),
             KIMI_DELTA | small | {"head_dim": d},
             MAMBA2 | small | {"state_size": d, "conv_bias": choose([True, False])},
-            {"kind": "short_convolution"} | small, "none",
+            {"kind": "short_convolution"} | small, {"kv_layer": 0}, "none",
         ])  # fmt: skip
 
     def ffn() -> dict[str, Any] | str:

@@ -357,7 +357,7 @@ def compare(
         )
         whole |= randomize(stage, lambda piece: 0.3, experts=config.moe.num_experts if config.moe else 0)
         for name, bias in stage.constants.items():
-            bias.copy_(torch.linspace(-0.2, 0.2, len(bias)))
+            bias.copy_(torch.linspace(-0.2, 0.2, len(bias)) if len(bias) > 1 else torch.tensor([0.8]))
             whole[name] = bias.double()
         for shares in stage.router_shares.values():
             shares.copy_(shares_of_the_step_before(len(shares)))

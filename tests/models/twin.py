@@ -321,18 +321,22 @@ def _chosen(index: Tensor, allowed: Tensor, top_k: int) -> Tensor:
 def mlp(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
     gate, up = (_linear(x, w, f"{name}.{part}") if f"{name}.{part}.weight" in w else None for part in ("gate", "up"))
     z = up if gate is None else gate
-    f = {
+    f = _activated(z, config.activation)
+    assert (gate is None) == (config.activation in ("gelu", "gelu_tanh", "relu", "squared_relu"))
+    if config.activation == "clamped_swiglu":
+        up = up.minimum(torch.tensor(7.0)).maximum(torch.tensor(-7.0)) + 1
+    return _linear(f if gate is None else f * up, w, f"{name}.down")
+
+
+def _activated(z: Tensor, activation: str) -> Tensor:
+    return {
         "swiglu": lambda: z * torch.sigmoid(z),
         "gelu": lambda: 0.5 * z * (1 + torch.erf(z / math.sqrt(2))),
         "gelu_tanh": lambda: 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
         "relu": lambda: z * (z > 0),
         "squared_relu": lambda: z**2 * (z > 0),
         "clamped_swiglu": lambda: z.minimum(torch.tensor(7.0)) * torch.sigmoid(1.702 * z.minimum(torch.tensor(7.0))),
-    }[config.activation.replace("geglu", "gelu")]()
-    assert (gate is None) == (config.activation in ("gelu", "gelu_tanh", "relu", "squared_relu"))
-    if config.activation == "clamped_swiglu":
-        up = up.minimum(torch.tensor(7.0)).maximum(torch.tensor(-7.0)) + 1
-    return _linear(f if gate is None else f * up, w, f"{name}.down")
+    }[activation.replace("geglu", "gelu")]()
 
 
 def chosen_experts(scores: list[float], config: ModelConfig, bias: list[float]) -> list[int]:
@@ -382,7 +386,8 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
             y = torch.zeros_like(x[row, i])
             if m.shared_ffn_hidden_size is not None:
                 shared = mlp(shared_x[row, i], w, f"{name}.shared", config)
-                y = y + (shared * (w[f"{name}.shared_gate.weight"] @ x[row, i]).sigmoid() if m.shared_gate else shared)
+                gate = (w[f"{name}.shared_gate.weight"] @ shared_x[row, i]).sigmoid() if m.shared_gate else 1
+                y = y + shared * gate
             out.append(y)
             share[chosen] += 1 / (s * m.top_k)
             mean.append(scores / scores.sum())
@@ -555,7 +560,7 @@ def _mamba2(x: Tensor, w: Weights, name: str, record: Mamba2Config, eps: float, 
 def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
     dropouts: Dropouts, kind: LayerKind, *, sparse: bool, window: int | None, documents: Tensor | None = None,
-    shared: dict[str, list[tuple[Tensor, Tensor]]] | None = None, per_layer: Tensor | None = None,
+    shared: dict[str, list[tuple[Tensor, Tensor]]] | None = None, per_layer: tuple[Tensor, str] | None = None,
 ) -> Tensor:  # fmt: skip
     def norm(x: Tensor, which: str, there: bool) -> Tensor:
         return _norm(x, w, f"{name}.{which}", config, config.normalization) if there else x
@@ -582,17 +587,9 @@ def _block(
             record = kind.mixer or AttentionConfig()
             assert isinstance(record, AttentionConfig)
             y = _attention(
-                normed,
-                w,
-                f"{name}.attention",
-                config,
-                positions,
-                allowed,
-                dropouts,
-                window,
-                record,
+                normed, w, f"{name}.attention", config, positions, allowed, dropouts, window, record,
                 {} if shared is None else shared,
-            )
+            )  # fmt: skip
         y = config.residual_multiplier * norm(y, "attention_output_norm", of_outputs)
         return dropouts.hidden(y, f"{name}.attention")
 
@@ -609,23 +606,23 @@ def _block(
     x = x + attention(x)
     x = x + feed_forward(x)
     if per_layer is not None:
-        gate = _linear(x, w, f"{name}.per_layer_gate")
-        gated = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * per_layer
-        x = x + _norm(_linear(gated, w, f"{name}.per_layer_projection"), w, f"{name}.per_layer_norm", config)
+        vector, activation = per_layer
+        gated = _activated(_linear(x, w, f"{name}.per_layer_gate"), activation) * vector
+        x = x + norm(_linear(gated, w, f"{name}.per_layer_projection"), "per_layer_norm", True)
     return x * w[f"{name}.layer_scalar"] if config.layer_scalar else x
 
 
-def _per_layer(x: Tensor, w: Weights, config: ModelConfig, tokens: Tensor) -> list[Tensor | None]:
-    """Per-layer embeddings of each layer, from the embeddings."""
+def _per_layer(x: Tensor, w: Weights, config: ModelConfig, tokens: Tensor) -> list[tuple[Tensor, str] | None]:
+    """Per-layer embeddings of each layer, from the embeddings, and the model's activation."""
     if config.per_layer_embedding is None:
         return [None] * config.num_layers
-    p, name, found = config.per_layer_embedding.width, "per_layer_embedding", list[Tensor | None]()
+    p, name, found = config.per_layer_embedding.width, "per_layer_embedding", list[tuple[Tensor, str] | None]()
     projected = _linear(x, w, f"{name}.projection") / math.sqrt(config.hidden_size)
     of_tokens = math.sqrt(p) * w[f"{name}.word.weight"][tokens]
     for layer in range(config.num_layers):
         part = slice(layer * p, (layer + 1) * p)
         normed = _norm(projected[..., part], w, f"{name}.norm", config)
-        found.append((normed + of_tokens[..., part]) / math.sqrt(2))
+        found.append(((normed + of_tokens[..., part]) / math.sqrt(2), config.activation))
     return found
 
 

@@ -28,8 +28,8 @@ def per_layer_embedding(m: ModelSection) -> Iterator[Problem]:
     if m.per_layer_embedding is None:
         return
     path, shown = "model.per_layer_embedding", "(a section)"
-    if not ACTIVATIONS[m.activation].gated:
-        rule = f"model.activation is {m.activation}, which multiplies nothing by a gate"
+    if not ACTIVATIONS[m.activation].gated or m.activation == "clamped_swiglu":
+        rule = f"model.activation is {m.activation}, which is not that of a gate alone"
         yield Problem(path, shown, rule, "try model.activation=geglu_tanh")
     if m.mtp_num_layers:
         rule = f"model.mtp_num_layers is {m.mtp_num_layers}, whose layers have no such embeddings"

@@ -98,8 +98,9 @@ def _read_per_layer(hf: HfConfig) -> Fields:
 
 
 def _write_per_layer(ours: Fields) -> Keys:
-    width = 0 if ours["per_layer_embedding"] is None else ours["per_layer_embedding"].width
-    return dict(zip(_PER_LAYER, (width, ours["vocab_size"]), strict=True))
+    embedding = ours["per_layer_embedding"]
+    values = (0,) if embedding is None else (embedding.width, ours["vocab_size"])
+    return dict(zip(_PER_LAYER, values, strict=False))
 
 
 _NAMES = {
