@@ -81,7 +81,8 @@ def _write_widths(ours: Fields) -> Keys:
         wide = widths[-1] != widths[0]
         return {"intermediate_size": widths[0], "use_double_wide_mlp": wide, "enable_moe_block": False}
     experts = {theirs: ours[f"moe.{key}"] for key, theirs in _EXPERTS.items()}
-    return {**experts, "intermediate_size": ours["moe.shared_ffn_hidden_size"], "enable_moe_block": True}
+    width = ours["moe.shared_ffn_hidden_size"] or ours["ffn_hidden_size"]
+    return {**experts, "intermediate_size": width, "enable_moe_block": True}
 
 
 def _check(hf: HfConfig) -> None:
