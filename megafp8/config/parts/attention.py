@@ -253,6 +253,10 @@ class AttentionConfig(PartConfig, AttentionKeys):
             return "attention_softcap bounds the logits"
         if self.position_embedding in ("alibi", "relative"):
             return f"with position_embedding: {self.position_embedding} logits are not of queries and keys alone"
+        if self.kv_layer is not None:
+            return "with kv_layer layers share keys, and each has queries of its own"
+        if self.keys_as_values:
+            return "with keys_as_values the weights of keys are those of values"
         return ""
 
     def widths(self, model: ModelSection) -> Mapping[str, int]:
