@@ -586,8 +586,9 @@ def _block(
         else:
             record = kind.mixer or AttentionConfig()
             assert isinstance(record, AttentionConfig)
+            own = config.model_copy(update={"latent_attention": None})  # whose eps is that of other layers
             y = _attention(
-                normed, w, f"{name}.attention", config, positions, allowed, dropouts, window, record,
+                normed, w, f"{name}.attention", own, positions, allowed, dropouts, window, record,
                 {} if shared is None else shared,
             )  # fmt: skip
         y = config.residual_multiplier * norm(y, "attention_output_norm", of_outputs)
