@@ -260,6 +260,7 @@ class CachedModel(PackedModel):
         tokens = CachedTokens(
             step.positions_1n,
             step.keys,
+            step.tokens_1n,
             lengths_n=step.lengths_n,
             trained_length=self.model.trained_length,
             step=step,

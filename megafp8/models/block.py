@@ -198,7 +198,7 @@ class SequentialBlock(Block):
             branch_sbh, dropout = self._mixed(normed, inputs), self.attention_branch_dropout.at(inputs.places)
         if self.feeds:
             x_sbh, normed = self._read(self.mlp_norm, x_sbh, branch_sbh, self.ffn.input_format, dropout)
-            branch_sbh = self._output(self.ffn(normed), self.mlp_output_norm)
+            branch_sbh = self._output(self.ffn(normed, inputs.ffns[self.index]), self.mlp_output_norm)
         return x_sbh, branch_sbh
 
 
@@ -215,7 +215,7 @@ class ParallelBlock(Block):
         x_sbh, normed = self._read(self.attention_norm, x_sbh, branch_sbh, self.mixer.input_format, dropout)
         mixed, own = self._mixed(normed, inputs), self.attention_branch_dropout.at(inputs.places)
         x_sbh, normed = self._read(self.mlp_norm, x_sbh, None, self.ffn.input_format, None)
-        y_sbh = self._output(self.ffn(normed), self.mlp_output_norm)
+        y_sbh = self._output(self.ffn(normed, inputs.ffns[self.index]), self.mlp_output_norm)
         if own is None:
             return x_sbh, y_sbh + mixed
         return dropouts.add(x_sbh, mixed, own), y_sbh  # each branch has a dropout of its own
@@ -232,7 +232,8 @@ class PostNormBlock(Block):
         if self.attention_norm is not None:
             x_sbh = normalized(self.attention_norm, x_sbh, self._mixed(x_sbh, inputs), own)
         if self.mlp_norm is not None:
-            x_sbh = normalized(self.mlp_norm, x_sbh, self._output(self.ffn(x_sbh), None), of_ffn)
+            y_sbh = self._output(self.ffn(x_sbh, inputs.ffns[self.index]), None)
+            x_sbh = normalized(self.mlp_norm, x_sbh, y_sbh, of_ffn)
         return x_sbh, None
 
     def branch_dropout(self, inputs: LayerInputs) -> Dropout | None:

@@ -244,8 +244,8 @@ class GPTStage(nn.Module):
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """By global name, tensors that belong to the weights but have no gradient: fp32."""
-        return {f"{r.name}.bias": r.bias for r in self.routers.values() if r.bias is not None}
+        """By global name, tensors that belong to the weights but have no gradient: fp32, or int64."""
+        return {f"{r.name}.{name}": x for r in self.routers.values() for name, x in r.constants.items()}
 
     @property
     def router_shares(self) -> dict[str, Tensor]:
@@ -264,6 +264,7 @@ class GPTStage(nn.Module):
         tokens = MicroBatchTokens(
             torch.arange(s, device=context.device) if batch.position_ids is None else batch.position_ids,
             s if context.context_parallel is None else s * context.context_parallel.size(),
+            batch.tokens,
             batch.samples,
             group=context.context_parallel,
             cu_seqlens_bn=batch.cu_seqlens,
@@ -274,8 +275,9 @@ class GPTStage(nn.Module):
 
     def inputs_of(self, tokens: Tokens, places: TokenPlaces | None = None, which: slice = slice(None)) -> LayerInputs:
         """What the blocks `which` read besides the residual stream of these tokens. `places`: as in `LayerInputs`."""
-        mixers = {block.index: block.mixer.inputs(block.index, tokens) for block in self.all_blocks[which]}
-        return LayerInputs(mixers, places)
+        blocks = self.all_blocks[which]
+        mixers = {block.index: block.mixer.inputs(block.index, tokens) for block in blocks}
+        return LayerInputs(mixers, {block.index: block.ffn.inputs(block.index, tokens) for block in blocks}, places)
 
     def _places(self, s: int, cu_seqlens_bn: Tensor | None, samples_b: Tensor | None) -> TokenPlaces | None:
         """Of the tokens of this rank's residual stream; None without dropout."""

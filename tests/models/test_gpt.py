@@ -225,6 +225,21 @@ MOE_MODELS = {
             "latent_size": 10,
         },
     },
+    "hash": LLAMA
+    | {
+        "activation": "limited_swiglu",
+        "moe": {
+            "num_experts": 4,
+            "top_k": 2,
+            "ffn_hidden_size": 12,
+            "score": "sqrtsoftplus",
+            "scaling_factor": 1.5,
+            "selection_bias": True,
+            "aux_loss": 0.3,
+        },
+        "layer_kinds": {"hash": {"ffn": {"kind": "moe", "routing": "hash"}}, "top_k": {"ffn": "moe"}},
+        "pattern": ["hash", "top_k"],
+    },
     "mixtral": MIXTRAL,
     "qwen-moe": LLAMA | {"qk_norm": True, "moe": QWEN_MOE},
     "deepseek": LLAMA | DROPOUT | {"moe": DEEPSEEK, "latent_attention": LATENT | {"q_rank": None}, "mtp_num_layers": 1},
@@ -309,9 +324,10 @@ def compare(
             config, context, layers=range(first, stop), positions=s, memory=memory[: stop - first], z_loss=z_loss
         )
         whole |= randomize(stage, lambda piece: 0.3, experts=config.moe.num_experts if config.moe else 0)
-        for name, bias in stage.constants.items():
-            bias.copy_(torch.linspace(-0.2, 0.2, len(bias)))
-            whole[name] = bias.double()
+        for name, values in stage.constants.items():
+            if name.endswith(".bias"):
+                values.copy_(torch.linspace(-0.2, 0.2, len(values)))
+            whole[name] = values.double()
         for shares in stage.router_shares.values():
             shares.copy_(shares_of_the_step_before(len(shares)))
         stages.append(stage)
@@ -515,6 +531,7 @@ def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:
         ("groups-softmax", 1, 4, 2, 1, "all_to_all", "none"),
         ("nemotron", 2, 2, 2, 1, "all_gather", "none"),
         ("nemotron", 1, 2, 2, 1, "all_to_all", "none"),
+        ("hash", 2, 2, 2, 1, "all_to_all", "full"),
     ],
 )
 def test_experts(world4: World, name: str, tp: int, cp: int, ep: int, etp: int, dispatch: str, recompute: str) -> None:

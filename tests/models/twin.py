@@ -20,6 +20,7 @@ from megafp8.config.parts.attention import AttentionConfig
 from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
 from megafp8.config.parts.kimi_delta_attention import KimiDeltaAttentionConfig
 from megafp8.config.parts.mamba2 import Mamba2Config
+from megafp8.config.parts.moe import MoeFfnConfig
 from megafp8.config.parts.short_convolution import ShortConvolutionConfig
 
 Weights = dict[str, Tensor]
@@ -311,10 +312,13 @@ def mlp(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
         "relu": lambda: z * (z > 0),
         "squared_relu": lambda: z**2 * (z > 0),
         "clamped_swiglu": lambda: z.minimum(torch.tensor(7.0)) * torch.sigmoid(1.702 * z.minimum(torch.tensor(7.0))),
+        "limited_swiglu": lambda: z.minimum(torch.tensor(10.0)) * torch.sigmoid(z.minimum(torch.tensor(10.0))),
     }[config.activation.replace("geglu", "gelu")]()
     assert (gate is None) == (config.activation in ("gelu", "gelu_tanh", "relu", "squared_relu"))
     if config.activation == "clamped_swiglu":
         up = up.minimum(torch.tensor(7.0)).maximum(torch.tensor(-7.0)) + 1
+    if config.activation == "limited_swiglu":
+        up = up.minimum(torch.tensor(10.0)).maximum(torch.tensor(-10.0))
     return _linear(f if gate is None else f * up, w, f"{name}.down")
 
 
@@ -323,7 +327,7 @@ def chosen_experts(scores: list[float], config: ModelConfig, bias: list[float]) 
     m = config.moe
     assert m is not None
     ranked = [score + b for score, b in zip(scores, bias)]
-    size, best = m.num_experts // m.num_groups, 2 if m.score == "sigmoid" else 1
+    size, best = m.num_experts // m.num_groups, 1 if m.score == "softmax" else 2
     groups = [range(g * size, (g + 1) * size) for g in range(m.num_groups)]
     worth = [sum(sorted((ranked[e] for e in group), reverse=True)[:best]) for group in groups]
     kept = sorted(range(m.num_groups), key=lambda g: -worth[g])[: m.top_groups or m.num_groups]
@@ -335,8 +339,10 @@ def shares_of_the_step_before(experts: int) -> Tensor:
     return 0.5 ** torch.tensor([*range(1, experts), experts - 1], dtype=torch.float64)
 
 
-def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tensor]) -> Tensor:
-    """One expert and one token at a time; appends the router's losses of the batch."""
+def moe(
+    x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tensor], ids: Tensor, *, hashed: bool
+) -> Tensor:
+    """One expert and one token at a time; appends the router's losses of the batch. `hashed`: experts by the ids."""
     m = config.moe
     assert m is not None
     b, s, experts = *x.shape[:2], m.num_experts
@@ -351,8 +357,13 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
             if config.linear_bias:
                 logits = logits + w[f"{name}.router.logit_bias"]
             scores = logits.sigmoid() if m.score == "sigmoid" else logits.softmax(0)
-            bias = w[f"{name}.router.bias"].tolist() if m.selection_bias else [0.0] * experts
-            chosen = chosen_experts(scores.tolist(), config, bias)
+            if m.score == "sqrtsoftplus":
+                scores = torch.log1p(logits.exp()) ** 0.5
+            if hashed:
+                chosen = w[f"{name}.router.table"][ids[row, i]].long().tolist()
+            else:
+                bias = w[f"{name}.router.bias"].tolist() if m.selection_bias else [0.0] * experts
+                chosen = chosen_experts(scores.tolist(), config, bias)
             total = sum(scores[e] for e in chosen) if m.normalize else 1.0
             weights.append([scores[e] / total * m.scaling_factor * (e in chosen) for e in range(experts)])
             y = torch.zeros_like(x[row, i])
@@ -365,7 +376,7 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
             log_z.append(logits.logsumexp(0))
         if m.aux_loss_scope == "global_batch":
             share = shares_of_the_step_before(experts)
-        losses.append(m.aux_loss / b * experts * (share * torch.stack(mean).mean(0)).sum())
+        losses.append((0 if hashed else m.aux_loss) / b * experts * (share * torch.stack(mean).mean(0)).sum())
         losses.append(m.z_loss / b * torch.stack(log_z).square().mean())
     most = math.inf if m.capacity_factor is None else math.ceil(m.capacity_factor * b * s * m.top_k / experts)
     for e in range(experts):
@@ -527,7 +538,8 @@ def _mamba2(x: Tensor, w: Weights, name: str, record: Mamba2Config, eps: float, 
 
 def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
-    dropouts: Dropouts, kind: LayerKind, *, sparse: bool, window: int | None, documents: Tensor | None = None,
+    dropouts: Dropouts, kind: LayerKind, ids: Tensor, *, sparse: bool, window: int | None,
+    documents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     def norm(x: Tensor, which: str, there: bool) -> Tensor:
         return _norm(x, w, f"{name}.{which}", config, config.normalization) if there else x
@@ -559,7 +571,11 @@ def _block(
         if isinstance(kind.ffn, NoFfnConfig):
             return 0.0
         normed = norm(x, "mlp_norm", of_inputs)
-        y = moe(normed, w, f"{name}.mlp", config, losses) if sparse else mlp(normed, w, f"{name}.mlp", config)
+        if sparse:
+            hashed = isinstance(kind.ffn, MoeFfnConfig) and kind.ffn.routing == "hash"
+            y = moe(normed, w, f"{name}.mlp", config, losses, ids, hashed=hashed)
+        else:
+            y = mlp(normed, w, f"{name}.mlp", config)
         y = config.residual_multiplier * norm(y, "mlp_output_norm", of_outputs)
         return dropouts.hidden(y, f"{name}.mlp")
 
@@ -624,8 +640,8 @@ def twin_loss(
         sparse, seen = config.moe_of(layer) is not None, allowed[reach[layer]]
         window = windows[layer]
         x = _block(
-            x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, kinds[layer], sparse=sparse,
-            window=window, documents=documents,
+            x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, kinds[layer], tokens,
+            sparse=sparse, window=window, documents=documents,
         )  # fmt: skip
     x = _norm(x, w, "final_norm", config, kind)
     found = [_cross_entropy(x, w, config, labels, z_loss)]
@@ -643,8 +659,8 @@ def twin_loss(
         hidden = _norm(x, w, f"{name}.hidden_norm", config, kind)
         x = _linear(torch.cat([embedded, hidden], -1), w, f"{name}.projection")
         x = _block(
-            x, w, name, configs[-1], positions, seen, losses, dropouts, kinds[-1], sparse=sparse, window=window,
-            documents=documents,
+            x, w, name, configs[-1], positions, seen, losses, dropouts, kinds[-1], ahead, sparse=sparse,
+            window=window, documents=documents,
         )  # fmt: skip
         x = _norm(x, w, f"{name}.final_norm", config, kind)
         found.append(_cross_entropy(x, w, config, target, z_loss) * wanted)
