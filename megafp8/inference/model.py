@@ -175,7 +175,7 @@ class PackedModel:
     def _empty_stream(self, stage: GPTStage, packed: PackedTokens) -> Tensor:
         rows = packed.tokens_1n.shape[1] // self._ranks
         context = stage.context
-        return torch.empty(rows, 1, self.model.config.hidden_size, dtype=context.dtype, device=context.device)
+        return torch.empty(rows, 1, self.model.config.stream_width, dtype=context.dtype, device=context.device)
 
     def run_blocks(
         self, stage: GPTStage, x_sbh: Tensor | None, packed: PackedTokens, tokens: Tokens

@@ -176,6 +176,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "pattern": ["mamba", "mlp"],
         "residual_multiplier": 0.3,
     },
+    "hyper": LLAMA
+    | DROPOUT
+    | {
+        "hyper_connections": {"streams": 3, "sinkhorn_iterations": 4, "eps": 1e-3},
+        "layer_kinds": {"short": {"mixer": {"kind": "short_convolution"}, "ffn": "none"}, "full": {}},
+        "pattern": ["short", "full"],
+    },
     "sparse": LLAMA | {"latent_attention": LATENT, "sparse_attention": SPARSE},
     "sparse-neighbors": LLAMA
     | {
@@ -228,6 +235,7 @@ MOE_MODELS = {
     "hash": LLAMA
     | {
         "activation": "limited_swiglu",
+        "hyper_connections": {"sinkhorn_iterations": 3},
         "moe": {
             "num_experts": 4,
             "top_k": 2,
@@ -491,9 +499,9 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     slow_but(
         [
             *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid"),
-            *("kimi-delta", "short-convolution"),
+            *("kimi-delta", "short-convolution", "hyper"),
         ],
-        *("llama", "chunks", "one-part", "sparse-hybrid"),
+        *("llama", "chunks", "one-part", "sparse-hybrid", "hyper"),
     ),
 )
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
@@ -506,7 +514,7 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
     ("name", "tp", "cp"),
     [
         *(("hybrid", 1, 2), ("kimi-delta", 2, 1), ("one-part", 1, 1), ("sparse-hybrid", 1, 1), ("tied-mtp", 1, 1)),
-        *(("short-convolution", 1, 2), ("pattern", 2, 1)),
+        *(("short-convolution", 1, 2), ("pattern", 2, 1), ("hyper", 1, 2)),
     ],
 )
 def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -536,6 +538,43 @@ def _mamba2(x: Tensor, w: Weights, name: str, record: Mamba2Config, eps: float, 
     return _linear(torch.stack(rows), w, f"{name}.proj")
 
 
+def _stream_weights(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
+    """Of the streams `[b, s, n, h]` of each token: products of the normalized streams."""
+    flat = x.flatten(2)
+    normed = flat / torch.sqrt(flat.square().mean(-1, keepdim=True) + config.norm_eps)
+    return torch.einsum("bsk,mk->bsm", normed, w[f"{name}.fn"])
+
+
+def _hyper_connected(x: Tensor, w: Weights, name: str, config: ModelConfig, part: Callable[[Tensor], Any]) -> Tensor:
+    """The streams `[b, s, n, h]` after a part; one matrix entry after the other."""
+    keys = config.hyper_connections
+    assert keys is not None
+    n, base, scale = keys.streams, w[f"{name}.base"], w[f"{name}.scale"]
+    found = _stream_weights(x, w, name, config)
+    pre = [1 / (1 + torch.exp(-(found[..., i] * scale[0] + base[i]))) + keys.eps for i in range(n)]
+    post = [2 / (1 + torch.exp(-(found[..., n + i] * scale[1] + base[n + i]))) for i in range(n)]
+    cells = range(2 * n, 2 * n + n * n)
+    comb = [[found[..., c] * scale[2] + base[c] for c in cells[i * n : (i + 1) * n]] for i in range(n)]
+    comb = [[e.exp() / sum(o.exp() for o in row) + keys.eps for e in row] for row in comb]
+    for turn in range(2 * keys.sinkhorn_iterations - 1):
+        if turn % 2:
+            comb = [[e / (sum(row) + keys.eps) for e in row] for row in comb]
+        else:
+            sums = [sum(comb[i][j] for i in range(n)) + keys.eps for j in range(n)]
+            comb = [[e / sums[j] for j, e in enumerate(row)] for row in comb]
+    y = part(sum(pre[i].unsqueeze(-1) * x[:, :, i] for i in range(n)))
+    rows = [sum(comb[j][k].unsqueeze(-1) * x[:, :, j] for j in range(n)) for k in range(n)]
+    return torch.stack([row + post[k].unsqueeze(-1) * y for k, row in enumerate(rows)], 2)
+
+
+def _collapsed(x: Tensor, w: Weights, config: ModelConfig) -> Tensor:
+    """Hidden states of the streams `[b, s, n, h]` after the last layer."""
+    keys, name = config.hyper_connections, "final_connection"
+    assert keys is not None
+    pre = _stream_weights(x, w, name, config) * w[f"{name}.scale"][0] + w[f"{name}.base"]
+    return ((1 / (1 + torch.exp(-pre)) + keys.eps).unsqueeze(-1) * x).sum(2)
+
+
 def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
     dropouts: Dropouts, kind: LayerKind, ids: Tensor, *, sparse: bool, window: int | None,
@@ -579,6 +618,11 @@ def _block(
         y = config.residual_multiplier * norm(y, "mlp_output_norm", of_outputs)
         return dropouts.hidden(y, f"{name}.mlp")
 
+    if config.hyper_connections is not None:
+        for which, part, kind_of in (("attention", attention, kind.mixer), ("mlp", feed_forward, kind.ffn)):
+            if not isinstance(kind_of, (NoMixerConfig, NoFfnConfig)):
+                x = _hyper_connected(x, w, f"{name}.{which}_connection", config, part)
+        return x
     if config.parallel_block:
         return x + attention(x) + feed_forward(x)
     x = x + attention(x)
@@ -636,6 +680,8 @@ def twin_loss(
     dropouts = Dropouts(config, seed, samples)
     x = dropouts.hidden(x, "embedding")
     losses = [] if router_losses is None else router_losses
+    if config.hyper_connections is not None:
+        x = torch.stack([x] * config.hyper_connections.streams, 2)
     for layer in range(config.num_layers):
         sparse, seen = config.moe_of(layer) is not None, allowed[reach[layer]]
         window = windows[layer]
@@ -643,6 +689,8 @@ def twin_loss(
             x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, kinds[layer], tokens,
             sparse=sparse, window=window, documents=documents,
         )  # fmt: skip
+    if config.hyper_connections is not None:
+        x = _collapsed(x, w, config)
     x = _norm(x, w, "final_norm", config, kind)
     found = [_cross_entropy(x, w, config, labels, z_loss)]
     b, s = tokens.shape

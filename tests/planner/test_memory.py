@@ -187,7 +187,7 @@ def _measured(overrides: list[list[str]]) -> list[tuple[int, int]]:
         trainer = _trainer(config)
         t = config.parallel.context * (config.parallel.tensor if config.parallel.sequence_parallel else 1)
         training = config.training
-        shape = training.seq_length // t, training.micro_batch_size, config.model.hidden_size
+        shape = training.seq_length // t, training.micro_batch_size, config.model.stream_width
         x = torch.randn(shape, dtype=trainer.strategy.params[0].dtype).requires_grad_()
         memory = block_memory(config.parallel, len(config.model.layers))
         outline = model_outline(config, trainer.fp8)
