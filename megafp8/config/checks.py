@@ -18,8 +18,8 @@ from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.errors import ConfigError, Problem, divisors
 from megafp8.config.parts.attention import attention_heads
 from megafp8.config.parts.base import PartConfig
-from megafp8.config.parts.latent_attention import LatentAttentionConfig, latent_attention
 from megafp8.config.parts.hyper_connections import HyperConnectionsConfig, hyper_connections
+from megafp8.config.parts.latent_attention import LatentAttentionConfig, latent_attention
 from megafp8.config.parts.moe import MoeConfig, expert_layout, expert_ranks, experts
 from megafp8.config.parts.sparse_attention import SparseAttentionConfig, sparse_attention
 from megafp8.config.schema import Config, ModelConfig, Section

@@ -15,7 +15,8 @@ from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.costs import MicroBatch, Work
-from megafp8.ops.hyper_connections import Rule, collapse, connect, mix
+from megafp8.numerics.hyper_connections_reference import Rule
+from megafp8.ops.hyper_connections import collapse, connect, mix
 
 
 class _Mapping(nn.Module):
