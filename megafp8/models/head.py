@@ -15,6 +15,7 @@ from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init
 from megafp8.models.bert import BinaryHead, HeadTransform
 from megafp8.models.context import BuildContext
+from megafp8.models.costs import MicroBatch
 from megafp8.models.hyper_connections import StreamCollapse
 from megafp8.models.norms import block_norm, normalized
 from megafp8.numerics.dropout_reference import Dropout
@@ -49,6 +50,10 @@ class Head(nn.Module):
             site=context.site(),
             **context.linear_options(),
         )
+
+    def flops(self, batch: MicroBatch) -> float:
+        """Model FLOPs of its forward pass beside linear layers."""
+        return 0.0 if self.collapse is None else self.collapse.flops(batch)
 
     def _hidden(self, x_sbh: Tensor, branch_sbh: Tensor | None, dropout: Dropout | None = None) -> Tensor:
         """The model's hidden states."""

@@ -38,15 +38,26 @@ from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.philox import Key, key_of, philox
 
 
-def _sqrt_softplus(x: Tensor) -> Tensor:
-    """`√log(1 + eˣ)`; where it underflows its gradient is 0."""
-    return F.softplus(x.clamp(min=-80.0)).sqrt()
+class _SqrtSoftplus(Function):
+    """y = √log(1 + eˣ), of which y is kept: its derivative is (1 - e^(-y²)) / 2y. Where it underflows, that is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = F.softplus(x).sqrt_()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return torch.where(y > 0, dy * -torch.expm1(-y.square()) / (2 * y), 0.0)
 
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": partial(torch.softmax, dim=1),
     "sigmoid": torch.sigmoid,
-    "sqrtsoftplus": _sqrt_softplus,
+    "sqrtsoftplus": _SqrtSoftplus.apply,
 }
 """Scores of experts, from logits `[n, e]`, by `model.moe.score`."""
 
@@ -221,8 +232,9 @@ class Router(nn.Module):
         routing = Routing(within_capacity(experts_nk, weights_nk, self.moe), weights_nk, tokens_be)
         if not torch.is_grad_enabled():
             return routing
-        sums_to_1 = self.moe.score == "softmax"
-        shares_ne = scores_ne if sums_to_1 else scores_ne / scores_ne.sum(dim=1, keepdim=True)
+        shares_ne = scores_ne if self.aux_loss else scores_ne.detach()
+        if self.moe.score != "softmax":
+            shares_ne = shares_ne / shares_ne.sum(dim=1, keepdim=True)
         return routing._replace(weights=self._with_losses(routing, logits_ne, shares_ne))
 
     def _with_losses(self, routing: Routing, logits_ne: Tensor, shares_ne: Tensor) -> Tensor:
