@@ -116,5 +116,6 @@ def check_source(source: Source) -> tuple[ModelConfig, dict[str, Shape]]:
         if info is None:
             raise ValueError(f"{source.path} has no tensor {name}, which its model has")
         if tuple(info.shape) != shape or info.dtype.is_floating_point != floats:
-            raise ValueError(f"{source.path}: {name} is {info.dtype} {list(info.shape)}, its model has {list(shape)}")
+            wanted = f"{'floats' if floats else 'integers'} {list(shape)}"
+            raise ValueError(f"{source.path}: {name} is {info.dtype} {list(info.shape)}, its model has {wanted}")
     return model, {name: shape for name, (shape, _) in kinds.items()}
