@@ -293,6 +293,12 @@ class HyperBlock(Block):
             "weights of streams": sum(part.saved(batch) for part in parts),
         }
 
+    def backward_bytes(self, batch: MicroBatch) -> int:
+        """Beside the streams' gradient, which a connection passes on, that of a part's output or of the streams before
+        the connection."""
+        parts = max(self.ffn.backward_bytes(batch), self.mixer.backward_bytes(batch))
+        return self._stream(batch) + max(self._stream(batch), self._hidden(batch) + parts)
+
     def work(self, batch: MicroBatch) -> Work:
         return sum((part.work(self._hidden(batch)) for part in self._connections), super().work(batch))
 
