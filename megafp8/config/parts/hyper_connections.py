@@ -34,7 +34,7 @@ def hyper_connections(m: ModelSection) -> Iterator[Problem]:
         return
     for key, value, works in (
         ("architecture", m.architecture != "gpt" and m.architecture, "gpt"),
-        ("norm_position", m.norm_position == "post" and "post", "pre"),
+        ("norm_position", any(spec.norm_position == "post" for spec in m.distinct_layers) and "post", "pre"),
         ("parallel_block", m.parallel_block, "false"),
         ("mtp_num_layers", m.mtp_num_layers, "0"),
     ):
