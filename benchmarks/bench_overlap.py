@@ -42,7 +42,7 @@ from megafp8.distributed.tp_overlap import AllGatherHandle, Collective, Product,
 from megafp8.fp8 import describe_path
 from megafp8.linear.quantized_gather import TPComm
 from megafp8.models.attention import AttentionInputs
-from megafp8.models.mixer import LayerInputs
+from megafp8.models.mixer import LayerInputs, NoInputs
 from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.numerics.attention_scores import PLAIN
 from megafp8.parallel_state import (
@@ -160,7 +160,8 @@ class Blocks:
         frequencies = inverse_frequencies(config.model.channels, config.model.rope_theta, None, device)
         rotary = rotary_table(torch.arange(s, device=device), frequencies, dtype)
         inputs = AttentionInputs(rotary, NoAttention(), PLAIN)
-        self.inputs = LayerInputs({block.index: inputs for block in self.stage.all_blocks})
+        blocks = [block.index for block in self.stage.all_blocks]
+        self.inputs = LayerInputs(dict.fromkeys(blocks, inputs), dict.fromkeys(blocks, NoInputs()))
         generator = torch.Generator(device).manual_seed(2 + parallel.tensor.rank)
         size = (s // parallel.tensor.size, 1, shape.hidden_size)
         self.x_sbh, self.dy_sbh = (torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(2))

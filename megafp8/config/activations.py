@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-ActivationName = Literal["swiglu", "clamped_swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu", "squared_relu"]
+ActivationName = Literal[
+    "swiglu", "clamped_swiglu", "limited_swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu", "squared_relu"
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ ACTIVATIONS: Mapping[ActivationName, Activation] = {
         gated=True, fused=True, hugging_face=("silu", "swish"), megatron={"swiglu": True, "bias_gelu_fusion": False}
     ),
     "clamped_swiglu": Activation(gated=True, fused=True, hugging_face=(), megatron={}),
+    "limited_swiglu": Activation(gated=True, fused=True, hugging_face=(), megatron={}),
     "geglu_tanh": Activation(
         gated=True, fused=True, hugging_face=("gelu_pytorch_tanh", "gelu_new"), megatron={}
     ),

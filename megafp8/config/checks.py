@@ -18,6 +18,7 @@ from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.errors import ConfigError, Problem, divisors
 from megafp8.config.parts.attention import attention_heads, shared_keys
 from megafp8.config.parts.base import PartConfig
+from megafp8.config.parts.hyper_connections import HyperConnectionsConfig, hyper_connections
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, latent_attention
 from megafp8.config.parts.moe import MoeConfig, expert_layout, expert_ranks, experts
 from megafp8.config.parts.per_layer_embedding import (
@@ -395,11 +396,10 @@ def split_widths(m: ModelConfig) -> dict[str, int]:
 
 def network_problems(m: ModelConfig) -> Iterator[Problem]:
     """Rules about the network that hold in any run."""
-    rules = (
-        attention_heads, latent_attention, sparse_attention, experts, encoder_checks.model, _norm_weights,
-        per_layer_embedding,
-    )  # fmt: skip
-    for rule in rules:
+    for rule in (
+        attention_heads, latent_attention, sparse_attention, hyper_connections, experts, encoder_checks.model,
+        _norm_weights, per_layer_embedding,
+    ):  # fmt: skip
         yield from rule(m)
     for path, record in _records(m):
         yield from record.problems(m, path)
@@ -640,6 +640,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
     sections: dict[str, type[Section]] = {
         "moe": MoeConfig, "latent_attention": LatentAttentionConfig, "sparse_attention": SparseAttentionConfig,
         "per_layer_embedding": PerLayerEmbeddingConfig,
+        "hyper_connections": HyperConnectionsConfig,
     }  # fmt: skip
     keys = [*ModelConfig.model_fields, *(f"{name}.{key}" for name, x in sections.items() for key in x.model_fields)]
     for key in c.allow_model_change:

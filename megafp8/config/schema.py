@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 from megafp8.config.errors import Problem
 from megafp8.config.parts import LayerKind, LayerSpec
 from megafp8.config.parts.attention import AttentionConfig, AttentionKeys, RotaryKeys
+from megafp8.config.parts.hyper_connections import HyperConnectionsConfig
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, LatentMixerConfig
 from megafp8.config.parts.mlp import MlpConfig, MlpKeys
 from megafp8.config.parts.moe import MoeConfig, MoeFfnConfig
@@ -150,6 +151,8 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     """Multi-head latent attention. Default: none."""
     sparse_attention: SparseAttentionConfig | None = None
     """Latent attention to tokens that an indexer chooses. Default: to all earlier ones."""
+    hyper_connections: HyperConnectionsConfig | None = None
+    """Several residual streams, which layers mix. Default: one stream, to which layers add."""
     moe: MoeConfig | None = None
     """Experts instead of the MLP in some or all layers. Default: none."""
     layer_kinds: dict[str, LayerKind] = {}
@@ -199,6 +202,11 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
         if self.latent_attention is not None:
             return self.latent_attention.rope_head_dim
         return int(self.channels * self.partial_rotary_factor)
+
+    @property
+    def stream_width(self) -> int:
+        """Width of what flows from layer to layer: of all residual streams."""
+        return self.hidden_size * (1 if self.hyper_connections is None else self.hyper_connections.streams)
 
     @property
     def score_scale(self) -> float:

@@ -61,12 +61,15 @@ class Averaged(Source):
         self.about["average_of"] = [str(source.path) for source in sources]
 
     def read(self, name: str) -> Tensor:
-        """The mean, rounded to the weight's dtype."""
+        """The mean, rounded to the weight's dtype; of integers, which must be equal, one of them."""
         fp32 = of_optimizer(self._key, name)
         read = fp32 if all(fp32 in source.tensors for source in self._sources) else name
         dtype = self.tensors[name].dtype
         if not dtype.is_floating_point:
-            raise ValueError(f"{name} is {dtype}, of which there is no mean")
+            first, *others = (source.read(name) for source in self._sources)
+            if not all(torch.equal(first, x) for x in others):
+                raise ValueError(f"{name} is {dtype}, of which there is no mean, and differs between the checkpoints")
+            return first
         total = torch.zeros(self.tensors[name].shape, dtype=torch.float64)
         for source in self._sources:
             total += source.read(read)

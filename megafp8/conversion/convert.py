@@ -31,15 +31,17 @@ _SPARE_BYTES = 64 * 2**20  # indices, headers, journals
 
 
 class Selected(Source):
-    """Tensors of another source: its weights alone where `weights_only`, cast to `dtype` where that is given; without
-    multi-token prediction unless `mtp`."""
+    """Tensors of another source: its weights alone where `weights_only`; without multi-token prediction unless `mtp`.
+
+    Those of floating point are cast to `dtype` where that is given.
+    """
 
     def __init__(self, source: Source, *, weights_only: bool, dtype: torch.dtype | None, mtp: bool = True) -> None:
         self._source = source
         self.path, self.model, self.about = source.path, source.model if mtp else without_mtp(source), source.about
         self.tokenizer_files = source.tokenizer_files
         self.tensors = {
-            name: TensorInfo(info.shape, dtype or info.dtype)
+            name: TensorInfo(info.shape, dtype if dtype is not None and info.dtype.is_floating_point else info.dtype)
             for name, info in source.tensors.items()
             if (is_weight(name) or not weights_only) and (mtp or not is_mtp(source.model, name))
         }

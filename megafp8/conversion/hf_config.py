@@ -24,6 +24,7 @@ from pydantic import BaseModel
 from megafp8.config import LatentAttentionConfig, ModelConfig, MoeConfig
 from megafp8.config.checks import network_problems
 from megafp8.config.parts.attention import AttentionKeys
+from megafp8.config.parts.hyper_connections import HyperConnectionsConfig
 from megafp8.config.parts.mlp import MlpKeys
 from megafp8.config.parts.per_layer_embedding import PerLayerEmbeddingConfig
 from megafp8.config.parts.sparse_attention import SparseAttentionConfig
@@ -37,6 +38,7 @@ from megafp8.registry import records_of
 _SECTIONS: Mapping[str, type[BaseModel]] = {
     "moe": MoeConfig, "latent_attention": LatentAttentionConfig, "sparse_attention": SparseAttentionConfig,
     "per_layer_embedding": PerLayerEmbeddingConfig,
+    "hyper_connections": HyperConnectionsConfig,
 }  # fmt: skip
 _LARGEST_NUMBER = 1 << 40
 _OF_LAYERS = {*AttentionKeys.model_fields, *MlpKeys.model_fields, "norm_position"}

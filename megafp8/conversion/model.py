@@ -66,7 +66,12 @@ def check_size_of(source: Source) -> None:
 
 
 def model_tensors(model: ModelConfig) -> dict[str, Shape]:
-    """Name (`model.layers.0.attention.q.weight`) and global shape of each weight, from the embedding to the output.
+    """Name (`model.layers.0.attention.q.weight`) and global shape of each weight, from the embedding to the output."""
+    return {name: shape for name, (shape, _) in _tensor_kinds(model).items()}
+
+
+def _tensor_kinds(model: ModelConfig) -> dict[str, tuple[Shape, bool]]:
+    """Global shape of each weight, by name, and whether its numbers are of floating point.
 
     The model is built on torch's meta device. `vocab_size`, and `max_position_embeddings` where positions are learned,
     must be given.
@@ -80,9 +85,9 @@ def model_tensors(model: ModelConfig) -> dict[str, Shape]:
         sequence_parallel=False,
     )
     stage = build_stage(model, context, layers=model.layers, positions=model.max_position_embeddings or 1)
-    weights = {piece.name: piece.global_shape for x in stage.parameters() for piece in spec_of(x).shards}
-    weights |= {name: tuple(values.shape) for name, values in stage.constants.items()}
-    return {f"model.{name}": shape for name, shape in weights.items()}
+    weights = {piece.name: (piece.global_shape, True) for x in stage.parameters() for piece in spec_of(x).shards}
+    weights |= {name: (tuple(x.shape), x.is_floating_point()) for name, x in stage.constants.items()}
+    return {f"model.{name}": kind for name, kind in weights.items()}
 
 
 def seq_length(source: Source) -> int | None:
@@ -105,11 +110,12 @@ def check_source(source: Source) -> tuple[ModelConfig, dict[str, Shape]]:
         rows = seq_length(source) if table is None else table.shape[0]
         model = model.model_copy(update={"max_position_embeddings": rows})
     check_size_of(source)
-    tensors = model_tensors(model)
-    for name, shape in tensors.items():
+    kinds = _tensor_kinds(model)
+    for name, (shape, floats) in kinds.items():
         info = source.tensors.get(name)
         if info is None:
             raise ValueError(f"{source.path} has no tensor {name}, which its model has")
-        if tuple(info.shape) != shape or not info.dtype.is_floating_point:
-            raise ValueError(f"{source.path}: {name} is {info.dtype} {list(info.shape)}, its model has {list(shape)}")
-    return model, tensors
+        if tuple(info.shape) != shape or info.dtype.is_floating_point != floats:
+            wanted = f"{'floats' if floats else 'integers'} {list(shape)}"
+            raise ValueError(f"{source.path}: {name} is {info.dtype} {list(info.shape)}, its model has {wanted}")
+    return model, {name: shape for name, (shape, _) in kinds.items()}

@@ -25,7 +25,7 @@ from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.conversion.base import TensorInfo
 from megafp8.distributed.sharding import Shape
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit

@@ -176,7 +176,7 @@ class PackedModel:
     def _empty_stream(self, stage: GPTStage, packed: PackedTokens) -> Tensor:
         rows = packed.tokens_1n.shape[1] // self._ranks
         context = stage.context
-        return torch.empty(rows, 1, self.model.config.hidden_size, dtype=context.dtype, device=context.device)
+        return torch.empty(rows, 1, self.model.config.stream_width, dtype=context.dtype, device=context.device)
 
     def run_blocks(
         self, stage: GPTStage, x_sbh: Tensor | None, packed: PackedTokens, tokens: Tokens
@@ -261,6 +261,7 @@ class CachedModel(PackedModel):
         tokens = CachedTokens(
             step.positions_1n,
             step.keys,
+            step.tokens_1n,
             lengths_n=step.lengths_n,
             trained_length=self.model.trained_length,
             step=step,

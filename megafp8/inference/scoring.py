@@ -360,6 +360,7 @@ class Scorer:
         tokens = _StepTokens(
             step.positions_1n,
             step.keys,
+            step.tokens_1n,
             lengths_n=step.lengths_n,
             trained_length=self.model.trained_length,
             step=step,

@@ -94,6 +94,11 @@ def activate(x, FUNCTION: tl.constexpr, INTERPRETED: tl.constexpr):
         s = sigmoid(clamped * 1.702, INTERPRETED)
         y = clamped * s
         return y, tl.where(x <= 7.0, s + y * (1.0 - s) * 1.702, 0.0)
+    if FUNCTION == "limited_silu":
+        limited = tl.minimum(x, 10.0, propagate_nan=tl.PropagateNan.ALL)
+        s = sigmoid(limited, INTERPRETED)
+        y = limited * s
+        return y, tl.where(x <= 10.0, s + y * (1.0 - s), 0.0)
     if FUNCTION == "relu":
         return tl.where(x <= 0.0, 0.0, x), tl.where(x <= 0.0, 0.0, 1.0)
     if FUNCTION == "squared_relu":

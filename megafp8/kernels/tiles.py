@@ -72,6 +72,8 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
         unclamped = up
         if FUNCTION == "clamped_silu":
             up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
+        elif FUNCTION == "limited_silu":
+            up = tl.clamp(up, -10.0, 10.0, propagate_nan=tl.PropagateNan.ALL)
         if SOURCE == "gated":
             y = activated * up
             if weight_c is not None:
@@ -86,6 +88,8 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
             y2 = dy * activated
             if FUNCTION == "clamped_silu":
                 y2 = tl.where(tl.abs(unclamped) <= 7.0, y2, 0.0)
+            elif FUNCTION == "limited_silu":
+                y2 = tl.where(tl.abs(unclamped) <= 10.0, y2, 0.0)
     else:
         at = i0.to(tl.int64) * c + j0 + i[:, None] * c + j[None, :]
         y = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)

@@ -59,7 +59,7 @@ class NoMixer(_Absent, Mixer):
 class NoFeedForward(_Absent, FeedForward):
     """The feed-forward network of a layer that is a mixer."""
 
-    def forward(self, x_sbh: Tensor | LinearInput) -> NoReturn:
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: Any = None) -> NoReturn:
         raise AssertionError("a layer without a feed-forward network calls none")
 
     def activation_bytes(self, batch: MicroBatch) -> int:

@@ -26,6 +26,7 @@ from megafp8.linear.linear import linear
 from megafp8.linear.state import InputFormat
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.costs import AttentionWork, MicroBatch, Work, column_sums
+from megafp8.models.hyper_connections import HyperConnection
 from megafp8.models.layer_tail import LayerTail
 from megafp8.models.mixer import FeedForward, LayerInputs, Mixer, make_part
 from megafp8.models.norms import NORMS, Norm, block_norm, normalized
@@ -143,7 +144,11 @@ class Block(nn.Module):
         return [norm for norm in norms if norm is not None]
 
     def _stream(self, batch: MicroBatch) -> int:
-        """Bytes of the residual stream."""
+        """Bytes of what flows from layer to layer."""
+        return self._hidden(batch)
+
+    def _hidden(self, batch: MicroBatch) -> int:
+        """Bytes of the input or the output of a part."""
         return batch.own_tokens * self.hidden_size * batch.element
 
     def input_bytes(self, batch: MicroBatch) -> dict[str, int]:
@@ -155,9 +160,9 @@ class Block(nn.Module):
         outputs = sum(norm is not None for norm in (self.attention_output_norm, self.mlp_output_norm))
         return {
             # Where a part reads the stream without a norm between, it is among the part's inputs.
-            "residual stream": self._stream(batch) * self.kept_sums,
+            "residual stream": self._hidden(batch) * self.kept_sums,
             "norm statistics": sum(norm.saved(batch) for norm in self._norms),
-            "outputs before their norms": self._stream(batch) * outputs,
+            "outputs before their norms": self._hidden(batch) * outputs,
             **self.mixer.saved(batch),
             **self.ffn.saved(batch),
             **({} if self.tail is None else self.tail.saved(batch)),
@@ -170,7 +175,7 @@ class Block(nn.Module):
         input, and writes one.
         """
         norms = len(self._norms)
-        moved = 4.0 * norms * self._stream(batch)
+        moved = 4.0 * norms * self._hidden(batch)
         own = Work(moved, moved, 6 + 2 * norms, column_sums(self, batch))
         tail = Work() if self.tail is None else self.tail.work(batch)
         return own + self.mixer.work(batch) + self.ffn.work(batch) + tail
@@ -185,7 +190,7 @@ class Block(nn.Module):
 
     def recomputed_bytes(self, batch: MicroBatch, memory: BlockMemory) -> int:
         """What kernels read and write once more in backward, with selective recompute of `memory`."""
-        norms = 2 * self._input_norms * self._stream(batch) if memory.norms else 0
+        norms = 2 * self._input_norms * self._hidden(batch) if memory.norms else 0
         return norms + (self.ffn.activation_bytes(batch) if memory.activation else 0)
 
     def backward_bytes(self, batch: MicroBatch) -> int:
@@ -209,7 +214,7 @@ class SequentialBlock(Block):
             branch_sbh, dropout = self._mixed(normed, inputs), self.attention_branch_dropout.at(inputs.places)
         if self.feeds:
             x_sbh, normed = self._read(self.mlp_norm, x_sbh, branch_sbh, self.ffn.input_format, dropout)
-            branch_sbh = self._output(self.ffn(normed), self.mlp_output_norm)
+            branch_sbh = self._output(self.ffn(normed, inputs.ffns[self.index]), self.mlp_output_norm)
         if self.tail is None:
             return x_sbh, branch_sbh
         assert branch_sbh is not None
@@ -229,7 +234,7 @@ class ParallelBlock(Block):
         x_sbh, normed = self._read(self.attention_norm, x_sbh, branch_sbh, self.mixer.input_format, dropout)
         mixed, own = self._mixed(normed, inputs), self.attention_branch_dropout.at(inputs.places)
         x_sbh, normed = self._read(self.mlp_norm, x_sbh, None, self.ffn.input_format, None)
-        y_sbh = self._output(self.ffn(normed), self.mlp_output_norm)
+        y_sbh = self._output(self.ffn(normed, inputs.ffns[self.index]), self.mlp_output_norm)
         if own is None:
             return x_sbh, y_sbh + mixed
         return dropouts.add(x_sbh, mixed, own), y_sbh  # each branch has a dropout of its own
@@ -246,15 +251,79 @@ class PostNormBlock(Block):
         if self.attention_norm is not None:
             x_sbh = normalized(self.attention_norm, x_sbh, self._mixed(x_sbh, inputs), own)
         if self.mlp_norm is not None:
-            x_sbh = normalized(self.mlp_norm, x_sbh, self._output(self.ffn(x_sbh), None), of_ffn)
+            y_sbh = self._output(self.ffn(x_sbh, inputs.ffns[self.index]), None)
+            x_sbh = normalized(self.mlp_norm, x_sbh, y_sbh, of_ffn)
         return x_sbh, None
 
     def branch_dropout(self, inputs: LayerInputs) -> Dropout | None:
         return None
 
 
+class HyperBlock(Block):
+    """The mixer, then the feed-forward network, with hyper-connections: `[s, b, n·h]`, and no branch left to add."""
+
+    def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
+        super().__init__(index, config, context, memory)
+        name = f"layers.{index}"
+        self.attention_connection: HyperConnection | None = None
+        self.mlp_connection: HyperConnection | None = None
+        if self.mixes:
+            self.attention_connection = HyperConnection(f"{name}.attention_connection", config, context)
+        if self.feeds:
+            self.mlp_connection = HyperConnection(f"{name}.mlp_connection", config, context)
+
+    def forward(
+        self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert branch_sbh is None
+        own, of_ffn = (x.at(inputs.places) for x in (self.attention_branch_dropout, self.mlp_branch_dropout))
+        if self.attention_connection is not None:
+            y_sbh, kept = self.attention_connection.read(x_sbh)
+            _, normed = self._read(self.attention_norm, y_sbh, None, self.mixer.input_format, None)
+            x_sbh = self.attention_connection.write(dropouts.add(None, self._mixed(normed, inputs), own), kept)
+        if self.mlp_connection is not None:
+            y_sbh, kept = self.mlp_connection.read(x_sbh)
+            _, normed = self._read(self.mlp_norm, y_sbh, None, self.ffn.input_format, None)
+            y_sbh = self._output(self.ffn(normed, inputs.ffns[self.index]), self.mlp_output_norm)
+            x_sbh = self.mlp_connection.write(dropouts.add(None, y_sbh, of_ffn), kept)
+        return x_sbh, None
+
+    def branch_dropout(self, inputs: LayerInputs) -> Dropout | None:
+        return None
+
+    @property
+    def _connections(self) -> list[HyperConnection]:
+        return [x for x in (self.attention_connection, self.mlp_connection) if x is not None]
+
+    def _stream(self, batch: MicroBatch) -> int:
+        return self._connections[0].rule.streams * self._hidden(batch)
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        parts = self._connections
+        return {
+            **super().saved(batch),
+            "residual streams": len(parts) * self._stream(batch),
+            "outputs of parts": len(parts) * self._hidden(batch),
+            "weights of streams": sum(part.saved(batch) for part in parts),
+        }
+
+    def backward_bytes(self, batch: MicroBatch) -> int:
+        """Beside the streams' gradient, which a connection passes on, that of a part's output or of the streams before
+        the connection."""
+        parts = max(self.ffn.backward_bytes(batch), self.mixer.backward_bytes(batch))
+        return self._stream(batch) + max(self._stream(batch), self._hidden(batch) + parts)
+
+    def work(self, batch: MicroBatch) -> Work:
+        return sum((part.work(self._hidden(batch)) for part in self._connections), super().work(batch))
+
+    def flops(self, batch: MicroBatch) -> float:
+        return super().flops(batch) + sum(part.flops(batch) for part in self._connections)
+
+
 def block_class(config: ModelConfig, index: int) -> type[Block]:
     """How the parts of a layer join the residual stream."""
+    if config.hyper_connections is not None:
+        return HyperBlock
     spec = config.layer(index)
     if spec.norm_position == "post":
         return PostNormBlock

@@ -1,6 +1,6 @@
 """The stem of a model: tokens -> residual stream.
 
-Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
+Shapes: s sequence, b micro-batch, h hidden (of all residual streams in what goes out), t tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Embedding(nn.Module):
     """Tokens `[b, s]` -> residual stream `[s, b, h]` (`[s/t, b, h]` sequence-parallel).
 
     Embeddings of learned positions and token types are added, and the sum is normalized, where the model has that.
-    `token_types_bs` is None where all are of type 0.
+    Each of several residual streams begins with it. `token_types_bs` is None where all are of type 0.
     `places`: those of the residual stream's tokens; None: no dropout.
     """
 
     def __init__(self, config: ModelConfig, context: BuildContext, positions: int) -> None:
         super().__init__()
-        self.context = context
+        self.context, self.streams = context, config.stream_width // config.hidden_size
         self.word = word_embedding(config, context)
         self.position: nn.Parameter | None = None
         if config.position_embedding == "learned":
@@ -75,7 +75,8 @@ class Embedding(nn.Module):
             types_bs = torch.zeros_like(tokens_bs) if token_types_bs is None else token_types_bs
             x_sbh = x_sbh + self._look_up(self.token_type, types_bs)
         x_sbh = x_sbh if self.norm is None else normalized(self.norm, x_sbh)
-        return dropouts.add(None, x_sbh, self.dropout.at(places))
+        x_sbh = dropouts.add(None, x_sbh, self.dropout.at(places))
+        return x_sbh if self.streams == 1 else x_sbh.repeat(1, 1, self.streams)
 
     def _look_up(self, table: nn.Parameter, ids_bs: Tensor) -> Tensor:
         ids_sb = ids_bs.transpose(0, 1)

@@ -250,10 +250,10 @@ class GPTStage(nn.Module):
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """By global name, tensors that belong to the weights but have no gradient: fp32."""
-        biases = {f"{r.name}.bias": r.bias for r in self.routers.values() if r.bias is not None}
+        """By global name, tensors that belong to the weights but have no gradient: fp32, or int64."""
+        of_routers = {f"{r.name}.{name}": x for r in self.routers.values() for name, x in r.constants.items()}
         tails = {x.index: x.tail.scalar for x in self.all_blocks if x.tail is not None}
-        return biases | {f"layers.{index}.layer_scalar": x for index, x in tails.items() if x is not None}
+        return of_routers | {f"layers.{index}.layer_scalar": x for index, x in tails.items() if x is not None}
 
     @property
     def router_shares(self) -> dict[str, Tensor]:
@@ -272,6 +272,7 @@ class GPTStage(nn.Module):
         tokens = MicroBatchTokens(
             torch.arange(s, device=context.device) if batch.position_ids is None else batch.position_ids,
             s if context.context_parallel is None else s * context.context_parallel.size(),
+            batch.tokens,
             batch.samples,
             group=context.context_parallel,
             cu_seqlens_bn=batch.cu_seqlens,
@@ -282,8 +283,9 @@ class GPTStage(nn.Module):
 
     def inputs_of(self, tokens: Tokens, places: TokenPlaces | None = None, which: slice = slice(None)) -> LayerInputs:
         """What the blocks `which` read besides the residual stream of these tokens. `places`: as in `LayerInputs`."""
-        mixers = {block.index: block.mixer.inputs(block.index, tokens) for block in self.all_blocks[which]}
-        return LayerInputs(mixers, places)
+        blocks = self.all_blocks[which]
+        mixers = {block.index: block.mixer.inputs(block.index, tokens) for block in blocks}
+        return LayerInputs(mixers, {block.index: block.ffn.inputs(block.index, tokens) for block in blocks}, places)
 
     def with_per_layer(self, inputs: LayerInputs, tokens_bs: Tensor, x_sbh: Tensor) -> LayerInputs:
         """`inputs` with the per-layer embeddings of tokens whose embeddings are `x_sbh`, where the model has any."""

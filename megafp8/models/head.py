@@ -15,6 +15,8 @@ from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init
 from megafp8.models.bert import BinaryHead, HeadTransform
 from megafp8.models.context import BuildContext
+from megafp8.models.costs import MicroBatch
+from megafp8.models.hyper_connections import StreamCollapse
 from megafp8.models.norms import block_norm, normalized
 from megafp8.numerics.dropout_reference import Dropout
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -30,6 +32,9 @@ class Head(nn.Module):
         self.scaling, self.softcap = config.logits_divisor, config.logit_softcap
         if config.architecture == "t5" and config.tie_embeddings:
             self.scaling *= math.sqrt(config.hidden_size)
+        self.collapse: StreamCollapse | None = None
+        if config.hyper_connections is not None:
+            self.collapse = StreamCollapse("final_connection", config, context)
         self.norm = None if config.norm_position == "post" else block_norm("final_norm", config, context)
         transforms = config.head_activation is not None
         self.transform = HeadTransform(config, context) if transforms else None
@@ -46,8 +51,15 @@ class Head(nn.Module):
             **context.linear_options(),
         )
 
+    def flops(self, batch: MicroBatch) -> float:
+        """Model FLOPs of its forward pass beside linear layers."""
+        return 0.0 if self.collapse is None else self.collapse.flops(batch)
+
     def _hidden(self, x_sbh: Tensor, branch_sbh: Tensor | None, dropout: Dropout | None = None) -> Tensor:
         """The model's hidden states."""
+        if self.collapse is not None:
+            assert branch_sbh is None
+            x_sbh = self.collapse(x_sbh)
         if self.norm is None:
             assert branch_sbh is None
             return x_sbh

@@ -85,12 +85,14 @@ class Tokens(ABC):
     """The tokens that a stage computes, and how those of a sequence reach each other.
 
     `positions`: int64 `[s]` or `[b, s]`. `length`: tokens of a whole sequence, on all context-parallel ranks.
+    `ids_bs`: int64, of all tokens also where ranks hold slices of the residual stream.
     `samples_b`: int64, the indices of the samples in the run; None: no dropout. `distance_bias_ar`: learned biases of
     scores by distance (T5), as in `Scores`.
     """
 
     positions: Tensor
     length: int
+    ids_bs: Tensor | None = None
     samples_b: Tensor | None = None
     distance_bias_ar: Tensor | None = None
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -126,8 +128,8 @@ class Tokens(ABC):
         """How the recurrence of layer `layer` runs over these tokens."""
 
 
-class MixerInputs(Protocol):
-    """What a mixer reads besides the residual stream."""
+class PartInputs(Protocol):
+    """What a part reads besides the residual stream."""
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -148,7 +150,7 @@ class RecurrentInputs:
 
 @dataclass(frozen=True)
 class NoInputs:
-    """Of a mixer that reads the residual stream only."""
+    """Of a part that reads the residual stream only."""
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -193,7 +195,7 @@ class Mixer(Part):
 
     @abstractmethod
     def inputs(self, layer: int, tokens: Tokens) -> Any:
-        """What it reads besides the residual stream (`MixerInputs`), as the mixer of layer `layer`."""
+        """What it reads besides the residual stream (`PartInputs`), as the mixer of layer `layer`."""
 
     @abstractmethod
     def forward(self, x_sbh: Tensor | LinearInput, inputs: Any) -> Tensor: ...
@@ -229,8 +231,13 @@ class Mixer(Part):
 class FeedForward(Part):
     """A part that computes each token by itself; one with experts says how tokens get to them."""
 
+    def inputs(self, layer: int, tokens: Tokens) -> Any:
+        """What it reads besides the residual stream (`PartInputs`), as that of layer `layer`."""
+        return NoInputs()
+
     @abstractmethod
-    def forward(self, x_sbh: Tensor | LinearInput) -> Tensor: ...
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: Any = None) -> Tensor:
+        """`inputs`: what the method of this name has given."""
 
     @abstractmethod
     def activation_bytes(self, batch: MicroBatch) -> int:
@@ -260,18 +267,19 @@ class FeedForward(Part):
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What every block of a micro-batch reads besides the residual stream. `mixers`: by layer.
+    """What every block of a micro-batch reads besides the residual stream. `mixers`, `ffns`: by layer.
 
     `places`: of the residual stream's tokens; None: no dropout in it. `per_layer_sblp`: per-layer embeddings.
     """
 
-    mixers: Mapping[int, MixerInputs]
+    mixers: Mapping[int, PartInputs]
+    ffns: Mapping[int, PartInputs]
     places: Any = None
     per_layer_sblp: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
-        tensors = [x for inputs in self.mixers.values() for x in inputs.tensors]
+        tensors = [x for inputs in (*self.mixers.values(), *self.ffns.values()) for x in inputs.tensors]
         tensors += [] if self.per_layer_sblp is None else [self.per_layer_sblp]
         return tensors if self.places is None else [*tensors, *self.places.tensors]
 

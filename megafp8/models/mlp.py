@@ -8,6 +8,7 @@ Shapes: s sequence, b micro-batch, h hidden, f MLP width of this rank.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -97,7 +98,7 @@ class MLP(FeedForward):
         widths = (down.site.inputs + up.site.inputs) * batch.element + up.site.outputs * of_input
         return batch.tokens * widths
 
-    def forward(self, x_sbh: Tensor | LinearInput) -> Tensor:
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: Any = None) -> Tensor:
         return mlp(self.kind, partial(self._up, x_sbh), self.down, self.up.state, self.down.state)
 
     def _up(self, x_sbh: Tensor | LinearInput, handoff: QuantizedGradHandoff | None) -> tuple[Tensor, Tensor | None]:

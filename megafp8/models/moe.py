@@ -24,7 +24,7 @@ experts read, h without latents; m rows of this rank's experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ from megafp8.linear.linear import high_precision_linear, linear
 from megafp8.linear.state import LinearState
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
 from megafp8.models.costs import MicroBatch, TokenExchange, Work, fp8_bytes
-from megafp8.models.mixer import FeedForward
+from megafp8.models.mixer import FeedForward, Tokens
 from megafp8.models.mlp import MLP
 from megafp8.models.norms import Norm, block_norm, normalized
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
@@ -204,6 +204,17 @@ _EXPERTS_NORM, _EXPERTS_OUTPUT_NORM = "experts_norm", "experts_output_norm"
 _SHARED_NORM, _SHARED_OUTPUT_NORM = "shared_norm", "shared_output_norm"
 
 
+@dataclass(frozen=True)
+class RoutedIds:
+    """What a layer with experts reads: the ids of its tokens, int64 `[n]`, where these choose experts."""
+
+    ids_n: Tensor | None
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return () if self.ids_n is None else (self.ids_n,)
+
+
 class MoE(FeedForward):
     """Experts, of which each token goes to a few. It reads the norm's values, whatever `input` could give.
 
@@ -231,8 +242,9 @@ class MoE(FeedForward):
         init = Init("normal", config.init_std)
         self.router = Router(
             f"{name}.router", config.hidden_size, config.moe, context, init, biased=config.linear_bias,
-            norm_eps=config.norm_eps,
+            hashed=config.vocab_size if record.routing == "hash" else None, norm_eps=config.norm_eps,
         )  # fmt: skip
+        self.sequence_group = context.tensor if context.sequence_sharded else None
         self.experts = Experts(f"{name}.experts", config, context)
         self.latent_down: LatentProjection | None = None
         self.latent_up: LatentProjection | None = None
@@ -296,7 +308,7 @@ class MoE(FeedForward):
         of_token = hidden * e * (not shares_input) + (n + (n + 1) * (moe.z_loss > 0)) * w  # input, scores, logits
         of_token += moe.top_k * (8 + w)  # indices and weights of experts
         of_token += (1 + moe.top_k) * w * moe.normalize
-        aux = batch.sequences * (1 + n) * w * (moe.aux_loss > 0)
+        aux = batch.sequences * (1 + n) * w * (self.router.aux_loss > 0)
         return saved | {
             "router": batch.own_tokens * of_token + aux + 8 * (2 * n + 3),
             "latent sums of experts": 0 if self.latent_up is None else batch.own_tokens * self.width * e,
@@ -351,12 +363,26 @@ class MoE(FeedForward):
         received = tokens * (ranks - 1) * (1 if self.gathers_tokens else self.router.moe.top_k / ranks)
         return TokenExchange(ranks, tokens, received, self.gathers_tokens)
 
-    def forward(self, x_sbh: Tensor | LinearInput) -> Tensor:
+    def inputs(self, layer: int, tokens: Tokens) -> RoutedIds:
+        if self.router.table is None:
+            return RoutedIds(None)
+        return RoutedIds(tokens.once("ids of the residual stream", lambda: self._own_ids(tokens)))
+
+    def _own_ids(self, tokens: Tokens) -> Tensor:
+        """Of the tokens of this rank's residual stream."""
+        assert tokens.ids_bs is not None
+        ids_sb = tokens.ids_bs.t()
+        if self.sequence_group is not None:
+            ids_sb = collectives.own_slice(ids_sb, self.sequence_group)
+        return ids_sb.flatten()
+
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: RoutedIds | None = None) -> Tensor:
         assert isinstance(x_sbh, Tensor)
-        x_nh, of_experts_nh = x_sbh.flatten(0, 1), self._normed(_EXPERTS_NORM, x_sbh).flatten(0, 1)
+        x_nh, ids_n = x_sbh.flatten(0, 1), None if inputs is None else inputs.ids_n
+        of_experts_nh = self._normed(_EXPERTS_NORM, x_sbh).flatten(0, 1)
         x_nl = of_experts_nh if self.latent_down is None else self.latent_down(of_experts_nh)
         run = self._all_gather if self.gathers_tokens else self._all_to_all
-        finish = run(x_nh, x_nl, sequences=x_sbh.shape[1])
+        finish = run(x_nh, x_nl, x_sbh.shape[1], ids_n)
         shared = None
         if self.shared is not None:
             shared = self._normed(_SHARED_OUTPUT_NORM, self.shared(self._normed(_SHARED_NORM, x_sbh)))
@@ -373,14 +399,14 @@ class MoE(FeedForward):
         assert isinstance(norm, Norm)
         return normalized(norm, x_sbh)
 
-    def _all_gather(self, x_nh: Tensor, x_nl: Tensor, sequences: int) -> Callable[[], Tensor]:
+    def _all_gather(self, x_nh: Tensor, x_nl: Tensor, sequences: int, ids_n: Tensor | None) -> Callable[[], Tensor]:
         """Start what the experts of all ranks add to this rank's tokens: each computes its part for the tokens of all.
 
         `x_nh`: as the router reads them; `x_nl`: as experts do. The gather of tokens overlaps with the router, the sum
         of results with what runs before it is waited for.
         """
         gathered = start_gather_from_sequence_parallel(x_nl, self.overlap)
-        routing = self.router(x_nh, sequences)
+        routing = self.router(x_nh, sequences, ids_n)
         chosen = collectives.all_gather(routing.experts, self.group)
         x = gathered()
         # After the tokens, so that backward reduces the weights' gradients, which the router waits for, before theirs.
@@ -398,10 +424,10 @@ class MoE(FeedForward):
             return rows_ml, weights_nk
         return scale_rows(rows_ml, weights_nk, permutation), torch.ones_like(weights_nk)
 
-    def _all_to_all(self, x_nh: Tensor, x_nl: Tensor, sequences: int) -> Callable[[], Tensor]:
+    def _all_to_all(self, x_nh: Tensor, x_nl: Tensor, sequences: int, ids_n: Tensor | None) -> Callable[[], Tensor]:
         """The same, with tokens sent to the ranks of their experts."""
         assert self.group is not None
-        routing = self.router(x_nh, sequences)
+        routing = self.router(x_nh, sequences, ids_n)
         permutation, ends_e = by_expert(routing.experts, self.num_experts)
         between = exchange(torch.diff(ends_e, prepend=ends_e.new_zeros(1)).long(), self.group)
         if self.drops:

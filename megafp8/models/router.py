@@ -19,6 +19,8 @@ Shapes: n tokens, b sequences, e experts of the layer, k experts of a token, h h
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,31 @@ from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.linear.fp32_linear import fp32_linear
 from megafp8.models.context import BuildContext, replicated_parameter
+from megafp8.philox import Key, key_of, philox
+
+
+class _SqrtSoftplus(Function):
+    """y = √log(1 + eˣ), of which y is kept: its derivative is (1 - e^(-y²)) / 2y. Where it underflows, that is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = F.softplus(x).sqrt_()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return torch.where(y > 0, dy * -torch.expm1(-y.square()) / (2 * y), 0.0)
+
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": partial(torch.softmax, dim=1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": _SqrtSoftplus.apply,
+}
+"""Scores of experts, from logits `[n, e]`, by `model.moe.score`."""
 
 
 class RouterLoad:
@@ -84,21 +111,44 @@ class _AddLoss(Function):
         return dx, loss_grad.to(ctx.dtype), *[None] * 3
 
 
-def choose(scores_ne: Tensor, moe: MoeConfig, bias_e: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights, from the router's scores."""
+def choose(scores_ne: Tensor, moe: MoeConfig, bias_e: Tensor | None) -> Tensor:
+    """The experts of each token, int64 `[n, k]`, from the router's scores."""
     ranked_ne = scores_ne.detach() if bias_e is None else scores_ne.detach() + bias_e
     if moe.top_groups is not None and moe.top_groups < moe.num_groups:
         in_group = ranked_ne.unflatten(1, (moe.num_groups, -1))
-        best = 2 if moe.score == "sigmoid" else 1
+        best = 1 if moe.score == "softmax" else 2
         groups_ng = in_group.topk(min(best, in_group.shape[2]), dim=2).values.sum(dim=2)
         chosen_ng = torch.zeros_like(groups_ng, dtype=torch.bool)
         chosen_ng.scatter_(1, _largest(groups_ng, moe.top_groups), True)
         ranked_ne = in_group.masked_fill(~chosen_ng.unsqueeze(2), -torch.inf).flatten(1)
-    experts_nk = _largest(ranked_ne, moe.top_k)
+    return _largest(ranked_ne, moe.top_k)
+
+
+def weigh(scores_ne: Tensor, experts_nk: Tensor, moe: MoeConfig) -> Tensor:
+    """The weights of each token's experts, from the router's scores."""
     weights_nk = scores_ne.gather(1, experts_nk)
     if moe.normalize:
         weights_nk = weights_nk / (weights_nk.sum(dim=1, keepdim=True) + 1e-20)
-    return experts_nk, weights_nk * moe.scaling_factor
+    return weights_nk * moe.scaling_factor
+
+
+def hash_table(tokens: int, moe: MoeConfig, key: Key, device: torch.device) -> Tensor:
+    """Random experts of each token id, int64 `[tokens, k]`, a token's all different and each expert equally often.
+
+    Ids in random order are divided into groups of as many as there are experts. A group has the experts in a random
+    order, which is rotated by another random number for each choice.
+    """
+    e, groups = moe.num_experts, -(-tokens // moe.num_experts)
+
+    def orders(stream: int, rows: int, size: int) -> Tensor:
+        """Random permutations of `size` numbers, `[rows, size]`."""
+        counter = torch.arange(rows * size, device=device) + (stream << 40)
+        return philox(counter, key)[0].view(rows, size).argsort(dim=1, stable=True)
+
+    place_t = orders(0, 1, tokens).flatten().argsort()
+    group_t, row_t = place_t // e, place_t % e
+    experts_ge, rotations_gk = orders(1, groups, e), orders(2, groups, e)[:, : moe.top_k]
+    return experts_ge[group_t].gather(1, (row_t.unsqueeze(1) + rotations_gk[group_t]) % e)
 
 
 def within_capacity(experts_nk: Tensor, weights_nk: Tensor, moe: MoeConfig) -> Tensor:
@@ -128,13 +178,15 @@ class Router(nn.Module):
     """Tokens `[n, h]` -> `Routing`.
 
     `biased`: logits have a learned bias. `scale` `[h]`, `expert_scale` `[e]`: those of `moe.separate_norms`, or None.
-    `load`: what training steps leave in it. `bias`: fp32 `[e]`, added to the scores where experts are chosen; None
-    without `moe.selection_bias`. `shares`: fp32 `[e]`, of the choices of the step before; None unless the aux loss is
-    that of the global batch. They have no gradient: `update` moves them.
+    `hashed`: number of token ids, whose experts are those of `table` (int64 `[hashed, k]`); None: experts are chosen by
+    score. `load`: what training steps leave in it. `bias`: fp32 `[e]`, added to the scores where experts are chosen;
+    None without `moe.selection_bias`. `shares`: fp32 `[e]`, of the choices of the step before; None unless the aux loss
+    is that of the global batch. They have no gradient: `update` moves them.
     """
 
     def __init__(
         self, name: str, hidden_size: int, moe: MoeConfig, context: BuildContext, init: Init, *, biased: bool = False,
+        hashed: int | None = None,
         norm_eps: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -157,30 +209,46 @@ class Router(nn.Module):
                 for which, n in (("scale", hidden_size), ("expert_scale", moe.num_experts))
             )
         device = context.buffer_device
-        self.bias = torch.zeros(moe.num_experts, dtype=torch.float32, device=device) if moe.selection_bias else None
+        self.bias: Tensor | None = None
+        if moe.selection_bias and hashed is None:
+            self.bias = torch.zeros(moe.num_experts, dtype=torch.float32, device=device)
+        self.table = None if hashed is None else hash_table(hashed, moe, key_of(context.seed, f"{name}.table"), device)
+        self.aux_loss = moe.aux_loss if hashed is None else 0.0
         self.shares: Tensor | None = None
-        if moe.aux_loss and moe.aux_loss_scope == "global_batch":
+        if self.aux_loss and moe.aux_loss_scope == "global_batch":
             self.shares = torch.full((moe.num_experts,), 1 / moe.num_experts, dtype=torch.float32, device=device)
         self.load = RouterLoad(moe.num_experts, device)
 
-    def forward(self, x_nh: Tensor, sequences: int) -> Routing:
-        """`sequences`: number of sequences in x; token i belongs to sequence i mod `sequences`."""
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """By name, tensors that belong to the weights but have no gradient."""
+        return {name: x for name, x in (("bias", self.bias), ("table", self.table)) if x is not None}
+
+    def forward(self, x_nh: Tensor, sequences: int, ids_n: Tensor | None = None) -> Routing:
+        """`sequences`: number of sequences in x; token i belongs to sequence i mod `sequences`. `ids_n`: of the tokens,
+        which the router with a table reads."""
         if self.scale is not None:
             h = len(self.scale)
             x_nh = F.rms_norm(x_nh, (h,), eps=self.norm_eps) * (self.scale * h**-0.5)
         logits_ne = fp32_linear(x_nh, self.weight)
         if self.logit_bias is not None:
             logits_ne = logits_ne + self.logit_bias.to(logits_ne.dtype)
-        sigmoid = self.moe.score == "sigmoid"
-        scores_ne = logits_ne.sigmoid() if sigmoid else logits_ne.softmax(dim=1)
-        experts_nk, weights_nk = choose(scores_ne, self.moe, self.bias)
+        scores_ne = SCORES[self.moe.score](logits_ne)
+        if self.table is None:
+            experts_nk = choose(scores_ne, self.moe, self.bias)
+        else:
+            assert ids_n is not None
+            experts_nk = self.table[ids_n]
+        weights_nk = weigh(scores_ne, experts_nk, self.moe)
         if self.expert_scale is not None:
             weights_nk = weights_nk * self.expert_scale.to(weights_nk.dtype)[experts_nk]
         tokens_be = _count(experts_nk, sequences, self.moe.num_experts)
         routing = Routing(within_capacity(experts_nk, weights_nk, self.moe), weights_nk, tokens_be)
         if not torch.is_grad_enabled():
             return routing
-        shares_ne = scores_ne / scores_ne.sum(dim=1, keepdim=True) if sigmoid else scores_ne
+        shares_ne = scores_ne if self.aux_loss else scores_ne.detach()
+        if self.moe.score != "softmax":
+            shares_ne = shares_ne / shares_ne.sum(dim=1, keepdim=True)
         return routing._replace(weights=self._with_losses(routing, logits_ne, shares_ne))
 
     def _with_losses(self, routing: Routing, logits_ne: Tensor, shares_ne: Tensor) -> Tensor:
@@ -188,22 +256,22 @@ class Router(nn.Module):
         moe, zero = self.moe, logits_ne.new_zeros(())
         counts_be = routing.tokens.to(shares_ne.dtype)
         sums = [counts_be.sum(dim=0), shares_ne.detach().sum(dim=0)]
-        aux = self._aux_loss(counts_be, shares_ne) if moe.aux_loss else zero
+        aux = self._aux_loss(counts_be, shares_ne) if self.aux_loss else zero
         z = logits_ne.logsumexp(dim=1).square().sum() * (moe.z_loss / self.global_tokens) if moe.z_loss else zero
         dropped = (routing.experts == moe.num_experts).sum().to(aux.dtype)
         sums.append(torch.stack([aux, z, dropped]).detach())
-        loss = aux + z if moe.aux_loss or moe.z_loss else None
+        loss = aux + z if self.aux_loss or moe.z_loss else None
         return _AddLoss.apply(routing.weights, loss, self.load, torch.cat(sums).double(), self.loss_grad)
 
     def _aux_loss(self, counts_be: Tensor, shares_ne: Tensor) -> Tensor:
         """This rank's part of the load-balancing loss."""
         (b, experts), k = counts_be.shape, self.moe.top_k
         if self.shares is not None:
-            return (self.shares * shares_ne.sum(dim=0)).sum() * (self.moe.aux_loss * experts / self.global_tokens)
+            return (self.shares * shares_ne.sum(dim=0)).sum() * (self.aux_loss * experts / self.global_tokens)
         counts_be = collectives.all_reduce(counts_be.clone(), self.group)  # other ranks hold slices of the sequences
         s = counts_be.sum(dim=1, keepdim=True) / k
         mean_be = shares_ne.unflatten(0, (-1, b)).sum(dim=0) / s  # this rank's part of the mean
-        return (counts_be * (experts / (k * s)) * mean_be).sum() * (self.moe.aux_loss / self.global_batch)
+        return (counts_be * (experts / (k * s)) * mean_be).sum() * (self.aux_loss / self.global_batch)
 
     @torch.no_grad()
     def update(self, tokens_e: Tensor) -> None:

@@ -196,7 +196,7 @@ class DecoderBlock(SequentialBlock):
         cross = self.cross(normed, inputs.encoder_sbh, inputs.samples_b)
         own = self.cross_branch_dropout.at(inputs.places)
         x_sbh, normed = self.mlp_norm.residual(x_sbh, self._output(cross, None), self.ffn.input_format, own)
-        return x_sbh, self._output(self.ffn(normed), None)
+        return x_sbh, self._output(self.ffn(normed, inputs.ffns[self.index]), None)
 
 
 def distance_buckets(
@@ -324,8 +324,8 @@ class T5Stage(GPTStage):
                 encoder_sbh = self._encode(encoder_sbh, self.inputs_of(tokens, of_encoder, encoder))
             if self.encoder_blocks < len(self.blocks):
                 tokens = self._tokens(biases[1], d, samples_b, bidirectional=False)
-                mixers = self.inputs_of(tokens, of_decoder, decoder).mixers
-                inputs = DecoderInputs(mixers, of_decoder, encoder_sbh=encoder_sbh, samples_b=samples_b)
+                own = self.inputs_of(tokens, of_decoder, decoder)
+                inputs = DecoderInputs(own.mixers, own.ffns, of_decoder, encoder_sbh=encoder_sbh, samples_b=samples_b)
                 x_dbh, branch_dbh = self._run_blocks(x_dbh, inputs, None, decoder)
                 dropout = self._branch_dropout(inputs)
             if self.head is not None:
@@ -355,4 +355,5 @@ class T5Stage(GPTStage):
             device=table.device,
         )
         bias_ar = F.embedding(buckets_r, table).T.contiguous()
-        return StackTokens(torch.arange(s, device=table.device), s, samples_b, bias_ar)
+        positions = torch.arange(s, device=table.device)
+        return StackTokens(positions, s, samples_b=samples_b, distance_bias_ar=bias_ar)

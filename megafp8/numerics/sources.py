@@ -93,15 +93,24 @@ def _squared_relu(x: Tensor) -> tuple[Tensor, Tensor]:
     return y * y, 2.0 * y
 
 
-CLAMP, CLAMPED_SLOPE = 7.0, 1.702
-"""Of clamped SwiGLU: bound of gate and up, and factor of the gate in the sigmoid (gpt-oss, arXiv:2508.10925)."""
+CLAMPED_SLOPE = 1.702
+"""Of clamped SwiGLU: factor of the gate in the sigmoid (gpt-oss, arXiv:2508.10925)."""
+LIMITS = {"clamped_silu": 7.0, "limited_silu": 10.0}
+"""Bound of gate and up, by function: of clamped SwiGLU, and of limited SwiGLU (DeepSeek-V4)."""
 
 
 def _clamped_silu(x: Tensor) -> tuple[Tensor, Tensor]:
-    clamped = x.clamp(max=CLAMP)
+    limit = LIMITS["clamped_silu"]
+    clamped = x.clamp(max=limit)
     s = sigmoid(clamped * CLAMPED_SLOPE)
     y = clamped * s
-    return y, torch.where(x <= CLAMP, s + y * (1.0 - s) * CLAMPED_SLOPE, 0.0)
+    return y, torch.where(x <= limit, s + y * (1.0 - s) * CLAMPED_SLOPE, 0.0)
+
+
+def _limited_silu(x: Tensor) -> tuple[Tensor, Tensor]:
+    limit = LIMITS["limited_silu"]
+    y, derivative = _silu(x.clamp(max=limit))
+    return y, torch.where(x <= limit, derivative, 0.0)
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
@@ -110,13 +119,17 @@ FUNCTIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "relu": _relu,
     "squared_relu": _squared_relu,
     "clamped_silu": _clamped_silu,
+    "limited_silu": _limited_silu,
 }
 """Activation functions, by their name in the kernels: f(x) and f'(x), fp32 or wider."""
 
 
 def _factor(function: str, up: Tensor) -> Tensor:
     """What a gated activation multiplies f(gate) by."""
-    return up.clamp(-CLAMP, CLAMP) + 1.0 if function == "clamped_silu" else up
+    if function not in LIMITS:
+        return up
+    limited = up.clamp(-LIMITS[function], LIMITS[function])
+    return limited + 1.0 if function == "clamped_silu" else limited
 
 
 def rotate(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -285,8 +298,8 @@ class GatedGrad(Activation):
             dy = dy * self.scale_f
         y, derivative = FUNCTIONS[self.function](gate)
         of_up = dy * y
-        if self.function == "clamped_silu":
-            of_up = torch.where(up.abs() <= CLAMP, of_up, 0.0)
+        if self.function in LIMITS:
+            of_up = torch.where(up.abs() <= LIMITS[self.function], of_up, 0.0)
         return torch.cat([dy * _factor(self.function, up) * derivative, of_up], dim=-1)
 
 
@@ -312,6 +325,18 @@ class ClampedSwiGLUGrad(GatedGrad):
     function = "clamped_silu"
 
 
+class LimitedSwiGLU(Gated):
+    """DeepSeek-V4's: gate and up are clamped."""
+
+    kind = "limited_swiglu"
+    function = "limited_silu"
+
+
+class LimitedSwiGLUGrad(GatedGrad):
+    kind = "limited_swiglu_grad"
+    function = "limited_silu"
+
+
 class GeGLU(Gated):
     """With GELU's tanh form."""
 
@@ -328,6 +353,7 @@ _ActivationSources = tuple[type[Ungated] | type[Gated], type[UngatedGrad] | type
 _OF_ACTIVATIONS: tuple[_ActivationSources, ...] = (
     (SwiGLU, SwiGLUGrad),
     (ClampedSwiGLU, ClampedSwiGLUGrad),
+    (LimitedSwiGLU, LimitedSwiGLUGrad),
     (GeGLU, GeGLUGrad),
     (GELU, GELUGrad),
     (ReLU, ReLUGrad),

@@ -41,12 +41,12 @@ def is_hidden_matrix(spec: ParamSpec) -> bool:
     """Whether a parameter is a weight of a block with two dims: those that Muon updates, and whose learning rate
     depends on the width under muP.
 
-    Not the embedding, the output layer and what else is before or after the blocks, and in them not vectors and
-    routers, whose rows are independent classifiers.
+    Not the embedding, the output layer and what else is before or after the blocks, and in them not vectors, routers,
+    whose rows are independent classifiers, and hyper-connections, whose rows are independent weights of streams.
     """
     return all(
         piece.name.startswith("layers.")
-        and not piece.name.endswith(".router.weight")
+        and not piece.name.endswith((".router.weight", "_connection.fn"))
         and len(piece.global_shape) == 2
         and min(piece.global_shape) > 1
         for piece in spec.shards

@@ -48,10 +48,12 @@ def output_flops(config: Config) -> Flops:
     """Of the output layer at all depths of multi-token prediction, and of what else the head multiplies with."""
     one, planned = _of_one_sample(config), Fp8Manager(None, amax_group=None)
     layers = config.model.layers
-    build_stage(config.model, planning_context(one, planned), layers=layers, positions=1, blocks=False)
+    stage = build_stage(config.model, planning_context(one, planned), layers=layers, positions=1, blocks=False)
+    assert stage.head is not None
+    more = stage.head.flops(MicroBatch.of(one, None))
     weights = sum(state.site.inputs * state.site.outputs for state in planned.layers)
     tokens = config.decoder_length or config.training.seq_length
-    return Flops(2.0 * tokens * weights * (1 + config.model.mtp_num_layers))
+    return Flops(2.0 * tokens * weights * (1 + config.model.mtp_num_layers) + more)
 
 
 def model_flops(config: Config) -> Flops:

@@ -181,7 +181,7 @@ def rank_memory(outline: ModelOutline, data: int, stages: Sequence[range], actio
     """
     config, p = outline.config, outline.config.parallel
     parameters = [parameter for layers in stages for parameter in outline.parameters(layers)]
-    width = config.model.hidden_size * outline.batch.element
+    width = config.model.stream_width * outline.batch.element
     static = RankMemory(
         **vars(state_memory(config, parameters, data)),
         fp8_weights=0 if gathers_blocks(config) else sum(fp8_weight_bytes(outline, layers) for layers in stages),
@@ -290,9 +290,9 @@ def _chunk(outline: ModelOutline, layers: range, overlaps: bool) -> _Chunk:
         activations = sum(on_device[: at + 1]) + sum(offloaded[max(0, at - 1) : at + 1])
         candidates.append((activations, 0, recomputed + backward + gathered.blocks[at]))
     if last:
-        ends = (
-            (outline.batch.own_tokens + 2 * predicted) * h * e
-        )  # the final norm's input; the output layer's, and its gradient
+        # The final norm's input; the output layer's, and its gradient; residual streams.
+        ends = (outline.batch.own_tokens + 2 * predicted) * h * e
+        ends += outline.batch.own_tokens * (config.model.stream_width - h) * e
         candidates.append((sum(on_device) + sum(offloaded[-1:]), logits + ends, gathered.loss))
     candidates.append((0, 0, gathered.end))
     deferred = sum(outline.deferred_wgrad(index) for index in layers)

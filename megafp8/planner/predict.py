@@ -152,7 +152,7 @@ def step_terms(outline: ModelOutline, cluster: Cluster) -> tuple[float, dict[str
     times = [sum(stage.values(), Phases()) for stage in costs]
     works = [sum(times[stage].total for stage in stages) for stages in placement.stages]
     if p.pipeline > 1:
-        sent = outline.stream_tokens * config.model.hidden_size * outline.batch.element
+        sent = outline.stream_tokens * config.model.stream_width * outline.batch.element
         p2p = cluster.transfer(cluster.gpus // p.pipeline, sent)
         stage_times = [Times(time.forward, time.backward, time.weight, p2p) for time in times]
         pipeline = _pipeline_seconds(config, placement, stage_times, count, max(works))

@@ -159,7 +159,7 @@ class Trainer:
             parallel.pipeline,
             parallel.pipeline_backward,
             self.plan.placement,
-            (rows, b, config.model.hidden_size),
+            (rows, b, config.model.stream_width),
             dtype,
             parallel.device,
             wgrads,

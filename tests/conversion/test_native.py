@@ -11,7 +11,11 @@ import pytest
 import torch
 
 from megafp8.checkpoint import load, save
+from megafp8.config import ModelConfig
+from megafp8.conversion.average import Averaged
+from megafp8.conversion.convert import Selected
 from megafp8.conversion.hf_sink import HfSink
+from megafp8.conversion.model import check_source, model_tensors
 from megafp8.conversion.native import NativeSink, NativeSource
 from tests.checkpoint.rewritten import flip, rewrite
 from tests.conversion import checkpoints
@@ -46,6 +50,28 @@ def test_positions_that_the_config_leaves_to_the_run(
     assert source.model.max_position_embeddings == positions
     path = convert(source, HfSink(tmp_path / "hf"))
     assert json.loads((path / "config.json").read_text())["max_position_embeddings"] == positions
+
+
+def test_a_table_of_experts_stays_what_it_is_in_another_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {
+        **checkpoints.MODEL.model_dump(mode="json"), "moe": {"num_experts": 4, "ffn_hidden_size": 8},
+        "layer_kinds": {"hash": {"ffn": {"kind": "moe", "routing": "hash"}}}, "pattern": ["hash"],
+    }  # fmt: skip
+    monkeypatch.setitem(checkpoints.ABOUT, "config", {"model": model})
+    tensors = {name: torch.rand(shape) for name, shape in model_tensors(ModelConfig(**model)).items()}
+    name = "model.layers.0.mlp.router.table"
+    tables = {key: (100 * x).long() for key, x in tensors.items() if key.endswith("router.table")}
+    source = NativeSource(checkpoints.make(tmp_path / "run", tensors | tables))
+    assert check_source(source)[1] == model_tensors(source.model)
+    narrow = Selected(source, weights_only=True, dtype=torch.bfloat16)
+    found = NativeSource(convert(narrow, NativeSink(tmp_path / "other" / "checkpoints" / "step_00000030")))
+    assert torch.equal(found.read(name), tables[name])
+    assert found.tensors["model.layers.0.mlp.router.weight"].dtype == torch.bfloat16
+    both = Averaged([source, source])
+    assert torch.equal(both.read(name), tables[name])
+    wrong = NativeSource(checkpoints.make(tmp_path / "wrong", tensors))
+    with pytest.raises(ValueError, match=r"router.table is torch.float32 \[100, 2\], its model has integers"):
+        check_source(wrong)
 
 
 def test_a_sink_writes_what_a_run_loads(tmp_path: Path) -> None:

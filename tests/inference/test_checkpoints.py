@@ -98,6 +98,7 @@ LIVE = [
     HYBRID | PP2,
     KIMI | TP2,
     NEMOTRON | TP2 | PP2,
+    HYPER | PP2 | EP2 | TP2 | DELAYED,
     SPARSE | TP2 | DELAYED,
     CALIBRATED,
     MXFP8 | WIDE | TP2,

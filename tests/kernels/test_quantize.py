@@ -266,16 +266,17 @@ def test_sigmoid_of_every_bf16_value() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 200), (16, 0)], ids=str)
 def test_other_activations(shape: tuple[int, int]) -> None:
-    """ReLU, its square and clamped SwiGLU, also at the bounds and of what is not finite."""
+    """ReLU, its square, clamped and limited SwiGLU, also at the bounds and of what is not finite."""
     x, gate_up = (noise(shape[0], width, scale=6) for width in (shape[1], 2 * shape[1]))
     for values in (x, gate_up):
-        values.view(-1)[: 5 * bool(values.numel())] = torch.tensor([0.0, 7.0, -7.0, torch.inf, torch.nan])[
+        values.view(-1)[: 5 * bool(values.numel())] = torch.tensor([0.0, 10.0, -7.0, torch.inf, torch.nan])[
             : values.numel()
         ]
     dy, bias = noise(*shape, seed=1), noise(shape[1])
     for source in (
         sources.ReLU(x, bias), sources.ReLUGrad(x, dy, bias), sources.SquaredReLU(x), sources.SquaredReLUGrad(x, dy),
         sources.ClampedSwiGLU(gate_up), sources.ClampedSwiGLUGrad(gate_up, dy),
+        sources.LimitedSwiGLU(gate_up), sources.LimitedSwiGLUGrad(gate_up, dy),
     ):  # fmt: skip
         check_values(source)
 

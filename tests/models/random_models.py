@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 from tqdm import tqdm
 
-from megafp8.config import ConfigError, check_layout
+from megafp8.config import ConfigError, activations, check_layout
 from megafp8.config.parts import PARTS
 from tests.models.test_gpt import (
     DELTA_NET,
@@ -43,7 +43,7 @@ from tests.world import Ranks, World
 Draw = dict[str, Any]
 """The arguments of `compare`."""
 
-ACTIVATIONS = ["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu", "squared_relu", "clamped_swiglu"]
+ACTIVATIONS = list(activations.ACTIVATIONS)
 POSITIONS = [
     {"rope_scaling": SCALING.model_dump()}, {"yarn": YARN}, {"longrope": LONGROPE}, {"partial_rotary_factor": 0.5},
     {"rope_interpolation_factor": 3.0}, {"rope_theta": 100.0}, {"position_embedding": "none"},
@@ -64,9 +64,11 @@ STREAM = [
     {"tie_embeddings": True}, {"embedding_norm": True}, {"embedding_multiplier": 4.0}, {"residual_multiplier": 0.3},
     {"logits_scaling": 3.0}, {"logit_softcap": 2.0}, {"linear_bias": True}, {"hidden_dropout": 0.2},
     {"attention_dropout": 0.3}, {"layer_scalar": True}, {"per_layer_embedding": {"width": 6}},
+    {"hyper_connections": {"streams": 2, "sinkhorn_iterations": 2, "eps": 1e-3}},
 ]  # fmt: skip
 EXPERTS = [
-    {"shared_ffn_hidden_size": 8}, {"score": "sigmoid"}, {"normalize": False}, {"scaling_factor": 2.5},
+    {"shared_ffn_hidden_size": 8}, {"score": "sigmoid"}, {"score": "sqrtsoftplus"},
+    {"normalize": False}, {"scaling_factor": 2.5},
     {"num_groups": 4, "top_groups": 2}, {"selection_bias": True}, {"scale_inputs": True}, {"aux_loss": 0.3},
     {"z_loss": 0.1}, {"aux_loss": 0.1, "aux_loss_scope": "global_batch"},
     {"shared_ffn_hidden_size": 8, "shared_gate": True}, {"latent_size": 10},
@@ -96,8 +98,8 @@ def draw(generator: random.Random) -> Draw:
 
     def ffn() -> dict[str, Any] | str:
         return choose([
-            {"kind": "mlp", "ffn_hidden_size": choose([16, 32]), "activation": choose(ACTIVATIONS)}, "moe", "moe",
-            "none",
+            {"kind": "mlp", "ffn_hidden_size": choose([16, 32]), "activation": choose(ACTIVATIONS)}, "moe",
+            {"kind": "moe", "routing": choose(["top_k", "hash"])}, "none",
         ])  # fmt: skip
 
     model = {**LLAMA, "activation": choose(ACTIVATIONS), **some(NORMS, 2), **some(STREAM, 3)}
@@ -120,7 +122,7 @@ def draw(generator: random.Random) -> Draw:
     model["mtp_num_layers"] = choose([0, 0, 0, 1])
     tp, cp = choose([1, 1, 2, 2, 4]), choose([1, 1, 2, 2, 4])
     ep = etp = 1
-    if generator.random() < 0.4 or any(kind.get("ffn") == "moe" for kind in kinds.values()):
+    if generator.random() < 0.4 or "moe" in json.dumps(kinds):
         model["moe"] = {"num_experts": 8, "top_k": choose([1, 2, 3]), "ffn_hidden_size": 12, **some(EXPERTS, 4)}
         ep, etp = choose([1, 2, 4]), choose([1, 1, 2])
     return {

@@ -210,6 +210,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "pattern": ["mamba", "mlp"],
         "residual_multiplier": 0.3,
     },
+    "hyper": LLAMA
+    | DROPOUT
+    | {
+        "hyper_connections": {"streams": 3, "sinkhorn_iterations": 4, "eps": 1e-3},
+        "layer_kinds": {"short": {"mixer": {"kind": "short_convolution"}, "ffn": "none"}, "full": {}},
+        "pattern": ["short", "full"],
+    },
     "sparse": LLAMA | {"latent_attention": LATENT, "sparse_attention": SPARSE},
     "sparse-neighbors": LLAMA
     | {
@@ -258,6 +265,22 @@ MOE_MODELS = {
             "shared_ffn_hidden_size": 16,
             "latent_size": 10,
         },
+    },
+    "hash": LLAMA
+    | {
+        "activation": "limited_swiglu",
+        "hyper_connections": {"sinkhorn_iterations": 3},
+        "moe": {
+            "num_experts": 4,
+            "top_k": 2,
+            "ffn_hidden_size": 12,
+            "score": "sqrtsoftplus",
+            "scaling_factor": 1.5,
+            "selection_bias": True,
+            "aux_loss": 0.3,
+        },
+        "layer_kinds": {"hash": {"ffn": {"kind": "moe", "routing": "hash"}}, "top_k": {"ffn": "moe"}},
+        "pattern": ["hash", "top_k"],
     },
     "mixtral": MIXTRAL,
     "qwen-moe": LLAMA | {"qk_norm": True, "moe": QWEN_MOE},
@@ -356,9 +379,12 @@ def compare(
             config, context, layers=range(first, stop), positions=s, memory=memory[: stop - first], z_loss=z_loss
         )
         whole |= randomize(stage, lambda piece: 0.3, experts=config.moe.num_experts if config.moe else 0)
-        for name, bias in stage.constants.items():
-            bias.copy_(torch.linspace(-0.2, 0.2, len(bias)) if len(bias) > 1 else torch.tensor([0.8]))
-            whole[name] = bias.double()
+        for name, values in stage.constants.items():
+            if name.endswith(".bias"):
+                values.copy_(torch.linspace(-0.2, 0.2, len(values)))
+            elif name.endswith("layer_scalar"):
+                values.fill_(0.8)
+            whole[name] = values.double()
         for shares in stage.router_shares.values():
             shares.copy_(shares_of_the_step_before(len(shares)))
         stages.append(stage)
@@ -522,9 +548,9 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     slow_but(
         [
             *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid"),
-            *("kimi-delta", "short-convolution", "shared-keys"),
+            *("kimi-delta", "short-convolution", "shared-keys", "hyper"),
         ],
-        *("llama", "chunks", "one-part", "sparse-hybrid", "shared-keys"),
+        *("llama", "chunks", "one-part", "sparse-hybrid", "shared-keys", "hyper"),
     ),
 )
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
@@ -537,7 +563,7 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
     ("name", "tp", "cp"),
     [
         *(("hybrid", 1, 2), ("kimi-delta", 2, 1), ("one-part", 1, 1), ("sparse-hybrid", 1, 1), ("tied-mtp", 1, 1)),
-        *(("short-convolution", 1, 2), ("pattern", 2, 1), ("shared-keys-of-a-stage", 2, 1)),
+        *(("short-convolution", 1, 2), ("pattern", 2, 1), ("shared-keys-of-a-stage", 2, 1), ("hyper", 1, 2)),
     ],
 )
 def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:
@@ -563,6 +589,7 @@ def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:
         ("nemotron", 2, 2, 2, 1, "all_gather", "none"),
         ("nemotron", 1, 2, 2, 1, "all_to_all", "none"),
         ("separate-norms", 2, 1, 2, 1, "all_gather", "selective"),
+        ("hash", 2, 2, 2, 1, "all_to_all", "full"),
     ],
 )
 def test_experts(world4: World, name: str, tp: int, cp: int, ep: int, etp: int, dispatch: str, recompute: str) -> None:

@@ -13,7 +13,8 @@ from megafp8.config import ModelConfig, MoeConfig
 from megafp8.distributed.sharding import Init
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext, PlannedGroup
-from megafp8.models.router import Router, choose
+from megafp8.models.router import Router, choose, hash_table, weigh
+from megafp8.philox import key_of
 from tests.models.twin import chosen_experts
 
 
@@ -38,12 +39,26 @@ def test_experts_are_chosen_as_token_by_token(kind: dict[str, Any], data: st.Dat
     scores = [[data.draw(st.sampled_from([0.0, 0.25, 0.5])) for _ in range(8)] for _ in range(3)]
     bias = [data.draw(st.sampled_from([0.0, 0.25])) for _ in range(8)] if data.draw(st.booleans()) else None
     scores_ne = torch.tensor(scores)
-    experts, chosen_weights = choose(scores_ne, moe, None if bias is None else torch.tensor(bias))
+    experts = choose(scores_ne, moe, None if bias is None else torch.tensor(bias))
+    chosen_weights = weigh(scores_ne, experts, moe)
     assert experts.tolist() == [chosen_experts(row, config, bias or [0.0] * 8) for row in scores]
     weights = scores_ne.gather(1, experts)  # without the bias
     if moe.normalize:
         weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-20)
     torch.testing.assert_close(chosen_weights, weights * moe.scaling_factor)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(103, 8, 2), (64, 16, 6), (5, 4, 4)])
+def test_a_hash_table_has_different_experts_of_each_token_and_all_equally_often(
+    tokens: int, experts: int, top_k: int
+) -> None:
+    moe = MoeConfig(num_experts=experts, top_k=top_k)
+    table = hash_table(tokens, moe, key_of(7, "layers.0.mlp.router.table"), torch.device("cpu"))
+    assert all(len(set(row)) == top_k for row in table.tolist())
+    counts = table.flatten().bincount(minlength=experts)
+    assert counts.max() - counts.min() <= top_k
+    other = hash_table(tokens, moe, key_of(7, "layers.1.mlp.router.table"), torch.device("cpu"))
+    assert top_k == experts or not torch.equal(table, other)
 
 
 def _router(**keys: Any) -> Router:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from megafp8.config.parts.attention import AttentionConfig
 from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
 from megafp8.config.parts.kimi_delta_attention import KimiDeltaAttentionConfig
 from megafp8.config.parts.mamba2 import Mamba2Config
+from megafp8.config.parts.moe import MoeFfnConfig
 from megafp8.config.parts.short_convolution import ShortConvolutionConfig
 
 Weights = dict[str, Tensor]
@@ -325,6 +328,8 @@ def mlp(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
     assert (gate is None) == (config.activation in ("gelu", "gelu_tanh", "relu", "squared_relu"))
     if config.activation == "clamped_swiglu":
         up = up.minimum(torch.tensor(7.0)).maximum(torch.tensor(-7.0)) + 1
+    if config.activation == "limited_swiglu":
+        up = up.minimum(torch.tensor(10.0)).maximum(torch.tensor(-10.0))
     return _linear(f if gate is None else f * up, w, f"{name}.down")
 
 
@@ -336,6 +341,7 @@ def _activated(z: Tensor, activation: str) -> Tensor:
         "relu": lambda: z * (z > 0),
         "squared_relu": lambda: z**2 * (z > 0),
         "clamped_swiglu": lambda: z.minimum(torch.tensor(7.0)) * torch.sigmoid(1.702 * z.minimum(torch.tensor(7.0))),
+        "limited_swiglu": lambda: z.minimum(torch.tensor(10.0)) * torch.sigmoid(z.minimum(torch.tensor(10.0))),
     }[activation.replace("geglu", "gelu")]()
 
 
@@ -344,7 +350,7 @@ def chosen_experts(scores: list[float], config: ModelConfig, bias: list[float]) 
     m = config.moe
     assert m is not None
     ranked = [score + b for score, b in zip(scores, bias)]
-    size, best = m.num_experts // m.num_groups, 2 if m.score == "sigmoid" else 1
+    size, best = m.num_experts // m.num_groups, 1 if m.score == "softmax" else 2
     groups = [range(g * size, (g + 1) * size) for g in range(m.num_groups)]
     worth = [sum(sorted((ranked[e] for e in group), reverse=True)[:best]) for group in groups]
     kept = sorted(range(m.num_groups), key=lambda g: -worth[g])[: m.top_groups or m.num_groups]
@@ -356,8 +362,10 @@ def shares_of_the_step_before(experts: int) -> Tensor:
     return 0.5 ** torch.tensor([*range(1, experts), experts - 1], dtype=torch.float64)
 
 
-def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tensor]) -> Tensor:
-    """One expert and one token at a time; appends the router's losses of the batch."""
+def moe(
+    x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tensor], ids: Tensor, *, hashed: bool
+) -> Tensor:
+    """One expert and one token at a time; appends the router's losses of the batch. `hashed`: experts by the ids."""
     m = config.moe
     assert m is not None
     b, s, experts = *x.shape[:2], m.num_experts
@@ -377,8 +385,13 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
             if config.linear_bias:
                 logits = logits + w[f"{name}.router.logit_bias"]
             scores = logits.sigmoid() if m.score == "sigmoid" else logits.softmax(0)
-            bias = w[f"{name}.router.bias"].tolist() if m.selection_bias else [0.0] * experts
-            chosen = chosen_experts(scores.tolist(), config, bias)
+            if m.score == "sqrtsoftplus":
+                scores = torch.log1p(logits.exp()) ** 0.5
+            if hashed:
+                chosen = w[f"{name}.router.table"][ids[row, i]].long().tolist()
+            else:
+                bias = w[f"{name}.router.bias"].tolist() if m.selection_bias else [0.0] * experts
+                chosen = chosen_experts(scores.tolist(), config, bias)
             total = sum(scores[e] for e in chosen) if m.normalize else 1.0
             weights.append([scores[e] / total * m.scaling_factor * (e in chosen) for e in range(experts)])
             if m.separate_norms:
@@ -394,7 +407,7 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
             log_z.append(logits.logsumexp(0))
         if m.aux_loss_scope == "global_batch":
             share = shares_of_the_step_before(experts)
-        losses.append(m.aux_loss / b * experts * (share * torch.stack(mean).mean(0)).sum())
+        losses.append((0 if hashed else m.aux_loss) / b * experts * (share * torch.stack(mean).mean(0)).sum())
         losses.append(m.z_loss / b * torch.stack(log_z).square().mean())
     most = math.inf if m.capacity_factor is None else math.ceil(m.capacity_factor * b * s * m.top_k / experts)
     for e in range(experts):
@@ -557,10 +570,48 @@ def _mamba2(x: Tensor, w: Weights, name: str, record: Mamba2Config, eps: float, 
     return _linear(torch.stack(rows), w, f"{name}.proj")
 
 
+def _stream_weights(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
+    """Of the streams `[b, s, n, h]` of each token: products of the normalized streams."""
+    flat = x.flatten(2)
+    normed = flat / torch.sqrt(flat.square().mean(-1, keepdim=True) + config.norm_eps)
+    return torch.einsum("bsk,mk->bsm", normed, w[f"{name}.fn"])
+
+
+def _hyper_connected(x: Tensor, w: Weights, name: str, config: ModelConfig, part: Callable[[Tensor], Any]) -> Tensor:
+    """The streams `[b, s, n, h]` after a part; one matrix entry after the other."""
+    keys = config.hyper_connections
+    assert keys is not None
+    n, base, scale = keys.streams, w[f"{name}.base"], w[f"{name}.scale"]
+    found = _stream_weights(x, w, name, config)
+    pre = [1 / (1 + torch.exp(-(found[..., i] * scale[0] + base[i]))) + keys.eps for i in range(n)]
+    post = [2 / (1 + torch.exp(-(found[..., n + i] * scale[1] + base[n + i]))) for i in range(n)]
+    cells = range(2 * n, 2 * n + n * n)
+    comb = [[found[..., c] * scale[2] + base[c] for c in cells[i * n : (i + 1) * n]] for i in range(n)]
+    comb = [[e.exp() / sum(o.exp() for o in row) + keys.eps for e in row] for row in comb]
+    for turn in range(2 * keys.sinkhorn_iterations - 1):
+        if turn % 2:
+            comb = [[e / (sum(row) + keys.eps) for e in row] for row in comb]
+        else:
+            sums = [sum(comb[i][j] for i in range(n)) + keys.eps for j in range(n)]
+            comb = [[e / sums[j] for j, e in enumerate(row)] for row in comb]
+    y = part(sum(pre[i].unsqueeze(-1) * x[:, :, i] for i in range(n)))
+    rows = [sum(comb[j][k].unsqueeze(-1) * x[:, :, j] for j in range(n)) for k in range(n)]
+    return torch.stack([row + post[k].unsqueeze(-1) * y for k, row in enumerate(rows)], 2)
+
+
+def _collapsed(x: Tensor, w: Weights, config: ModelConfig) -> Tensor:
+    """Hidden states of the streams `[b, s, n, h]` after the last layer."""
+    keys, name = config.hyper_connections, "final_connection"
+    assert keys is not None
+    pre = _stream_weights(x, w, name, config) * w[f"{name}.scale"][0] + w[f"{name}.base"]
+    return ((1 / (1 + torch.exp(-pre)) + keys.eps).unsqueeze(-1) * x).sum(2)
+
+
 def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
-    dropouts: Dropouts, kind: LayerKind, *, sparse: bool, window: int | None, documents: Tensor | None = None,
-    shared: dict[str, list[tuple[Tensor, Tensor]]] | None = None, per_layer: tuple[Tensor, str] | None = None,
+    dropouts: Dropouts, kind: LayerKind, ids: Tensor, *, sparse: bool, window: int | None,
+    documents: Tensor | None = None, shared: dict[str, list[tuple[Tensor, Tensor]]] | None = None,
+    per_layer: tuple[Tensor, str] | None = None,
 ) -> Tensor:  # fmt: skip
     def norm(x: Tensor, which: str, there: bool) -> Tensor:
         return _norm(x, w, f"{name}.{which}", config, config.normalization) if there else x
@@ -598,10 +649,19 @@ def _block(
         if isinstance(kind.ffn, NoFfnConfig):
             return 0.0
         normed = norm(x, "mlp_norm", of_inputs and not (sparse and config.moe.separate_norms))
-        y = moe(normed, w, f"{name}.mlp", config, losses) if sparse else mlp(normed, w, f"{name}.mlp", config)
+        if sparse:
+            hashed = isinstance(kind.ffn, MoeFfnConfig) and kind.ffn.routing == "hash"
+            y = moe(normed, w, f"{name}.mlp", config, losses, ids, hashed=hashed)
+        else:
+            y = mlp(normed, w, f"{name}.mlp", config)
         y = config.residual_multiplier * norm(y, "mlp_output_norm", of_outputs)
         return dropouts.hidden(y, f"{name}.mlp")
 
+    if config.hyper_connections is not None:
+        for which, part, kind_of in (("attention", attention, kind.mixer), ("mlp", feed_forward, kind.ffn)):
+            if not isinstance(kind_of, (NoMixerConfig, NoFfnConfig)):
+                x = _hyper_connected(x, w, f"{name}.{which}_connection", config, part)
+        return x
     if config.parallel_block:
         return x + attention(x) + feed_forward(x)
     x = x + attention(x)
@@ -680,13 +740,17 @@ def twin_loss(
     losses = [] if router_losses is None else router_losses
     per_layer = _per_layer(x, w, config, tokens)
     shared: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    if config.hyper_connections is not None:
+        x = torch.stack([x] * config.hyper_connections.streams, 2)
     for layer in range(config.num_layers):
         sparse, seen = config.moe_of(layer) is not None, allowed[reach[layer]]
         window = windows[layer]
         x = _block(
-            x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, kinds[layer], sparse=sparse,
-            window=window, documents=documents, shared=shared, per_layer=per_layer[layer],
+            x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, kinds[layer], tokens,
+            sparse=sparse, window=window, documents=documents, shared=shared, per_layer=per_layer[layer],
         )  # fmt: skip
+    if config.hyper_connections is not None:
+        x = _collapsed(x, w, config)
     x = _norm(x, w, "final_norm", config, kind)
     found = [_cross_entropy(x, w, config, labels, z_loss)]
     b, s = tokens.shape
@@ -703,8 +767,8 @@ def twin_loss(
         hidden = _norm(x, w, f"{name}.hidden_norm", config, kind)
         x = _linear(torch.cat([embedded, hidden], -1), w, f"{name}.projection")
         x = _block(
-            x, w, name, configs[-1], positions, seen, losses, dropouts, kinds[-1], sparse=sparse, window=window,
-            documents=documents,
+            x, w, name, configs[-1], positions, seen, losses, dropouts, kinds[-1], ahead, sparse=sparse,
+            window=window, documents=documents,
         )  # fmt: skip
         x = _norm(x, w, f"{name}.final_norm", config, kind)
         found.append(_cross_entropy(x, w, config, target, z_loss) * wanted)

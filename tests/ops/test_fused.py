@@ -57,7 +57,11 @@ def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-GATED: dict[str, Any] = {"swiglu": lambda gate, up: F.silu(gate) * up, "clamped_swiglu": _clamped_swiglu}
+GATED: dict[str, Any] = {
+    "swiglu": lambda gate, up: F.silu(gate) * up,
+    "clamped_swiglu": _clamped_swiglu,
+    "limited_swiglu": lambda gate, up: F.silu(gate.clamp(max=10)) * up.clamp(-10, 10),
+}
 UNGATED: dict[str, Any] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,

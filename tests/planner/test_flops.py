@@ -87,8 +87,9 @@ WINDOW_MTP = {"sliding_window": 8, "num_query_groups": 2, "mtp_num_layers": 1}
         (KIMI, 4 * 32 * (6 * 8 * 8 * 8 + 2 * 4 * 192)),
         (ONE_PART, 2 * 32 * (4 * 8 * 8 * 8 + 2 * 4 * 128)),
         ({"moe": LATENT_EXPERTS}, 0),
+        ({"hyper_connections": {"streams": 2, "sinkhorn_iterations": 1}}, 0),
     ],
-    ids=["plain", "window-mtp", "shared-keys", "hybrid", "kimi", "one-part", "latent-experts"],
+    ids=["plain", "window-mtp", "shared-keys", "hybrid", "kimi", "one-part", "latent-experts", "hyper"],
 )
 def test_products_of_a_step_are_those_that_the_counter_sees(
     model: dict[str, Any], recurrences: int, alone: ParallelState

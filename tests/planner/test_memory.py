@@ -134,6 +134,12 @@ MODELS: dict[str, list[str]] = {
         "model.num_query_groups=null",
     ],
     "latent-experts": ["model.moe={num_experts: 8, ffn_hidden_size: 48, latent_size: 32, shared_ffn_hidden_size: 32}"],
+    "hyper": [
+        "model.hyper_connections={streams: 3, sinkhorn_iterations: 2}",
+        "model.moe={num_experts: 8, ffn_hidden_size: 48, score: sqrtsoftplus, aux_loss: 0.01}",
+        "model.layer_kinds={hash: {ffn: {kind: moe, routing: hash}}, mixer: {ffn: none}}",
+        "model.pattern=[hash, mixer]",
+    ],
     "biased-experts": ["model.moe={num_experts: 8, ffn_hidden_size: 48}", "model.linear_bias=true"],
     "experts": ["model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 48, aux_loss: 0.01, z_loss: 0.001}"],
     "separate-norms": [
@@ -178,7 +184,7 @@ def _saved(trainer: Trainer, forward: Any) -> int:
 
     s = trainer.config.training.seq_length // trainer.config.parallel.context
     samples = torch.arange(trainer.config.training.micro_batch_size)
-    tokens = torch.zeros(len(samples), s, dtype=torch.int64)
+    tokens = torch.arange(len(samples) * s).view(len(samples), s)  # each expert of a layer that hashes has some
     inputs = trainer.stages[0].layer_inputs(Batch(tokens, tokens, samples=samples))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = forward(inputs)
@@ -207,7 +213,7 @@ def _measured(overrides: list[list[str]]) -> list[tuple[int, int]]:
         trainer = _trainer(config)
         t = config.parallel.context * (config.parallel.tensor if config.parallel.sequence_parallel else 1)
         training = config.training
-        shape = training.seq_length // t, training.micro_batch_size, config.model.hidden_size
+        shape = training.seq_length // t, training.micro_batch_size, config.model.stream_width
         x = torch.randn(shape, dtype=trainer.strategy.params[0].dtype).requires_grad_()
         memory = block_memory(config.parallel, len(config.model.layers))
         outline = model_outline(config, trainer.fp8)

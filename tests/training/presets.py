@@ -210,6 +210,12 @@ SPARSE = _preset(
     "sparse", model={"latent_attention": LATENT, "num_query_groups": None,
     "sparse_attention": {"index_heads": 4, "index_head_dim": 8, "top_k": 6}},
 )  # fmt: skip
+HYPER = _preset(
+    "hyper", model={"hyper_connections": {"streams": 3, "sinkhorn_iterations": 3}, "activation": "limited_swiglu",
+    "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 32, "score": "sqrtsoftplus", "aux_loss": 0.1},
+    "layer_kinds": {"hash": {"ffn": {"kind": "moe", "routing": "hash"}}, "top_k": {"ffn": "moe"}},
+    "pattern": ["hash", "top_k"]},
+)  # fmt: skip
 BERT = _preset("bert", model=BERT_MODEL, data={"packing": "sentences"})
 BERT_PRE = _preset(
     "bert-pre", model={**BERT_MODEL, "norm_position": "pre", "embedding_norm": False, "activation": "gelu_tanh",

@@ -20,8 +20,8 @@ class MlpKeys(Section):
     """Inner width of the MLP. Default: 4 × hidden_size."""
     activation: ActivationName = "swiglu"
     """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), geglu and geglu_tanh (T5 1.1): gelu(gate) * up, relu (OPT, T5
-    1.0), squared_relu (Primer, Nemotron), or clamped_swiglu (gpt-oss): gate * sigmoid(1.702 * gate) * (up + 1) of gate
-    up to 7 and up from -7 to 7."""
+    1.0), squared_relu (Primer, Nemotron), clamped_swiglu (gpt-oss): gate * sigmoid(1.702 * gate) * (up + 1) of gate up
+    to 7 and up from -7 to 7, or limited_swiglu (DeepSeek-V4): swiglu of gate up to 10 and up from -10 to 10."""
 
 
 class MlpConfig(PartConfig, MlpKeys):

@@ -35,15 +35,16 @@ class MoeConfig(Section):
     layer_interval: PositiveInt = 1
     """Every so many layers have experts, the others an MLP: layer i, counted from 0, where i + 1 is a multiple of it
     (Hugging Face's decoder_sparse_step)."""
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    """Function of the router's logits: softmax over all experts, or sigmoid of each (DeepSeek-V3)."""
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    """Function of the router's logits: softmax over all experts, or of each sigmoid (DeepSeek-V3) or the square root of
+    softplus (DeepSeek-V4)."""
     normalize: bool = True
     """Divide the scores of a token's chosen experts by their sum (Hugging Face's norm_topk_prob)."""
     scaling_factor: PositiveFloat = 1.0
     """Multiply the scores of chosen experts by this, after normalization (routed_scaling_factor)."""
     num_groups: PositiveInt = 1
     """Number of groups of neighbouring experts (DeepSeek's n_group). A token's experts are chosen from its best groups
-    only: those whose largest score (softmax), or sum of the two largest (sigmoid), is highest."""
+    only: those whose largest score (softmax), or sum of the two largest (others), is highest."""
     top_groups: PositiveInt | None = None
     """Number of groups that a token's experts are chosen from (DeepSeek's topk_group). Default: all."""
     selection_bias: bool = False
@@ -87,7 +88,7 @@ class MoeFfnConfig(PartConfig):
     module: ClassVar[str] = "megafp8.models.moe:MoE"
     tensor_prefix: ClassVar[str] = "mlp"
     hugging_face: ClassVar[Mapping[str, str]] = {
-        "router": "mlp.gate", "router.bias": "mlp.gate.e_score_correction_bias",
+        "router": "mlp.gate", "router.bias": "mlp.gate.e_score_correction_bias", "router.table": "mlp.gate.tid2eid",
         "latent_down": "mlp.fc1_latent_proj", "latent_up": "mlp.fc2_latent_proj",
         **{f"experts.*.{x}": f"mlp.experts.*.{x}_proj" for x in ("gate", "up", "down")},
         **{f"shared.{x}": f"mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")},
@@ -102,6 +103,10 @@ class MoeFfnConfig(PartConfig):
 
     kind: Literal["moe"] = "moe"
     """Experts."""
+    routing: Literal["top_k", "hash"] = "top_k"
+    """How a token's experts are chosen. top_k: those of the highest scores. hash: those that a fixed random table has
+    for the token's id, each expert about equally often (Roller et al. 2021, arXiv:2106.04426; DeepSeek-V4's first
+    layers); the router's scores are their weights, and aux_loss and selection_bias do not apply."""
 
     def normed(self, model: ModelSection) -> bool:
         return model.moe is None or not model.moe.separate_norms
@@ -113,6 +118,10 @@ class MoeFfnConfig(PartConfig):
     def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
         if model.moe is None:
             yield Problem(f"{path}.kind", self.kind, "there is no section model.moe", "give it")
+        elif self.routing == "hash" and model.mtp_num_layers and model.layer(model.num_layers - 1).ffn == self:
+            rule = "layers of multi-token prediction are like the last one, and would need ids of later tokens"
+            works = "let the last layer have routing: top_k, or set model.mtp_num_layers=0"
+            yield Problem(f"{path}.routing", "hash", rule, works)
 
 
 def experts(m: ModelSection) -> Iterator[Problem]:
