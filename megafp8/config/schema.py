@@ -392,13 +392,15 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     @property
     def kv_sources(self) -> dict[int, int]:
         """Layers whose keys and values others read, and the last layer that reads each."""
+        if all(getattr(kind.mixer, "kv_layer", None) is None for kind in self.layer_kinds.values()):
+            return {}  # without resolving each layer
         read = ((getattr(self.layer(i).mixer, "kv_layer", None), i) for i in range(self.num_layers))
         return {source: reader for source, reader in read if source is not None}
 
     def layer_kind(self, layer: int) -> tuple[Any, ...]:
         """Equal for layers that differ in their number alone; hashable."""
-        keeps_keys = bool(self.pattern) and layer in self.kv_sources
-        return self.is_decoder(layer), layer >= self.num_blocks, keeps_keys, *map(repr, self.layer(layer))
+        is_read = layer in self.kv_sources
+        return self.is_decoder(layer), layer >= self.num_blocks, is_read, *map(repr, self.layer(layer))
 
     @property
     def ffn_size(self) -> int:
