@@ -27,7 +27,7 @@ from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat
 from megafp8.models.context import BuildContext, new_parameter
 from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
-from megafp8.models.mixer import NO_CACHE, Mixer, StateCache, TokenCache, Tokens
+from megafp8.models.mixer import Mixer, TokenCache, Tokens
 from megafp8.models.norms import Norm, ProjectionNorms, RMSNorm
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import RotaryEmbedding
@@ -250,8 +250,8 @@ class Attention(Mixer):
         return {f"{self.name}.{part}.{kind}": x for part, x in rows.items() for kind in ("weight", "bias")}
 
     @property
-    def cache(self) -> TokenCache | StateCache:
-        return NO_CACHE if self.reads_keys else TokenCache(self.groups, self.d, self.d)
+    def cache(self) -> tuple[TokenCache, ...]:
+        return () if self.reads_keys else (TokenCache(self.groups, self.d, self.d),)
 
     def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
         scores = self.scores(length)

@@ -71,7 +71,7 @@ def _our_logits(source: Source, tp: int, pp: int, ep: int = 1) -> tuple[GPTStage
         x_sbh = stage.embedding(ids_bs, None)
         inputs = stage.with_per_layer(inputs, ids_bs, x_sbh)
     else:
-        x_sbh = torch.empty(s, b, model.hidden_size)
+        x_sbh = torch.empty(s, b, model.stream_width)
         dist.recv(x_sbh, 0)
     x_sbh, branch_sbh = stage.run_blocks(x_sbh, inputs)
     if stage.head is None:
@@ -126,7 +126,8 @@ GRADIENTS = [
     "olmo-hybrid", "qwen3-next", "qwen3-5", "qwen3-5-35b-a3b",
     "glm4-moe", "olmo3", "smollm3", "minimax-m2", "ernie4-5-moe", "mistral4",
     "gemma4-shared", "gemma4-experts",
-    "nanochat", "llama4", "nemotron-h-latents", "deepseek-v32", "glm-moe-dsa", "kimi-linear", "lfm2-moe",
+    "nanochat", "llama4", "nemotron-h-latents", "deepseek-v32", "deepseek-v4", "glm-moe-dsa", "kimi-linear",
+    "lfm2-moe",
 ]  # fmt: skip
 """Models of theirs whose gradients the quick tests compare."""
 ALIKE = {
@@ -206,7 +207,7 @@ def test_gradients(world2: World, tmp_path: Path, name: str) -> None:
     assert worst < 1e-5
 
 
-WRITTEN = ["llama4", "gpt2", "deepseek_v3", "gpt_oss", "glm4", "phi3-longrope"]
+WRITTEN = ["llama4", "gpt2", "deepseek_v4", "deepseek_v3", "gpt_oss", "glm4", "phi3-longrope"]
 """Families of which the quick tests write a folder; each has something that the others lack."""
 
 

@@ -64,6 +64,14 @@ FULL_KEYS = {
     "num_attention_heads": 8, "num_query_groups": 4, "head_dim": 8, "partial_rotary_factor": 0.5,
     "proportional_rope": True,
 }  # fmt: skip
+COMPRESSED = {"kind": "compressed_attention", "q_rank": 10, "output_groups": 4, "output_rank": 3, "index_heads": 3,
+              "index_head_dim": 6}  # fmt: skip
+COMPRESSED_MODEL = LLAMA | {"head_dim": 6, "partial_rotary_factor": 2 / 3, "sliding_window": 3}
+CSA = {
+    "mixer": COMPRESSED
+    | {"compress_rate": 2, "top_k": 2, "kl_loss": 0.3, "rope_theta": 100.0, "yarn": YARN | {"mscale": 0}}
+}
+HCA = {"mixer": COMPRESSED | {"compress_rate": 3}}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-gqa-rope-scaling": LLAMA
@@ -232,6 +240,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_kinds": {"linear": {"mixer": DELTA_NET}, "sparse": {}},
         "pattern": ["linear", "sparse"],
     },
+    "compressed": COMPRESSED_MODEL | {"layer_kinds": {"sparse": CSA, "heavy": HCA}, "pattern": ["sparse", "heavy"]},
+    "compressed-heavy": COMPRESSED_MODEL | {"layer_kinds": {"heavy": HCA}, "pattern": ["heavy"]},
+    "compressed-window": COMPRESSED_MODEL
+    | {"layer_kinds": {"window": {"mixer": COMPRESSED}, "sparse": CSA}, "pattern": ["window", "sparse"]},
     "sparse-warmup": LLAMA | {"latent_attention": LATENT, "sparse_attention": SPARSE | {"warmup": True}},
 }
 MIXTRAL = LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "z_loss": 0.1}}
@@ -475,7 +487,8 @@ BY_TENSOR = [(name, *tp) for name in MODELS for tp in ((1, False), (2, False), (
         *[
             case
             for case in BY_TENSOR
-            if (case[1:] == (2, True) and not case[0].startswith(("sparse-", "shared-keys-of"))) or case[0] == "llama"
+            if (case[1:] == (2, True) and not case[0].startswith(("sparse-", "compressed-", "shared-keys-of")))
+            or case[0] == "llama"
         ],
     ),
 )
@@ -490,7 +503,7 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
     [
         *("llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid"),
         *("one-part", "kimi-delta", "shared-keys"),
-        pytest.param("sparse", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sparse", "compressed")),
     ],
 )
 def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
@@ -499,7 +512,10 @@ def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, r
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "gpt2", "hybrid", "chunks", "one-part", "sparse", pytest.param("kimi-delta", marks=pytest.mark.slow)],
+    [
+        *("llama", "gpt2", "hybrid", "chunks", "one-part", "sparse", "compressed"),
+        pytest.param("kimi-delta", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize(("tp", "sequence_parallel"), slow_but([(1, False), (2, True)], (2, True)))
 def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
@@ -534,13 +550,16 @@ def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int
     slow_but(
         [
             *("llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom", "hybrid"),
-            *("one-part", "sparse-neighbors", "kimi-delta", "short-convolution"),
+            *("one-part", "sparse-neighbors", "kimi-delta", "short-convolution", "compressed"),
         ],
         *("llama-gqa-rope-scaling", "qwen", "latent", "bloom", "hybrid", "sparse-neighbors"),
     ),
 )
 def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
-    world4.run(compare, MODELS[name], tp, sequence_parallel=True, cp=cp, ranks=tp * cp)
+    model = MODELS[name]
+    if name == "compressed" and cp == 4:  # parts of two tokens, which is one less than overlapping entries need
+        model = MODELS["compressed-heavy"]
+    world4.run(compare, model, tp, sequence_parallel=True, cp=cp, ranks=tp * cp)
 
 
 @pytest.mark.parametrize(
@@ -548,9 +567,9 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     slow_but(
         [
             *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid"),
-            *("kimi-delta", "short-convolution", "shared-keys", "hyper"),
+            *("kimi-delta", "short-convolution", "shared-keys", "hyper", "compressed"),
         ],
-        *("llama", "chunks", "one-part", "sparse-hybrid", "shared-keys", "hyper"),
+        *("llama", "chunks", "one-part", "sparse-hybrid", "shared-keys", "hyper", "compressed"),
     ),
 )
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
@@ -564,6 +583,7 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
     [
         *(("hybrid", 1, 2), ("kimi-delta", 2, 1), ("one-part", 1, 1), ("sparse-hybrid", 1, 1), ("tied-mtp", 1, 1)),
         *(("short-convolution", 1, 2), ("pattern", 2, 1), ("shared-keys-of-a-stage", 2, 1), ("hyper", 1, 2)),
+        ("compressed-window", 1, 2),
     ],
 )
 def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:

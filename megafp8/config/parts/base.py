@@ -64,6 +64,10 @@ class PartConfig(PartialSection):
         """Whether its layer normalizes its input, where model.norm_position says so; else it does so itself."""
         return self.present
 
+    def index_loss(self, model: ModelSection) -> float | None:
+        """Weight of the loss of its indexer; None where it has none."""
+        return None
+
     def widths(self, model: ModelSection) -> Mapping[str, int]:
         """Sizes, by key, that tensor parallelism divides between its ranks. For a resolved record."""
         return {}
