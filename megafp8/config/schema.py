@@ -277,8 +277,17 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     @property
     def has_auxiliary_loss(self) -> bool:
         """Whether routers or indexers have losses that are differentiated and not reported in the model's."""
-        moe, sparse = self.moe, self.sparse_attention
-        return (moe is not None and (moe.aux_loss > 0 or moe.z_loss > 0)) or (sparse is not None and sparse.kl_loss > 0)
+        moe = self.moe
+        return (moe is not None and (moe.aux_loss > 0 or moe.z_loss > 0)) or any(self._index_losses)
+
+    @property
+    def has_indexers(self) -> bool:
+        """Whether layers have indexers, which have losses of their own."""
+        return any(weight is not None for weight in self._index_losses)
+
+    @property
+    def _index_losses(self) -> list[float | None]:
+        return [spec.mixer.index_loss(self) for spec in self.distinct_layers]
 
     @property
     def more_losses(self) -> int:

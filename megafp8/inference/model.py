@@ -224,16 +224,16 @@ class CachedModel(PackedModel):
         context = model.stages[0].context
         last = model.config.num_blocks
         blocks = [block for stage in model.stages for block in stage.all_blocks if block.index < last]
-        kept = {block.index: block.mixer.cache for block in blocks}
+        kept = [(block.index, cache) for block in blocks for cache in block.mixer.cache]
         self.cache = PagedCache(
-            {layer: cache for layer, cache in kept.items() if isinstance(cache, TokenCache)},
+            {layer: cache for layer, cache in kept if isinstance(cache, TokenCache)},
             num_pages=num_pages,
             page_size=page_size,
             dtype=context.dtype,
             device=context.device,
             stored=stored,
         )
-        states = {layer: cache for layer, cache in kept.items() if isinstance(cache, StateCache)}
+        states = {layer: cache for layer, cache in kept if isinstance(cache, StateCache)}
         self.states = StateStore(states, sequences, context.device)
         self._graphs: DecodeGraphs | None = None
         if self.cache.in_place and not model.why_eager:

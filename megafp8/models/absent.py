@@ -15,7 +15,7 @@ from megafp8.config.parts.base import PartConfig
 from megafp8.linear.fusion import LinearInput
 from megafp8.models.context import BuildContext
 from megafp8.models.costs import MicroBatch, Work
-from megafp8.models.mixer import FeedForward, Mixer, NoInputs, Part, StateCache, Tokens
+from megafp8.models.mixer import FeedForward, Mixer, NoInputs, Part, Tokens
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.plan import Neighbor
 
@@ -52,8 +52,8 @@ class NoMixer(_Absent, Mixer):
         raise AssertionError("a layer without a mixer calls none")
 
     @property
-    def cache(self) -> StateCache:
-        return StateCache((), ())
+    def cache(self) -> tuple[()]:
+        return ()
 
 
 class NoFeedForward(_Absent, FeedForward):

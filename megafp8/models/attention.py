@@ -222,8 +222,8 @@ class Attention(Mixer):
         return {f"{self.name}.{part}.{kind}": x for part, x in rows.items() for kind in ("weight", "bias")}
 
     @property
-    def cache(self) -> TokenCache:
-        return TokenCache(self.groups, self.d, self.d)
+    def cache(self) -> tuple[TokenCache]:
+        return (TokenCache(self.groups, self.d, self.d),)
 
     def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
         scores = self.scores(length)

@@ -185,8 +185,8 @@ class LatentAttention(Mixer):
         }
 
     @property
-    def cache(self) -> TokenCache:
-        return TokenCache(self.heads, self.n + self.r, self.v)
+    def cache(self) -> tuple[TokenCache]:
+        return (TokenCache(self.heads, self.n + self.r, self.v),)
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs) -> Tensor:
         q, kv, k_rotary = linear(x_sbh, self.down, self.down_state).split(self.ranks, dim=-1)

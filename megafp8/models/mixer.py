@@ -195,8 +195,8 @@ class Mixer(Part):
 
     @property
     @abstractmethod
-    def cache(self) -> TokenCache | StateCache:
-        """What it keeps in generation, on this rank."""
+    def cache(self) -> tuple[TokenCache | StateCache, ...]:
+        """What it keeps in generation, on this rank: one of each at most."""
 
     def row_factors(self, factor_a: Tensor) -> dict[str, Tensor]:
         """By name of its weights, what their rows are to be multiplied by, so that the attention logits of its heads

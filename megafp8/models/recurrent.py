@@ -67,7 +67,11 @@ class RecurrentMixer(Mixer):
         return recomputed(lambda *xs: inputs.recurrence(self, xs), *xs)
 
     @property
-    def cache(self) -> StateCache:
+    def cache(self) -> tuple[StateCache]:
+        return (self.state_cache,)
+
+    @property
+    def state_cache(self) -> StateCache:
         """The convolution's last inputs, and S."""
         (n, _, k), dtype = self.convolution.shape, self.convolution.dtype
         window = (k - 1, n)
@@ -78,7 +82,7 @@ class RecurrentMixer(Mixer):
     def zeros(self, b: int) -> State:
         """The state of sequences at their start."""
         device = self.convolution.device
-        return tuple(torch.zeros(b, *shape, dtype=dtype, device=device) for shape, dtype in zip(*self.cache))
+        return tuple(torch.zeros(b, *shape, dtype=dtype, device=device) for shape, dtype in zip(*self.state_cache))
 
     def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None) -> Tensor:
         """The convolution's inputs that the tokens after these see, `[b, t, n]`; there are at least t tokens."""
@@ -87,7 +91,7 @@ class RecurrentMixer(Mixer):
 
     def keys_and_values(self, batch: MicroBatch) -> int:
         """T and U of two slots, and the convolution's last inputs (`megafp8.context_parallel.recurrence`)."""
-        shapes, dtypes = self.cache
+        shapes, dtypes = self.state_cache
         window, *states = (torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes))
         d, w = self.state_shape[-2:] if self.state_shape else (0, 1)
         return 2 * batch.sequences * (window + sum(states) * (w + d) // w)

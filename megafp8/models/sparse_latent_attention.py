@@ -109,9 +109,9 @@ class SparseLatentAttention(LatentAttention):
         return SparseInputs(tokens.rotary(self.rope), tokens.keys(layer))
 
     @property
-    def cache(self) -> TokenCache:
+    def cache(self) -> tuple[TokenCache]:
         """The latent with its rotary key, and the indexer's key."""
-        return TokenCache(1, self.ranks[1] + self.r, self.sparse.index_head_dim)
+        return (TokenCache(1, self.ranks[1] + self.r, self.sparse.index_head_dim),)
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: Any) -> Tensor:
         assert isinstance(x_sbh, Tensor)

@@ -120,7 +120,7 @@ def attend_backward(
     dtype, v = wide(q_bsac), do_bsav.shape[-1]
     rows, visible = keys.of(kv_btc).to(dtype), keys.visible(kv_btc.shape[1])
     q, do = q_bsac.to(dtype), do_bsav.to(dtype)
-    p, _ = _probabilities(q, rows, visible, scale)
+    p = (q @ rows.mT * scale - lse_bsa.to(dtype).unsqueeze(-1)).exp().masked_fill(~visible.unsqueeze(2), 0.0)
     delta = (do * o_bsav.to(dtype)).sum(-1, keepdim=True)
     ds = p * (do @ rows[..., :v].mT - delta) * scale
     keys.add(dkv_btc, (ds, q), (p, do))

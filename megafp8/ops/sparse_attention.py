@@ -41,7 +41,7 @@ from megafp8.numerics.sparse_attention_reference import Index, Keys, wide
 BLOCK_BYTES = 1 << 29
 """Of a block of queries' index scores, in fp32."""
 _MOST_QUERIES = 4096
-_REFERENCE_BYTES = 1 << 26
+REFERENCE_BYTES = 1 << 26
 """Of these, and the probabilities of heads or the rows of keys that are gathered, without kernels."""
 
 
@@ -83,7 +83,7 @@ class _SparseAttention(Function):
         call = _Call(q_sbad, kv_tbc, Index(index_q, index_k, index_weights), up, first_bs, stop_bs, options)
         s, b, a, _ = q_sbad.shape
         o_sbav = q_sbad.new_empty(s, b, a, call.values.shape[1])
-        chosen_bsk = None if options.top_k is None else call.indices(options.top_k)
+        chosen_bsk = None if options.top_k is None else call.indexer.choose(call.blocks(), options.top_k)
         for rows in call.blocks():
             o_bsac, _ = call.attend(call.absorbed(rows), call.keys(rows, chosen_bsk))
             o_sbav[rows] = torch.einsum("bsac,avc->sbav", o_bsac, call.values)
@@ -99,7 +99,7 @@ class _SparseAttention(Function):
         call = _Call(q_sbad, kv_tbc, index, up, first_bs, stop_bs, options)
         dtype = wide(q_sbad)
         dq_sbad, dindex_q, dweights = (torch.zeros_like(x) for x in (q_sbad, index_q, index_weights))
-        dkv_btc, dindex_k = (torch.zeros_like(x, dtype=dtype) for x in (call.kv_btc, call.index_k))
+        dkv_btc, dindex_k = (torch.zeros_like(x, dtype=dtype) for x in (call.kv_btc, call.indexer.k_btd))
         dkeys, dvalues = (torch.zeros_like(x, dtype=dtype) for x in (call.keys_up, call.values))
         n = dkeys.shape[1]
         for rows in call.blocks():
@@ -113,7 +113,7 @@ class _SparseAttention(Function):
             dkeys += torch.einsum("sban,bsac->anc", q_sbad[rows][..., :n], dq_latent)
             dq_sbad[rows][..., :n] = torch.einsum("bsac,anc->sban", dq_latent, call.keys_up)
             dq_sbad[rows][..., n:] = dq_rotary.transpose(0, 1)
-            call.index_loss_backward(rows, keys, p_bsk, dindex_q, dindex_k, dweights)
+            call.indexer.loss_backward(rows, keys, p_bsk, dindex_q, dindex_k, dweights)
         dup = torch.cat([dkeys, dvalues], dim=1).flatten(0, 1)
         dup_or_none = deliver(ctx.up, dup.to(wgrad_dtype(ctx.up)))
         dkv, dk = (x.transpose(0, 1).to(kv_tbc.dtype) for x in (dkv_btc, dindex_k))
@@ -129,13 +129,13 @@ class _Call:
     ) -> None:  # fmt: skip
         (self.s, self.b, self.a, width), c = q_sbad.shape, up.shape[1]
         n = width - (kv_tbc.shape[-1] - c)
-        self.q_sbad, self.index_q, self.index_weights, self.options = q_sbad, index.q, index.weights, options
-        self.kv_btc, self.index_k = (x.transpose(0, 1).contiguous() for x in (kv_tbc, index.k))
+        self.q_sbad, self.options, self.index_heads = q_sbad, options, index.q.shape[2]
+        self.kv_btc = kv_tbc.transpose(0, 1).contiguous()
         self.first_bs, self.stop_bs = (x.expand(self.b, -1) for x in (first_bs, stop_bs))
         up_axc = up.detach().unflatten(0, (self.a, -1))
         self.keys_up, self.values = up_axc[:, :n], up_axc[:, n:]
-        self.functions = _functions(q_sbad, options.top_k)
-        self.group, self.ranks = options.group, options.group.size()
+        self.functions = functions_for(q_sbad, options.top_k)
+        self.indexer = Indexer(index, self.first_bs, self.stop_bs, options.group, options.loss, self.functions)
 
     def blocks(self) -> list[slice]:
         """Parts of the queries whose tensors fit into a block."""
@@ -143,32 +143,10 @@ class _Call:
         bytes_of_query, block_bytes = 4 * b * t, BLOCK_BYTES
         if self.functions is reference:
             keys, gathered = (t, 0) if self.options.top_k is None else (self.options.top_k, c)
-            bytes_of_query += 4 * b * keys * max(self.a, self.index_q.shape[2], gathered)
-            block_bytes = _REFERENCE_BYTES
+            bytes_of_query += 4 * b * keys * max(self.a, self.index_heads, gathered)
+            block_bytes = REFERENCE_BYTES
         size = max(1, min(block_bytes // bytes_of_query, _MOST_QUERIES))
         return [slice(at, min(at + size, self.s)) for at in range(0, self.s, size)]
-
-    def index(self, rows: slice) -> Index:
-        q, weights = (x[rows].transpose(0, 1) for x in (self.index_q, self.index_weights))
-        return Index(q, self.index_k, weights)
-
-    def part(self, rows: slice) -> tuple[slice, int]:
-        """This rank's part of a block's queries, and how many any rank has at most."""
-        size = -(-(rows.stop - rows.start) // self.ranks)
-        at = min(rows.start + self.group.rank() * size, rows.stop)
-        return slice(at, min(at + size, rows.stop)), size
-
-    def indices(self, top_k: int) -> Tensor:
-        """The keys that each query chooses, int32 `[b, s, k]`."""
-        chosen = torch.empty(self.b, self.s, top_k, dtype=torch.int32, device=self.q_sbad.device)
-        for rows in self.blocks():
-            own, size = self.part(rows)
-            found = self.functions.select(self.index(own), self.first_bs[:, own], self.stop_bs[:, own], top_k)
-            if self.ranks > 1:
-                padded = F.pad(found.transpose(0, 1), (0, 0, 0, 0, 0, size - found.shape[1])).contiguous()
-                found = collectives.all_gather(padded, self.group)[: rows.stop - rows.start].transpose(0, 1)
-            chosen[:, rows] = found
-        return chosen
 
     def keys(self, rows: slice, chosen_bsk: Tensor | None) -> Keys:
         chosen = None if chosen_bsk is None else chosen_bsk[:, rows].contiguous()
@@ -190,29 +168,69 @@ class _Call:
             do_bsac, q_bsac, self.kv_btc, keys, o_bsac, lse_bsa, self.options.scale, dkv_btc
         )
 
-    def index_loss_backward(
+
+class Indexer:
+    """The indexer of a call: which keys its queries choose, and the gradient of its loss.
+
+    `index`: of sequence-first tensors. Each tensor-parallel rank computes its part of a block's queries.
+    """
+
+    def __init__(
+        self, index: Index, first_bs: Tensor, stop_bs: Tensor, group: ProcessGroup, loss: IndexLoss, functions: Any
+    ) -> None:
+        self.q_sbid, self.weights_sbi, self.k_btd = index.q, index.weights, index.k.transpose(0, 1).contiguous()
+        self.first_bs, self.stop_bs = first_bs, stop_bs
+        self.group, self.ranks, self.loss, self.functions = group, group.size(), loss, functions
+
+    def _index(self, rows: slice) -> Index:
+        q, weights = (x[rows].transpose(0, 1) for x in (self.q_sbid, self.weights_sbi))
+        return Index(q, self.k_btd, weights)
+
+    def _part(self, rows: slice) -> tuple[slice, int]:
+        """This rank's part of a block's queries, and how many any rank has at most."""
+        size = -(-(rows.stop - rows.start) // self.ranks)
+        at = min(rows.start + self.group.rank() * size, rows.stop)
+        return slice(at, min(at + size, rows.stop)), size
+
+    def choose(self, blocks: list[slice], top_k: int) -> Tensor:
+        """The keys that each query chooses, int32 `[b, s, k]`."""
+        s, b = self.q_sbid.shape[:2]
+        chosen = torch.empty(b, s, top_k, dtype=torch.int32, device=self.q_sbid.device)
+        for rows in blocks:
+            own, size = self._part(rows)
+            found = self.functions.select(self._index(own), self.first_bs[:, own], self.stop_bs[:, own], top_k)
+            if self.ranks > 1:
+                padded = F.pad(found.transpose(0, 1), (0, 0, 0, 0, 0, size - found.shape[1])).contiguous()
+                found = collectives.all_gather(padded, self.group)[: rows.stop - rows.start].transpose(0, 1)
+            chosen[:, rows] = found
+        return chosen
+
+    def loss_backward(
         self, rows: slice, keys: Keys, p_bsk: Tensor, dq_sbid: Tensor, dk_btd: Tensor, dweights_sbi: Tensor
     ) -> None:
-        """Add the gradients of the loss of this rank's part of a block, and the loss itself."""
-        loss = self.options.loss
-        p_bsk = p_bsk / (self.a * self.ranks)
-        own, size = self.part(rows)
+        """Add the gradients of the loss of this rank's part of a block, and the loss itself.
+
+        `p_bsk`: the keys' probabilities, summed over this rank's heads.
+        """
+        loss, (own, size) = self.loss, self._part(rows)
         if self.ranks > 1:
             p_sbk = F.pad(p_bsk.transpose(0, 1), (0, 0, 0, 0, 0, size * self.ranks - p_bsk.shape[1])).contiguous()
-            p_bsk = collectives.reduce_scatter(p_sbk, self.group)[: own.stop - own.start].transpose(0, 1).contiguous()
+            p_bsk = collectives.reduce_scatter(p_sbk, self.group)[: own.stop - own.start].transpose(0, 1)
         if own.stop == own.start:
             return
+        total = p_bsk.sum(-1, keepdim=True)
+        p_bsk = (p_bsk / total.masked_fill(total == 0, 1.0)).contiguous()
         within = slice(own.start - rows.start, own.stop - rows.start)
         keys = Keys(None if keys.chosen is None else keys.chosen[:, within], *(x[:, within] for x in keys[1:]))
         grad = torch.ones((), device=p_bsk.device) if loss.grad is None else loss.grad
         dq, dweights, divergence = self.functions.index_loss_backward(
-            self.index(own), keys, p_bsk, grad.to(p_bsk.dtype) * loss.weight, dk_btd
+            self._index(own), keys, p_bsk, grad.to(p_bsk.dtype) * loss.weight, dk_btd
         )
         dq_sbid[own], dweights_sbi[own] = dq.transpose(0, 1), dweights.transpose(0, 1)
         loss.total.add_(divergence * loss.weight)
 
 
-def _functions(q_sbad: Tensor, top_k: int | None) -> Any:
+def functions_for(q_sbad: Tensor, top_k: int | None) -> Any:
     """The module that computes such tensors: its functions are those of the reference."""
     if top_k is None or not q_sbad.is_cuda or q_sbad.dtype not in (torch.bfloat16, torch.float16):
         return reference

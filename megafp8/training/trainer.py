@@ -325,7 +325,7 @@ class Trainer:
             scale = torch.where(spikes, torch.nan, 1.0 if scale is None else scale)
         load = None if self.load_collector is None else self.load_collector.sum()
         load_on_host = None if load is None else load.to("cpu", non_blocking=True)
-        index_loss = self._sum_of_index_losses().to("cpu", non_blocking=True) if model.sparse_attention else None
+        index_loss = self._sum_of_index_losses().to("cpu", non_blocking=True) if model.has_indexers else None
         largest = None if self.qk_clip is None else self.qk_clip.collect().to("cpu", non_blocking=True)
         before_update()
         activity.enter("update")

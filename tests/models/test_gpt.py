@@ -60,6 +60,14 @@ MAMBA2 = {
     "kind": "mamba2", "num_heads": 8, "head_dim": 3, "state_size": 5, "num_groups": 4, "conv_kernel_size": 3,
     "min_step": 0.5, "max_step": 1.0,
 }  # fmt: skip
+COMPRESSED = {"kind": "compressed_attention", "q_rank": 10, "output_groups": 4, "output_rank": 3, "index_heads": 3,
+              "index_head_dim": 6}  # fmt: skip
+COMPRESSED_MODEL = LLAMA | {"head_dim": 6, "partial_rotary_factor": 2 / 3, "sliding_window": 3}
+CSA = {
+    "mixer": COMPRESSED
+    | {"compress_rate": 2, "top_k": 2, "kl_loss": 0.3, "rope_theta": 100.0, "yarn": YARN | {"mscale": 0}}
+}
+HCA = {"mixer": COMPRESSED | {"compress_rate": 3}}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-gqa-rope-scaling": LLAMA
@@ -198,6 +206,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_kinds": {"linear": {"mixer": DELTA_NET}, "sparse": {}},
         "pattern": ["linear", "sparse"],
     },
+    "compressed": COMPRESSED_MODEL | {"layer_kinds": {"sparse": CSA, "heavy": HCA}, "pattern": ["sparse", "heavy"]},
+    "compressed-window": COMPRESSED_MODEL
+    | {"layer_kinds": {"window": {"mixer": COMPRESSED}, "sparse": CSA}, "pattern": ["window", "sparse"]},
     "sparse-warmup": LLAMA | {"latent_attention": LATENT, "sparse_attention": SPARSE | {"warmup": True}},
 }
 MIXTRAL = LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "z_loss": 0.1}}

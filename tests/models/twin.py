@@ -19,6 +19,7 @@ from megafp8.config import ModelConfig
 from megafp8.config.parts import LayerKind
 from megafp8.config.parts.absent import NoFfnConfig, NoMixerConfig
 from megafp8.config.parts.attention import AttentionConfig
+from megafp8.config.parts.compressed_attention import CompressedAttentionConfig
 from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
 from megafp8.config.parts.kimi_delta_attention import KimiDeltaAttentionConfig
 from megafp8.config.parts.mamba2 import Mamba2Config
@@ -575,6 +576,88 @@ def _collapsed(x: Tensor, w: Weights, config: ModelConfig) -> Tensor:
     return ((1 / (1 + torch.exp(-pre)) + keys.eps).unsqueeze(-1) * x).sum(2)
 
 
+def _entries(
+    x: Tensor, w: Weights, name: str, config: ModelConfig, record: CompressedAttentionConfig, row: int,
+    starts: list[int],
+) -> list[tuple[int, Tensor]]:  # fmt: skip
+    """The compressed entries of a sample: the last token of each, and its channels. `starts`: of tokens' documents."""
+    rate, overlaps, entries = record.compress_rate, record.top_k is not None, []
+    assert rate is not None
+    kv, gate = (_linear(x[row], w, f"{name}_{part}") for part in ("kv", "gate"))
+    bias = w[f"{name}_position.weight"]
+    width = kv.shape[1] // (1 + overlaps)
+    for last, start in enumerate(starts):
+        if (last + 1 - start) % rate:
+            continue
+        places = [(last - rate + 1 + i, i, overlaps * width) for i in range(rate)]
+        if overlaps and last - start >= 2 * rate - 1:
+            places += [(last - 2 * rate + 1 + i, i, 0) for i in range(rate)]
+        values = torch.stack([kv[j, at : at + width] for j, _, at in places])
+        gates = torch.stack([gate[j, at : at + width] + bias[i, at : at + width] for j, i, at in places])
+        mean = (gates.exp() / gates.exp().sum(0) * values).sum(0)
+        normed = _norm(mean, w, f"{name}_norm", config)
+        entries.append((last, _rotated_end(normed[None, None], torch.tensor([[last - rate + 1 - start]]), config)[0, 0]))
+    return entries
+
+
+def _rotated_end(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Tensor:
+    """The last channels rotated."""
+    r = int(config.channels * config.partial_rotary_factor)
+    return torch.cat([x_bsd[..., :-r], _interleaved(x_bsd[..., -r:], positions_bs, config)], dim=-1)
+
+
+def _compressed_attention(
+    x: Tensor, w: Weights, name: str, config: ModelConfig, record: CompressedAttentionConfig, positions: Tensor,
+    losses: list[Tensor],
+) -> Tensor:  # fmt: skip
+    """DeepSeek-V4's attention, one token and head after the other."""
+    (b, s, _), d, groups = x.shape, config.channels, record.output_groups
+    q_latent = _norm(_linear(x, w, f"{name}.q_down"), w, f"{name}.q_norm", config)
+    q = _linear(q_latent, w, f"{name}.q_up").unflatten(-1, (-1, d))
+    heads = q.shape[2]
+    q = q / torch.sqrt(q.square().mean(-1, keepdim=True) + config.norm_eps)
+    q = torch.stack([_rotated_end(q[:, :, head], positions, config) for head in range(heads)], 2)
+    kv = _rotated_end(_norm(_linear(x, w, f"{name}.kv"), w, f"{name}.kv_norm", config), positions, config)
+    rows = []
+    for row in range(b):
+        starts = [i - int(positions[row, i]) for i in range(s)]
+        entries, index = [], []
+        if record.compress_rate is not None:
+            entries = _entries(x, w, f"{name}.entry", config, record, row, starts)
+        if record.top_k is not None:
+            index = _entries(x.detach(), w, f"{name}.index", config, record, row, starts)
+        outputs = []
+        for i in range(s):
+            near = [j for j in range(starts[i], i + 1) if i - j < config.sliding_window]
+            seen = [e for e, (last, _) in enumerate(entries) if starts[i] <= last <= i]
+            scores = torch.zeros(0)
+            if record.top_k is not None and seen:
+                iq = _linear(q_latent[row, i].detach(), w, f"{name}.index_q").view(-1, record.index_head_dim)
+                iq = _rotated_end(iq[None].transpose(0, 1), positions[row, i].expand(len(iq), 1), config)[:, 0]
+                weights = _linear(x[row, i].detach(), w, f"{name}.index_weights")
+                all_scores = {
+                    e: ((iq @ index[e][1]).clamp(min=0) * weights).sum() / math.sqrt(iq.numel()) for e in seen
+                }
+                seen = sorted(sorted(seen, key=lambda e: (-float(all_scores[e]), e))[: record.top_k])
+                scores = torch.stack([all_scores[e] for e in seen])
+            keys = torch.stack([kv[row, j] for j in near] + [entries[e][1] for e in seen])
+            logits = q[row, i] @ keys.T / math.sqrt(d)
+            p = torch.cat([logits, w[f"{name}.sink.weight"][:, None]], 1).softmax(1)[:, :-1]
+            if len(scores):
+                target = p[:, len(near) :].detach().sum(0)
+                target = target / target.sum()
+                divergence = (target * (target.log() - scores.log_softmax(0))).sum()
+                losses.append(record.kl_loss * divergence / (b * s))
+            outputs.append(p @ keys)
+        rows.append(torch.stack(outputs))
+    o = torch.stack(rows)
+    o = torch.stack([_rotated_end(o[:, :, head], -positions, config) for head in range(heads)], 2)
+    weight = w[f"{name}.output_down.weight"].view(groups, record.output_rank, -1)
+    of_groups = o.reshape(b, s, groups, -1)
+    down = torch.cat([of_groups[:, :, g] @ weight[g].T for g in range(groups)], -1)
+    return _linear(down, w, f"{name}.proj")
+
+
 def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
     dropouts: Dropouts, kind: LayerKind, ids: Tensor, *, sparse: bool, window: int | None,
@@ -600,6 +683,10 @@ def _block(
         elif isinstance(kind.mixer, Mamba2Config):
             y = _mamba2(normed, w, f"{name}.mamba2", kind.mixer, config.norm_eps, documents)
         elif config.latent_attention is not None and not isinstance(kind.mixer, AttentionConfig):
+        elif isinstance(kind.mixer, CompressedAttentionConfig):
+            name_of_mixer, record = f"{name}.compressed_attention", kind.mixer
+            y = _compressed_attention(normed, w, name_of_mixer, config, record, positions, losses)
+        elif config.latent_attention is not None:
             y = _latent_attention(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window, losses)
         else:
             y = _attention(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window)

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from megafp8.config.parts.absent import NoFfnConfig, NoMixerConfig
 from megafp8.config.parts.attention import AttentionConfig
 from megafp8.config.parts.base import PartConfig
+from megafp8.config.parts.compressed_attention import CompressedAttentionConfig
 from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
 from megafp8.config.parts.kimi_delta_attention import KimiDeltaAttentionConfig
 from megafp8.config.parts.latent_attention import LatentMixerConfig
@@ -26,6 +27,7 @@ Mixer = (
     AttentionConfig
     | LatentMixerConfig
     | SparseLatentMixerConfig
+    | CompressedAttentionConfig
     | GatedDeltaNetConfig
     | Mamba2Config
     | KimiDeltaAttentionConfig

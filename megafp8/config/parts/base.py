@@ -60,6 +60,10 @@ class PartConfig(PartialSection):
         a resolved record."""
         return None
 
+    def index_loss(self, model: ModelSection) -> float | None:
+        """Weight of the loss of its indexer; None where it has none."""
+        return None
+
     def widths(self, model: ModelSection) -> Mapping[str, int]:
         """Sizes, by key, that tensor parallelism divides between its ranks. For a resolved record."""
         return {}

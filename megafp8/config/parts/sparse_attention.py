@@ -53,6 +53,9 @@ class SparseLatentMixerConfig(PartConfig):
     def no_qk_clip(self) -> str:
         return "sparse attention does not record its logits"
 
+    def index_loss(self, model: ModelSection) -> float | None:
+        return None if model.sparse_attention is None else float(model.sparse_attention.kl_loss)
+
     def widths(self, model: ModelSection) -> Mapping[str, int]:
         return {"num_attention_heads": model.num_attention_heads}
 
