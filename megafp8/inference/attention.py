@@ -175,7 +175,7 @@ class PagedAttention:
     ) -> Tensor:
         """Attention of `[n, 1, ...]` tensors. `scores`: of sequences of `step.keys` tokens."""
         step, cache, b = self.step, self.cache, len(self.step.table_bm)
-        cache.append(self.layer, k_sbgd[:, 0], v_sbgd[:, 0], step.slots_n)
+        cache.append(self.layer, k_sbgd[:, 0], v_sbgd[:, 0], step.slots_n, step.positions_1n[0])
         y_sbad = torch.empty_like(q_sbad)
         if b and cache.in_place:
             positions_b = step.positions_1n[0, :b]
@@ -233,16 +233,19 @@ class PagedKeys:
     cache: PagedCache
     layer: int
 
-    def __call__(self, attend: AttendTo, queries: tuple[Tensor, ...], keys: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(
+        self, attend: AttendTo, queries: tuple[Tensor, ...], keys: tuple[Tensor, Tensor], every: int = 1
+    ) -> Tensor:
         step, b = self.step, len(self.step.table_bm)
-        self.cache.append(self.layer, *keys, step.slots_n)  # one sequence of packed tokens is as one head
+        # One sequence of packed tokens is as one head.
+        self.cache.append(self.layer, *keys, step.slots_n, step.positions_1n[0])
         parts = []
         if b:
             stop_b1 = step.positions_1n[:, :b].t() + 1
             of_singles = tuple(x[:b].transpose(0, 1) for x in queries)
             parts.append(attend(of_singles, self._stored(step.table_bm), 0 * stop_b1, stop_b1).transpose(0, 1))
         for rows, table_1p, positions_1s, _ in step.long:
-            own = tuple(x[rows] for x in keys)
+            own = keys[0][rows], keys[1][rows][every - 1 :: every]
             if table_1p is None:
                 positions_1s = torch.arange(len(own[0]), device=own[0].device).unsqueeze(0)
             else:
@@ -253,9 +256,10 @@ class PagedKeys:
             parts.append(parts[-1][-1:].expand(step.padding, *parts[-1].shape[1:]))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _stored(self, table_bp: Tensor) -> tuple[Tensor, ...]:
-        """The keys in these pages, `[t, b, ...]`."""
-        return tuple(x.squeeze(2) for x in self.cache.read(self.layer, table_bp))
+    def _stored(self, table_bp: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys in these pages, `[t, b, ...]`, and one of each so many tokens."""
+        first, second = self.cache.read(self.layer, table_bp)
+        return first.squeeze(2), second.squeeze(2)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -6,6 +6,7 @@ heads of this rank, d head width, w width of values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -25,11 +26,15 @@ class _Layer(NamedTuple):
     """`[pages + 1, page size, g, d]` and `[..., w]`; the last page is never read.
 
     `scales`: of keys and values in FP8 or int8, float32 `[pages + 1, page size, g]` each: what data is multiplied by.
+    `every`: of so many tokens of a sequence the last has a value. Then a page has one place for values for each
+    `tokens_of_value` tokens, a divisor of `every` and of the page size.
     """
 
     keys: Tensor
     values: Tensor
     scales: tuple[Tensor, Tensor] | None
+    every: int
+    tokens_of_value: int
 
 
 class PagedCache:
@@ -54,18 +59,21 @@ class PagedCache:
         self.dtype, self._largest = dtype, _LARGEST[stored] if stored is not None else None
         self.in_place = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
         self.in_place = self.in_place and all(
-            cache.value_width <= cache.width <= LARGEST_HEAD for cache in layers.values()
+            cache.value_width <= cache.width <= LARGEST_HEAD and cache.every == 1 for cache in layers.values()
         )
         """Whether kernels append to pages and attend to them where they are."""
 
         def layer(cache: TokenCache) -> _Layer:
-            def zeros(*of_head: int, dtype: torch.dtype) -> Tensor:
+            def zeros(tokens: int, *of_head: int, dtype: torch.dtype) -> Tensor:
                 # Zeros: slots behind the end of a sequence have the probability 0, and 0 · NaN would be NaN.
-                return torch.zeros(num_pages + 1, page_size, cache.groups, *of_head, dtype=dtype, device=device)
+                places = page_size // tokens
+                return torch.zeros(num_pages + 1, places, cache.groups, *of_head, dtype=dtype, device=device)
 
-            keys, values = (zeros(d, dtype=stored or dtype) for d in (cache.width, cache.value_width))
-            scales = None if stored is None else (zeros(dtype=torch.float32), zeros(dtype=torch.float32))
-            return _Layer(keys, values, scales)
+            tokens = 1, math.gcd(page_size, cache.every)
+            widths = cache.width, cache.value_width
+            keys, values = (zeros(n, d, dtype=stored or dtype) for n, d in zip(tokens, widths, strict=True))
+            scales = None if stored is None else (zeros(1, dtype=torch.float32), zeros(tokens[1], dtype=torch.float32))
+            return _Layer(keys, values, scales, cache.every, tokens[1])
 
         self._layers = {index: layer(cache) for index, cache in layers.items()}
 
@@ -74,7 +82,7 @@ class PagedCache:
         """A slot for tokens that no sequence has."""
         return self.num_pages * self.page_size
 
-    def append(self, layer: int, k_ngd: Tensor, v_ngd: Tensor, slots_n: Tensor) -> None:
+    def append(self, layer: int, k_ngd: Tensor, v_ngd: Tensor, slots_n: Tensor, positions_n: Tensor) -> None:
         """Store keys and values of tokens. `slots_n`: int64, page · page size + place in the page, of each."""
         cached = self._layers[layer]
         if self.in_place:
@@ -82,9 +90,12 @@ class PagedCache:
 
             paged_attention.append(k_ngd, v_ngd, slots_n, cached.keys, cached.values, cached.scales)
             return
-        for i, (stored, x_ngd) in enumerate(
-            ((cached.keys, k_ngd), (cached.values, v_ngd[..., : cached.values.shape[-1]]))
-        ):
+        value_slots_n = slots_n
+        if cached.every > 1:
+            has_value_n = (positions_n + 1) % cached.every == 0
+            value_slots_n = torch.where(has_value_n, slots_n, self.unread_slot) // cached.tokens_of_value
+        of_keys, of_values = (cached.keys, k_ngd), (cached.values, v_ngd[..., : cached.values.shape[-1]])
+        for i, ((stored, x_ngd), slots_n) in enumerate(((of_keys, slots_n), (of_values, value_slots_n))):
             data = x_ngd
             if cached.scales is not None:
                 assert self._largest is not None
@@ -110,16 +121,17 @@ class PagedCache:
 
     def read(self, layer: int, table_bp: Tensor) -> tuple[Tensor, Tensor]:
         """Keys `[t, b, g, d]` and values `[t, b, g, w]` in the pages of b sequences, int32 or int64; views of `[b, t,
-        ...]`."""
+        ...]`. Of so many tokens as have one value, `[t / every, b, g, w]`."""
         cached, (b, p) = self._layers[layer], table_bp.shape
 
         def gathered(pages: Tensor) -> Tensor:
             raw = pages.view(torch.int8) if pages.dtype == torch.float8_e4m3fn else pages  # FP8 has no index_select
             chosen = raw.index_select(0, table_bp.flatten()).view(pages.dtype)
-            return chosen.view(b, p * self.page_size, *pages.shape[2:]).transpose(0, 1)
+            return chosen.view(b, p * pages.shape[1], *pages.shape[2:]).transpose(0, 1)
 
         k, v = gathered(cached.keys), gathered(cached.values)
         if cached.scales is not None:
             k_scales, v_scales = (gathered(x).unsqueeze(-1) for x in cached.scales)
             k, v = (k.float() * k_scales).to(self.dtype), (v.float() * v_scales).to(self.dtype)
-        return k, v
+        step = cached.every // cached.tokens_of_value
+        return k, v[step - 1 :: step]

@@ -26,7 +26,7 @@ from megafp8.inference.attention import scores_of_length
 from megafp8.inference.model import Model, PackedModel, RunTokens
 from megafp8.inference.sampling import VocabShard
 from megafp8.models.gpt import GPTStage
-from megafp8.models.mixer import AttendTo
+from megafp8.models.mixer import AttendTo, one_of_each
 from megafp8.numerics.attention_mask import AttentionMask, causal_mask, key_ranges
 from megafp8.numerics.attention_scores import PLAIN, Scores
 from megafp8.ops.attention import CoreAttention, attention
@@ -229,9 +229,12 @@ class _PackedKeys:
     first_1n: Tensor
     stop_1n: Tensor
 
-    def __call__(self, attend: AttendTo, queries: tuple[Tensor, ...], keys: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(
+        self, attend: AttendTo, queries: tuple[Tensor, ...], keys: tuple[Tensor, Tensor], every: int = 1
+    ) -> Tensor:
         count, rows = self.step.tokens, self.step.key_rows
-        whole = keys if rows is None else tuple(x[rows] for x in keys)
+        first, second = keys if rows is None else (x[rows] for x in keys)
+        whole = first, one_of_each(second, every)
         own = tuple(x[:count] for x in queries)
         y_n1 = attend(own, whole, self.first_1n[:, :count], self.stop_1n[:, :count])
         return torch.cat([y_n1, y_n1[-1:].expand(len(queries[0]) - count, *y_n1.shape[1:])])

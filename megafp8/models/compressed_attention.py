@@ -183,7 +183,7 @@ class CompressedAttention(Mixer):
             return (TokenCache(1, self.d - self.d // 2, self.d // 2),)
         width = sum(self._widths_of_entries)
         shape = (self.record.tokens_before, 2 * self.record.series * width)
-        return TokenCache(1, self.d, width), StateCache((shape,), (self.context.dtype,))
+        return TokenCache(1, self.d, width, self.record.compress_rate or 1), StateCache((shape,), (self.context.dtype,))
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: CompressedInputs) -> Tensor:
         assert isinstance(x_sbh, Tensor)
@@ -221,20 +221,15 @@ class CompressedAttention(Mixer):
             entries = recomputed(lambda *xs: inputs.recurrence(self, xs), *xs)
         else:
             entries = inputs.recurrence(self, xs)
-        return inputs.to_keys(self._attend_to, tuple(queries), (kv, entries))
+        return inputs.to_keys(self._attend_to, tuple(queries), (kv, entries), every=self.record.compress_rate or 1)
 
     def _attend_to(
         self, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], first_bs: Tensor, stop_bs: Tensor
     ) -> Tensor:
         """As `megafp8.models.mixer.AttendTo`."""
-        kv_tbd, entries_tbc = keys
+        kv_tbd, entries_ebc = keys
         if not self.entry_kinds:
             return self.attend(queries[0], torch.cat(keys, dim=-1), None, None, self.sink, first_bs, stop_bs)
-        rate = self.record.compress_rate
-        assert rate is not None
-        padding = -len(entries_tbc) % rate
-        # Of `rate` rows that follow each other at most one is not zero.
-        entries_ebc = F.pad(entries_tbc, (0, 0, 0, 0, 0, padding)).unflatten(0, (-1, rate)).sum(1)
         entries_ebd, *index_k = entries_ebc.split(self._widths_of_entries, dim=-1)
         index = None
         if index_k:

@@ -35,7 +35,7 @@ from megafp8.models.block import Block, PredictionLayer, block_class
 from megafp8.models.context import BuildContext
 from megafp8.models.embedding import Embedding, word_embedding
 from megafp8.models.head import Head
-from megafp8.models.mixer import AttendTo, LayerInputs, Mixer, Tokens
+from megafp8.models.mixer import AttendTo, LayerInputs, Mixer, Tokens, one_of_each
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.router import Router
 from megafp8.numerics.attention_mask import (
@@ -140,15 +140,21 @@ class KeysOfSequences:
     rows_bs: Tensor | None = None
     group: ProcessGroup | None = None
 
-    def __call__(self, attend: AttendTo, queries: tuple[Tensor, ...], keys: tuple[Tensor, Tensor]) -> Tensor:
-        return attend(queries, tuple(self._whole(x) for x in keys), self.first_bs, self.stop_bs)
+    def __call__(
+        self, attend: AttendTo, queries: tuple[Tensor, ...], keys: tuple[Tensor, Tensor], every: int = 1
+    ) -> Tensor:
+        first, second = keys
+        return attend(queries, (self._whole(first), self._whole(second, every)), self.first_bs, self.stop_bs)
 
-    def _whole(self, x_sb: Tensor) -> Tensor:
-        """A tensor of whole sequences, from those of this rank's tokens."""
+    def _whole(self, x_sb: Tensor, every: int = 1) -> Tensor:
+        """A tensor of whole sequences, from those of this rank's tokens; `every`: `one_of_each` of it."""
         if self.rows_bs is None:
-            return x_sb
-        gathered = gather_from_sequence_parallel(x_sb.contiguous(), self.group)
-        return gathered[self.rows_bs.t(), torch.arange(x_sb.shape[1], device=x_sb.device)]
+            return one_of_each(x_sb, every)
+        rows_sb = self.rows_bs.t()
+        among = every if len(x_sb) // 2 % every == 0 else 1  # a rank has two parts of a sequence
+        gathered = gather_from_sequence_parallel(one_of_each(x_sb, among).contiguous(), self.group)
+        whole = gathered[rows_sb[::among] // among, torch.arange(x_sb.shape[1], device=x_sb.device)]
+        return whole if among == every else one_of_each(whole, every)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -47,12 +47,14 @@ The other arguments: int64 `[1 or b, s]`, the first key that a query may attend 
 class TokenCache(NamedTuple):
     """What attention keeps of each token in generation: keys and values of `groups` heads of this rank.
 
-    `width`, `value_width`: channels of a head's key and value.
+    `width`, `value_width`: channels of a head's key and value. `every`: there is a value for so many tokens, with the
+    last of them.
     """
 
     groups: int
     width: int
     value_width: int
+    every: int = 1
 
 
 class StateCache(NamedTuple):
@@ -66,14 +68,28 @@ class AttendToKeys(Protocol):
     """Runs attention of a layer's own over the tokens of a micro-batch or a step, each with the keys that it may attend
     to: earlier ones of its sequence or document, and itself."""
 
-    def __call__(self, attend: AttendTo, queries: tuple[Tensor, ...], keys: tuple[Tensor, Tensor], /) -> Tensor:
-        """`[s, b, ...]`, from `queries` and `keys` of these tokens; what the layer keeps of a token are `keys`."""
+    def __call__(
+        self, attend: AttendTo, queries: tuple[Tensor, ...], keys: tuple[Tensor, Tensor], /, every: int = 1
+    ) -> Tensor:
+        """`[s, b, ...]`, from `queries` and `keys` of these tokens; what the layer keeps of a token are `keys`.
+
+        `every`: the second of them is that of so many tokens of a sequence or document, with the last of them, and zero
+        with others; `attend` gets `one_of_each` of it.
+        """
         ...
 
     @property
     def tensors(self) -> Sequence[Tensor]:
         """What it reads besides its arguments."""
         ...
+
+
+def one_of_each(x_tb: Tensor, every: int) -> Tensor:
+    """Of so many rows that follow each other, of which at most one is not zero, that one: `[t / every, b, ...]`."""
+    if every == 1:
+        return x_tb
+    padding = x_tb.new_zeros(-len(x_tb) % every, *x_tb.shape[1:])
+    return torch.cat([x_tb, padding]).unflatten(0, (-1, every)).sum(1)
 
 
 @dataclass(frozen=True)

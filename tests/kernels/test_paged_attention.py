@@ -46,7 +46,7 @@ def test_equals_attention_to_what_is_read(name: str) -> None:
     slots = (table.long().unsqueeze(-1) * page + torch.arange(page, device=device)).flatten()
     k, v = (torch.randn(len(slots), groups, d, device=device, dtype=torch.bfloat16) for _ in range(2))
     v[..., width:] = 0
-    cache.append(0, k, v, slots)
+    cache.append(0, k, v, slots, slots)
     k_tbgd, v_tbgd = cache.read(0, table)
     v_tbgd = torch.nn.functional.pad(v_tbgd, (0, d - width))
     amax = (k.float().abs().amax(-1, keepdim=True), v.float().abs().amax(-1, keepdim=True))
