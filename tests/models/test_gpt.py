@@ -438,7 +438,7 @@ BY_TENSOR = [(name, *tp) for name in MODELS for tp in ((1, False), (2, False), (
         *[
             case
             for case in BY_TENSOR
-            if (case[1:] == (2, True) and not case[0].startswith("sparse-")) or case[0] == "llama"
+            if (case[1:] == (2, True) and not case[0].startswith(("sparse-", "compressed-"))) or case[0] == "llama"
         ],
     ),
 )
@@ -532,7 +532,7 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
     ("name", "tp", "cp"),
     [
         *(("hybrid", 1, 2), ("kimi-delta", 2, 1), ("one-part", 1, 1), ("sparse-hybrid", 1, 1), ("tied-mtp", 1, 1)),
-        *(("short-convolution", 1, 2), ("pattern", 2, 1), ("hyper", 1, 2)),
+        *(("short-convolution", 1, 2), ("pattern", 2, 1), ("compressed-window", 1, 2), ("hyper", 1, 2)),
     ],
 )
 def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:

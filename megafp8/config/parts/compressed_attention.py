@@ -20,16 +20,13 @@ class CompressedAttentionConfig(PartConfig, RotaryKeys):
     module: ClassVar[str] = "megafp8.models.compressed_attention:CompressedAttention"
     tensor_prefix: ClassVar[str] = "compressed_attention"
     hugging_face: ClassVar[Mapping[str, str]] = {
-        "q_down": "self_attn.q_a_proj", "q_norm": "self_attn.q_a_norm", "q_up": "self_attn.q_b_proj",
-        "kv": "self_attn.kv_proj", "kv_norm": "self_attn.kv_norm", "sink.weight": "self_attn.sinks",
-        "output_down": "self_attn.o_a_proj", "proj": "self_attn.o_b_proj",
-        "entry_kv": "self_attn.compressor.kv_proj", "entry_gate": "self_attn.compressor.gate_proj",
-        "entry_position.weight": "self_attn.compressor.position_bias", "entry_norm": "self_attn.compressor.kv_norm",
-        "index_q": "self_attn.compressor.indexer.q_b_proj",
-        "index_kv": "self_attn.compressor.indexer.kv_proj", "index_gate": "self_attn.compressor.indexer.gate_proj",
-        "index_position.weight": "self_attn.compressor.indexer.position_bias",
-        "index_norm": "self_attn.compressor.indexer.kv_norm",
-        "index_weights": "self_attn.compressor.indexer.scorer.weights_proj",
+        "q_down": "attn.wq_a", "q_norm": "attn.q_norm", "q_up": "attn.wq_b", "kv": "attn.wkv",
+        "kv_norm": "attn.norm", "sink.weight": "attn.attn_sink", "output_down": "attn.wo_a", "proj": "attn.wo_b",
+        "entry_kv": "attn.compressor.wkv", "entry_gate": "attn.compressor.wgate",
+        "entry_position.weight": "attn.compressor.ape", "entry_norm": "attn.compressor.norm",
+        "index_q": "attn.indexer.wq_b", "index_weights": "attn.indexer.weights_proj",
+        "index_kv": "attn.indexer.compressor.wkv", "index_gate": "attn.indexer.compressor.wgate",
+        "index_position.weight": "attn.indexer.compressor.ape", "index_norm": "attn.indexer.compressor.norm",
     }  # fmt: skip
 
     kind: Literal["compressed_attention"] = "compressed_attention"
