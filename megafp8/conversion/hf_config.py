@@ -304,7 +304,7 @@ def _differing(one: ModelConfig, other: ModelConfig) -> list[str]:
         ignored.add("head_dim")  # the sum of two widths
         if all(x["latent_attention.norm_eps"] == x["norm_eps"] for x in (a, b)):
             ignored.add("latent_attention.norm_eps")
-    ignored.add("sparse_attention.kl_loss")  # of training
+    ignored |= {"sparse_attention.kl_loss", "mixer.kl_loss"}  # of training
     if one.moe is not None and other.moe is not None:
         ignored |= {f"moe.{key}" for key in ("bias_update_rate", "aux_loss", "aux_loss_scope", "z_loss")}  # of training
         dense = [[i for i in range(m.num_layers) if m.moe_of(i) is None] for m in (one, other)]

@@ -81,6 +81,16 @@ LFM2: dict[str, Any] = {key: x for key, x in EXPERTS.items() if key != "rms_norm
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }  # fmt: skip
 DEEPSEEK_V32: dict[str, Any] = DEEPSEEK_V2 | {"index_n_heads": 10, "index_head_dim": 6, "index_topk": 4}
+DEEPSEEK_V4: dict[str, Any] = {
+    key: x for key, x in LLAMA.items() if key not in ("intermediate_size", "num_key_value_heads", "rms_norm_eps")
+} | {
+    "moe_intermediate_size": 24, "head_dim": 16, "partial_rotary_factor": 0.25,
+    "q_lora_rank": 20, "num_experts_per_tok": 3, "n_routed_experts": 8, "sliding_window": 5, "o_groups": 2,
+    "o_lora_rank": 12, "index_n_heads": 10, "index_head_dim": 8, "index_topk": 2,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+}  # fmt: skip
 GEMMA: dict[str, Any] = LLAMA | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
 YARN_ROPE = {
     "rope_type": "yarn",
@@ -355,6 +365,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_conv_bias": False,
         },
     ),
+    "deepseek-v4": ("DeepseekV4", DEEPSEEK_V4 | {"rope_parameters": YARN_ROPE}),
     "deepseek-v32": ("DeepseekV32", DEEPSEEK_V32 | {"rope_parameters": YARN_OF_ALL}),
     "glm-moe-dsa": (
         "GlmMoeDsa",
@@ -374,6 +385,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": V,
     "vocab_multiple": 8,
 }
+COMPRESSED: dict[str, Any] = {"kind": "compressed_attention", "q_rank": 20, "output_groups": 2, "output_rank": 12}
 GEMMA_OF_OURS: dict[str, Any] = SMALL | {
     "activation": "geglu_tanh",
     "norm_position": "both",
@@ -611,6 +623,31 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
             "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 1.0},
         },
     ),
+    "deepseek_v4": (
+        "deepseek_v4",
+        {key: x for key, x in SMALL.items() if key != "num_query_groups"}
+        | {
+            "head_dim": 16,
+            "partial_rotary_factor": 0.25,
+            "sliding_window": 5,
+            "activation": "limited_swiglu",
+            "hyper_connections": {"streams": 3, "sinkhorn_iterations": 5},
+            "moe": {
+                "num_experts": 8, "top_k": 3, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 24,
+                "score": "sqrtsoftplus", "selection_bias": True, "scaling_factor": 1.5,
+            },
+            "layer_kinds": {
+                "window": {"mixer": COMPRESSED, "ffn": {"kind": "moe", "routing": "hash"}},
+                "sparse": {
+                    "mixer": COMPRESSED
+                    | {"compress_rate": 2, "top_k": 2, "index_heads": 10, "index_head_dim": 8, "rope_theta": 500.0},
+                    "ffn": "moe",
+                },
+                "heavy": {"mixer": COMPRESSED | {"compress_rate": 4, "rope_theta": 500.0}, "ffn": "moe"},
+            },
+            "pattern": ["window", "sparse", "heavy"],
+        },
+    ),
     "deepseek_v32": (
         "deepseek_v32",
         LATENT | {"sparse_attention": {"index_heads": 10, "index_head_dim": 6, "top_k": 4}, "rope_theta": 500.0},
@@ -806,6 +843,9 @@ def randomize(model: Any, norms: float = 1.0) -> None:
         mean = 1.0 if "linear_attn.norm" in key else norms if "norm" in key and key.endswith("weight") else 0.0
         std = 0.5 if "conv1d" in key and linear else 0.1 if "lm_head" in key and linear else 0.2
         x.copy_(mean + std * torch.randn(x.shape))
+    for key, x in model.named_buffers():
+        if key.endswith("tid2eid"):
+            x.copy_(torch.rand(len(x), model.config.n_routed_experts).argsort(1)[:, : x.shape[1]])
 
 
 def tokens() -> Tensor:
@@ -820,7 +860,10 @@ class RandomSource(Source):
         self.model, self.path, self.dtype = model, path, dtype
         self.about: dict[str, Any] = {}
         self.tokenizer_files: list[Path] = []
-        self.tensors = {name: TensorInfo(shape, dtype) for name, shape in model_tensors(model).items()}
+        self.tensors = {
+            name: TensorInfo(shape, torch.int64 if name.endswith(".table") else dtype)
+            for name, shape in model_tensors(model).items()
+        }
 
     @cached_property
     def whole(self) -> dict[str, Tensor]:
@@ -830,4 +873,8 @@ class RandomSource(Source):
         shape = self.tensors[name].shape
         centre = 1.0 if "norm.weight" in name and not self.model.zero_centered_gamma else 0.0
         piece = ParamShard(name, shape, (0,) * len(shape), shape)
+        if name.endswith(".table"):  # of experts, all different
+            assert self.model.moe is not None
+            scores = torch.rand(shape[0], self.model.moe.num_experts, generator=torch.Generator().manual_seed(7))
+            return scores.argsort(1)[:, : shape[1]]
         return (centre + fill_(torch.empty(shape), piece, Init("normal", 0.2), 7)).to(self.dtype)

@@ -69,12 +69,11 @@ def _our_logits(source: Source, tp: int, pp: int, ep: int = 1) -> tuple[GPTStage
     if stage.embedding is not None:
         x_sbh = stage.embedding(ids_bs, None)
     else:
-        x_sbh = torch.empty(s, b, model.hidden_size)
+        x_sbh = torch.empty(s, b, model.stream_width)
         dist.recv(x_sbh, 0)
     x_sbh, branch_sbh = stage.run_blocks(x_sbh, stage.layer_inputs(Batch(ids_bs, ids_bs)))
     if stage.head is None:
-        assert branch_sbh is not None
-        dist.send(x_sbh + branch_sbh, 1)
+        dist.send(x_sbh if branch_sbh is None else x_sbh + branch_sbh, 1)
         return stage, None
     logits_sbv = gather_from_tensor_parallel(stage.head.logits(x_sbh, branch_sbh), state.tensor.group)
     return stage, logits_sbv.transpose(0, 1)[..., : model.vocab_size].contiguous()
@@ -123,7 +122,8 @@ def _hold(ours: Tensor, theirs: Tensor) -> None:
 GRADIENTS = [
     "olmo-hybrid", "qwen3-next", "qwen3-5", "qwen3-5-35b-a3b",
     "glm4-moe", "olmo3", "smollm3", "minimax-m2", "ernie4-5-moe", "mistral4",
-    "nanochat", "llama4", "nemotron-h-latents", "deepseek-v32", "glm-moe-dsa", "kimi-linear", "lfm2-moe",
+    "nanochat", "llama4", "nemotron-h-latents", "deepseek-v32", "deepseek-v4", "glm-moe-dsa", "kimi-linear",
+    "lfm2-moe",
 ]  # fmt: skip
 """Models of theirs whose gradients the quick tests compare."""
 ALIKE = {
@@ -203,7 +203,7 @@ def test_gradients(world2: World, tmp_path: Path, name: str) -> None:
     assert worst < 1e-5
 
 
-WRITTEN = ["llama4", "gpt2", "deepseek_v3", "gpt_oss", "glm4", "phi3-longrope"]
+WRITTEN = ["llama4", "gpt2", "deepseek_v4", "deepseek_v3", "gpt_oss", "glm4", "phi3-longrope"]
 """Families of which the quick tests write a folder; each has something that the others lack."""
 
 

@@ -20,6 +20,7 @@ _OF_ALL = {"q_rank": ("q_lora_rank", 1024), "output_groups": ("o_groups", 8), "o
 _OF_INDEXER = {
     "top_k": ("index_topk", 512), "index_heads": ("index_n_heads", 64), "index_head_dim": ("index_head_dim", 128)
 }  # fmt: skip
+_STREAMS = {"streams": ("hc_mult", 4), "sinkhorn_iterations": ("hc_sinkhorn_iters", 20), "eps": ("hc_eps", 1e-6)}
 _ROPE, _PARTIAL, _FACTOR = "rope_parameters", "partial_rotary_factor", "attention_factor"
 
 
@@ -107,11 +108,20 @@ def _write_ffns(ours: Fields) -> Keys:
     return {"mlp_layer_types": ["hash_moe" if x == "hash" else "moe" for x in ours["ffn.routing"]]}
 
 
+def _write_streams(ours: Fields) -> Keys:
+    if ours["hyper_connections"] is None:  # a model of another family
+        return {}
+    return {key: ours[f"hyper_connections.{name}"] for name, (key, _) in _STREAMS.items()}
+
+
 _EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
+_PARAMETERS = ("fn", "base", "scale")
 _NAMES = {
     "attention_norm": "attn_norm", "mlp_norm": "ffn_norm", "mlp.router": "ffn.gate",
     "mlp.router.bias": "ffn.gate.bias", "mlp.router.table": "ffn.gate.tid2eid",
     **{f"mlp.experts.*.{ours}": f"ffn.experts.*.{theirs}" for ours, theirs in _EXPERT.items()},
+    **{f"{ours}_connection.{x}": f"hc_{theirs}_{x}" for ours, theirs in (("attention", "attn"), ("mlp", "ffn"))
+       for x in _PARAMETERS},
     **{f"mlp.shared.{ours}": f"ffn.shared_experts.{theirs}" for ours, theirs in _EXPERT.items()},
 }  # fmt: skip
 FAMILIES = (
@@ -131,6 +141,10 @@ FAMILIES = (
             _read_mixers, _write_mixers,
         ),
         Trait(("mlp_layer_types", "num_hash_layers"), _read_ffns, _write_ffns),
+        Trait(
+            tuple(key for key, _ in _STREAMS.values()),
+            lambda hf: {f"hyper_connections.{ours}": hf.get(*key) for ours, key in _STREAMS.items()}, _write_streams,
+        ),
         traits.num_experts("n_routed_experts", "num_local_experts"), only(n_shared_experts=1, norm_topk_prob=True),
         same(
             "moe", top_k=("num_experts_per_tok", 6), ffn_hidden_size="moe_intermediate_size",
@@ -138,7 +152,8 @@ FAMILIES = (
         ),
         always("moe", score="sqrtsoftplus", selection_bias=True, normalize=True), only(scoring_func="sqrtsoftplus"),
         unread("router_aux_loss_coef", "router_jitter_noise", pad_token_id=None, num_nextn_predict_layers=0),
-    ), TensorNames(
-        {**LLAMA, **in_layers("model.layers.*", _NAMES, usual(CompressedAttentionConfig)), "output": "head"}
-    ), moe=True),
+    ), TensorNames({
+        **LLAMA, **in_layers("model.layers.*", _NAMES, usual(CompressedAttentionConfig)), "output": "head",
+        **{f"final_connection.{x}": f"model.hc_head.hc_{x}" for x in _PARAMETERS},
+    }), moe=True),
 )  # fmt: skip
