@@ -62,13 +62,20 @@ def in_section(section: str, fields: Mapping[str, Any]) -> Fields:
 
 
 def same(section: str = "", /, **fields: str | tuple[Any, ...]) -> Trait:
-    """Fields of ours, of `section`, and the key of theirs that each is: its name, or the arguments of `Key`."""
+    """Fields of ours, of `section`, and the key of theirs that each is: its name, or the arguments of `Key`.
+
+    Of a model without that section nothing is written.
+    """
     named = {field: Key(key) if isinstance(key, str) else Key(*key) for field, key in fields.items()}
     table = in_section(section, named)
     return Trait(
         tuple(key.name for key in table.values()),
         lambda hf: {field: key.read(hf) for field, key in table.items()},
-        lambda ours: {name: x for field, key in table.items() for name, x in key.write(ours[field]).items()},
+        lambda ours: {
+            name: x
+            for field, key in (table.items() if ours.get(section, section) is not None else ())
+            for name, x in key.write(ours[field]).items()
+        },
     )
 
 

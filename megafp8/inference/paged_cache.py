@@ -95,17 +95,17 @@ class PagedCache:
             has_value_n = (positions_n + 1) % cached.every == 0
             value_slots_n = torch.where(has_value_n, slots_n, self.unread_slot) // cached.tokens_of_value
         of_keys, of_values = (cached.keys, k_ngd), (cached.values, v_ngd[..., : cached.values.shape[-1]])
-        for i, ((stored, x_ngd), slots_n) in enumerate(((of_keys, slots_n), (of_values, value_slots_n))):
+        for i, ((stored, x_ngd), own_n) in enumerate(((of_keys, slots_n), (of_values, value_slots_n))):
             data = x_ngd
             if cached.scales is not None:
                 assert self._largest is not None
                 amax_ng = x_ngd.float().abs().amax(-1)
                 scale_inv_ng = torch.where(amax_ng == 0, 1.0, amax_ng / self._largest)
-                cached.scales[i].flatten(0, 1).index_copy_(0, slots_n, scale_inv_ng)
+                cached.scales[i].flatten(0, 1).index_copy_(0, own_n, scale_inv_ng)
                 data = x_ngd.float() / scale_inv_ng.unsqueeze(-1)
                 data = data.round() if stored.dtype == torch.int8 else data
                 stored, data = stored.view(torch.int8), data.to(stored.dtype).view(torch.int8)  # FP8 has no index_copy_
-            stored.flatten(0, 1).index_copy_(0, slots_n, data)
+            stored.flatten(0, 1).index_copy_(0, own_n, data)
 
     def attend(
         self, layer: int, q_nad: Tensor, table_nm: Tensor, positions_n: Tensor, window: int | None,

@@ -14,10 +14,10 @@ attends to. Nothing that it reads gets a gradient from it, and its only gradient
 *Positions.* The last channels of queries and keys are rotated, neighbouring ones as pairs, and an entry as its first
 token. As a value carries its position, too, outputs are rotated back by that of the query.
 
-*Layouts.* Heads and groups are divided over tensor-parallel ranks. Keys, entries and the indexer are whole on each, and
-all but queries and outputs stay in training.precision. An entry is what a recurrence gives after the last of its tokens,
-and nothing after others: its state are the latest tokens' `entry_kv` and `entry_gate`. So context parallelism passes
-these from part to part of a sequence, and generation keeps them.
+*Layouts.* Heads and groups are divided over tensor-parallel ranks. Keys, entries and the indexer are whole on each,
+and all but queries and outputs stay in training.precision. An entry is what a recurrence gives after the last of its
+tokens, and nothing after others: its state are the latest tokens' `entry_kv` and `entry_gate`. So context parallelism
+passes these from part to part of a sequence, and generation keeps them.
 
 Shapes: s sequence, b micro-batch, h hidden; a heads of this rank of d channels, r of which are rotated; m tokens of an
 entry, e entries; n channels of what entries are computed from.

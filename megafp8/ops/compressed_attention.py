@@ -20,7 +20,7 @@ which l are entries at most.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,17 @@ class CompressedAttention:
         return _CompressedAttention.apply(q_sbad, kv_tbd, entries_ebd, *index, sink_a, first_bs, stop_bs, self)
 
 
+class _Tensors(NamedTuple):
+    """Queries, keys and entries, and what the indexer says of queries and entries; sequence-first."""
+
+    q_sbad: Tensor
+    kv_tbd: Tensor
+    entries_ebd: Tensor | None
+    index_q: Tensor | None
+    index_k: Tensor | None
+    index_weights: Tensor | None
+
+
 class _CompressedAttention(Function):
     @staticmethod
     def forward(
@@ -64,10 +75,10 @@ class _CompressedAttention(Function):
         index_k: Tensor | None, index_weights: Tensor | None, sink_a: Tensor, first_bs: Tensor, stop_bs: Tensor,
         options: CompressedAttention,
     ) -> Tensor:  # fmt: skip
-        tensors = q_sbad, kv_tbd, entries_ebd, index_q, index_k, index_weights
-        call = _Call(*tensors, sink_a, first_bs, stop_bs, options)
+        tensors = _Tensors(q_sbad, kv_tbd, entries_ebd, index_q, index_k, index_weights)
+        call = _Call(tensors, sink_a, first_bs, stop_bs, options)
         o_sbad = torch.empty_like(q_sbad)
-        chosen_bsl = None if call.indexer is None else call.indexer.choose(call.blocks(), options.top_k)
+        chosen_bsl = None if call.indexer is None else call.indexer.choose(call.blocks(), call.most_entries)
         for rows in call.blocks():
             o_bsad, _ = call.attend(rows, call.keys(rows, chosen_bsl))
             o_sbad[rows] = o_bsad.transpose(0, 1)
@@ -78,17 +89,12 @@ class _CompressedAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_sbad: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, first_bs, stop_bs, chosen_bsl = ctx.saved_tensors
-        options, sink_a = ctx.options, ctx.sink_a
-        call = _Call(*tensors, sink_a, first_bs, stop_bs, options)
-        q_sbad, kv_tbd, entries_ebd, index_q, index_k, weights = tensors
-        dtype = wide(q_sbad)
-        dq_sbad, dsink_a = torch.empty_like(q_sbad), torch.zeros_like(sink_a, dtype=dtype)
+        *saved, first_bs, stop_bs, chosen_bsl = ctx.saved_tensors
+        tensors, options, sink_a = _Tensors(*saved), ctx.options, ctx.sink_a
+        call, dtype = _Call(tensors, sink_a, first_bs, stop_bs, options), wide(tensors.q_sbad)
+        dq_sbad, dsink_a = torch.empty_like(tensors.q_sbad), torch.zeros_like(sink_a, dtype=dtype)
         dkv_bjd = torch.zeros_like(call.kv_bjd, dtype=dtype)
-        dindex_q = dindex_k = dweights = None
-        if call.indexer is not None:
-            dindex_q, dweights = torch.zeros_like(index_q), torch.zeros_like(weights)
-            dindex_k = torch.zeros_like(call.indexer.k_btd, dtype=dtype)
+        dindex = None if call.indexer is None else call.indexer.zeros()
         for rows in call.blocks():
             keys = call.keys(rows, chosen_bsl)
             o_bsad, lse_bsa = call.attend(rows, keys)
@@ -99,25 +105,23 @@ class _CompressedAttention(Function):
                 do_bsad, call.queries(rows), call.kv_bjd, keys, o_bsad, lse_bsa, options.scale, dkv_bjd
             )
             dq_sbad[rows] = dq_bsad.transpose(0, 1)
-            if call.indexer is not None:
+            if call.indexer is not None and dindex is not None:
                 entries, p_bsl = call.entries_of(rows, chosen_bsl, p_bsk)
-                call.indexer.loss_backward(rows, entries, p_bsl, dindex_q, dindex_k, dweights)
-        dkv, dentries = (x.transpose(0, 1).to(kv_tbd.dtype) for x in dkv_bjd.split([call.t, call.e], dim=1))
+                call.indexer.loss_backward(rows, entries, p_bsl, dindex)
+        dkv, dentries = (x.transpose(0, 1).to(dq_sbad.dtype) for x in dkv_bjd.split([call.t, call.e], dim=1))
         dsink = deliver(sink_a, dsink_a.to(wgrad_dtype(sink_a)))
-        if index_k is not None:
-            dindex_k = dindex_k.transpose(0, 1).to(index_k.dtype)
-        dentries_or_none = None if entries_ebd is None else dentries
-        return dq_sbad, dkv, dentries_or_none, dindex_q, dindex_k, dweights, dsink, None, None, None
+        dentries_or_none = None if tensors.entries_ebd is None else dentries
+        of_indexer = [None] * 3 if dindex is None else [*dindex.finished(dq_sbad.dtype)]
+        return dq_sbad, dkv, dentries_or_none, *of_indexer, dsink, None, None, None
 
 
 class _Call:
     """The tensors of a call as blocks of queries read them. `kv_bjd`: keys of tokens, then of entries."""
 
     def __init__(
-        self, q_sbad: Tensor, kv_tbd: Tensor, entries_ebd: Tensor | None, index_q: Tensor | None,
-        index_k: Tensor | None, index_weights: Tensor | None, sink_a: Tensor, first_bs: Tensor, stop_bs: Tensor,
-        options: CompressedAttention,
-    ) -> None:  # fmt: skip
+        self, tensors: _Tensors, sink_a: Tensor, first_bs: Tensor, stop_bs: Tensor, options: CompressedAttention
+    ) -> None:
+        q_sbad, kv_tbd, entries_ebd, index_q, index_k, index_weights = tensors
         (self.s, self.b, self.a, self.d), self.t = q_sbad.shape, len(kv_tbd)
         self.q_sbad, self.sink_a, self.options = q_sbad, sink_a, options
         self.e = 0 if entries_ebd is None else len(entries_ebd)

@@ -24,7 +24,7 @@ positions, c of the latent, v of a head's value; i heads of the indexer of d cha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,8 +98,8 @@ class _SparseAttention(Function):
         index, options = Index(index_q, index_k, index_weights), ctx.options
         call = _Call(q_sbad, kv_tbc, index, up, first_bs, stop_bs, options)
         dtype = wide(q_sbad)
-        dq_sbad, dindex_q, dweights = (torch.zeros_like(x) for x in (q_sbad, index_q, index_weights))
-        dkv_btc, dindex_k = (torch.zeros_like(x, dtype=dtype) for x in (call.kv_btc, call.indexer.k_btd))
+        dq_sbad, dindex = torch.zeros_like(q_sbad), call.indexer.zeros()
+        dkv_btc = torch.zeros_like(call.kv_btc, dtype=dtype)
         dkeys, dvalues = (torch.zeros_like(x, dtype=dtype) for x in (call.keys_up, call.values))
         n = dkeys.shape[1]
         for rows in call.blocks():
@@ -113,11 +113,11 @@ class _SparseAttention(Function):
             dkeys += torch.einsum("sban,bsac->anc", q_sbad[rows][..., :n], dq_latent)
             dq_sbad[rows][..., :n] = torch.einsum("bsac,anc->sban", dq_latent, call.keys_up)
             dq_sbad[rows][..., n:] = dq_rotary.transpose(0, 1)
-            call.indexer.loss_backward(rows, keys, p_bsk, dindex_q, dindex_k, dweights)
+            call.indexer.loss_backward(rows, keys, p_bsk, dindex)
         dup = torch.cat([dkeys, dvalues], dim=1).flatten(0, 1)
         dup_or_none = deliver(ctx.up, dup.to(wgrad_dtype(ctx.up)))
-        dkv, dk = (x.transpose(0, 1).to(kv_tbc.dtype) for x in (dkv_btc, dindex_k))
-        return dq_sbad, dkv, dindex_q, dk, dweights, dup_or_none, None, None, None
+        dkv = dkv_btc.transpose(0, 1).to(kv_tbc.dtype)
+        return dq_sbad, dkv, *dindex.finished(index_k.dtype), dup_or_none, None, None, None
 
 
 class _Call:
@@ -169,6 +169,18 @@ class _Call:
         )
 
 
+class IndexGrads(NamedTuple):
+    """Gradients of an `Index`; of keys batch-first, in fp32 or wider."""
+
+    q_sbid: Tensor
+    k_btd: Tensor
+    weights_sbi: Tensor
+
+    def finished(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """As the tensors are: sequence-first, keys in `dtype`."""
+        return self.q_sbid, self.k_btd.transpose(0, 1).to(dtype), self.weights_sbi
+
+
 class Indexer:
     """The indexer of a call: which keys its queries choose, and the gradient of its loss.
 
@@ -205,9 +217,12 @@ class Indexer:
             chosen[:, rows] = found
         return chosen
 
-    def loss_backward(
-        self, rows: slice, keys: Keys, p_bsk: Tensor, dq_sbid: Tensor, dk_btd: Tensor, dweights_sbi: Tensor
-    ) -> None:
+    def zeros(self) -> IndexGrads:
+        """Gradients before those of the first block."""
+        q, weights = torch.zeros_like(self.q_sbid), torch.zeros_like(self.weights_sbi)
+        return IndexGrads(q, torch.zeros_like(self.k_btd, dtype=wide(self.q_sbid)), weights)
+
+    def loss_backward(self, rows: slice, keys: Keys, p_bsk: Tensor, grads: IndexGrads) -> None:
         """Add the gradients of the loss of this rank's part of a block, and the loss itself.
 
         `p_bsk`: the keys' probabilities, summed over this rank's heads.
@@ -224,9 +239,9 @@ class Indexer:
         keys = Keys(None if keys.chosen is None else keys.chosen[:, within], *(x[:, within] for x in keys[1:]))
         grad = torch.ones((), device=p_bsk.device) if loss.grad is None else loss.grad
         dq, dweights, divergence = self.functions.index_loss_backward(
-            self._index(own), keys, p_bsk, grad.to(p_bsk.dtype) * loss.weight, dk_btd
+            self._index(own), keys, p_bsk, grad.to(p_bsk.dtype) * loss.weight, grads.k_btd
         )
-        dq_sbid[own], dweights_sbi[own] = dq.transpose(0, 1), dweights.transpose(0, 1)
+        grads.q_sbid[own], grads.weights_sbi[own] = dq.transpose(0, 1), dweights.transpose(0, 1)
         loss.total.add_(divergence * loss.weight)
 
 

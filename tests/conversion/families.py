@@ -633,8 +633,13 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
             "activation": "limited_swiglu",
             "hyper_connections": {"streams": 3, "sinkhorn_iterations": 5},
             "moe": {
-                "num_experts": 8, "top_k": 3, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 24,
-                "score": "sqrtsoftplus", "selection_bias": True, "scaling_factor": 1.5,
+                "num_experts": 8,
+                "top_k": 3,
+                "ffn_hidden_size": 24,
+                "shared_ffn_hidden_size": 24,
+                "score": "sqrtsoftplus",
+                "selection_bias": True,
+                "scaling_factor": 1.5,
             },
             "layer_kinds": {
                 "window": {"mixer": COMPRESSED, "ffn": {"kind": "moe", "routing": "hash"}},

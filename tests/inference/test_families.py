@@ -11,7 +11,7 @@ from megafp8.inference import Generator, SamplingOptions
 from megafp8.parallel_state import destroy_model_parallel
 from tests.conversion.families import make_theirs, tokens
 
-NAMES = ["kimi-linear", "lfm2-moe", "olmo-hybrid"]
+NAMES = ["kimi-linear", "lfm2-moe", "olmo-hybrid", "deepseek-v4"]
 
 
 @pytest.mark.parametrize("name", NAMES)

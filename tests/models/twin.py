@@ -596,7 +596,9 @@ def _entries(
         gates = torch.stack([gate[j, at : at + width] + bias[i, at : at + width] for j, i, at in places])
         mean = (gates.exp() / gates.exp().sum(0) * values).sum(0)
         normed = _norm(mean, w, f"{name}_norm", config)
-        entries.append((last, _rotated_end(normed[None, None], torch.tensor([[last - rate + 1 - start]]), config)[0, 0]))
+        entries.append(
+            (last, _rotated_end(normed[None, None], torch.tensor([[last - rate + 1 - start]]), config)[0, 0])
+        )
     return entries
 
 

@@ -14,8 +14,8 @@ _OF_MODEL = ("num_attention_heads", "head_dim", "sliding_window", *RotaryKeys.mo
 
 
 class CompressedAttentionConfig(PartConfig, RotaryKeys):
-    """Attention of DeepSeek-V4 to the latest tokens and to entries that each stand for several earlier ones. Heads share
-    one key, which is the value, too."""
+    """Attention of DeepSeek-V4 to the latest tokens and to entries that each stand for several earlier ones. All heads
+    share one key, which is the value, too."""
 
     module: ClassVar[str] = "megafp8.models.compressed_attention:CompressedAttention"
     tensor_prefix: ClassVar[str] = "compressed_attention"

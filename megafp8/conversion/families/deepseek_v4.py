@@ -14,13 +14,11 @@ from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, only,
 
 _WINDOW, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 _RATES = {_SPARSE: 4, _HEAVY: 128}
-_RATIOS = {0: _WINDOW, **{rate: kind for kind, rate in _RATES.items()}}
-"""What compress_ratios of the published folder means."""
+_RATIOS = {0: _WINDOW, **{rate: kind for kind, rate in _RATES.items()}}  # of compress_ratios in the published folder
 _OF_ALL = {"q_rank": ("q_lora_rank", 1024), "output_groups": ("o_groups", 8), "output_rank": ("o_lora_rank", 1024)}
 _OF_INDEXER = {
     "top_k": ("index_topk", 512), "index_heads": ("index_n_heads", 64), "index_head_dim": ("index_head_dim", 128)
 }  # fmt: skip
-_STREAMS = {"streams": ("hc_mult", 4), "sinkhorn_iterations": ("hc_sinkhorn_iters", 20), "eps": ("hc_eps", 1e-6)}
 _ROPE, _PARTIAL, _FACTOR = "rope_parameters", "partial_rotary_factor", "attention_factor"
 
 
@@ -58,29 +56,24 @@ def _read_rope(hf: HfConfig, label: str) -> Fields:
     if unscaled:
         scaled.pop(_FACTOR, None)
     theta = scaled.get("rope_theta", hf.get(*top)) if is_nested else hf.get(*top)
-    fields = read_rope({_ROPE: scaled | {"rope_theta": theta}}, theta) | {_PARTIAL: partial}
+    fields = read_rope({_ROPE: scaled | {"rope_theta": theta}}, 1e4) | {_PARTIAL: partial}
     if unscaled and "yarn" in fields:
         fields["yarn"] = fields["yarn"] | {"mscale": 0.0}
     return fields
 
 
 def _write_mixers(ours: Fields) -> Keys:
-    kinds = [
-        _WINDOW if rate is None else _HEAVY if top_k is None else _SPARSE
-        for rate, top_k in zip(ours["mixer.compress_rate"], ours["mixer.top_k"], strict=True)
-    ]
+    by_layer, top_ks = ours["mixer.compress_rate"], ours["mixer.top_k"]
+    kinds = [_WINDOW if m is None else _HEAVY if k is None else _SPARSE for m, k in zip(by_layer, top_ks, strict=True)]
     layers = {kind: i for i, kind in reversed([*enumerate(kinds)])}  # the first of each kind
     sparse, compressed = layers.get(_SPARSE, 0), layers.get(_SPARSE, layers.get(_HEAVY, 0))
     written: Keys = {key: ours[f"mixer.{name}"][0] for name, (key, _) in _OF_ALL.items()}
     written |= {key: ours[f"mixer.{name}"][sparse] or default for name, (key, default) in _OF_INDEXER.items()}
-    rates = {kind: ours["mixer.compress_rate"][layers[kind]] if kind in layers else rate for kind, rate in _RATES.items()}
+    rates = {kind: by_layer[layers[kind]] if kind in layers else rate for kind, rate in _RATES.items()}
     ropes = {"main": _write_rope(ours, layers.get(_WINDOW)), "compress": _write_rope(ours, compressed)}
     thetas = {"rope_theta": ropes["main"]["rope_theta"], "compress_rope_theta": ropes["compress"]["rope_theta"]}
-    width = int(ours["head_dim"] * ours[_PARTIAL])
-    return written | thetas | {
-        "layer_types": kinds, "compress_rates": rates, _ROPE: ropes, _PARTIAL: ours[_PARTIAL],
-        "qk_rope_head_dim": width,
-    }  # fmt: skip
+    written |= {"layer_types": kinds, "compress_rates": rates, _ROPE: ropes, _PARTIAL: ours[_PARTIAL]}
+    return written | thetas | {"qk_rope_head_dim": int(ours["head_dim"] * ours[_PARTIAL])}
 
 
 def _write_rope(ours: Fields, layer: int | None) -> dict[str, Any]:
@@ -106,12 +99,6 @@ def _read_ffns(hf: HfConfig) -> Fields:
 
 def _write_ffns(ours: Fields) -> Keys:
     return {"mlp_layer_types": ["hash_moe" if x == "hash" else "moe" for x in ours["ffn.routing"]]}
-
-
-def _write_streams(ours: Fields) -> Keys:
-    if ours["hyper_connections"] is None:  # a model of another family
-        return {}
-    return {key: ours[f"hyper_connections.{name}"] for name, (key, _) in _STREAMS.items()}
 
 
 _EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -141,9 +128,9 @@ FAMILIES = (
             _read_mixers, _write_mixers,
         ),
         Trait(("mlp_layer_types", "num_hash_layers"), _read_ffns, _write_ffns),
-        Trait(
-            tuple(key for key, _ in _STREAMS.values()),
-            lambda hf: {f"hyper_connections.{ours}": hf.get(*key) for ours, key in _STREAMS.items()}, _write_streams,
+        same(
+            "hyper_connections", streams=("hc_mult", 4), sinkhorn_iterations=("hc_sinkhorn_iters", 20),
+            eps=("hc_eps", 1e-6),
         ),
         traits.num_experts("n_routed_experts", "num_local_experts"), only(n_shared_experts=1, norm_topk_prob=True),
         same(
