@@ -61,17 +61,18 @@ from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_fro
 class CompressedInputs:
     """What compressed attention reads: rotary tables, how its tokens reach keys, and how entries pass between them.
 
-    `positions_sb`: int64 `[s, b or 1]`, of tokens in their documents.
+    `back`: sines of the rotation back. `positions_sb`: int64 `[s, b or 1]`, of tokens in their documents.
     """
 
     rotary: tuple[Tensor, Tensor]
+    back: Tensor
     to_keys: AttendToKeys
     recurrence: Recurrence
     positions_sb: Tensor
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*self.rotary, *self.to_keys.tensors, self.positions_sb]
+        return [*self.rotary, self.back, *self.to_keys.tensors, self.positions_sb]
 
 
 class _Entries(nn.Module):
@@ -174,7 +175,9 @@ class CompressedAttention(Mixer):
 
     def inputs(self, layer: int, tokens: Tokens) -> CompressedInputs:
         positions = tokens.positions.unsqueeze(-1) if tokens.positions.dim() == 1 else tokens.positions.t()
-        return CompressedInputs(tokens.rotary(self.rope), tokens.keys(layer), tokens.recurrence(layer), positions)
+        rotary = tokens.rotary(self.rope)
+        back = tokens.once(("rotation back", self.rope.key), lambda: -rotary[1])
+        return CompressedInputs(rotary, back, tokens.keys(layer), tokens.recurrence(layer), positions)
 
     @property
     def cache(self) -> tuple[TokenCache | StateCache, ...]:
@@ -197,7 +200,7 @@ class CompressedAttention(Mixer):
         share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
         shared = [share(x, self.context.tensor) for x in shared]
         o_sbad = self._run(self._attend, self.q_up(q_latent), inputs, *shared)
-        return self.proj(self._output(o_sbad, inputs.rotary))
+        return self.proj(self._output(o_sbad, inputs))
 
     def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return recomputed(function, *inputs) if self.recompute else function(*inputs)
@@ -237,12 +240,13 @@ class CompressedAttention(Mixer):
             index = Index(queries[1], index_k[0], queries[2].to(wide(kv_tbd)) * scale)
         return self.attend(queries[0], kv_tbd, entries_ebd, index, self.sink, first_bs, stop_bs)
 
-    def _output(self, o_sbad: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def _output(self, o_sbad: Tensor, inputs: CompressedInputs) -> Tensor:
         """The channels of the groups of heads, side by side."""
         o, o_rotary = o_sbad.split([self.d - self.r, self.r], dim=-1)
-        cos, sin = rotary
         # Its first channels of all pairs come first, as rotated keys have them.
-        o_rotary = rotate_heads(o_rotary, cos, -sin).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        o_rotary = (
+            rotate_heads(o_rotary, inputs.rotary[0], inputs.back).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        )
         o_sbgc = torch.cat([o, o_rotary], dim=-1).flatten(2).unflatten(-1, (-1, self.output_down.shape[1]))
         weight_grc = self.output_down.unflatten(0, (-1, self.record.output_rank))
         return torch.einsum("sbgc,grc->sbgr", o_sbgc, weight_grc).flatten(2)
@@ -304,31 +308,33 @@ class CompressedAttention(Mixer):
 
     # --- what it keeps and computes ---------------------------------------------------------------------------------
 
-    @property
-    def _of_index(self) -> int:
-        """Channels of a token that only the indexer reads."""
-        return self.index_q.shape[0] + self.index_down.shape[0] if self.record.top_k is not None else 0
-
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        m, own, e, record = batch.tokens, batch.own_tokens, batch.element, self.record
-        shared = self.down.shape[0] - record.q_rank  # of a token, of all heads
+        m, own, e, record, widths = batch.tokens, batch.own_tokens, batch.element, self.record, self._widths_of_entries
+        whole, queries = batch.sequences * batch.length, m * self.heads * self.d  # keys of all context-parallel ranks
+        made_of = 2 * record.series * sum(widths)
         saved = {
-            "down input": own * self.down.shape[1] * e,
+            "latents' input": own * self.down.shape[1] * e,
             "latents before their norms": own * (record.q_rank + self.d) * e,
             "statistics of norms": 2 * own * batch.statistic,
             "q_up input": batch.saved_input(self.q_up.state),
-            "q": m * self.heads * self.d * (1 if self.recompute else 2) * e,
-            "keys and what entries are made of": m * (shared + (0 if self.recompute else self.d)) * e,
-            "attention output": m * self.heads * self.d * e,
+            "attention output": queries * e,
             "proj input": batch.saved_input(self.proj.state),
         }
-        if record.top_k is not None:
-            of_index = self._of_index
+        has_indexer, q_up = record.top_k is not None, self.q_up.state.plan
+        if has_indexer and (q_up.saved != "high" or m != own):
             saved["index_q input"] = own * record.q_rank * e
-            saved["indexer"] = m * of_index * (1 if self.recompute else 2) * e
-            saved["chosen entries"] = 0 if self.recompute else m * record.top_k * 4
-        if record.compress_rate is not None and not self.recompute:
-            saved["entries"] = m * sum(self._widths_of_entries) * e
+        if self.recompute:  # what it is computed from
+            of_index = self.index_q.shape[0] + record.index_heads if has_indexer else 0
+            return saved | {"q": queries * e, "keys, entries and indexer": m * (self.d + made_of + of_index) * e}
+        saved["q before and after its norm"] = 2 * queries * e + m * self.heads * batch.statistic
+        saved["keys"] = whole * self.d * e
+        saved["what entries are made of"] = m * made_of * e
+        if record.compress_rate is not None:
+            saved["entries"] = batch.sequences * -(-batch.length // record.compress_rate) * sum(widths) * e
+        if has_indexer:
+            assert record.top_k is not None
+            saved["indexer"] = m * (self.index_q.shape[0] * e + record.index_heads * batch.statistic)
+            saved["chosen entries"] = m * record.top_k * 4
         return saved
 
     def work(self, batch: MicroBatch) -> Work:
@@ -366,7 +372,8 @@ class CompressedAttention(Mixer):
 
     def backward_bytes(self, batch: MicroBatch) -> int:
         """Gradients of queries and outputs, of keys in fp32, and what a block of queries needs."""
-        queries = (2 * self.heads * self.d + self._of_index) * batch.element
+        of_index = self.index_q.shape[0] if self.record.top_k is not None else 0
+        queries = (2 * self.heads * self.d + of_index) * batch.element
         keys = (self.d + sum(self._widths_of_entries)) * batch.statistic
         whole = batch.sequences * batch.length  # on all context-parallel ranks
         return batch.tokens * queries + whole * keys + REFERENCE_BYTES

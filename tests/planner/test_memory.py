@@ -131,6 +131,16 @@ MODELS: dict[str, list[str]] = {
         "model.layer_kinds={hash: {ffn: {kind: moe, routing: hash}}, mixer: {ffn: none}}",
         "model.pattern=[hash, mixer]",
     ],
+    "compressed": [
+        "model.head_dim=16",
+        "model.partial_rotary_factor=0.25",
+        "model.sliding_window=8",
+        "model.num_query_groups=null",
+        "model.layer_kinds={csa: {mixer: {kind: compressed_attention, q_rank: 24, output_groups: 4, output_rank: 12,"
+        "compress_rate: 2, top_k: 3, index_heads: 3, index_head_dim: 10}}, hca: {mixer: {kind: compressed_attention,"
+        "q_rank: 24, output_groups: 4, output_rank: 12, compress_rate: 4}}}",
+        "model.pattern=[csa, hca]",
+    ],
     "biased-experts": ["model.moe={num_experts: 8, ffn_hidden_size: 48}", "model.linear_bias=true"],
     "experts": ["model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 48, aux_loss: 0.01, z_loss: 0.001}"],
     "shared-expert": [
@@ -177,7 +187,8 @@ def _saved(trainer: Trainer, forward: Any) -> int:
         y = forward(inputs)
     assert y[0].requires_grad
     constants = trainer.stages[0].context.constants.values()
-    ours = {tensor.untyped_storage().data_ptr() for tensor in (*inputs.tensors, *constants)}
+    parameters = trainer.stages[0].parameters()
+    ours = {tensor.untyped_storage().data_ptr() for tensor in (*inputs.tensors, *constants, *parameters)}
     return sum(
         size
         for address, (size, tensor) in found.items()

@@ -138,6 +138,10 @@ DELTA_NET = {
     "kind": "gated_delta_net", "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 8,
 }  # fmt: skip
 KIMI_DELTA = {"kind": "kimi_delta_attention", "num_heads": 8, "head_dim": 8}
+COMPRESSED_ATTENTION = {
+    "kind": "compressed_attention", "q_rank": 32, "output_groups": 4, "output_rank": 16, "index_heads": 4,
+    "index_head_dim": 8,
+}  # fmt: skip
 MAMBA2 = {"kind": "mamba2", "num_heads": 8, "head_dim": 8, "state_size": 8, "num_groups": 4}
 
 # models
@@ -175,6 +179,11 @@ HYBRID = _preset(
 KIMI = _preset(
     "kimi", model={"layer_kinds": {"linear": {"mixer": KIMI_DELTA}, "full": {}}, "pattern": ["linear", "full"]}
 )
+COMPRESSED = _preset(
+    "compressed", model={"head_dim": 16, "partial_rotary_factor": 0.25, "sliding_window": 8, "pattern": ["csa", "hca"],
+    "layer_kinds": {"csa": {"mixer": COMPRESSED_ATTENTION | {"compress_rate": 2, "top_k": 3, "rope_theta": 500.0}},
+    "hca": {"mixer": COMPRESSED_ATTENTION | {"compress_rate": 4}}}},
+)  # fmt: skip
 NEMOTRON = _preset(
     "nemotron", model={"num_layers": 4, "activation": "squared_relu", "position_embedding": "none",
     "layer_kinds": {"mamba": {"mixer": MAMBA2, "ffn": "none"}, "attention": {"ffn": "none"},
