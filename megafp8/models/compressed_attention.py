@@ -82,7 +82,7 @@ class _Entries(nn.Module):
     """
 
     def __init__(
-        self, name: str, width: int, record: CompressedAttentionConfig, eps: float, context: BuildContext
+        self, name: str, width: int, record: CompressedAttentionConfig, config: ModelConfig, context: BuildContext
     ) -> None:
         super().__init__()
         assert record.compress_rate is not None
@@ -90,7 +90,10 @@ class _Entries(nn.Module):
         shards = unsharded(f"{name}_position.weight", (record.compress_rate, record.series * width))
         spec = {"replicated_over_tp": True, "reduce_over_tp": partial, "weight_decay": False}
         self.position = new_parameter(context, shards, Init("zeros"), **spec)
-        self.norm = RMSNorm(f"{name}_norm", width, context, eps=eps, sees_a_slice=partial)
+        self.norm = RMSNorm(
+            f"{name}_norm", width, context, eps=config.norm_eps, sees_a_slice=partial,
+            zero_centered=config.zero_centered_gamma,
+        )  # fmt: skip
 
 
 class CompressedAttention(Mixer):
@@ -119,7 +122,10 @@ class CompressedAttention(Mixer):
         parts = {"q_down": record.q_rank, "kv": d, **entry_parts}
         self.down, self.down_state = self._product(name, "down", parts, h)
         self.widths = [record.q_rank, d, 2 * of_entries]
-        norm: dict[str, Any] = {"eps": config.norm_eps, "sees_a_slice": context.sequence_sharded}
+        centered = config.zero_centered_gamma
+        norm: dict[str, Any] = {
+            "eps": config.norm_eps, "sees_a_slice": context.sequence_sharded, "zero_centered": centered,
+        }  # fmt: skip
         self.q_norm = RMSNorm(f"{name}.q_norm", record.q_rank, context, **norm)
         self.kv_norm = RMSNorm(f"{name}.kv_norm", d, context, **norm)
         self.q_up = ColumnParallelLinear(
@@ -145,7 +151,7 @@ class CompressedAttention(Mixer):
         )
         self.entry_kinds = nn.ModuleList()
         if has_entries:
-            self.entry_kinds.append(_Entries(f"{name}.entry", d, record, self.eps, context))
+            self.entry_kinds.append(_Entries(f"{name}.entry", d, record, config, context))
         loss = None
         if has_indexer:
             d_index, n = record.index_head_dim, record.index_heads
@@ -153,7 +159,7 @@ class CompressedAttention(Mixer):
             width = record.series * d_index
             index_parts = {"index_kv": width, "index_gate": width, "index_weights": n}
             self.index_down, self.index_down_state = self._product(name, "index_down", index_parts, h)
-            self.entry_kinds.append(_Entries(f"{name}.index", d_index, record, self.eps, context))
+            self.entry_kinds.append(_Entries(f"{name}.index", d_index, record, config, context))
             self.index_loss = torch.zeros(1, dtype=torch.float64, device=context.buffer_device)
             weight = record.kl_loss / context.global_tokens
             loss = IndexLoss(weight, context.auxiliary_loss_grad, self.index_loss)
@@ -244,9 +250,8 @@ class CompressedAttention(Mixer):
         """The channels of the groups of heads, side by side."""
         o, o_rotary = o_sbad.split([self.d - self.r, self.r], dim=-1)
         # Its first channels of all pairs come first, as rotated keys have them.
-        o_rotary = (
-            rotate_heads(o_rotary, inputs.rotary[0], inputs.back).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-        )
+        o_rotary = rotate_heads(o_rotary, inputs.rotary[0], inputs.back)
+        o_rotary = o_rotary.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
         o_sbgc = torch.cat([o, o_rotary], dim=-1).flatten(2).unflatten(-1, (-1, self.output_down.shape[1]))
         weight_grc = self.output_down.unflatten(0, (-1, self.record.output_rank))
         return torch.einsum("sbgc,grc->sbgr", o_sbgc, weight_grc).flatten(2)

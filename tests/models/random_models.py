@@ -26,6 +26,7 @@ from tqdm import tqdm
 from megafp8.config import ConfigError, activations, check_layout
 from megafp8.config.parts import PARTS
 from tests.models.test_gpt import (
+    COMPRESSED,
     DELTA_NET,
     KIMI_DELTA,
     LATENT,
@@ -55,6 +56,7 @@ SCORES = [
     {"query_scaling": {"factor": 0.5, "length": 3}},
 ]  # fmt: skip
 REACH = [{"sliding_window": 3}, {"attention_chunk": 3}, {}]
+ENTRIES = [{}, {"compress_rate": 2}, {"compress_rate": 3}, {"compress_rate": 2, "top_k": 2}]
 NORMS = [
     {"norm_position": "both"}, {"norm_position": "output"}, {"parallel_block": True}, {"norm_weights": False},
     {"normalization": "layernorm"}, {"zero_centered_gamma": True}, {"norm_eps": 1e-2},
@@ -91,6 +93,7 @@ def draw(generator: random.Random) -> Draw:
             KIMI_DELTA | small | {"head_dim": d},
             MAMBA2 | small | {"state_size": d, "conv_bias": choose([True, False])},
             {"kind": "short_convolution"} | small, "none",
+            COMPRESSED | {"sliding_window": 3, "position_embedding": "rope"} | choose(ENTRIES),
         ])  # fmt: skip
 
     def ffn() -> dict[str, Any] | str:

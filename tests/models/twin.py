@@ -613,7 +613,8 @@ def _compressed_attention(
     losses: list[Tensor],
 ) -> Tensor:  # fmt: skip
     """DeepSeek-V4's attention, one token and head after the other."""
-    (b, s, _), d, groups = x.shape, config.channels, record.output_groups
+    (b, s, _), d, groups = x.shape, len(w[f"{name}.kv.weight"]), record.output_groups
+    config = config.model_copy(update={"head_dim": d, "latent_attention": None})
     q_latent = _norm(_linear(x, w, f"{name}.q_down"), w, f"{name}.q_norm", config)
     q = _linear(q_latent, w, f"{name}.q_up").unflatten(-1, (-1, d))
     heads = q.shape[2]
@@ -684,11 +685,10 @@ def _block(
             y = _kimi_delta(normed, w, f"{name}.kimi_delta_attention", kind.mixer, config.norm_eps, documents)
         elif isinstance(kind.mixer, Mamba2Config):
             y = _mamba2(normed, w, f"{name}.mamba2", kind.mixer, config.norm_eps, documents)
-        elif config.latent_attention is not None and not isinstance(kind.mixer, AttentionConfig):
         elif isinstance(kind.mixer, CompressedAttentionConfig):
             name_of_mixer, record = f"{name}.compressed_attention", kind.mixer
             y = _compressed_attention(normed, w, name_of_mixer, config, record, positions, losses)
-        elif config.latent_attention is not None:
+        elif config.latent_attention is not None and not isinstance(kind.mixer, AttentionConfig):
             y = _latent_attention(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window, losses)
         else:
             y = _attention(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window)
