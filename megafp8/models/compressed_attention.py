@@ -51,7 +51,7 @@ from megafp8.numerics.sparse_attention_reference import Index, wide
 from megafp8.ops import compressed_attention as ops
 from megafp8.ops.recurrence import Recurrence, State
 from megafp8.ops.rotary import rotate_heads
-from megafp8.ops.sparse_attention import REFERENCE_BYTES, IndexLoss
+from megafp8.ops.sparse_attention import BLOCK_BYTES, IndexLoss
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
@@ -381,7 +381,7 @@ class CompressedAttention(Mixer):
         queries = (2 * self.heads * self.d + of_index) * batch.element
         keys = (self.d + sum(self._widths_of_entries)) * batch.statistic
         whole = batch.sequences * batch.length  # on all context-parallel ranks
-        return batch.tokens * queries + whole * keys + REFERENCE_BYTES
+        return batch.tokens * queries + whole * keys + BLOCK_BYTES
 
 
 def _rotated(x_sbad: Tensor, channels: int, rotary: tuple[Tensor, Tensor]) -> Tensor:

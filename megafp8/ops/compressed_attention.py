@@ -10,6 +10,8 @@ times the number of keys of a query, in a block only.
 entries are at least `rate` rows apart, also where documents are packed. So the entry whose last token is in row j is
 entry j // rate: those of a document are neighbours, and all follows from the first and last row of a query's keys.
 
+Kernels are those of sparse attention (`kernels.sparse_attention`), for bf16 and fp16 on CUDA.
+
 *A sink* is a score of each head that takes part in its softmax and has no value. *The indexer's loss* is that of
 `ops.sparse_attention`, over the chosen entries; their probabilities are divided by their sum.
 
@@ -32,7 +34,14 @@ from megafp8.linear.grad_sink import deliver, wgrad_dtype
 from megafp8.numerics import sparse_attention_reference as reference
 from megafp8.numerics.sparse_attention_reference import Index, Keys, wide
 from megafp8.ops.attention import with_sink
-from megafp8.ops.sparse_attention import REFERENCE_BYTES, Indexer, IndexLoss
+from megafp8.ops.sparse_attention import (
+    BLOCK_BYTES,
+    MOST_QUERIES,
+    REFERENCE_BYTES,
+    Indexer,
+    IndexLoss,
+    functions_for,
+)
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ class _CompressedAttention(Function):
             do_bsad = do_sbad[rows].transpose(0, 1).contiguous()
             share_bsa = torch.exp(sink_a.detach().to(dtype) - lse_bsa)  # of the sink
             dsink_a -= (share_bsa * torch.linalg.vecdot(do_bsad.to(dtype), o_bsad.to(dtype))).sum((0, 1))
-            dq_bsad, p_bsk = reference.attend_backward(
+            dq_bsad, p_bsk = call.functions.attend_backward(
                 do_bsad, call.queries(rows), call.kv_bjd, keys, o_bsad, lse_bsa, options.scale, dkv_bjd
             )
             dq_sbad[rows] = dq_bsad.transpose(0, 1)
@@ -134,29 +143,32 @@ class _Call:
         if rate is not None:
             self.entry_bs = (self.first_bs + rate - 1) // rate
             self.count_bs = (self.stop_bs - self.first_bs) // rate
+        self.functions = functions_for(q_sbad)
         self.indexer: Indexer | None = None
         if index_q is not None and index_k is not None and index_weights is not None:
             assert options.loss is not None
             index = Index(index_q, index_k, index_weights)
             stop_of_entries = self.entry_bs + self.count_bs
-            self.indexer = Indexer(index, self.entry_bs, stop_of_entries, options.group, options.loss, reference)
+            self.indexer = Indexer(index, self.entry_bs, stop_of_entries, options.group, options.loss, self.functions)
 
     def blocks(self) -> list[slice]:
         """Parts of the queries whose tensors fit into a block."""
-        index_heads = 0 if self.indexer is None else self.indexer.q_sbid.shape[2]
-        of_keys = (self.window + self.most_entries) * max(2 * self.a, self.d)
-        of_scores = self.e * 2 if index_heads else 0
-        bytes_of_query = 4 * self.b * (of_keys + of_scores + self.most_entries * index_heads)
-        size = max(1, REFERENCE_BYTES // bytes_of_query)
+        keys, of_scores = self.window + self.most_entries, 0 if self.indexer is None else 2 * self.e
+        bytes_of_query, block_bytes = 4 * self.b * (8 * keys + of_scores + 2 * self.a * self.d), BLOCK_BYTES
+        if self.functions is reference:
+            index_heads = 0 if self.indexer is None else self.indexer.q_sbid.shape[2]
+            of_pairs = keys * max(2 * self.a, self.d) + self.most_entries * index_heads
+            bytes_of_query, block_bytes = 4 * self.b * (of_pairs + of_scores), REFERENCE_BYTES
+        size = max(1, min(block_bytes // bytes_of_query, MOST_QUERIES))
         return [slice(at, min(at + size, self.s)) for at in range(0, self.s, size)]
 
     def keys(self, rows: slice, chosen_bsl: Tensor | None) -> Keys:
-        """A block's keys, int32 `[b, s, k]`: tokens, then entries, then -1."""
+        """A block's keys, int32 `[b, s, k]`: tokens, then entries, then -1; as a range how many there are."""
         first_bs, stop_bs = self.first_bs[:, rows].unsqueeze(-1), self.stop_bs[:, rows].unsqueeze(-1)
         token_bs = torch.maximum(first_bs, stop_bs - self.window)
         place_k = torch.arange(self.window + self.most_entries, device=stop_bs.device)
         tokens_bs = stop_bs - token_bs
-        keys = torch.where(place_k < tokens_bs, token_bs + place_k, -1)
+        keys, total_bs = torch.where(place_k < tokens_bs, token_bs + place_k, -1), tokens_bs
         if self.options.rate is not None:
             among = place_k - tokens_bs
             if chosen_bsl is None:
@@ -165,7 +177,8 @@ class _Call:
                 entry = chosen_bsl[:, rows].long().gather(-1, among.clamp(0, self.most_entries - 1))
                 count_bs = self.count_bs[:, rows].unsqueeze(-1).clamp(max=self.most_entries)
             keys = torch.where((among >= 0) & (among < count_bs), self.t + entry, keys)
-        return Keys(keys.int(), self.first_bs[:, rows], self.stop_bs[:, rows])
+            total_bs = tokens_bs + count_bs
+        return Keys(keys.int(), torch.zeros_like(total_bs[..., 0]), total_bs[..., 0])
 
     def entries_of(self, rows: slice, chosen_bsl: Tensor, p_bsk: Tensor) -> tuple[Keys, Tensor]:
         """The chosen entries of a block, and their part of what all keys have, `[b, s, l]`."""
@@ -181,5 +194,5 @@ class _Call:
 
     def attend(self, rows: slice, keys: Keys) -> tuple[Tensor, Tensor]:
         """Outputs and log-sum-exps of a block, with the sink."""
-        o_bsad, lse_bsa = reference.attend(self.queries(rows), self.kv_bjd, keys, self.d, self.options.scale)
+        o_bsad, lse_bsa = self.functions.attend(self.queries(rows), self.kv_bjd, keys, self.d, self.options.scale)
         return with_sink(o_bsad, lse_bsa, self.sink_a)

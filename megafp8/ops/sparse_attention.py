@@ -40,7 +40,7 @@ from megafp8.numerics.sparse_attention_reference import Index, Keys, wide
 
 BLOCK_BYTES = 1 << 29
 """Of a block of queries' index scores, in fp32."""
-_MOST_QUERIES = 4096
+MOST_QUERIES = 4096
 REFERENCE_BYTES = 1 << 26
 """Of these, and the probabilities of heads or the rows of keys that are gathered, without kernels."""
 
@@ -134,7 +134,7 @@ class _Call:
         self.first_bs, self.stop_bs = (x.expand(self.b, -1) for x in (first_bs, stop_bs))
         up_axc = up.detach().unflatten(0, (self.a, -1))
         self.keys_up, self.values = up_axc[:, :n], up_axc[:, n:]
-        self.functions = functions_for(q_sbad, options.top_k)
+        self.functions = reference if options.top_k is None else functions_for(q_sbad)
         self.indexer = Indexer(index, self.first_bs, self.stop_bs, options.group, options.loss, self.functions)
 
     def blocks(self) -> list[slice]:
@@ -145,7 +145,7 @@ class _Call:
             keys, gathered = (t, 0) if self.options.top_k is None else (self.options.top_k, c)
             bytes_of_query += 4 * b * keys * max(self.a, self.index_heads, gathered)
             block_bytes = REFERENCE_BYTES
-        size = max(1, min(block_bytes // bytes_of_query, _MOST_QUERIES))
+        size = max(1, min(block_bytes // bytes_of_query, MOST_QUERIES))
         return [slice(at, min(at + size, self.s)) for at in range(0, self.s, size)]
 
     def keys(self, rows: slice, chosen_bsk: Tensor | None) -> Keys:
@@ -245,9 +245,9 @@ class Indexer:
         loss.total.add_(divergence * loss.weight)
 
 
-def functions_for(q_sbad: Tensor, top_k: int | None) -> Any:
-    """The module that computes such tensors: its functions are those of the reference."""
-    if top_k is None or not q_sbad.is_cuda or q_sbad.dtype not in (torch.bfloat16, torch.float16):
+def functions_for(q_sbad: Tensor) -> Any:
+    """The module that computes such tensors with chosen keys: its functions are those of the reference."""
+    if not q_sbad.is_cuda or q_sbad.dtype not in (torch.bfloat16, torch.float16):
         return reference
     from megafp8.kernels import sparse_attention  # needs Triton, which comes with torch's CUDA builds
 

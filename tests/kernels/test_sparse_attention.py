@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megafp8.kernels import sparse_attention as kernel
+from megafp8.models.context import PlannedGroup
 from megafp8.numerics import sparse_attention_reference as reference
 from megafp8.numerics.sparse_attention_reference import Index, Keys
+from megafp8.ops import compressed_attention
+from megafp8.ops.sparse_attention import IndexLoss
 from tests.kernels import DEVICE, noise
 
 B, S, T, K = 2, 5, 40, 17
@@ -99,6 +103,32 @@ def test_loss_of_the_indexer(deterministic: bool) -> None:
         torch.use_deterministic_algorithms(False)
     for what, ours, theirs in zip(("dq", "dweights", "loss", "dk"), found, expected, strict=True):
         _close(ours, theirs, what)
+
+
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_compressed_attention_by_kernels(monkeypatch: pytest.MonkeyPatch, top_k: int | None) -> None:
+    """Windows of tokens, entries and sinks: values as wide as keys, which the kernels have from lists."""
+    s, d, rate = 9, 20, 2
+    stop = torch.arange(1, s + 1, device=DEVICE).expand(B, -1)
+    first = torch.tensor([[0] * s, [0] * 4 + [4] * 5], device=DEVICE)
+    shapes = [(s, B, A, d), (s, B, d), (-(-s // rate), B, d), (s, B, 2, 12), (-(-s // rate), B, 12)]
+    tensors = [noise(*shape, seed=i).to(DTYPE) for i, shape in enumerate(shapes)]
+    tensors += [noise(s, B, 2, seed=5), noise(A, seed=6).to(DTYPE)]
+    found = []
+    for functions in (reference, kernel):
+        monkeypatch.setattr(compressed_attention, "functions_for", lambda q, functions=functions: functions)
+        total = torch.zeros(1, dtype=torch.float64, device=DEVICE)
+        loss = None if top_k is None else IndexLoss(0.3, None, total)
+        group: Any = PlannedGroup()
+        attend = compressed_attention.CompressedAttention(4, rate, top_k, 0.3, group, loss)
+        q, kv, entries, index_q, index_k, weights, sink = own = [x.clone().requires_grad_() for x in tensors]
+        index = None if top_k is None else Index(index_q, index_k, weights)
+        y = attend(q, kv, entries, index, sink, first, stop)
+        (y * noise(*y.shape, seed=7).to(DTYPE)).sum().backward()
+        found.append([y.detach(), total, *(x.grad for x in own if x.grad is not None)])
+    assert len(found[0]) == (6 if top_k is None else 9)
+    for i, (expected, ours) in enumerate(zip(*found, strict=True)):
+        _close(ours, expected, str(i))
 
 
 @pytest.mark.slow
