@@ -644,6 +644,28 @@ def test_configs_are_the_published_models(name: str) -> None:
     assert not ahead or ahead + copies == pytest.approx(14e9, rel=0.05)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_older_keys_of_deepseek_v4_are_read_as_transformers_reads_them(scaled: bool) -> None:
+    """Kinds of layers as numbers, and one rotary embedding, which is that of layers with entries."""
+    from transformers import DeepseekV4Config
+
+    yarn = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
+    older: dict[str, Any] = {
+        "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "vocab_size": 129280,
+        "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64, "head_dim": 512,
+        "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_hash_layers": 3, "qk_rope_head_dim": 64,
+        "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "rope_theta": 10000, "compress_rope_theta": 160000,
+        **({"rope_scaling": yarn} if scaled else {}),
+    }  # fmt: skip
+    model = read_config(older)[1]
+    keys = {key: value for key, value in older.items() if key not in ("architectures", "model_type")}
+    theirs = DeepseekV4Config(**keys).to_dict() | {"architectures": ["DeepseekV4ForCausalLM"]}
+    assert differences(read_config(theirs)[1], model) == []
+    ours = load_config(ROOT / "configs/deepseek-v4-flash.yaml").model
+    assert differences(model, ours) == (["yarn"] if scaled else [])
+    assert round(sum(map(math.prod, model_tensors(model).values())) / 1e9) == 284
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -93,6 +93,10 @@ class CompressedAttentionConfig(PartConfig, RotaryKeys):
         # What an entry is computed of is passed from token to token.
         return self.compress_rate is not None
 
+    @property
+    def no_qk_clip(self) -> str:
+        return "compressed attention does not record its logits"
+
     def index_loss(self, model: ModelSection) -> float | None:
         return self.kl_loss if self.top_k is not None else None
 

@@ -14,7 +14,7 @@ from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, only,
 
 _WINDOW, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 _RATES = {_SPARSE: 4, _HEAVY: 128}
-_RATIOS = {0: _WINDOW, **{rate: kind for kind, rate in _RATES.items()}}  # of compress_ratios in the published folder
+_RATIOS = {0: _WINDOW, **{rate: kind for kind, rate in _RATES.items()}}  # of compress_ratios, an older key
 _OF_ALL = {"q_rank": ("q_lora_rank", 1024), "output_groups": ("o_groups", 8), "output_rank": ("o_lora_rank", 1024)}
 _OF_INDEXER = {
     "top_k": ("index_topk", 512), "index_heads": ("index_n_heads", 64), "index_head_dim": ("index_head_dim", 128)
