@@ -84,7 +84,7 @@ DEEPSEEK_V32: dict[str, Any] = DEEPSEEK_V2 | {"index_n_heads": 10, "index_head_d
 DEEPSEEK_V4: dict[str, Any] = {
     key: x for key, x in LLAMA.items() if key not in ("intermediate_size", "num_key_value_heads", "rms_norm_eps")
 } | {
-    "moe_intermediate_size": 24, "head_dim": 16, "partial_rotary_factor": 0.25,
+    "moe_intermediate_size": 24, "head_dim": 16, "partial_rotary_factor": 0.25, "num_nextn_predict_layers": 0,
     "q_lora_rank": 20, "num_experts_per_tok": 3, "n_routed_experts": 8, "sliding_window": 5, "o_groups": 2,
     "o_lora_rank": 12, "index_n_heads": 10, "index_head_dim": 8, "index_topk": 2,
     "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],

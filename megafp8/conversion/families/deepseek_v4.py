@@ -19,7 +19,7 @@ _OF_ALL = {"q_rank": ("q_lora_rank", 1024), "output_groups": ("o_groups", 8), "o
 _OF_INDEXER = {
     "top_k": ("index_topk", 512), "index_heads": ("index_n_heads", 64), "index_head_dim": ("index_head_dim", 128)
 }  # fmt: skip
-_ROPE, _PARTIAL, _FACTOR = "rope_parameters", "partial_rotary_factor", "attention_factor"
+_KIND, _ROPE, _PARTIAL, _FACTOR = "compressed_attention", "rope_parameters", "partial_rotary_factor", "attention_factor"
 
 
 def _types(hf: HfConfig) -> list[str]:
@@ -35,7 +35,7 @@ def _read_mixers(hf: HfConfig) -> Fields:
         refuse("compress_rates", hf["compress_rates"], f"a dictionary of {' and '.join(_RATES)}")
     lists = {ours: [hf.get(*key)] * len(kinds) for ours, key in _OF_ALL.items()}
     lists |= {ours: [hf.get(*key) if kind == _SPARSE else None for kind in kinds] for ours, key in _OF_INDEXER.items()}
-    lists |= {"kind": ["compressed_attention"] * len(kinds), "compress_rate": [rates.get(kind) for kind in kinds]}
+    lists |= {"kind": [_KIND] * len(kinds), "compress_rate": [rates.get(kind) for kind in kinds]}
     ropes = {label: _read_rope(hf, label) for label in ("main", "compress")}
     if ropes["main"][_PARTIAL] != ropes["compress"][_PARTIAL]:
         refuse(_ROPE, hf[_ROPE], f"one {_PARTIAL} of both")
@@ -63,6 +63,8 @@ def _read_rope(hf: HfConfig, label: str) -> Fields:
 
 
 def _write_mixers(ours: Fields) -> Keys:
+    if {*ours["mixer.kind"]} != {_KIND}:
+        return {}  # a model of another family
     by_layer, top_ks = ours["mixer.compress_rate"], ours["mixer.top_k"]
     kinds = [_WINDOW if m is None else _HEAVY if k is None else _SPARSE for m, k in zip(by_layer, top_ks, strict=True)]
     layers = {kind: i for i, kind in reversed([*enumerate(kinds)])}  # the first of each kind
@@ -142,5 +144,5 @@ FAMILIES = (
     ), TensorNames({
         **LLAMA, **in_layers("model.layers.*", _NAMES, usual(CompressedAttentionConfig)), "output": "head",
         **{f"final_connection.{x}": f"model.hc_head.hc_{x}" for x in _PARAMETERS},
-    }), moe=True),
+    }), moe=True, rank=4),
 )  # fmt: skip
