@@ -185,17 +185,19 @@ def write_config(family: Family, model: ModelConfig) -> dict[str, Any]:
 def choose(model: ModelConfig) -> Family:
     """The first family that can express `model`. Raises ValueError naming what the nearest one cannot."""
     check_model(model)
-    sections = model.latent_attention is not None, model.sparse_attention is not None, model.architecture
+    sections = (model.latent_attention, model.sparse_attention, model.hyper_connections)
+    present = *(section is not None for section in sections), model.architecture
     lacking: dict[str, list[str]] = {}
     for family in FAMILIES.values():
-        kind = family.latent, family.sparse, family.kind
-        if kind == sections and family.moe in (None, model.moe is not None):
+        kind = family.latent, family.sparse, family.hyper, family.kind
+        if kind == present and family.moe in (None, model.moe is not None):
             if not (lacks := _lacks(family, model)):
                 return family
             lacking[family.model_type] = lacks
     if not lacking:
         latent = "" if model.latent_attention is None else ", latent attention (model.latent_attention)"
         latent += "" if model.sparse_attention is None else " to chosen tokens (model.sparse_attention)"
+        latent += "" if model.hyper_connections is None else ", model.hyper_connections"
         raise ValueError(
             f"no Hugging Face family has this model: model.architecture {model.architecture}{latent} "
             f"{'with' if model.moe else 'without'} experts (model.moe)"

@@ -17,8 +17,8 @@ class Family(NamedTuple):
     """What `transformers` calls a model_type, with the class that holds its weights.
 
     `also`: another name of the class. `moe`: its layers have experts, None: or not; `latent`: they have latent
-    attention. `sparse`: it is to tokens that an indexer chooses. `kind`: `ModelConfig.architecture`. `rank`: of the
-    families that can express a model, the one of lowest rank is written.
+    attention. `sparse`: it is to tokens that an indexer chooses. `hyper`: they have hyper-connections. `kind`:
+    `ModelConfig.architecture`. `rank`: of the families that can express a model, the one of lowest rank is written.
     """
 
     model_type: str
@@ -29,5 +29,6 @@ class Family(NamedTuple):
     moe: bool | None = False
     latent: bool = False
     sparse: bool = False
+    hyper: bool = False
     kind: str = "gpt"
     rank: int = 3

@@ -144,5 +144,5 @@ FAMILIES = (
     ), TensorNames({
         **LLAMA, **in_layers("model.layers.*", _NAMES, usual(CompressedAttentionConfig)), "output": "head",
         **{f"final_connection.{x}": f"model.hc_head.hc_{x}" for x in _PARAMETERS},
-    }), moe=True, rank=4),
+    }), moe=True, hyper=True),
 )  # fmt: skip
