@@ -16,11 +16,16 @@ from dataclasses import replace
 from megafp8.config import encoder_checks, optimizer_checks, resilience_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.errors import ConfigError, Problem, divisors
-from megafp8.config.parts.attention import attention_heads
+from megafp8.config.parts.attention import attention_heads, shared_keys
 from megafp8.config.parts.base import PartConfig
 from megafp8.config.parts.hyper_connections import HyperConnectionsConfig, hyper_connections
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, latent_attention
 from megafp8.config.parts.moe import MoeConfig, expert_layout, expert_ranks, experts
+from megafp8.config.parts.per_layer_embedding import (
+    PerLayerEmbeddingConfig,
+    per_layer_embedding,
+    per_layer_embedding_layout,
+)
 from megafp8.config.parts.sparse_attention import SparseAttentionConfig, sparse_attention
 from megafp8.config.schema import Config, ModelConfig, Section
 from megafp8.kernels.limits import LARGEST_HEAD
@@ -37,6 +42,8 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         expert_layout,
         _tensor,
         _stages,
+        shared_keys,
+        per_layer_embedding_layout,
         _schedule,
         _recompute,
         _sequence,
@@ -391,7 +398,7 @@ def network_problems(m: ModelConfig) -> Iterator[Problem]:
     """Rules about the network that hold in any run."""
     for rule in (
         attention_heads, latent_attention, sparse_attention, hyper_connections, experts, encoder_checks.model,
-        _norm_weights,
+        _norm_weights, per_layer_embedding,
     ):  # fmt: skip
         yield from rule(m)
     for path, record in _records(m):
@@ -520,9 +527,10 @@ def _sequence(config: Config) -> Iterator[Problem]:
         rule = f"sequence parallelism splits it into parallel.tensor ({t}) equal parts"
         yield Problem("training.seq_length", s, rule, f"try {-(-s // t) * t}, or parallel.sequence_parallel=false")
     by_cudnn = config.device != "cpu" and config.training.precision in ("bf16", "fp16")
-    if p.context > 1 and by_cudnn and (m.channels % 8 or m.channels > LARGEST_HEAD):
+    wrong = [width for width in m.head_widths if width % 8 or width > LARGEST_HEAD]
+    if p.context > 1 and by_cudnn and wrong:
         key = "model.head_dim" if m.latent_attention is None else "model.latent_attention.nope_head_dim + rope_head_dim"
-        rule = f"its attention kernels take heads of a multiple of 8, at most {LARGEST_HEAD}, and {key} is {m.channels}"
+        rule = f"its attention kernels take heads of a multiple of 8, at most {LARGEST_HEAD}, and {key} is {wrong[0]}"
         works = f"try parallel.context=1, or {'model.head_dim=128' if m.latent_attention is None else 'other widths'}"
         yield Problem("parallel.context", p.context, rule, works)
 
@@ -631,6 +639,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
         yield Problem("checkpoint.init_optimizer", True, rule, "set checkpoint.init_from, or leave it out")
     sections: dict[str, type[Section]] = {
         "moe": MoeConfig, "latent_attention": LatentAttentionConfig, "sparse_attention": SparseAttentionConfig,
+        "per_layer_embedding": PerLayerEmbeddingConfig,
         "hyper_connections": HyperConnectionsConfig,
     }  # fmt: skip
     keys = [*ModelConfig.model_fields, *(f"{name}.{key}" for name, x in sections.items() for key in x.model_fields)]
@@ -724,7 +733,7 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     exchange = "tokens get to experts by all_to_all, and the host reads how many go to each rank, which a graph cannot"
     reads = "the host reads how many tokens each expert has, which a graph cannot,"
     slow_experts = config.model.moe is not None and config.training.precision != "bf16"
-    kernel = config.training.precision in ("bf16", "fp16") and config.model.channels <= LARGEST_HEAD
+    kernel = config.training.precision in ("bf16", "fp16") and max(config.model.head_widths) <= LARGEST_HEAD
     slow_attention = config.model.attention_dropout > 0 and not kernel
     choices = "the host chooses queries of attention with dropout, which a graph cannot,"
     choices += f" but in bf16 or fp16 with heads up to {LARGEST_HEAD} wide"

@@ -44,7 +44,8 @@ def model(m: ModelConfig) -> Iterator[Problem]:
 def _t5(m: ModelConfig) -> Iterator[Problem]:
     unused = {
         "norm_position": "pre", "parallel_block": False, "moe": None, "latent_attention": None, "qk_norm": False,
-        "attention_sinks": False, "output_gate": False, "token_types": 0, "binary_head": False,
+        "value_norm": False, "keys_as_values": False, "attention_sinks": False, "output_gate": False, "token_types": 0,
+        "binary_head": False,
         "transform_activation": None,
     }  # fmt: skip
     for key, value in unused.items():

@@ -22,6 +22,7 @@ from megafp8.config.parts.hyper_connections import HyperConnectionsConfig
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, LatentMixerConfig
 from megafp8.config.parts.mlp import MlpConfig, MlpKeys
 from megafp8.config.parts.moe import MoeConfig, MoeFfnConfig
+from megafp8.config.parts.per_layer_embedding import PerLayerEmbeddingConfig
 from megafp8.config.parts.sparse_attention import SparseAttentionConfig, SparseLatentMixerConfig
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.section import (
@@ -137,10 +138,15 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     """Attention and MLP both read the block's input, and their outputs are added (GPT-J, PaLM)."""
     residual_multiplier: PositiveFloat = 1.0
     """What attention and MLP add to the residual stream is multiplied by this (Granite)."""
+    layer_scalar: bool = False
+    """Multiply the residual stream after each layer by a number of the layer, which belongs to the weights and is not
+    trained (Gemma 4). It begins as 1."""
     logits_scaling: PositiveFloat = 1.0
     """Logits are divided by this (Granite); in t5 with tie_embeddings by √hidden_size besides."""
     logit_softcap: PositiveFloat | None = None
     """Logits become softcap · tanh(logit / softcap) (Gemma 2's final_logit_softcapping). Default: they do not."""
+    per_layer_embedding: PerLayerEmbeddingConfig | None = None
+    """Embeddings of tokens for each layer. Default: none."""
     latent_attention: LatentAttentionConfig | None = None
     """Multi-head latent attention. Default: none."""
     sparse_attention: SparseAttentionConfig | None = None
@@ -182,6 +188,13 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
         if latent is not None:
             return latent.nope_head_dim + latent.rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def head_widths(self) -> list[int]:
+        """Widths of the queries and keys of softmax attention, each once; the model's where no layer has any."""
+        mixers = [spec.mixer for spec in self.distinct_layers if spec.mixer.present and not spec.mixer.is_recurrent]
+        widths = [x.channels if isinstance(x, AttentionConfig) else self.channels for x in mixers]
+        return [*dict.fromkeys(widths)] or [self.channels]
 
     @property
     def rotary_channels(self) -> int:
@@ -273,6 +286,11 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
         """Whether context parallelism cuts each document into parts, rather than the sample: not where a state is
         passed from part to part."""
         return not any(spec.mixer.is_recurrent for spec in self.distinct_layers)
+
+    @property
+    def has_layer_tail(self) -> bool:
+        """Whether layers change the residual stream after their parts."""
+        return self.layer_scalar or self.per_layer_embedding is not None
 
     @property
     def has_auxiliary_loss(self) -> bool:
@@ -380,9 +398,18 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
                 kinds.append(spec)
         return kinds
 
+    @property
+    def kv_sources(self) -> dict[int, int]:
+        """Layers whose keys and values others read, and the last layer that reads each."""
+        if all(getattr(kind.mixer, "kv_layer", None) is None for kind in self.layer_kinds.values()):
+            return {}  # without resolving each layer
+        read = ((getattr(self.layer(i).mixer, "kv_layer", None), i) for i in range(self.num_layers))
+        return {source: reader for source, reader in read if source is not None}
+
     def layer_kind(self, layer: int) -> tuple[Any, ...]:
         """Equal for layers that differ in their number alone; hashable."""
-        return self.is_decoder(layer), layer >= self.num_blocks, *map(repr, self.layer(layer))
+        is_read = layer in self.kv_sources
+        return self.is_decoder(layer), layer >= self.num_blocks, is_read, *map(repr, self.layer(layer))
 
     @property
     def ffn_size(self) -> int:

@@ -90,4 +90,5 @@ def is_weight(name: str) -> bool:
 
 def is_vocabulary(name: str) -> bool:
     """Whether rows of the tensor `name` are tokens, the last of them padding."""
-    return name in ("model.embedding.word.weight", "model.output.weight", "model.output.bias")
+    tables = ("embedding.word.weight", "per_layer_embedding.word.weight", "output.weight", "output.bias")
+    return name.removeprefix("model.") in tables

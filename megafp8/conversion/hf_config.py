@@ -26,6 +26,7 @@ from megafp8.config.checks import network_problems
 from megafp8.config.parts.attention import AttentionKeys
 from megafp8.config.parts.hyper_connections import HyperConnectionsConfig
 from megafp8.config.parts.mlp import MlpKeys
+from megafp8.config.parts.per_layer_embedding import PerLayerEmbeddingConfig
 from megafp8.config.parts.sparse_attention import SparseAttentionConfig
 from megafp8.conversion import families
 from megafp8.conversion.base import refuse
@@ -36,6 +37,7 @@ from megafp8.registry import records_of
 
 _SECTIONS: Mapping[str, type[BaseModel]] = {
     "moe": MoeConfig, "latent_attention": LatentAttentionConfig, "sparse_attention": SparseAttentionConfig,
+    "per_layer_embedding": PerLayerEmbeddingConfig,
     "hyper_connections": HyperConnectionsConfig,
 }  # fmt: skip
 _LARGEST_NUMBER = 1 << 40
@@ -120,7 +122,8 @@ def _check_numbers(hf: HfConfig) -> None:
     for key, value in hf.items():
         if type(value) in (int, float) and abs(value) > _LARGEST_NUMBER:
             refuse(key, value, f"numbers up to {_LARGEST_NUMBER:,}")
-        if "layer" in key and "norm" not in key and type(value) in (int, float) and value > MOST_LAYERS:
+        counts = "layer" in key and "norm" not in key and "size" not in key
+        if counts and type(value) in (int, float) and value > MOST_LAYERS:
             refuse(key, value, f"up to {MOST_LAYERS:,}")
 
 

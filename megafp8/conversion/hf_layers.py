@@ -146,6 +146,16 @@ def full_every(every: int, *keys: str) -> Callable[[HfConfig], list[str]]:
     return kinds
 
 
+def kv_sources(hf: HfConfig, types: Sequence[str]) -> list[int | None]:
+    """The layer whose keys and values each of the last num_kv_shared_layers reads: the last of its kind before them."""
+    shared = hf.get("num_kv_shared_layers", 0)
+    own = types[: len(types) - shared] if isinstance(shared, int) and 0 <= shared < len(types) else []
+    if {*own} != {*types}:
+        refuse("num_kv_shared_layers", shared, "fewer layers, so that one of each of layer_types has its own keys")
+    last = {kind: i for i, kind in enumerate(own)}
+    return [None if i < len(own) else last[kind] for i, kind in enumerate(types)]
+
+
 def without_rotary(default_interval: int) -> Trait:
     """Layers without rotary embedding: those with a 0 in no_rope_layers, by default the last of each interval."""
     key, interval_key = "no_rope_layers", "no_rope_layer_interval"

@@ -187,7 +187,9 @@ class TensorNames(NamedTuple):
         theirs = re.sub(r"\*", lambda _: next(left), place.name)
         rows, count = place.rows(model, shape[0])
         if re.search(r"\.attention\.[qk](_norm)?$", module) and model.latent_attention is None:
-            rows = rows.unflatten(0, (-1, model.channels))[:, self._channels(model)].flatten()
+            record = model.layer(int(re.findall(r"(?<=layers\.)\d+", name)[0])).mixer
+            assert isinstance(record, AttentionConfig)
+            rows = rows.unflatten(0, (-1, record.channels))[:, self._channels(record)].flatten()
         transposed, stored = place.transposed and parameter == "weight", (count, *shape[1:])
         stored = stored[::-1] if transposed else stored
         if place.shape:
@@ -204,9 +206,10 @@ class TensorNames(NamedTuple):
         place = _place(names[module])
         return place._replace(name=f"{place.name}.{parameter}")
 
-    def _channels(self, model: ModelConfig) -> Tensor:
-        """Which channel of a head of theirs each of ours is, `[d]`."""
-        channels, rotated = torch.arange(model.channels), model.rotary_channels
+    def _channels(self, record: AttentionConfig) -> Tensor:
+        """Which channel of a head of theirs each of ours is, `[d]`. Proportional rotary embedding has our order."""
+        channels = torch.arange(record.channels)
+        rotated = record.channels if record.proportional_rope else record.rotary_channels
         pairs = channels[:rotated].view(-1, 2).t() if self.rotation == "neighbors" else channels[:rotated].view(2, -1)
         pairs = pairs.flip(0) if self.rotation == "backwards" else pairs
         return torch.cat([pairs, channels[rotated:].view(2, -1)], dim=1).flatten()
@@ -268,3 +271,9 @@ def present_name(name: str) -> str:
 def is_copy(name: str) -> bool:
     """Whether a tensor of theirs repeats the embedding or the output layer, for multi-token prediction."""
     return re.fullmatch(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight", name) is not None
+
+
+def is_of_shared_keys(model: ModelConfig, name: str) -> bool:
+    """Whether a tensor of theirs projects keys or values of a layer that reads those of another, which nothing uses."""
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.\w+", name)
+    return layer is not None and getattr(model.layer(int(layer[1])).mixer, "kv_layer", None) is not None

@@ -197,3 +197,36 @@ def _read_two(hf: HfConfig, default_theta: float, local_key: str | None) -> dict
         expect(hf, local_key, theta, f"the value in rope_parameters ({theta!r}), or no second copy")
     del fields["position_embedding"]
     return {FULL: fields, SLIDING: local}
+
+
+def ropes_of_types(kinds: Callable[[HfConfig], list[str]], default: Mapping[str, Mapping[str, Any]]) -> Trait:
+    """A rotary embedding for each kind of layer in rope_parameters, of type default or proportional.
+
+    `kinds`: the kind of each layer. `default`: rope_parameters of layers with a window and of the others.
+    """
+
+    def read(hf: HfConfig) -> Fields:
+        ropes = hf.get("rope_parameters") or default
+        of_layers = [_read_of_type(kind, ropes.get(kind)) for kind in kinds(hf)]
+        return {f"mixer.{key}": [x[key] for x in of_layers] for key in of_layers[0]}
+
+    def write(ours: Fields) -> Keys:
+        ropes = dict(default)
+        for i, window in enumerate(ours["mixer.sliding_window"]):
+            rope = {"rope_type": "default", "rope_theta": ours["mixer.rope_theta"][i]}
+            if ours["mixer.proportional_rope"][i]:
+                rope |= {"rope_type": "proportional", _PARTIAL: ours[f"mixer.{_PARTIAL}"][i]}
+            ropes[FULL if window is None else SLIDING] = rope
+        return {"rope_parameters": ropes}
+
+    return Trait(("rope_parameters",), read, write)
+
+
+def _read_of_type(kind: str, rope: Any) -> Fields:
+    where, known = f"rope_parameters.{kind}", {"rope_type", "rope_theta", _PARTIAL}
+    if not isinstance(rope, Mapping) or "rope_theta" not in rope or not rope.keys() <= known:
+        refuse(where, rope, "a dictionary of rope_type, rope_theta and partial_rotary_factor")
+    proportional, partial = rope.get("rope_type") == "proportional", rope.get(_PARTIAL, 1.0)
+    if not proportional and (rope.get("rope_type", "default"), partial) != ("default", 1):
+        refuse(where, rope, "rope_type default for whole heads, or proportional")
+    return {"rope_theta": rope["rope_theta"], _PARTIAL: partial, "proportional_rope": proportional}

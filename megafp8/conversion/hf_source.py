@@ -33,7 +33,7 @@ from torch import Tensor
 from megafp8.checkpoint.files import BLOCK_BYTES, parse_object, read_file
 from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
 from megafp8.conversion.hf_config import read_config
-from megafp8.conversion.hf_names import Location, is_buffer, is_copy, present_name
+from megafp8.conversion.hf_names import Location, is_buffer, is_copy, is_of_shared_keys, present_name
 from megafp8.conversion.hf_traits import MTP_LAYERS
 from megafp8.conversion.model import check_size, is_mtp, model_tensors
 from megafp8.conversion.safetensors_format import DTYPES, Entry, read_header, read_rows
@@ -124,6 +124,7 @@ class HfSource(Source):
                 used.add(name)
         if self.model.mtp_num_layers:
             used |= {name for name in self._entries if is_mtp(self.model, name) and is_copy(name)}
+        used |= {name for name in self._entries if is_of_shared_keys(self.model, name)}
         if unknown := sorted(self._entries.keys() - used):
             remainder = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             raise ValueError(

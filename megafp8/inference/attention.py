@@ -161,7 +161,8 @@ class DecodeInputs:
 class PagedAttention:
     """A layer's core attention (`ops.attention.CoreAttention`) that stores keys and values, and attends to the pages.
 
-    `window`: the layer's, None: all tokens before. `chunk`: tokens of the chunks that attention stays within.
+    `window`: the layer's, None: all tokens before. `chunk`: tokens of the chunks that attention stays within. `stores`:
+    False: another layer of the step has stored them.
     """
 
     step: PackedStep
@@ -169,13 +170,15 @@ class PagedAttention:
     layer: int
     window: int | None
     chunk: int | None = None
+    stores: bool = True
 
     def __call__(
         self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
     ) -> Tensor:
         """Attention of `[n, 1, ...]` tensors. `scores`: of sequences of `step.keys` tokens."""
         step, cache, b = self.step, self.cache, len(self.step.table_bm)
-        cache.append(self.layer, k_sbgd[:, 0], v_sbgd[:, 0], step.slots_n, step.positions_1n[0])
+        if self.stores:
+            cache.append(self.layer, k_sbgd[:, 0], v_sbgd[:, 0], step.slots_n, step.positions_1n[0])
         y_sbad = torch.empty_like(q_sbad)
         if b and cache.in_place:
             positions_b = step.positions_1n[0, :b]

@@ -118,9 +118,10 @@ class CachedTokens(RunTokens):
     states: StateStore
 
     def attention(
-        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None
-    ) -> CoreAttention:
-        return PagedAttention(self.step, self.pages, layer, window, chunk)
+        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None,
+        stores: bool = True,
+    ) -> CoreAttention:  # fmt: skip
+        return PagedAttention(self.step, self.pages, layer, window, chunk, stores)
 
     def keys(self, layer: int) -> PagedKeys:
         return PagedKeys(self.step, self.pages, layer)
@@ -184,7 +185,7 @@ class PackedModel:
         if stage.embedding is not None:
             x_sbh = stage.embedding(packed.tokens_1n, packed.positions_1n)
         assert x_sbh is not None
-        inputs = stage.inputs_of(tokens)
+        inputs = stage.with_per_layer(stage.inputs_of(tokens), packed.tokens_1n, x_sbh)
         return stage.run_blocks(x_sbh, inputs)
 
     def logits(self, stage: GPTStage, x_sbh: Tensor, branch_sbh: Tensor | None, rows_r: Tensor) -> Tensor:

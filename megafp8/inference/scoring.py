@@ -251,8 +251,9 @@ class _StepTokens(RunTokens):
     step: _Step
 
     def attention(
-        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None
-    ) -> CoreAttention:
+        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None,
+        stores: bool = True,
+    ) -> CoreAttention:  # fmt: skip
         return _PackedAttention(self.step, self.once(("mask", window, chunk), lambda: self.step.mask(window, chunk)))
 
     def keys(self, layer: int) -> _PackedKeys:

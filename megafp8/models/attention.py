@@ -4,7 +4,8 @@ The core is `ops.attention`, or of sequences that are sharded over ranks `contex
 what it masks, a layer is told.
 
 q, k and v are one column-parallel product; the rows of its weight are [this rank's q heads | k heads | v heads], each
-under its own global name.
+under its own global name. Where values are keys there are no v heads, and where a layer reads keys and values of an
+earlier one, q heads alone. What is read is kept for a micro-batch (`KeysAndValues`).
 
 Shapes: s sequence, b micro-batch, h hidden, a query heads, g key-value heads of this rank, d head width.
 """
@@ -64,17 +65,36 @@ class ProbabilityDropout:
         return replace(scores, dropout=AttentionDropout(self.p, self.key, samples_b, self.first_head))
 
 
+class KeysAndValues:
+    """Keys and values of a layer for the later layers that read them, in a micro-batch or step.
+
+    The first forward pass fills it: where the layer is recomputed, later ones have been read already.
+    """
+
+    def __init__(self) -> None:
+        self._given: tuple[Tensor, Tensor] | None = None
+
+    def fill(self, k_sbgd: Tensor, v_sbgd: Tensor) -> None:
+        self._given = self._given or (k_sbgd, v_sbgd)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        assert self._given is not None, "the layer has not run, or is in another stage"
+        return self._given
+
+
 @dataclass(frozen=True)
 class AttentionInputs:
     """What attention reads: rotary tables (None without), how tokens reach each other, how scores are computed.
 
-    `query_scale_sb11`: what queries are multiplied by, `[s, 1 or b, 1, 1]`; None: nothing.
+    `query_scale_sb11`: what queries are multiplied by, `[s, 1 or b, 1, 1]`; None: nothing. `shared`: keys and values
+    that the layer reads, or that others read of it; None: neither.
     """
 
     rotary: tuple[Tensor, Tensor] | None
     core: CoreAttention
     scores: Scores
     query_scale_sb11: Tensor | None = None
+    shared: KeysAndValues | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -131,13 +151,17 @@ class Attention(Mixer):
         self.name, self.record, self.context, self.recompute = name, record, context, memory.attention
         t, d = context.tensor.size(), record.channels
         q_size, kv_size = record.num_attention_heads * d, record.groups * d
-        parts = {"q": q_size, "k": kv_size, "v": kv_size} | ({"gate": q_size} if record.output_gate else {})
-        self.split = [width // t for width in parts.values()]
+        widths = {"q": q_size, "k": kv_size, "v": kv_size, "gate": q_size}
+        parts = {part: widths[part] for part in record.projected}
+        self.split = {part: width // t for part, width in parts.items()}
+        self.reads_keys = record.kv_layer is not None
+        self.is_read = int(name.split(".")[1]) in config.kv_sources
         self.heads, self.groups, self.d = q_size // t // d, kv_size // t // d, d
         self.largest_logits_a = new_largest_logits(context, self.heads)
         common = context.linear_options()
         has_rotary = record.position_embedding == "rope"
-        rotates = has_rotary and not record.qk_norm and not record.output_gate
+        plain = [*parts] == ["q", "k", "v"] and not self.is_read
+        rotates = has_rotary and plain and not record.qk_norm and not record.value_norm
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv",
             config.hidden_size,
@@ -179,7 +203,7 @@ class Attention(Mixer):
                 "zero_centered": config.zero_centered_gamma,
             }
             self.q_norm = RMSNorm(f"{name}.q_norm", d, context, **norm)
-            self.k_norm = RMSNorm(f"{name}.k_norm", d, context, **norm)
+            self.k_norm = None if self.reads_keys else RMSNorm(f"{name}.k_norm", d, context, **norm)
 
     @property
     def input_format(self) -> InputFormat | None:
@@ -206,12 +230,16 @@ class Attention(Mixer):
     def inputs(self, layer: int, tokens: Tokens) -> AttentionInputs:
         scores = self.dropout.added_to(self.scores(tokens.length, tokens.distance_bias_ar), tokens.samples_b)
         scores = recording(scores, self.largest_logits_a)
+        source = layer if self.record.kv_layer is None else self.record.kv_layer
         core = tokens.attention(
-            layer, self.record.sliding_window, causal=self.causal, positions=scores.depend_on_positions,
-            chunk=self.record.attention_chunk,
+            source, self.record.sliding_window, causal=self.causal, positions=scores.depend_on_positions,
+            chunk=self.record.attention_chunk, stores=not self.reads_keys,
         )  # fmt: skip
         scale = query_scale(self.record.query_scaling, tokens, self.context.dtype)
-        return AttentionInputs(None if self.rope is None else tokens.rotary(self.rope), core, scores, scale)
+        rotary = None if self.rope is None else tokens.rotary(self.rope)
+        shares = self.reads_keys or self.is_read
+        shared = tokens.once(("keys and values", source), KeysAndValues) if shares else None
+        return AttentionInputs(rotary, core, scores, scale, shared)
 
     def row_factors(self, factor_a: Tensor) -> dict[str, Tensor]:
         # Heads that share a key share a factor, the least.
@@ -222,8 +250,8 @@ class Attention(Mixer):
         return {f"{self.name}.{part}.{kind}": x for part, x in rows.items() for kind in ("weight", "bias")}
 
     @property
-    def cache(self) -> tuple[TokenCache]:
-        return (TokenCache(self.groups, self.d, self.d),)
+    def cache(self) -> tuple[TokenCache, ...]:
+        return () if self.reads_keys else (TokenCache(self.groups, self.d, self.d),)
 
     def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
         scores = self.scores(length)
@@ -237,37 +265,64 @@ class Attention(Mixer):
         return None
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        m, e, a, g = batch.tokens, batch.element, self.heads, self.groups
-        saved = {"qkv input": batch.saved_input(self.qkv.state), "q, k, v, gate": m * sum(self.split) * e}
+        m, e, a = batch.tokens, batch.element, self.heads
+        saved = {"qkv input": batch.saved_input(self.qkv.state)}
+        if self.rotates or self.recompute:
+            saved["q, k, v, gate"] = m * sum(self.split.values()) * e
+        if self.rotates and self.record.query_scaling is not None:
+            saved["scaled q"] = m * a * self.d * e
         # it is the projection's input, too
         shares_output = self.proj.state.plan.saved == "high" and not self.record.output_gate
         if not self.recompute or shares_output:
             saved["attention output"] = m * a * self.d * e
         if not self.recompute:
             saved["attention log-sums"] = m * a * batch.statistic
-            if self.qk_norms is not None:
-                saved["q and k after their norms"] = m * ((a + g) * self.d * e + 2 * batch.statistic)
-            elif self.q_norm is not None or self.norms_rotated:
-                saved["q and k before and after their norms"] = m * (a + g) * (2 * self.d * e + batch.statistic)
-        in_place = self.q_norm is None and self.qk_norms is None and not self.norms_rotated
-        if self.record.query_scaling is not None and in_place and (self.rotates or not self.recompute):
-            saved["scaled q"] = m * a * self.d * e
+            saved |= {} if self.rotates else self._saved_heads(batch)
+        elif self.is_read:
+            saved |= self.kept(batch)
         if not shares_output:
             saved["proj input"] = batch.saved_input(self.proj.state)
         return saved
 
+    def kept(self, batch: MicroBatch) -> dict[str, int]:
+        return {"k and v for other layers": 2 * batch.tokens * self.groups * self.d * batch.element * self.is_read}
+
+    def _saved_heads(self, batch: MicroBatch) -> dict[str, int]:
+        """Of queries, keys and values that are not rotated in place: inputs and results of norms and copies, and the
+        packed heads where something reads these."""
+        m, e, record, read = batch.tokens, batch.element, self.record, self.is_read
+        q, k, v = self.heads, 0 if self.reads_keys else self.groups, self.groups if "v" in self.split else 0
+        normed, projection = self.q_norm is not None or self.norms_rotated, self.qk_norms is not None
+        changed = normed or projection or self.rope is not None
+        # torch's norm keeps its input, which is a view, and heads before they are multiplied by weights.
+        by_torch = self.q_norm is not None and not self.q_norm.zero_centered
+        before = (q + k) * normed + k * (record.keys_as_values and (by_torch or self.q_norm is None))
+        after = q * (changed or record.query_scaling is not None)
+        after += k * (changed or (read and not record.keys_as_values)) + k * record.value_norm
+        after += v * (read and not record.value_norm)
+        statistics = (q + k) * normed + k * record.value_norm + 2 * projection
+        packed = by_torch or projection or not changed or record.output_gate
+        packed = packed or (v > 0 and (record.value_norm or not read))
+        return {
+            "q, k, v, gate": m * sum(self.split.values()) * e * packed,
+            "heads before and after norms": m * ((before + after) * self.d * e + statistics * batch.statistic),
+        }
+
     def work(self, batch: MicroBatch) -> Work:
-        """Norms and rotation of queries and keys."""
-        channels = batch.tokens * (self.heads + self.groups) * self.d
+        """Norms and rotation of queries and keys, norms of values."""
+        m, e, d = batch.tokens, batch.element, self.d
+        channels = m * (self.heads + (0 if self.reads_keys else self.groups)) * d
         if self.qk_norms is not None:  # by separate kernels in fp32
-            rotation = 2 * channels * batch.element
+            rotation = 2 * channels * e
             return Work(rotation + 56 * channels, rotation + 96 * channels)
         normed = self.q_norm is not None or self.norms_rotated
         passes = int(self.rope is not None or normed) * (2 if normed else 1)
-        moved = 2 * passes * channels * batch.element
+        moved = 2 * passes * channels * e
+        if self.record.value_norm and not self.reads_keys:
+            moved += 2 * m * self.groups * d * e
         if self.record.query_scaling is not None:
-            moved += 2 * batch.tokens * self.heads * self.d * batch.element
-        gated = int(self.record.output_gate) * batch.tokens * self.heads * self.d * batch.element
+            moved += 2 * m * self.heads * d * e
+        gated = int(self.record.output_gate) * m * self.heads * d * e
         return Work(moved + 4 * gated, moved + 10 * gated)  # in two kernels, and four after these again
 
     def attention(self, batch: MicroBatch) -> list[AttentionWork]:
@@ -281,36 +336,48 @@ class Attention(Mixer):
         return 2 * batch.tokens * self.groups * self.d * batch.element
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs) -> Tensor:
-        rotary, core, scores, scale = inputs.rotary, inputs.core, inputs.scores, inputs.query_scale_sb11
         if self.rotates:
-            assert rotary is not None
-            handoff = self.qkv.state.grad_handoff()
-            q, k, v = rotate_and_split(self.qkv(x_sbh, handoff), self.heads, self.groups, *rotary, handoff)
+            assert inputs.rotary is not None
+            handoff, scale = self.qkv.state.grad_handoff(), inputs.query_scale_sb11
+            q, k, v = rotate_and_split(self.qkv(x_sbh, handoff), self.heads, self.groups, *inputs.rotary, handoff)
             q = q if scale is None else q * scale
-            return self.proj(self._run(core, q, k, v, self.sink, scores).flatten(-2))
-        return self.proj(self._run(self._attend, self.qkv(x_sbh), rotary, core, scores, scale))
+            return self.proj(self._run(inputs.core, q, k, v, self.sink, inputs.scores).flatten(-2))
+        return self.proj(self._run(self._attend, self.qkv(x_sbh), inputs))
 
     def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return recomputed(function, *inputs) if self.recompute else function(*inputs)
 
-    def _attend(
-        self, qkv_sbc: Tensor, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention, scores: Scores,
-        scale_sb11: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """Attention of packed heads [q | k | v], or [q | k | v | gate], normed, rotated and scaled where the model has
-        that."""
-        q, k, v, *gate = (part.unflatten(-1, (-1, self.d)) for part in qkv_sbc.split(self.split, dim=-1))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.qk_norms is not None:
-            q, k = self.qk_norms(q, k)
-        if rotary is not None:
-            q, k = rotate_heads(q, *rotary), rotate_heads(k, *rotary)
-        if self.norms_rotated:
-            q, k = (F.rms_norm(x, (self.d,), eps=self.norm_eps) for x in (q, k))
+    def _attend(self, qkv_sbc: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Attention of packed heads [q | k | v | gate], those of `AttentionConfig.projected`, normed, rotated and
+        scaled where the model has that."""
+        parts = qkv_sbc.split([*self.split.values()], dim=-1)
+        heads = {part: x.unflatten(-1, (-1, self.d)) for part, x in zip(self.split, parts, strict=True)}
+        q, gate = heads["q"], heads.get("gate")
+        if self.reads_keys:
+            assert inputs.shared is not None
+            k, v = inputs.shared.read()
+            q = self._placed(q, self.q_norm, inputs.rotary)
+        else:
+            k = heads["k"].contiguous() if self.record.keys_as_values else heads["k"]
+            v = heads.get("v", k)
+            if self.qk_norms is not None:
+                q, k = self.qk_norms(q, k)
+            q, k = self._placed(q, self.q_norm, inputs.rotary), self._placed(k, self.k_norm, inputs.rotary)
+            v = F.rms_norm(v, (self.d,), eps=self.norm_eps) if self.record.value_norm else v
+        if self.is_read:
+            assert inputs.shared is not None
+            k, v = k.contiguous(), v.contiguous()
+            inputs.shared.fill(k, v)
+        scale_sb11 = inputs.query_scale_sb11
         q = q if scale_sb11 is None else q * scale_sb11
-        y = core(q, k, v, self.sink, scores)
-        return (recomputed(_gated, y, *gate) if gate else y).flatten(-2)
+        y = inputs.core(q, k, v, self.sink, inputs.scores)
+        return (y if gate is None else recomputed(_gated, y, gate)).flatten(-2)
+
+    def _placed(self, x_sbad: Tensor, norm: Norm | None, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Queries or keys, normed and rotated where the model has that."""
+        x_sbad = x_sbad if norm is None else norm(x_sbad)
+        x_sbad = x_sbad if rotary is None else rotate_heads(x_sbad, *rotary)
+        return F.rms_norm(x_sbad, (self.d,), eps=self.norm_eps) if self.norms_rotated else x_sbad
 
 
 def _gated(y: Tensor, gate: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from megafp8.linear.state import InputFormat
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.costs import AttentionWork, MicroBatch, Work, column_sums
 from megafp8.models.hyper_connections import HyperConnection
+from megafp8.models.layer_tail import LayerTail
 from megafp8.models.mixer import FeedForward, LayerInputs, Mixer, make_part
 from megafp8.models.norms import NORMS, Norm, block_norm, normalized
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
@@ -66,12 +67,14 @@ class Block(nn.Module):
             return make_part(where, record, config, context, input=before, memory=memory)
 
         self.mixes, self.feeds = spec.mixer.present, spec.ffn.present
+        feeds_normed = spec.ffn.normed(config)
         self.attention_norm = norm("attention_norm", self.mixes and (of_inputs or position == "post"))
         self.mixer: Mixer = part(spec.mixer, self.attention_norm)
         self.attention_output_norm = norm("attention_output_norm", self.mixes and of_outputs)
-        self.mlp_norm = norm("mlp_norm", self.feeds and (of_inputs or position == "post"))
+        self.mlp_norm = norm("mlp_norm", feeds_normed and (of_inputs or position == "post"))
         self.ffn: FeedForward = part(spec.ffn, self.mlp_norm)
         self.mlp_output_norm = norm("mlp_output_norm", self.feeds and of_outputs)
+        self.tail = LayerTail(index, config, context) if config.has_layer_tail else None
         self.attention_branch_dropout, self.mlp_branch_dropout = (
             DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.{which}") for which in ("attention", "mlp")
         )
@@ -87,6 +90,12 @@ class Block(nn.Module):
 
     def branch_dropout(self, inputs: LayerInputs) -> Dropout | None:
         """Dropout of the branch that goes out."""
+        if self.tail is not None:
+            return None
+        return self._last_dropout(inputs)
+
+    def _last_dropout(self, inputs: LayerInputs) -> Dropout | None:
+        """Dropout of the output of the layer's last part."""
         return (self.mlp_branch_dropout if self.feeds else self.attention_branch_dropout).at(inputs.places)
 
     @staticmethod
@@ -144,7 +153,7 @@ class Block(nn.Module):
 
     def input_bytes(self, batch: MicroBatch) -> dict[str, int]:
         """Bytes that it keeps for its backward pass where it is recomputed in full."""
-        return {"block input": self._stream(batch)}
+        return {"block input": self._stream(batch), **self.mixer.kept(batch)}
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Bytes that it keeps for its backward pass, by tensor."""
@@ -156,6 +165,7 @@ class Block(nn.Module):
             "outputs before their norms": self._hidden(batch) * outputs,
             **self.mixer.saved(batch),
             **self.ffn.saved(batch),
+            **({} if self.tail is None else self.tail.saved(batch)),
         }
 
     def work(self, batch: MicroBatch) -> Work:
@@ -167,7 +177,8 @@ class Block(nn.Module):
         norms = len(self._norms)
         moved = 4.0 * norms * self._hidden(batch)
         own = Work(moved, moved, 6 + 2 * norms, column_sums(self, batch))
-        return own + self.mixer.work(batch) + self.ffn.work(batch)
+        tail = Work() if self.tail is None else self.tail.work(batch)
+        return own + self.mixer.work(batch) + self.ffn.work(batch) + tail
 
     def flops(self, batch: MicroBatch) -> float:
         """Model FLOPs of its forward pass beside linear layers and softmax attention."""
@@ -204,7 +215,10 @@ class SequentialBlock(Block):
         if self.feeds:
             x_sbh, normed = self._read(self.mlp_norm, x_sbh, branch_sbh, self.ffn.input_format, dropout)
             branch_sbh = self._output(self.ffn(normed, inputs.ffns[self.index]), self.mlp_output_norm)
-        return x_sbh, branch_sbh
+        if self.tail is None:
+            return x_sbh, branch_sbh
+        assert branch_sbh is not None
+        return self.tail(dropouts.add(x_sbh, branch_sbh, self._last_dropout(inputs)), inputs), None
 
 
 class ParallelBlock(Block):

@@ -35,6 +35,7 @@ from megafp8.models.block import Block, PredictionLayer, block_class
 from megafp8.models.context import BuildContext
 from megafp8.models.embedding import Embedding, word_embedding
 from megafp8.models.head import Head
+from megafp8.models.layer_tail import PerLayerEmbedding
 from megafp8.models.mixer import AttendTo, LayerInputs, Mixer, Tokens, one_of_each
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.router import Router
@@ -71,8 +72,9 @@ class MicroBatchTokens(Tokens):
     cuts_documents: bool = True
 
     def attention(
-        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None
-    ) -> CoreAttention:
+        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None,
+        stores: bool = True,
+    ) -> CoreAttention:  # fmt: skip
         key = "attention", window, causal, positions, chunk
         return self.once(key, lambda: self._attention(window, causal, positions, chunk))
 
@@ -185,6 +187,10 @@ class GPTStage(nn.Module):
         self.memory = [KEEP_ALL] * len(layers) if memory is None else list(memory)
         first, last = layers.start == 0, layers.stop == config.layers.stop
         self.embedding = Embedding(config, context, positions) if first else None
+        self.per_layer_embedding: PerLayerEmbedding | None = None
+        if config.per_layer_embedding is not None:
+            assert first, "per-layer embeddings need the embedding: the config was not checked"
+            self.per_layer_embedding = PerLayerEmbedding(config, context)
         of_blocks = context
         if context.weight_storage == "fsdp":  # which allocates a rank's rows alone
             of_blocks = replace(context, device=torch.device("meta"), real_device=context.device)
@@ -251,7 +257,9 @@ class GPTStage(nn.Module):
     @property
     def constants(self) -> dict[str, Tensor]:
         """By global name, tensors that belong to the weights but have no gradient: fp32, or int64."""
-        return {f"{r.name}.{name}": x for r in self.routers.values() for name, x in r.constants.items()}
+        of_routers = {f"{r.name}.{name}": x for r in self.routers.values() for name, x in r.constants.items()}
+        tails = {x.index: x.tail.scalar for x in self.all_blocks if x.tail is not None}
+        return of_routers | {f"layers.{index}.layer_scalar": x for index, x in tails.items() if x is not None}
 
     @property
     def router_shares(self) -> dict[str, Tensor]:
@@ -261,7 +269,7 @@ class GPTStage(nn.Module):
     @property
     def units(self) -> list[nn.Module]:
         """The modules that a forward pass calls one after the other; together they have all parameters."""
-        modules = (self.embedding, *self.blocks, self.mtp_embedding, *self.mtp, self.head)
+        modules = (self.embedding, self.per_layer_embedding, *self.blocks, self.mtp_embedding, *self.mtp, self.head)
         return [module for module in modules if module is not None]
 
     def layer_inputs(self, batch: Batch) -> LayerInputs:
@@ -284,6 +292,12 @@ class GPTStage(nn.Module):
         blocks = self.all_blocks[which]
         mixers = {block.index: block.mixer.inputs(block.index, tokens) for block in blocks}
         return LayerInputs(mixers, {block.index: block.ffn.inputs(block.index, tokens) for block in blocks}, places)
+
+    def with_per_layer(self, inputs: LayerInputs, tokens_bs: Tensor, x_sbh: Tensor) -> LayerInputs:
+        """`inputs` with the per-layer embeddings of tokens whose embeddings are `x_sbh`, where the model has any."""
+        if self.per_layer_embedding is None:
+            return inputs
+        return replace(inputs, per_layer_sblp=self.per_layer_embedding(tokens_bs, x_sbh))
 
     def _places(self, s: int, cu_seqlens_bn: Tensor | None, samples_b: Tensor | None) -> TokenPlaces | None:
         """Of the tokens of this rank's residual stream; None without dropout."""
@@ -359,6 +373,7 @@ class GPTStage(nn.Module):
         inputs = self.layer_inputs(batch)
         if self.embedding is not None:
             x_sbh = self.embedding(batch.tokens, batch.position_ids, inputs.places, batch.token_types)
+            inputs = self.with_per_layer(inputs, batch.tokens, x_sbh)
         assert x_sbh is not None, "a later stage needs the previous stage's output"
         with fastest_backends():
             offload = self._offload(x_sbh, inputs)

@@ -121,11 +121,14 @@ class Tokens(ABC):
 
     @abstractmethod
     def attention(
-        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None
-    ) -> CoreAttention:
-        """Softmax attention of layer `layer` with a sliding window, or within chunks of so many tokens.
+        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None,
+        stores: bool = True,
+    ) -> CoreAttention:  # fmt: skip
+        """Softmax attention to keys and values of layer `layer` with a sliding window, or within chunks of so many
+        tokens.
 
-        `positions`: scores depend on positions.
+        `positions`: scores depend on positions. `stores`: generation stores these keys and values; False: that layer
+        has stored them.
         """
 
     @abstractmethod
@@ -223,6 +226,10 @@ class Mixer(Part):
         """Its softmax attention."""
         return []
 
+    def kept(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes by tensor that it keeps for later layers, even where its layer is recomputed."""
+        return {}
+
     def keys_and_values(self, batch: MicroBatch) -> int:
         """Bytes of what other context-parallel ranks need of this rank's tokens."""
         return 0
@@ -274,16 +281,18 @@ class FeedForward(Part):
 class LayerInputs:
     """What every block of a micro-batch reads besides the residual stream. `mixers`, `ffns`: by layer.
 
-    `places`: of the residual stream's tokens; None: no dropout in it.
+    `places`: of the residual stream's tokens; None: no dropout in it. `per_layer_sblp`: per-layer embeddings.
     """
 
     mixers: Mapping[int, PartInputs]
     ffns: Mapping[int, PartInputs]
     places: Any = None
+    per_layer_sblp: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         tensors = [x for inputs in (*self.mixers.values(), *self.ffns.values()) for x in inputs.tensors]
+        tensors += [] if self.per_layer_sblp is None else [self.per_layer_sblp]
         return tensors if self.places is None else [*tensors, *self.places.tensors]
 
 

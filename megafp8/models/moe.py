@@ -49,6 +49,7 @@ from megafp8.models.context import BuildContext, new_parameter, replicated_param
 from megafp8.models.costs import MicroBatch, TokenExchange, Work, fp8_bytes
 from megafp8.models.mixer import FeedForward, Tokens
 from megafp8.models.mlp import MLP
+from megafp8.models.norms import Norm, block_norm, normalized
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.router import Router
 from megafp8.numerics.groups import RowGroups
@@ -199,6 +200,10 @@ class LatentProjection(nn.Module):
         return linear(x_nk, self.weight, self.state)
 
 
+_EXPERTS_NORM, _EXPERTS_OUTPUT_NORM = "experts_norm", "experts_output_norm"
+_SHARED_NORM, _SHARED_OUTPUT_NORM = "shared_norm", "shared_output_norm"
+
+
 @dataclass(frozen=True)
 class RoutedIds:
     """What a layer with experts reads: the ids of its tokens, int64 `[n]`, where these choose experts."""
@@ -236,14 +241,9 @@ class MoE(FeedForward):
         self.row_bound = context.row_bound or RowBound(context.buffer_device)
         init = Init("normal", config.init_std)
         self.router = Router(
-            f"{name}.router",
-            config.hidden_size,
-            config.moe,
-            context,
-            init,
-            biased=config.linear_bias,
-            hashed=config.vocab_size if record.routing == "hash" else None,
-        )
+            f"{name}.router", config.hidden_size, config.moe, context, init, biased=config.linear_bias,
+            hashed=config.vocab_size if record.routing == "hash" else None, norm_eps=config.norm_eps,
+        )  # fmt: skip
         self.sequence_group = context.tensor if context.sequence_sharded else None
         self.experts = Experts(f"{name}.experts", config, context)
         self.latent_down: LatentProjection | None = None
@@ -256,6 +256,10 @@ class MoE(FeedForward):
         self.shared: SharedExpert | None = None
         if config.moe.shared_ffn_hidden_size is not None:
             self.shared = SharedExpert(f"{name}.shared", config, context, memory)
+        self.norms: nn.ModuleDict | None = None
+        if config.moe.separate_norms:
+            names = (_EXPERTS_NORM, _EXPERTS_OUTPUT_NORM, _SHARED_NORM, _SHARED_OUTPUT_NORM)
+            self.norms = nn.ModuleDict({which: block_norm(f"{name}.{which}", config, context) for which in names})
 
     @property
     def routers(self) -> Sequence[Router]:
@@ -291,7 +295,7 @@ class MoE(FeedForward):
         saved = {} if self.shared is None else self.shared.mlp.saved(batch)
         # The router's input is the norm's output, which a shared expert may save, too.
         of_shared = None if self.shared is None else self.shared.mlp.up.state.plan.saved
-        shares_input = of_shared == "high" and batch.tokens == batch.own_tokens
+        shares_input = of_shared == "high" and batch.tokens == batch.own_tokens and self.norms is None
 
         def kept_input(state: LinearState) -> int:
             if state.plan.saved == "high":
@@ -317,7 +321,15 @@ class MoE(FeedForward):
             * moe.scale_inputs,
             "experts of rows": 0 if own.up_bias is None else rows * count * e,
             "expert sizes": 0 if up.plan.fp8 else 4 * count,
+            "inputs and outputs of norms": self._saved_norms(batch),
         }
+
+    def _saved_norms(self, batch: MicroBatch) -> int:
+        """Bytes of the residual stream, outputs before their norms, and the router's norm and scales."""
+        if self.norms is None:
+            return 0
+        h, statistics = self.router.weight.shape[1], 5 + 2 * self.router.moe.top_k  # and weights before their scales
+        return batch.own_tokens * (4 * h * batch.element + statistics * batch.statistic) + h * batch.element
 
     def activation_bytes(self, batch: MicroBatch) -> int:
         """What the shared expert's activation reads and writes; that of experts is not recomputed."""
@@ -329,6 +341,9 @@ class MoE(FeedForward):
         element_rows, copies = self.rows(batch) * batch.element, 6 if self.router.moe.scale_inputs else 4
         forward = element_rows * (up.outputs + down.inputs + copies * up.inputs)
         experts = Work(forward, forward + element_rows * up.outputs, kernels=10)
+        if self.norms is not None:  # with the router's
+            moved = 3.0 * 5 * batch.own_tokens * self.router.weight.shape[1] * batch.element
+            experts += Work(moved, 1.5 * moved, 12)
         return experts if self.shared is None else experts + self.shared.mlp.work(batch)
 
     def backward_bytes(self, batch: MicroBatch) -> int:
@@ -364,13 +379,25 @@ class MoE(FeedForward):
     def forward(self, x_sbh: Tensor | LinearInput, inputs: RoutedIds | None = None) -> Tensor:
         assert isinstance(x_sbh, Tensor)
         x_nh, ids_n = x_sbh.flatten(0, 1), None if inputs is None else inputs.ids_n
-        x_nl = x_nh if self.latent_down is None else self.latent_down(x_nh)
+        of_experts_nh = self._normed(_EXPERTS_NORM, x_sbh).flatten(0, 1)
+        x_nl = of_experts_nh if self.latent_down is None else self.latent_down(of_experts_nh)
         run = self._all_gather if self.gathers_tokens else self._all_to_all
         finish = run(x_nh, x_nl, x_sbh.shape[1], ids_n)
-        shared = None if self.shared is None else self.shared(x_sbh)
+        shared = None
+        if self.shared is not None:
+            shared = self._normed(_SHARED_OUTPUT_NORM, self.shared(self._normed(_SHARED_NORM, x_sbh)))
         y_nl = finish()
         y_sbh = (y_nl if self.latent_up is None else self.latent_up(y_nl)).view_as(x_sbh)
+        y_sbh = self._normed(_EXPERTS_OUTPUT_NORM, y_sbh)
         return y_sbh if shared is None else y_sbh + shared
+
+    def _normed(self, which: str, x_sbh: Tensor) -> Tensor:
+        """An input or output by its own norm, where there is one."""
+        if self.norms is None:
+            return x_sbh
+        norm = self.norms[which]
+        assert isinstance(norm, Norm)
+        return normalized(norm, x_sbh)
 
     def _all_gather(self, x_nh: Tensor, x_nl: Tensor, sequences: int, ids_n: Tensor | None) -> Callable[[], Tensor]:
         """Start what the experts of all ranks add to this rank's tokens: each computes its part for the tokens of all.

@@ -24,16 +24,19 @@ Scaling = RopeScaling | YarnConfig | LongRopeConfig
 
 
 def inverse_frequencies(
-    d: int, theta: float, scaling: Scaling | None, device: torch.device, *, length: int = 0, width: int | None = None
-) -> Tensor:
+    d: int, theta: float, scaling: Scaling | None, device: torch.device, *, length: int = 0, width: int | None = None,
+    proportional: bool = False,
+) -> Tensor:  # fmt: skip
     """Radians per position of each pair, `[d/2]` float64.
 
     `length`: tokens of a sequence, which the frequencies of LongRoPE depend on. `width`: that of heads of which only d
-    channels are rotated; then it is `[width/2]`, and zero for the other pairs.
+    channels are rotated; then it is `[width/2]`, and zero for the other pairs. `proportional`: those that are rotated
+    have the frequencies of heads that are rotated whole.
     With other `scaling`, low frequencies are divided by `factor`, high ones unchanged, and those between interpolated:
     by wavelength as in Llama 3.1's reference code, or by the number of the pair as in YaRN's.
     """
-    frequencies = theta ** -(torch.arange(0, d, 2, dtype=torch.float64, device=device) / d)
+    whole = width if proportional and width is not None else d
+    frequencies = theta ** -(torch.arange(0, d, 2, dtype=torch.float64, device=device) / whole)
     return F.pad(_scaled(frequencies, d, theta, scaling, length), (0, 0 if width is None else (width - d) // 2))
 
 
@@ -88,7 +91,10 @@ class RotaryEmbedding:
     def __init__(self, keys: RotaryKeys, channels: int, width: int | None, context: BuildContext) -> None:
         self.keys, self.channels, self.width, self.context = keys, channels, width, context
         self.scaling = keys.yarn or keys.longrope or keys.rope_scaling
-        self.key = ("rotary", keys.rope_theta, keys.rope_interpolation_factor, repr(self.scaling), channels, width)
+        self.key = (
+            "rotary", keys.rope_theta, keys.rope_interpolation_factor, repr(self.scaling), channels, width,
+            keys.proportional_rope,
+        )  # fmt: skip
 
     def table(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """`rotary_table` of tokens at `positions`, `[s]` or `[b, s]`, of sequences of `length` tokens."""
@@ -96,7 +102,7 @@ class RotaryEmbedding:
         if key not in constants:
             frequencies = inverse_frequencies(
                 self.channels, self.keys.rope_theta, self.scaling, self.context.buffer_device, length=length,
-                width=self.width,
+                width=self.width, proportional=self.keys.proportional_rope,
             )  # fmt: skip
             constants[key] = frequencies / self.keys.rope_interpolation_factor
         scaled = self.keys.yarn or self.keys.longrope

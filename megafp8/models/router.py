@@ -177,16 +177,17 @@ def _largest(x: Tensor, count: int) -> Tensor:
 class Router(nn.Module):
     """Tokens `[n, h]` -> `Routing`.
 
-    `biased`: logits have a learned bias. `hashed`: number of token ids, whose experts are those of `table` (int64
-    `[hashed, k]`); None: experts are chosen by score. `load`: what training steps leave in it. `bias`: fp32 `[e]`,
-    added to the scores where experts are chosen; None without `moe.selection_bias`. `shares`: fp32 `[e]`, of the
-    choices of the step before; None unless the aux loss is that of the global batch. They have no gradient: `update`
-    moves them.
+    `biased`: logits have a learned bias. `scale` `[h]`, `expert_scale` `[e]`: those of `moe.separate_norms`, or None.
+    `hashed`: number of token ids, whose experts are those of `table` (int64 `[hashed, k]`); None: experts are chosen by
+    score. `load`: what training steps leave in it. `bias`: fp32 `[e]`, added to the scores where experts are chosen;
+    None without `moe.selection_bias`. `shares`: fp32 `[e]`, of the choices of the step before; None unless the aux loss
+    is that of the global batch. They have no gradient: `update` moves them.
     """
 
     def __init__(
         self, name: str, hidden_size: int, moe: MoeConfig, context: BuildContext, init: Init, *, biased: bool = False,
         hashed: int | None = None,
+        norm_eps: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.moe = name, moe
@@ -199,6 +200,14 @@ class Router(nn.Module):
         if biased:
             bias = unsharded(f"{name}.logit_bias", (moe.num_experts,))
             self.logit_bias = replicated_parameter(context, bias, Init("zeros"), weight_decay=False)
+        self.scale: nn.Parameter | None = None
+        self.expert_scale: nn.Parameter | None = None
+        self.norm_eps = norm_eps
+        if moe.separate_norms:
+            self.scale, self.expert_scale = (
+                replicated_parameter(context, unsharded(f"{name}.{which}", (n,)), Init("ones"), weight_decay=False)
+                for which, n in (("scale", hidden_size), ("expert_scale", moe.num_experts))
+            )
         device = context.buffer_device
         self.bias: Tensor | None = None
         if moe.selection_bias and hashed is None:
@@ -218,6 +227,9 @@ class Router(nn.Module):
     def forward(self, x_nh: Tensor, sequences: int, ids_n: Tensor | None = None) -> Routing:
         """`sequences`: number of sequences in x; token i belongs to sequence i mod `sequences`. `ids_n`: of the tokens,
         which the router with a table reads."""
+        if self.scale is not None:
+            h = len(self.scale)
+            x_nh = F.rms_norm(x_nh, (h,), eps=self.norm_eps) * (self.scale * h**-0.5)
         logits_ne = fp32_linear(x_nh, self.weight)
         if self.logit_bias is not None:
             logits_ne = logits_ne + self.logit_bias.to(logits_ne.dtype)
@@ -228,6 +240,8 @@ class Router(nn.Module):
             assert ids_n is not None
             experts_nk = self.table[ids_n]
         weights_nk = weigh(scores_ne, experts_nk, self.moe)
+        if self.expert_scale is not None:
+            weights_nk = weights_nk * self.expert_scale.to(weights_nk.dtype)[experts_nk]
         tokens_be = _count(experts_nk, sequences, self.moe.num_experts)
         routing = Routing(within_capacity(experts_nk, weights_nk, self.moe), weights_nk, tokens_be)
         if not torch.is_grad_enabled():

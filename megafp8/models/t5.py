@@ -62,8 +62,9 @@ class StackTokens(Tokens):
     """The tokens of the encoder's or the decoder's sequences."""
 
     def attention(
-        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None
-    ) -> CoreAttention:
+        self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None,
+        stores: bool = True,
+    ) -> CoreAttention:  # fmt: skip
         return SelfAttention(CAUSAL if causal else ALL_KEYS)
 
     def keys(self, layer: int) -> AttendToKeys:

@@ -17,7 +17,8 @@ Kernels, of which `choose` takes one (docs/decisions/0013-attention.md):
                                    torch's flash kernel: cuDNN adds up dq in the order in which blocks of keys come
     soft caps, biases, dropout; prefixes, boolean masks, queries that are some tokens of their sequence
                                    our own in Triton (`megafp8.kernels.attention`), which is deterministic
-    on a CPU, or in fp32 or fp64   the reference in PyTorch, some queries at a time (`ops.attention_reference`)
+    on a CPU, in fp32 or fp64, or heads wider than 256
+                                   the reference in PyTorch, some queries at a time (`ops.attention_reference`)
     on a CPU in inference mode     torch's flash kernel where it can (`ops.cpu_attention`)
 
 cuDNN's graphs are cached by the layout of q, k and v, and expect all other tensors in the layout that the forward pass
@@ -60,7 +61,8 @@ def attention(
     ValueError if bias or dropout of `scores` do not fit the shapes.
     """
     record_largest(q_sbad, k_tbgd, mask, scores)
-    if sink_a is not None or not scores.only_scales or not mask.is_plain(q_sbad.shape[0], k_tbgd.shape[0]):
+    wide = q_sbad.is_cuda and q_sbad.shape[-1] > LARGEST_HEAD  # for which torch has but one with a matrix of scores
+    if wide or sink_a is not None or not scores.only_scales or not mask.is_plain(q_sbad.shape[0], k_tbgd.shape[0]):
         if in_onnx_export():
             return attention_reference.in_one_block(q_sbad, k_tbgd, v_tbgd, mask, sink_a, scores)
         if runs_unfused(q_sbad) and cpu_attention.computes(mask, scores, sink_a):
@@ -200,8 +202,8 @@ def choose(
         return Choice("reference", "the reference in PyTorch")
     if dtype not in (torch.bfloat16, torch.float16):
         return Choice("reference", "the reference in PyTorch", f"kernels take bf16 and fp16, not {dtype}")
-    if feature is not None and head_dim > LARGEST_HEAD:
-        why = f"our kernel takes heads up to {LARGEST_HEAD} wide, not {head_dim}"
+    if head_dim > LARGEST_HEAD:
+        why = f"kernels take heads up to {LARGEST_HEAD} wide, not {head_dim}"
         return Choice("reference", "the reference in PyTorch", why)
     if feature is not None:
         return Choice("triton", "our own kernel", f"no other one computes {feature}")

@@ -144,8 +144,8 @@ class ModelOutline:
         """The parameters of a stage before and after those of its blocks."""
         config, context = self.config, planning_context(self.config, self.fp8.unbuilt())
         stage = build_stage(config.model, context, layers=layers, positions=config.position_rows, blocks=False)
-        embedding = [] if stage.embedding is None else list(stage.embedding.parameters())
-        before = {*stage.parameters(recurse=False), *embedding}
+        stem = [x for x in (stage.embedding, stage.per_layer_embedding) if x is not None]
+        before = {*stage.parameters(recurse=False), *(param for x in stem for param in x.parameters())}
         several = self.config.parallel.pipeline > 1
         shared = {stage.shared_weight} if several else set()
         params = [(param, _parameter(self.config, param, shared=param in shared)) for param in stage.parameters()]

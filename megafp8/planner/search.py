@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from megafp8.config import Config, ConfigError, check_layout
+from megafp8.config.checks import split_widths
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.costs import ELEMENT
 from megafp8.models.recompute import block_memory
@@ -114,8 +115,9 @@ def layouts(config: Config, cluster: Cluster) -> Iterator[Layout]:
     """All combinations that ranks and heads can be divided into; `check_layout` knows which of them run."""
     model, t = config.model, config.training
     moe = model.moe
-    for tensor in _powers(min(cluster.gpus_per_node, model.num_attention_heads)):
-        if cluster.gpus % tensor or model.num_attention_heads % tensor or model.query_groups % tensor:
+    widths = [*split_widths(model).values()]
+    for tensor in _powers(min([cluster.gpus_per_node, *widths])):
+        if cluster.gpus % tensor or any(width % tensor for width in widths):
             continue
         for context in _powers(max(1, t.seq_length // _SHORTEST)):
             for pipeline in _divisors(cluster.gpus // tensor) if cluster.gpus % (tensor * context) == 0 else ():

@@ -92,6 +92,16 @@ DEEPSEEK_V4: dict[str, Any] = {
     "mlp_layer_types": ["hash_moe", "moe", "moe"],
 }  # fmt: skip
 GEMMA: dict[str, Any] = LLAMA | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
+GEMMA4: dict[str, Any] = LLAMA | {
+    "num_hidden_layers": 5, "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 2,
+    "num_key_value_heads": 4, "attention_k_eq_v": True, "sliding_window": 5, "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "final_logit_softcapping": 3.0,
+}  # fmt: skip
+GEMMA4_SHARED: dict[str, Any] = GEMMA4 | {
+    "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": V,
+}  # fmt: skip
 YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -241,6 +251,12 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             },
         },
+    ),
+    "gemma4": ("Gemma4", GEMMA4),
+    "gemma4-shared": ("Gemma4", GEMMA4_SHARED),
+    "gemma4-experts": (
+        "Gemma4",
+        GEMMA4 | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
     ),
     "phi3": ("Phi3", LLAMA | {"sliding_window": 5, "partial_rotary_factor": 0.5}),
     # Sequences of S tokens are longer than the original ones, and shorter.
@@ -395,6 +411,9 @@ GEMMA_OF_OURS: dict[str, Any] = SMALL | {
     "sliding_window": 5,
     "full_attention_layers": [1],
 }
+GEMMA4_FULL = {
+    "head_dim": 32, "num_query_groups": 4, "rope_theta": 1e6, "partial_rotary_factor": 0.25, "proportional_rope": True,
+}  # fmt: skip
 SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8)
 GROUPED_EXPERTS: dict[str, Any] = {
     "num_experts": 8,
@@ -534,6 +553,44 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         GEMMA_OF_OURS
         | {"qk_norm": True, "rope_theta": 1e4, "rope_local_theta": 50.0, "rope_interpolation_factor": 4.0},
+    ),
+    "gemma4_text": (
+        "gemma4_text",
+        {key: x for key, x in GEMMA_OF_OURS.items() if key not in ("full_attention_layers", "zero_centered_gamma")}
+        | {
+            "num_layers": 5,
+            "sliding_window": None,
+            "qk_norm": True,
+            "value_norm": True,
+            "attention_scale": 1.0,
+            "layer_scalar": True,
+            "per_layer_embedding": {"width": 6},
+            "rope_theta": 1e4,
+            "layer_kinds": {
+                "local": {"mixer": {"sliding_window": 5}},
+                "full": {"mixer": GEMMA4_FULL | {"keys_as_values": True}},
+                "local-shared": {"mixer": {"sliding_window": 5, "kv_layer": 1}, "ffn": {"ffn_hidden_size": 96}},
+                "full-shared": {"mixer": GEMMA4_FULL | {"kv_layer": 2}, "ffn": {"ffn_hidden_size": 96}},
+            },
+            "pattern": ["local * 2", "full", "local-shared", "full-shared"],
+        },
+    ),
+    "gemma4-experts": (
+        "gemma4_text",
+        {key: x for key, x in GEMMA_OF_OURS.items() if key not in ("full_attention_layers", "zero_centered_gamma")}
+        | {
+            "full_attention_layers": [2],
+            "qk_norm": True,
+            "value_norm": True,
+            "attention_scale": 1.0,
+            "layer_scalar": True,
+            "moe": {
+                "num_experts": 4,
+                "ffn_hidden_size": 24,
+                "shared_ffn_hidden_size": 48,
+                "separate_norms": True,
+            },
+        },
     ),
     "phi3": ("phi3", SMALL | {"partial_rotary_factor": 0.5, "rope_theta": 500.0}),
     "phi3-longrope": (
@@ -821,13 +878,13 @@ def make_theirs(name: str, dtype: torch.dtype = torch.float32) -> Any:
     model = getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(
         config_class(kind)(**deepcopy(options))  # which it changes
     )
-    randomize(model, norms=0.0 if kind.startswith(("Gemma", *LINEAR_KINDS)) else 1.0)
+    randomize(model, norms=0.0 if kind.startswith(("Gemma2", "Gemma3", *LINEAR_KINDS)) else 1.0)
     if kind == "OPT":
         model.model.decoder.embed_positions.weight.data[:2] = 0.0  # of padding, which ours does not have
     return model.to(dtype).eval()
 
 
-_TEXT_KINDS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+_TEXT_KINDS = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 
 
 def config_class(kind: str) -> Any:
@@ -837,15 +894,22 @@ def config_class(kind: str) -> Any:
     return getattr(transformers, f"{kind}{'TextConfig' if kind in _TEXT_KINDS else 'Config'}")
 
 
+_STORED = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+"""Buffers that are saved with the weights."""
+
+
 @torch.no_grad()
 def randomize(model: Any, norms: float = 1.0) -> None:
     """Random values for all that a model of `transformers` stores. `norms`: the mean of norms' weights."""
     linear = type(model).__name__.startswith(
         (*LINEAR_KINDS, "OlmoHybrid")
     )  # whose rounding in fp32 is several times that of others
-    biases = [(key, x) for key, x in model.named_buffers() if key.endswith(("e_score_correction_bias", "expert_bias"))]
+    sharp = type(model).__name__.startswith("Gemma4")  # scores are not divided by the root of a head's width
+    biases = [(key, x) for key, x in model.named_buffers() if key.endswith(_STORED)]
     for key, x in [*model.named_parameters(), *biases]:
-        mean = 1.0 if "linear_attn.norm" in key else norms if "norm" in key and key.endswith("weight") else 0.0
+        mean = norms if "norm" in key and key.endswith("weight") else 0.0
+        mean = 1.0 if "linear_attn.norm" in key or "scal" in key else mean
+        mean = 0.3 if "q_norm" in key and sharp else mean
         std = 0.5 if "conv1d" in key and linear else 0.1 if "lm_head" in key and linear else 0.2
         x.copy_(mean + std * torch.randn(x.shape))
     for key, x in model.named_buffers():
@@ -877,6 +941,7 @@ class RandomSource(Source):
     def read(self, name: str) -> Tensor:
         shape = self.tensors[name].shape
         centre = 1.0 if "norm.weight" in name and not self.model.zero_centered_gamma else 0.0
+        centre = 0.3 if "q_norm" in name and self.model.attention_scale == 1 else 1.0 if "scal" in name else centre
         piece = ParamShard(name, shape, (0,) * len(shape), shape)
         if name.endswith(".table"):  # of experts, all different
             assert self.model.moe is not None

@@ -59,19 +59,21 @@ def _our_logits(source: Source, tp: int, pp: int, ep: int = 1) -> tuple[GPTStage
         expert=state.expert.group, expert_overlap=default_overlap(state.expert.group, sequence_parallel=True),
         sequence_group=state.tensor.group,
     )  # fmt: skip
-    middle = model.num_layers // 2 + 1
+    middle = min([model.num_layers // 2 + 1, *model.kv_sources])
     stages = [range(model.num_layers)] if pp == 1 else [range(middle), range(middle, model.num_layers)]
     layers, positions = stages[state.pipeline.rank], model.max_position_embeddings or 1
     stage = GPTStage(model, context, layers=layers, positions=positions)
     wanted = collect(stage.parameters(), lambda param: param.detach(), "model.")
     load_weights(source, wanted | {f"model.{name}": Rectangles.whole(x) for name, x in stage.constants.items()})
     b, s = ids_bs.shape
+    inputs = stage.layer_inputs(Batch(ids_bs, ids_bs))
     if stage.embedding is not None:
         x_sbh = stage.embedding(ids_bs, None)
+        inputs = stage.with_per_layer(inputs, ids_bs, x_sbh)
     else:
         x_sbh = torch.empty(s, b, model.stream_width)
         dist.recv(x_sbh, 0)
-    x_sbh, branch_sbh = stage.run_blocks(x_sbh, stage.layer_inputs(Batch(ids_bs, ids_bs)))
+    x_sbh, branch_sbh = stage.run_blocks(x_sbh, inputs)
     if stage.head is None:
         dist.send(x_sbh if branch_sbh is None else x_sbh + branch_sbh, 1)
         return stage, None
@@ -111,7 +113,8 @@ def _from_random(model: ModelConfig, path: Path, *layout: int) -> Tensor | None:
 
 
 def _layouts(model: ModelConfig) -> list[tuple[int, ...]]:
-    return [*LAYOUTS.values(), *(EXPERTS.values() if model.moe is not None else ())]
+    layouts = [x for x in LAYOUTS.values() if x[1] == 1 or model.per_layer_embedding is None]
+    return [*layouts, *(EXPERTS.values() if model.moe is not None else ())]
 
 
 def _hold(ours: Tensor, theirs: Tensor) -> None:
@@ -122,13 +125,14 @@ def _hold(ours: Tensor, theirs: Tensor) -> None:
 GRADIENTS = [
     "olmo-hybrid", "qwen3-next", "qwen3-5", "qwen3-5-35b-a3b",
     "glm4-moe", "olmo3", "smollm3", "minimax-m2", "ernie4-5-moe", "mistral4",
+    "gemma4-shared", "gemma4-experts",
     "nanochat", "llama4", "nemotron-h-latents", "deepseek-v32", "deepseek-v4", "glm-moe-dsa", "kimi-linear",
     "lfm2-moe",
 ]  # fmt: skip
 """Models of theirs whose gradients the quick tests compare."""
 ALIKE = {
     "llama2", "llama-biases", "mistral", "qwen2", "qwen3-tied", "qwen2-moe-no-bias", "qwen2-longrope",
-    "gemma2-uncapped", "phi3-longrope-short", "gpt-neox-in-turn", "deepseek-v3-tied", "gpt2-untied",
+    "gemma2-uncapped", "gemma4", "phi3-longrope-short", "gpt-neox-in-turn", "deepseek-v3-tied", "gpt2-untied",
     "llama-tied", "llama-geglu", "qwen2-exact-geglu", "phi3", "deepseek-v2-lite",
     "glm4-moe-plain", "mistral4-no-latent", "nanochat-tied", "llama4-plain", "smollm3-windows", "ernie4-5-moe-untied",
     "kimi-linear-groups", "olmo-hybrid-rope",

@@ -1,4 +1,4 @@
-"""Greedy texts of Hugging Face folders against those of `transformers`, for models whose layers keep states."""
+"""Greedy texts of Hugging Face folders against those of `transformers`, for models whose layers keep unlike things."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megafp8.inference import Generator, SamplingOptions
 from megafp8.parallel_state import destroy_model_parallel
 from tests.conversion.families import make_theirs, tokens
 
-NAMES = ["kimi-linear", "lfm2-moe", "olmo-hybrid", "deepseek-v4"]
+NAMES = ["kimi-linear", "lfm2-moe", "olmo-hybrid", "gemma4-shared", "deepseek-v4"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -49,11 +49,12 @@ POSITIONS = [
     {"rope_scaling": SCALING.model_dump()}, {"yarn": YARN}, {"longrope": LONGROPE}, {"partial_rotary_factor": 0.5},
     {"rope_interpolation_factor": 3.0}, {"rope_theta": 100.0}, {"position_embedding": "none"},
     {"position_embedding": "learned"}, {"position_embedding": "alibi"},
+    {"partial_rotary_factor": 0.5, "proportional_rope": True},
 ]  # fmt: skip
 SCORES = [
     {"qk_norm": True}, {"qk_norm": "projection"}, {"qk_norm": "rotated"}, {"attention_sinks": True},
     {"output_gate": True}, {"attention_scale": 0.4}, {"attention_softcap": 1.5}, {"qkv_bias": True},
-    {"query_scaling": {"factor": 0.5, "length": 3}},
+    {"query_scaling": {"factor": 0.5, "length": 3}}, {"value_norm": True}, {"keys_as_values": True},
 ]  # fmt: skip
 REACH = [{"sliding_window": 3}, {"attention_chunk": 3}, {}]
 ENTRIES = [{}, {"compress_rate": 2}, {"compress_rate": 3}, {"compress_rate": 2, "top_k": 2}]
@@ -64,7 +65,8 @@ NORMS = [
 STREAM = [
     {"tie_embeddings": True}, {"embedding_norm": True}, {"embedding_multiplier": 4.0}, {"residual_multiplier": 0.3},
     {"logits_scaling": 3.0}, {"logit_softcap": 2.0}, {"linear_bias": True}, {"hidden_dropout": 0.2},
-    {"attention_dropout": 0.3}, {"hyper_connections": {"streams": 2, "sinkhorn_iterations": 2, "eps": 1e-3}},
+    {"attention_dropout": 0.3}, {"layer_scalar": True}, {"per_layer_embedding": {"width": 6}},
+    {"hyper_connections": {"streams": 2, "sinkhorn_iterations": 2, "eps": 1e-3}},
 ]  # fmt: skip
 EXPERTS = [
     {"shared_ffn_hidden_size": 8}, {"score": "sigmoid"}, {"score": "sqrtsoftplus"},
@@ -72,6 +74,7 @@ EXPERTS = [
     {"num_groups": 4, "top_groups": 2}, {"selection_bias": True}, {"scale_inputs": True}, {"aux_loss": 0.3},
     {"z_loss": 0.1}, {"aux_loss": 0.1, "aux_loss_scope": "global_batch"},
     {"shared_ffn_hidden_size": 8, "shared_gate": True}, {"latent_size": 10},
+    {"shared_ffn_hidden_size": 8, "separate_norms": True},
 ]  # fmt: skip
 
 
@@ -92,7 +95,7 @@ def draw(generator: random.Random) -> Draw:
             DELTA_NET | small | {"key_head_dim": d} | some([{"allow_neg_eigval": True}, {"norm_eps": 0.1}], 2),
             KIMI_DELTA | small | {"head_dim": d},
             MAMBA2 | small | {"state_size": d, "conv_bias": choose([True, False])},
-            {"kind": "short_convolution"} | small, "none",
+            {"kind": "short_convolution"} | small, {"kv_layer": 0}, "none",
             COMPRESSED | {"sliding_window": 3, "position_embedding": "rope"} | choose(ENTRIES),
         ])  # fmt: skip
 

@@ -60,6 +60,10 @@ MAMBA2 = {
     "kind": "mamba2", "num_heads": 8, "head_dim": 3, "state_size": 5, "num_groups": 4, "conv_kernel_size": 3,
     "min_step": 0.5, "max_step": 1.0,
 }  # fmt: skip
+FULL_KEYS = {
+    "num_attention_heads": 8, "num_query_groups": 4, "head_dim": 8, "partial_rotary_factor": 0.5,
+    "proportional_rope": True,
+}  # fmt: skip
 COMPRESSED = {"kind": "compressed_attention", "q_rank": 10, "output_groups": 4, "output_rank": 3, "index_heads": 3,
               "index_head_dim": 6}  # fmt: skip
 COMPRESSED_MODEL = LLAMA | {"head_dim": 6, "partial_rotary_factor": 2 / 3, "sliding_window": 3}
@@ -137,6 +141,36 @@ MODELS: dict[str, dict[str, Any]] = {
             "full": {"mixer": {"position_embedding": "none"}, "ffn": {"ffn_hidden_size": 32, "activation": "gelu"}},
         },
         "pattern": ["local", "full"],
+    },
+    "shared-keys": LLAMA
+    | {
+        "num_layers": 4,
+        "norm_position": "both",
+        "activation": "geglu_tanh",
+        "qk_norm": True,
+        "value_norm": True,
+        "attention_scale": 1.0,
+        "layer_scalar": True,
+        "per_layer_embedding": {"width": 6},
+        "layer_kinds": {
+            "local": {"mixer": {"sliding_window": 3, "rope_theta": 100.0, "head_dim": 6}},
+            "full": {"mixer": FULL_KEYS | {"keys_as_values": True}},
+            "local-shared": {
+                "mixer": {"sliding_window": 3, "rope_theta": 100.0, "head_dim": 6, "kv_layer": 0},
+                "ffn": {"ffn_hidden_size": 32},
+            },
+            "full-shared": {"mixer": FULL_KEYS | {"kv_layer": 1}},
+        },
+        "pattern": ["local", "full", "local-shared", "full-shared"],
+    },
+    "shared-keys-of-a-stage": LLAMA
+    | {
+        "num_layers": 4,
+        "value_norm": True,
+        "layer_scalar": True,
+        "tie_embeddings": True,
+        "layer_kinds": {"own": {"mixer": FULL_KEYS}, "shared": {"mixer": FULL_KEYS | {"kv_layer": 2}}},
+        "pattern": ["own", "own", "own", "shared"],
     },
     "hybrid": LLAMA
     | DROPOUT
@@ -297,6 +331,19 @@ MOE_MODELS = {
             "aux_loss": 0.3,
         },
     },
+    "separate-norms": LLAMA
+    | {
+        "norm_position": "both",
+        "activation": "geglu_tanh",
+        "moe": {
+            "num_experts": 4,
+            "top_k": 2,
+            "ffn_hidden_size": 12,
+            "shared_ffn_hidden_size": 24,
+            "separate_norms": True,
+            "aux_loss": 0.3,
+        },
+    },
     "capacity": LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "capacity_factor": 0.75}},
     "all-experts": LLAMA
     | {
@@ -347,6 +394,8 @@ def compare(
         for name, values in stage.constants.items():
             if name.endswith(".bias"):
                 values.copy_(torch.linspace(-0.2, 0.2, len(values)))
+            elif name.endswith("layer_scalar"):
+                values.fill_(0.8)
             whole[name] = values.double()
         for shares in stage.router_shares.values():
             shares.copy_(shares_of_the_step_before(len(shares)))
@@ -438,7 +487,8 @@ BY_TENSOR = [(name, *tp) for name in MODELS for tp in ((1, False), (2, False), (
         *[
             case
             for case in BY_TENSOR
-            if (case[1:] == (2, True) and not case[0].startswith(("sparse-", "compressed-"))) or case[0] == "llama"
+            if (case[1:] == (2, True) and not case[0].startswith(("sparse-", "compressed-", "shared-keys-of")))
+            or case[0] == "llama"
         ],
     ),
 )
@@ -452,7 +502,7 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
     "name",
     [
         *("llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid"),
-        *("one-part", "kimi-delta"),
+        *("one-part", "kimi-delta", "shared-keys"),
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("sparse", "compressed")),
     ],
 )
@@ -517,9 +567,9 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     slow_but(
         [
             *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid"),
-            *("kimi-delta", "short-convolution", "hyper", "compressed"),
+            *("kimi-delta", "short-convolution", "shared-keys", "hyper", "compressed"),
         ],
-        *("llama", "chunks", "one-part", "sparse-hybrid", "hyper", "compressed"),
+        *("llama", "chunks", "one-part", "sparse-hybrid", "shared-keys", "hyper", "compressed"),
     ),
 )
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
@@ -532,7 +582,8 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
     ("name", "tp", "cp"),
     [
         *(("hybrid", 1, 2), ("kimi-delta", 2, 1), ("one-part", 1, 1), ("sparse-hybrid", 1, 1), ("tied-mtp", 1, 1)),
-        *(("short-convolution", 1, 2), ("pattern", 2, 1), ("compressed-window", 1, 2), ("hyper", 1, 2)),
+        *(("short-convolution", 1, 2), ("pattern", 2, 1), ("shared-keys-of-a-stage", 2, 1), ("hyper", 1, 2)),
+        ("compressed-window", 1, 2),
     ],
 )
 def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:
@@ -557,6 +608,7 @@ def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:
         ("groups-softmax", 1, 4, 2, 1, "all_to_all", "none"),
         ("nemotron", 2, 2, 2, 1, "all_gather", "none"),
         ("nemotron", 1, 2, 2, 1, "all_to_all", "none"),
+        ("separate-norms", 2, 1, 2, 1, "all_gather", "selective"),
         ("hash", 2, 2, 2, 1, "all_to_all", "full"),
     ],
 )

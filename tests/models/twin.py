@@ -105,6 +105,7 @@ def _yarn_frequency(f: float, pair: int, d: int, config: ModelConfig) -> float:
 
 
 def _frequency(pair: int, d: int, config: ModelConfig, length: int, window: int | None = None) -> float:
+    """Of a pair of d rotated channels, or of heads of d channels where rotation is proportional."""
     if window is not None and config.rope_local_theta is not None:
         return config.rope_local_theta ** (-2 * pair / d)
     f = config.rope_theta ** (-2 * pair / d) / config.rope_interpolation_factor
@@ -144,7 +145,11 @@ def _rotate(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig, window: in
     half = x_bsd.shape[-1] // 2
     pairs = round(half * config.partial_rotary_factor)
     frequencies = torch.tensor(
-        [_frequency(i, 2 * pairs, config, x_bsd.shape[1], window) for i in range(pairs)], dtype=torch.float64
+        [
+            _frequency(i, 2 * (half if config.proportional_rope else pairs), config, x_bsd.shape[1], window)
+            for i in range(pairs)
+        ],
+        dtype=torch.float64,
     )
     factor = 1 if window is not None and config.rope_local_theta is not None else _scaled_factors(config)[0]
     rotations = torch.polar(
@@ -179,10 +184,17 @@ def _attention(
     allowed: Tensor,
     dropouts: Dropouts,
     window: int | None,
+    record: AttentionConfig,
+    shared: dict[str, list[tuple[Tensor, Tensor]]],
 ) -> Tensor:
+    """`shared`: normed and rotated keys and values of the heads of each layer so far."""
     heads, groups = config.num_attention_heads, config.num_query_groups or config.num_attention_heads
     d = config.head_dim or config.hidden_size // heads
-    q, k, v = (_linear(x, w, f"{name}.{part}") for part in "qkv")
+    source = f"layers.{record.kv_layer}.attention"
+    q = _linear(x, w, f"{name}.q")
+    k = q if record.kv_layer is not None else _linear(x, w, f"{name}.k")
+    v = k if record.kv_layer is not None or config.keys_as_values else _linear(x, w, f"{name}.v")
+    shared[name] = []
     if config.qk_norm == "projection":
         q, k = (_norm(y, w, f"{name}.{part}_norm", config) for y, part in ((q, "q"), (k, "k")))
     out = []
@@ -191,11 +203,16 @@ def _attention(
         qh, kh, vh = q[..., head * d : (head + 1) * d], *(y[..., group * d : (group + 1) * d] for y in (k, v))
         if config.qk_norm is True:
             qh = _norm(qh, w, f"{name}.q_norm", config)
-            kh = _norm(kh, w, f"{name}.k_norm", config)
+            kh = kh if record.kv_layer is not None else _norm(kh, w, f"{name}.k_norm", config)
         if config.position_embedding == "rope":
             qh, kh = _rotate(qh, positions, config, window), _rotate(kh, positions, config, window)
         if config.qk_norm == "rotated":
             qh, kh = (y / (y.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() for y in (qh, kh))
+        if config.value_norm:
+            vh = vh / (vh.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
+        if record.kv_layer is not None:
+            kh, vh = shared[source][head]
+        shared[name].append((kh, vh))
         qh = qh * _query_scales(config, positions)
         scores = qh @ kh.transpose(-1, -2) * (config.attention_scale or 1 / math.sqrt(d))
         if config.attention_softcap is not None:
@@ -308,7 +325,17 @@ def _chosen(index: Tensor, allowed: Tensor, top_k: int) -> Tensor:
 def mlp(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
     gate, up = (_linear(x, w, f"{name}.{part}") if f"{name}.{part}.weight" in w else None for part in ("gate", "up"))
     z = up if gate is None else gate
-    f = {
+    f = _activated(z, config.activation)
+    assert (gate is None) == (config.activation in ("gelu", "gelu_tanh", "relu", "squared_relu"))
+    if config.activation == "clamped_swiglu":
+        up = up.minimum(torch.tensor(7.0)).maximum(torch.tensor(-7.0)) + 1
+    if config.activation == "limited_swiglu":
+        up = up.minimum(torch.tensor(10.0)).maximum(torch.tensor(-10.0))
+    return _linear(f if gate is None else f * up, w, f"{name}.down")
+
+
+def _activated(z: Tensor, activation: str) -> Tensor:
+    return {
         "swiglu": lambda: z * torch.sigmoid(z),
         "gelu": lambda: 0.5 * z * (1 + torch.erf(z / math.sqrt(2))),
         "gelu_tanh": lambda: 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
@@ -316,13 +343,7 @@ def mlp(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
         "squared_relu": lambda: z**2 * (z > 0),
         "clamped_swiglu": lambda: z.minimum(torch.tensor(7.0)) * torch.sigmoid(1.702 * z.minimum(torch.tensor(7.0))),
         "limited_swiglu": lambda: z.minimum(torch.tensor(10.0)) * torch.sigmoid(z.minimum(torch.tensor(10.0))),
-    }[config.activation.replace("geglu", "gelu")]()
-    assert (gate is None) == (config.activation in ("gelu", "gelu_tanh", "relu", "squared_relu"))
-    if config.activation == "clamped_swiglu":
-        up = up.minimum(torch.tensor(7.0)).maximum(torch.tensor(-7.0)) + 1
-    if config.activation == "limited_swiglu":
-        up = up.minimum(torch.tensor(10.0)).maximum(torch.tensor(-10.0))
-    return _linear(f if gate is None else f * up, w, f"{name}.down")
+    }[activation.replace("geglu", "gelu")]()
 
 
 def chosen_experts(scores: list[float], config: ModelConfig, bias: list[float]) -> list[int]:
@@ -349,6 +370,11 @@ def moe(
     m = config.moe
     assert m is not None
     b, s, experts = *x.shape[:2], m.num_experts
+    routed_x, shared_x = x, x
+    if m.separate_norms:
+        routed_x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + config.norm_eps) * w[f"{name}.router.scale"]
+        routed_x = routed_x / math.sqrt(config.hidden_size)
+        x, shared_x = (_norm(x, w, f"{name}.{which}_norm", config) for which in ("experts", "shared"))
     out = []
     read = x if m.latent_size is None else _linear(x, w, f"{name}.latent_down")
     routed = [torch.zeros_like(token) for token in read.flatten(0, 1)]
@@ -356,7 +382,7 @@ def moe(
     for row in range(b):
         share, mean, log_z = torch.zeros(experts, dtype=torch.float64), [], []
         for i in range(s):
-            logits = w[f"{name}.router.weight"] @ x[row, i]
+            logits = w[f"{name}.router.weight"] @ routed_x[row, i]
             if config.linear_bias:
                 logits = logits + w[f"{name}.router.logit_bias"]
             scores = logits.sigmoid() if m.score == "sigmoid" else logits.softmax(0)
@@ -369,10 +395,13 @@ def moe(
                 chosen = chosen_experts(scores.tolist(), config, bias)
             total = sum(scores[e] for e in chosen) if m.normalize else 1.0
             weights.append([scores[e] / total * m.scaling_factor * (e in chosen) for e in range(experts)])
+            if m.separate_norms:
+                weights[-1] = [y * scale for y, scale in zip(weights[-1], w[f"{name}.router.expert_scale"])]
             y = torch.zeros_like(x[row, i])
             if m.shared_ffn_hidden_size is not None:
-                shared = mlp(x[row, i], w, f"{name}.shared", config)
-                y = y + (shared * (w[f"{name}.shared_gate.weight"] @ x[row, i]).sigmoid() if m.shared_gate else shared)
+                shared = mlp(shared_x[row, i], w, f"{name}.shared", config)
+                gate = (w[f"{name}.shared_gate.weight"] @ shared_x[row, i]).sigmoid() if m.shared_gate else 1
+                y = y + shared * gate
             out.append(y)
             share[chosen] += 1 / (s * m.top_k)
             mean.append(scores / scores.sum())
@@ -389,9 +418,12 @@ def moe(
                 scale = weights[token][e]
                 y = mlp(read.flatten(0, 1)[token] * (scale if m.scale_inputs else 1), w, f"{name}.experts.{e}", config)
                 routed[token] = routed[token] + (y if m.scale_inputs else scale * y)
-    added = torch.stack(routed)
+    added, of_shared = torch.stack(routed), torch.stack(out)
     added = added if m.latent_size is None else _linear(added, w, f"{name}.latent_up")
-    return (torch.stack(out) + added).view_as(x)
+    if m.separate_norms:
+        added = _norm(added, w, f"{name}.experts_output_norm", config)
+        of_shared = _norm(of_shared, w, f"{name}.shared_output_norm", config)
+    return (of_shared + added).view_as(x)
 
 
 def _allowed(
@@ -664,7 +696,8 @@ def _compressed_attention(
 def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
     dropouts: Dropouts, kind: LayerKind, ids: Tensor, *, sparse: bool, window: int | None,
-    documents: Tensor | None = None,
+    documents: Tensor | None = None, shared: dict[str, list[tuple[Tensor, Tensor]]] | None = None,
+    per_layer: tuple[Tensor, str] | None = None,
 ) -> Tensor:  # fmt: skip
     def norm(x: Tensor, which: str, there: bool) -> Tensor:
         return _norm(x, w, f"{name}.{which}", config, config.normalization) if there else x
@@ -691,14 +724,20 @@ def _block(
         elif config.latent_attention is not None and not isinstance(kind.mixer, AttentionConfig):
             y = _latent_attention(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window, losses)
         else:
-            y = _attention(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window)
+            record = kind.mixer or AttentionConfig()
+            assert isinstance(record, AttentionConfig)
+            own = config.model_copy(update={"latent_attention": None})  # whose eps is that of other layers
+            y = _attention(
+                normed, w, f"{name}.attention", own, positions, allowed, dropouts, window, record,
+                {} if shared is None else shared,
+            )  # fmt: skip
         y = config.residual_multiplier * norm(y, "attention_output_norm", of_outputs)
         return dropouts.hidden(y, f"{name}.attention")
 
     def feed_forward(x: Tensor) -> Tensor | float:
         if isinstance(kind.ffn, NoFfnConfig):
             return 0.0
-        normed = norm(x, "mlp_norm", of_inputs)
+        normed = norm(x, "mlp_norm", of_inputs and not (sparse and config.moe.separate_norms))
         if sparse:
             hashed = isinstance(kind.ffn, MoeFfnConfig) and kind.ffn.routing == "hash"
             y = moe(normed, w, f"{name}.mlp", config, losses, ids, hashed=hashed)
@@ -715,7 +754,26 @@ def _block(
     if config.parallel_block:
         return x + attention(x) + feed_forward(x)
     x = x + attention(x)
-    return x + feed_forward(x)
+    x = x + feed_forward(x)
+    if per_layer is not None:
+        vector, activation = per_layer
+        gated = _activated(_linear(x, w, f"{name}.per_layer_gate"), activation) * vector
+        x = x + norm(_linear(gated, w, f"{name}.per_layer_projection"), "per_layer_norm", True)
+    return x * w[f"{name}.layer_scalar"] if config.layer_scalar else x
+
+
+def _per_layer(x: Tensor, w: Weights, config: ModelConfig, tokens: Tensor) -> list[tuple[Tensor, str] | None]:
+    """Per-layer embeddings of each layer, from the embeddings, and the model's activation."""
+    if config.per_layer_embedding is None:
+        return [None] * config.num_layers
+    p, name, found = config.per_layer_embedding.width, "per_layer_embedding", list[tuple[Tensor, str] | None]()
+    projected = _linear(x, w, f"{name}.projection") / math.sqrt(config.hidden_size)
+    of_tokens = math.sqrt(p) * w[f"{name}.word.weight"][tokens]
+    for layer in range(config.num_layers):
+        part = slice(layer * p, (layer + 1) * p)
+        normed = _norm(projected[..., part], w, f"{name}.norm", config)
+        found.append(((normed + of_tokens[..., part]) / math.sqrt(2), config.activation))
+    return found
 
 
 def _cross_entropy(x: Tensor, w: Weights, config: ModelConfig, labels: Tensor, z_loss: float) -> Tensor:
@@ -769,6 +827,8 @@ def twin_loss(
     dropouts = Dropouts(config, seed, samples)
     x = dropouts.hidden(x, "embedding")
     losses = [] if router_losses is None else router_losses
+    per_layer = _per_layer(x, w, config, tokens)
+    shared: dict[str, list[tuple[Tensor, Tensor]]] = {}
     if config.hyper_connections is not None:
         x = torch.stack([x] * config.hyper_connections.streams, 2)
     for layer in range(config.num_layers):
@@ -776,7 +836,7 @@ def twin_loss(
         window = windows[layer]
         x = _block(
             x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, kinds[layer], tokens,
-            sparse=sparse, window=window, documents=documents,
+            sparse=sparse, window=window, documents=documents, shared=shared, per_layer=per_layer[layer],
         )  # fmt: skip
     if config.hyper_connections is not None:
         x = _collapsed(x, w, config)

@@ -66,6 +66,14 @@ ONE_PART = {
     "layer_kinds": {"mamba": {"mixer": MAMBA2, "ffn": "none"}, "mlp": {"mixer": "none"}},
 }
 LATENT_EXPERTS = {"num_experts": 4, "ffn_hidden_size": 32, "latent_size": 24, "shared_ffn_hidden_size": 48}
+SHARED_KEYS = {
+    "layer_kinds": {
+        "own": {"mixer": {"num_query_groups": 2, "head_dim": 32, "keys_as_values": True}},
+        "shared": {"mixer": {"num_query_groups": 2, "head_dim": 32, "kv_layer": 0}},
+    },
+    "pattern": ["own", "shared"],
+    "per_layer_embedding": {"width": 8},
+}
 WINDOW_MTP = {"sliding_window": 8, "num_query_groups": 2, "mtp_num_layers": 1}
 
 
@@ -74,13 +82,14 @@ WINDOW_MTP = {"sliding_window": 8, "num_query_groups": 2, "mtp_num_layers": 1}
     [
         ({}, 0),
         (WINDOW_MTP, 0),
+        (SHARED_KEYS, 0),
         (HYBRID, 2 * 32 * (6 * 8 * 8 * 8 + 2 * 4 * 128)),
         (KIMI, 4 * 32 * (6 * 8 * 8 * 8 + 2 * 4 * 192)),
         (ONE_PART, 2 * 32 * (4 * 8 * 8 * 8 + 2 * 4 * 128)),
         ({"moe": LATENT_EXPERTS}, 0),
         ({"hyper_connections": {"streams": 2, "sinkhorn_iterations": 1}}, 0),
     ],
-    ids=["plain", "window-mtp", "hybrid", "kimi", "one-part", "latent-experts", "hyper"],
+    ids=["plain", "window-mtp", "shared-keys", "hybrid", "kimi", "one-part", "latent-experts", "hyper"],
 )
 def test_products_of_a_step_are_those_that_the_counter_sees(
     model: dict[str, Any], recurrences: int, alone: ParallelState

@@ -103,6 +103,15 @@ MODELS: dict[str, list[str]] = {
         "model.residual_multiplier=0.5",
     ],
     "gated": ["model.output_gate=true", "model.qk_norm=true"],
+    "shared-keys": [
+        "model.qk_norm=true",
+        "model.value_norm=true",
+        "model.layer_scalar=true",
+        "model.layer_kinds={own: {mixer: {head_dim: 16, num_query_groups: 2, keys_as_values: true}},"
+        " shared: {mixer: {head_dim: 16, num_query_groups: 2, kv_layer: 0}}}",
+        "model.pattern=[own, shared]",
+    ],
+    "shared-plain-keys": ["model.layer_kinds={own: {}, shared: {mixer: {kv_layer: 0}}}", "model.pattern=[own, shared]"],
     "latent": [
         "model.latent_attention={q_rank: 48, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 12}",
         "model.num_query_groups=null",
@@ -143,6 +152,10 @@ MODELS: dict[str, list[str]] = {
     ],
     "biased-experts": ["model.moe={num_experts: 8, ffn_hidden_size: 48}", "model.linear_bias=true"],
     "experts": ["model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 48, aux_loss: 0.01, z_loss: 0.001}"],
+    "separate-norms": [
+        "model.moe={num_experts: 8, ffn_hidden_size: 48, shared_ffn_hidden_size: 32, separate_norms: true}",
+        "model.norm_position=both",
+    ],
     "shared-expert": [
         "model.moe={num_experts: 8, normalize: false, shared_ffn_hidden_size: 32, first_dense_layers: 1}",
         "model.latent_attention={q_rank: null, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 12}",
@@ -186,6 +199,13 @@ def _saved(trainer: Trainer, forward: Any) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = forward(inputs)
     assert y[0].requires_grad
+    kept = [
+        x
+        for mixer in inputs.mixers.values()
+        if (shared := getattr(mixer, "shared", None)) is not None
+        for x in shared.read()
+    ]
+    found |= {x.untyped_storage().data_ptr(): (x.untyped_storage().nbytes(), x) for x in kept}
     constants = trainer.stages[0].context.constants.values()
     parameters = trainer.stages[0].parameters()
     ours = {tensor.untyped_storage().data_ptr() for tensor in (*inputs.tensors, *constants, *parameters)}

@@ -173,6 +173,18 @@ GEMMA = _preset(
     "activation": "geglu_tanh", "attention_softcap": 5.0, "logit_softcap": 10.0, "sliding_window": 7,
     "full_attention_layers": [1], "rope_local_theta": 100.0},
 )  # fmt: skip
+FULL_KEYS = {"num_query_groups": 2, "head_dim": 16, "partial_rotary_factor": 0.5, "proportional_rope": True}
+GEMMA4 = _preset(
+    "gemma4", model={"num_layers": 4, "norm_position": "both", "activation": "geglu_tanh", "qk_norm": True,
+    "value_norm": True, "layer_scalar": True, "tie_embeddings": True, "layer_kinds": {
+    "local": {"mixer": {"sliding_window": 7}}, "full": {"mixer": {**FULL_KEYS, "keys_as_values": True}},
+    "shared": {"mixer": {**FULL_KEYS, "kv_layer": 1}}}, "pattern": ["local", "full", "shared * 2"]},
+)  # fmt: skip
+PER_LAYER = _preset("per-layer", model={"per_layer_embedding": {"width": 8}})
+SEPARATE_NORMS = _preset(
+    "separate-norms", model={"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "shared_ffn_hidden_size": 64,
+    "separate_norms": True}},
+)  # fmt: skip
 HYBRID = _preset(
     "hybrid", model={"layer_kinds": {"linear": {"mixer": DELTA_NET}, "full": {}}, "pattern": ["linear", "full"]}
 )

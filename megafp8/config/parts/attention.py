@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from megafp8.config.errors import Problem, divisors
 from megafp8.config.parts.base import ModelSection, PartConfig, RunConfig
-from megafp8.section import FLOAT, IN_FP32, INTEGER, NonNegative, PositiveFloat, PositiveInt, Section
+from megafp8.pipeline_parallel.split import even
+from megafp8.section import FLOAT, IN_FP32, INTEGER, Count, NonNegative, PositiveFloat, PositiveInt, Section
 
 
 class RopeScaling(Section):
@@ -123,6 +125,9 @@ class RotaryKeys(Section):
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1), FLOAT] = 1.0
     """Share of the channels of a head that rotary embeddings rotate (GPT-NeoX, GLM-4, Phi-4-mini). Of its pairs,
     channels i and i + head_dim / 2, these are the first ones."""
+    proportional_rope: bool = False
+    """Rotate a share of a head's pairs with the frequencies that they have where all are rotated (Gemma 4's rope_type
+    proportional), instead of with all frequencies of a head that is only as wide as what is rotated."""
     rope_interpolation_factor: Annotated[float, Field(ge=1), FLOAT, IN_FP32] = 1.0
     """Positions are divided by this (linear scaling, Chen et al. 2023, arXiv:2306.15595), for contexts longer than in
     earlier training."""
@@ -148,6 +153,11 @@ class AttentionKeys(RotaryKeys):
     qk_norm: bool | Literal["projection", "rotated"] = False
     """Apply RMSNorm to each query and key head (Qwen3); projection: to all query heads at once, and all key heads
     (OLMoE); rotated: to each head after the rotary embedding, without weights (Llama 4, nanochat)."""
+    value_norm: bool = False
+    """Apply RMSNorm without weights to each value head (Gemma 4)."""
+    keys_as_values: bool = False
+    """Values are keys before norms and rotary embedding, without a projection of their own (Gemma 4's
+    attention_k_eq_v)."""
     attention_sinks: bool = False
     """Give each query head a learned score that takes part in its softmax and has no value, so that it can attend to
     nothing (gpt-oss; Megatron-LM's softmax_type: learnable)."""
@@ -187,6 +197,10 @@ class AttentionConfig(PartConfig, AttentionKeys):
     """Softmax attention."""
     num_attention_heads: PositiveInt = 1
     """Number of query heads."""
+    kv_layer: Count | None = None
+    """Number of an earlier layer, counted from 0, whose keys and values these layers read; they project none of their
+    own (Gemma 4's num_kv_shared_layers; cross-layer attention, Brandon et al. 2024, arXiv:2405.12981). Both are in one
+    pipeline stage. Default: own keys and values."""
 
     @classmethod
     def of(cls, model: ModelSection, window: int | None) -> AttentionConfig:
@@ -239,13 +253,23 @@ class AttentionConfig(PartConfig, AttentionKeys):
             return "attention_softcap bounds the logits"
         if self.position_embedding in ("alibi", "relative"):
             return f"with position_embedding: {self.position_embedding} logits are not of queries and keys alone"
+        if self.kv_layer is not None:
+            return "with kv_layer layers share keys, and each has queries of its own"
+        if self.keys_as_values:
+            return "with keys_as_values the weights of keys are those of values"
         return ""
 
     def widths(self, model: ModelSection) -> Mapping[str, int]:
         return {"num_attention_heads": self.num_attention_heads, "num_query_groups": self.groups}
 
+    @property
+    def projected(self) -> tuple[str, ...]:
+        """What is computed from the layer's input: q, k and v, and the gate where there is one."""
+        own = () if self.kv_layer is not None else ("k",) if self.keys_as_values else ("k", "v")
+        return "q", *own, *(("gate",) if self.output_gate else ())
+
     def lora_targets(self, model: ModelSection) -> tuple[str, ...]:
-        return "q", "k", "v", *(("gate",) if self.output_gate else ()), "proj"
+        return *self.projected, "proj"
 
     def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
         if self.position_embedding in ("learned", "relative") and "position_embedding" in self.given:
@@ -254,11 +278,70 @@ class AttentionConfig(PartConfig, AttentionKeys):
         values = {name: getattr(model, name) for name in AttentionKeys.model_fields} | self.given
         for problem in attention_heads(model.model_copy(update={**values, "latent_attention": None})):
             yield replace(problem, path=problem.path.replace("model.", f"{path}.", 1))
+        if self.kv_layer is not None:
+            yield from self._shared_keys(model, f"{path}.kv_layer")
+
+    def _shared_keys(self, model: ModelSection, path: str) -> Iterator[Problem]:
+        """Rules about the layer whose keys and values layers of this kind read."""
+        source, reader = self.kv_layer, self.resolved(model)
+        readers = [i for i in range(model.num_layers) if getattr(model.layer(i).mixer, "kv_layer", None) == source]
+        assert source is not None
+        if not readers or source >= readers[0]:
+            rule = "not an earlier layer than " + (f"layer {readers[0]}, which reads it" if readers else "any")
+            yield Problem(path, source, rule, "name an earlier layer")
+            return
+        of = model.layer(source).mixer
+        if not isinstance(of, AttentionConfig) or of.kv_layer is not None:
+            yield Problem(path, source, "that layer has no keys and values of its own", "name one that has")
+            return
+        alike = {"head_dim", "num_query_groups", *RotaryKeys.model_fields}
+        if differing := sorted(key for key in alike if getattr(of, key) != getattr(reader, key)):
+            rule = f"that layer has another {differing[0]} ({getattr(of, differing[0])!r})"
+            yield Problem(path, source, rule, "name a layer with the same heads and rotary embedding")
+        if reader.qk_norm == "projection":
+            rule = "norms of all query heads and all key heads are computed together (qk_norm projection)"
+            yield Problem(path, source, rule, "leave it out, or try qk_norm true")
+        if model.mtp_num_layers:
+            rule = f"model.mtp_num_layers ({model.mtp_num_layers}) repeats the last layer, which sees other tokens then"
+            yield Problem(path, source, rule, "leave one of them out")
 
     def run_problems(self, config: RunConfig, path: str) -> Iterator[Problem]:
         if config.data.prefix_lm is not None and self.attention_chunk is not None:
             rule = "data.prefix_lm is set, and all tokens attend to the whole prefix, not to their chunk alone"
             yield Problem(f"{path}.attention_chunk", self.attention_chunk, rule, "leave it out, or data.prefix_lm")
+
+
+def shared_keys(config: RunConfig) -> Iterator[Problem]:
+    """The rule between layers that read another layer's keys and values, and pipeline stages.
+
+    What travels between stages is the residual stream alone, so both are in one stage.
+    """
+    m, p = config.model, config.parallel
+    stages, layers, sources = p.pipeline * p.virtual_pipeline, m.num_layers, m.kv_sources
+    if stages == 1 or not sources or stages > layers:
+        return
+    inside = {cut for source, last in sources.items() for cut in range(source + 1, last + 1)}
+    between = [cut for cut in range(1, layers) if cut not in inside]
+    if isinstance(p.layers_per_stage, list):
+        cuts = [*accumulate(p.layers_per_stage)][:-1]
+    else:
+        cuts = [*accumulate(even(layers, stages))][:-1]
+    wrong = next((cut for cut in cuts if cut in inside), None)
+    if wrong is None and p.layers_per_stage != "balanced":
+        return
+    source = next(iter(sources) if wrong is None else (x for x, last in sources.items() if x < wrong <= last))
+    rule = f"layer {sources[source]} reads keys and values of layer {source}, and stages send the residual stream only"
+    if len(between) < stages - 1:
+        works = "try parallel.pipeline=1" + (f", or up to {len(between) + 1} stages" if between else "")
+        yield Problem("parallel.pipeline", p.pipeline, rule, works)
+        return
+    chosen: list[int] = []
+    for i in range(1, stages):  # the nearest place to an equal part that leaves enough for the later stages
+        free = [cut for cut in between[: len(between) - (stages - 1 - i)] if cut > max(chosen, default=0)]
+        distances = [abs(cut - i * layers / stages) for cut in free]
+        chosen.append(free[distances.index(min(distances))])
+    counts = [b - a for a, b in pairwise([0, *chosen, layers])]
+    yield Problem("parallel.layers_per_stage", p.layers_per_stage, rule, f"try {counts}")
 
 
 def attention_heads(m: ModelSection) -> Iterator[Problem]:
@@ -279,6 +362,9 @@ def attention_heads(m: ModelSection) -> Iterator[Problem]:
     rule = f"{next(iter(scaled), '')} scales the frequencies already"
     for path, factor in [*scaled.items()][1:]:
         yield Problem(f"{path}.factor", factor, rule, f"leave {' or '.join(scaled)} out")
+    if m.proportional_rope and scaled:
+        works = f"try false, or leave {' and '.join(scaled)} out"
+        yield Problem("model.proportional_rope", True, f"{rule}, of heads that are rotated whole", works)
     if m.rope_interpolation_factor > 1 and scaled:
         works = f"try 1, or leave {' and '.join(scaled)} out"
         yield Problem("model.rope_interpolation_factor", m.rope_interpolation_factor, rule, works)

@@ -60,6 +60,10 @@ class PartConfig(PartialSection):
         a resolved record."""
         return None
 
+    def normed(self, model: ModelSection) -> bool:
+        """Whether its layer normalizes its input, where model.norm_position says so; else it does so itself."""
+        return self.present
+
     def index_loss(self, model: ModelSection) -> float | None:
         """Weight of the loss of its indexer; None where it has none."""
         return None

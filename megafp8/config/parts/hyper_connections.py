@@ -37,6 +37,8 @@ def hyper_connections(m: ModelSection) -> Iterator[Problem]:
         ("norm_position", any(spec.norm_position == "post" for spec in m.distinct_layers) and "post", "pre"),
         ("parallel_block", m.parallel_block, "false"),
         ("mtp_num_layers", m.mtp_num_layers, "0"),
+        ("layer_scalar", m.layer_scalar, "false"),
+        ("per_layer_embedding", m.per_layer_embedding is not None and "set", "null"),
     ):
         if value:
             rule = "model.hyper_connections is set, and with it this is not offered"

@@ -85,12 +85,15 @@ def latent_attention(m: ModelSection) -> Iterator[Problem]:
         "linear_bias": "its layers have no biases",
         "qkv_bias": "its layers have no biases",
         "qk_norm": "it normalizes the latents instead",
+        "value_norm": "it normalizes the latents instead",
+        "keys_as_values": "keys and values are computed from one latent",
         "attention_sinks": "its heads have no sinks",
         "output_gate": "its heads have no gates",
         "attention_chunk": "its tokens attend to all earlier ones or those of a window",
         "attention_scale": "its scores are divided by the root of the width of a key",
         "attention_softcap": "its scores have no soft cap",
         "partial_rotary_factor": "rope_head_dim says which channels are rotated",
+        "proportional_rope": "rope_head_dim says which channels are rotated",
     }
     for key, why in unused.items():
         value, unset = getattr(m, key), type(m).model_fields[key].default

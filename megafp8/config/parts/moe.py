@@ -56,6 +56,10 @@ class MoeConfig(Section):
     scale_inputs: bool = False
     """Multiply an expert's inputs, not its outputs, by the weights of its tokens (Llama 4; Megatron-LM's
     moe_apply_probs_on_input)."""
+    separate_norms: bool = False
+    """The shared expert and the experts have norms of their own, of inputs and of outputs, instead of one norm of their
+    input. The router reads the residual stream by a norm without weights, multiplied by a learned scale of each channel
+    / √hidden_size, and weights of experts are multiplied by a learned scale of each expert (Gemma 4)."""
     capacity_factor: PositiveFloat | None = None
     """An expert takes at most so many times the mean number of tokens of a rank's micro-batch, those with the highest
     weights, and no output for the others (Megatron-LM's moe_expert_capacity_factor; token dropping). Which are dropped
@@ -104,6 +108,9 @@ class MoeFfnConfig(PartConfig):
     for the token's id, each expert about equally often (Roller et al. 2021, arXiv:2106.04426; DeepSeek-V4's first
     layers); the router's scores are their weights, and aux_loss and selection_bias do not apply."""
 
+    def normed(self, model: ModelSection) -> bool:
+        return model.moe is None or not model.moe.separate_norms
+
     def widths(self, model: ModelSection) -> Mapping[str, int]:
         shared = None if model.moe is None else model.moe.shared_ffn_hidden_size
         return {} if shared is None else {"moe.shared_ffn_hidden_size": shared}
@@ -133,6 +140,12 @@ def experts(m: ModelSection) -> Iterator[Problem]:
     if x.latent_size is not None and m.linear_bias:
         rule = "model.linear_bias is true, and the projections of the latents have no biases"
         yield Problem("model.moe.latent_size", x.latent_size, rule, "leave it out, or try model.linear_bias=false")
+    if x.separate_norms:
+        path, rule = "model.moe.separate_norms", "it is for a shared expert beside experts, after RMSNorm of both"
+        if x.shared_ffn_hidden_size is None:
+            yield Problem(path, True, rule, "set model.moe.shared_ffn_hidden_size, or leave it out")
+        if m.norm_position not in ("pre", "both") or m.normalization != "rmsnorm" or m.parallel_block:
+            yield Problem(path, True, rule, "try normalization rmsnorm and norm_position both, or leave it out")
     if x.shared_gate and x.shared_ffn_hidden_size is None:
         works = "set model.moe.shared_ffn_hidden_size, or leave it out"
         yield Problem("model.moe.shared_gate", True, "there is no shared expert", works)

@@ -20,6 +20,7 @@ def _softcaps(attention: float | None, logits: float | None) -> Trait:
     )
 
 
+EMBEDDING_MULTIPLIER = Trait((), _read_embedding_multiplier)
 _GEMMA = (
     *traits.RMSNORM_MODEL,
     traits.POSITIONS,
@@ -28,7 +29,7 @@ _GEMMA = (
     same(num_query_groups=("num_key_value_heads", 4), head_dim=("head_dim", 256), norm_eps=("rms_norm_eps", 1e-6)),
     aliases(hidden_act="hidden_activation"),
     always(norm_position="both", zero_centered_gamma=True),
-    Trait((), _read_embedding_multiplier),
+    EMBEDDING_MULTIPLIER,
     Trait(
         ("query_pre_attn_scalar",),
         lambda hf: {"attention_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5},

@@ -1,0 +1,116 @@
+"""What a layer does to the residual stream after its mixer and feed-forward network, and per-layer embeddings.
+
+With per-layer embeddings (Gemma 3n and 4) each token has a vector for each layer: that of a second table of tokens, and
+a projection of its embedding, normed. A layer multiplies its part by a gate that it computes from the residual stream,
+and adds a projection of that to the stream, normed. The vectors are narrow, so projections are whole on each
+tensor-parallel rank, for its own tokens.
+
+Shapes: s sequence, b micro-batch, h hidden, l layers, p width of a token's vector for a layer.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megafp8.config import ModelConfig
+from megafp8.config.activations import ACTIVATIONS
+from megafp8.distributed.sharding import Init, unsharded
+from megafp8.linear.linear import linear
+from megafp8.models.context import BuildContext, replicated_parameter
+from megafp8.models.costs import MicroBatch, Work
+from megafp8.models.mixer import LayerInputs
+from megafp8.models.norms import RMSNorm, block_norm, normalized
+from megafp8.ops.activation import activation
+from megafp8.ops.mlp import UNFUSED
+from megafp8.plan import LinearSite
+from megafp8.tensor_parallel.layers import VocabParallelEmbedding
+
+
+class WholeLinear(nn.Module):
+    """A linear layer that is whole on each tensor-parallel rank, and computes its own tokens in high precision."""
+
+    def __init__(self, name: str, inputs: int, outputs: int, context: BuildContext, std: float) -> None:
+        super().__init__()
+        shards = unsharded(f"{name}.weight", (outputs, inputs))
+        self.weight = replicated_parameter(context, shards, Init("normal", std))
+        reason = "whole on each rank, it stays in training.precision"
+        self.state = context.fp8.linear(LinearSite(name, inputs, outputs, high_precision=reason))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.state)
+
+
+class PerLayerEmbedding(nn.Module):
+    """Tokens `[b, s]` and their embeddings `[s, b, h]` -> vectors for the layers, `[s, b, l, p]` (s/t
+    sequence-parallel)."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+        super().__init__()
+        assert config.per_layer_embedding is not None
+        p, layers, name = config.per_layer_embedding.width, config.num_layers, "per_layer_embedding"
+        self.width, self.scale = p, 1 / math.sqrt(config.hidden_size)
+        self.word = VocabParallelEmbedding(
+            f"{name}.word", config.padded_vocab_size, layers * p, group=context.tensor,
+            init=Init("normal", config.init_std), dtype=context.dtype, device=context.device,
+            sequence_parallel=context.sequence_parallel, multiplier=math.sqrt(p),
+        )  # fmt: skip
+        self.projection = WholeLinear(f"{name}.projection", config.hidden_size, layers * p, context, config.init_std)
+        self.norm = RMSNorm(
+            f"{name}.norm", p, context, eps=config.norm_eps, sees_a_slice=context.sequence_sharded,
+            zero_centered=config.zero_centered_gamma,
+        )  # fmt: skip
+
+    def forward(self, tokens_bs: Tensor, x_sbh: Tensor) -> Tensor:
+        of_tokens, projected = self.word(tokens_bs), self.projection(x_sbh) * self.scale
+        projected, of_tokens = (x.unflatten(-1, (-1, self.width)) for x in (projected, of_tokens))
+        return (self.norm(projected) + of_tokens) * math.sqrt(0.5)
+
+
+class LayerTail(nn.Module):
+    """The residual stream `[s, b, h]` (`[s/t, b, h]` sequence-parallel), with all branches added -> the next layer's.
+
+    `scalar`: fp32 `[1]`, a constant of the layer that belongs to the weights and is not trained; None without one.
+    """
+
+    def __init__(self, index: int, config: ModelConfig, context: BuildContext) -> None:
+        super().__init__()
+        name, h = f"layers.{index}", config.hidden_size
+        self.index, self.hidden_size, self.kind = index, h, config.activation
+        self.width = 0 if config.per_layer_embedding is None else config.per_layer_embedding.width
+        if self.width:
+            self.gate = WholeLinear(f"{name}.per_layer_gate", h, self.width, context, config.hidden_init_std)
+            std = config.output_init_std
+            self.projection = WholeLinear(f"{name}.per_layer_projection", self.width, h, context, std)
+            self.norm = block_norm(f"{name}.per_layer_norm", config, context)
+        self.scalar: Tensor | None = None
+        if config.layer_scalar:
+            self.scalar = torch.ones(1, dtype=torch.float32, device=context.buffer_device)
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes that it keeps for its backward pass, by tensor; with its part of what makes per-layer embeddings."""
+        saved = {} if self.scalar is None else {"layer scalar": batch.element}
+        if not self.width:
+            return saved
+        inputs = batch.own_tokens * (2 * self.hidden_size + 5 * self.width) * batch.element
+        return saved | {"per-layer embedding": inputs + self.norm.saved(batch)}
+
+    def work(self, batch: MicroBatch) -> Work:
+        """It reads and writes the stream once or twice, and reads a branch."""
+        stream = batch.own_tokens * self.hidden_size * batch.element
+        own = Work() if self.scalar is None else Work(2.0 * stream, 2.0 * stream, 1)
+        per_layer = 6.0 * batch.own_tokens * self.width * batch.element
+        own += Work(3.0 * stream, 0.0, 1)
+        return own + Work(per_layer + 5 * stream, per_layer + 4 * stream, 4) if self.width else own
+
+    def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        if self.width:
+            assert inputs.per_layer_sblp is not None, "a stage without the embedding"
+            both = torch.cat([self.gate(x_sbh), inputs.per_layer_sblp[:, :, self.index]], dim=-1)
+            fused = ACTIVATIONS[self.kind].fused
+            gated = activation(self.kind, both, None, None, None) if fused else UNFUSED[self.kind](both)
+            assert isinstance(gated, Tensor)
+            x_sbh = x_sbh + normalized(self.norm, self.projection(gated))
+        return x_sbh if self.scalar is None else x_sbh * self.scalar.to(x_sbh.dtype)
