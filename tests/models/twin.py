@@ -673,7 +673,7 @@ def _compressed_attention(
                 all_scores = {
                     e: ((iq @ index[e][1]).clamp(min=0) * weights).sum() / math.sqrt(iq.numel()) for e in seen
                 }
-                seen = sorted(sorted(seen, key=lambda e: (-float(all_scores[e]), e))[: record.top_k])
+                seen = sorted(sorted(seen, key=lambda e: (-all_scores[e].item(), e))[: record.top_k])
                 scores = torch.stack([all_scores[e] for e in seen])
             keys = torch.stack([kv[row, j] for j in near] + [entries[e][1] for e in seen])
             logits = q[row, i] @ keys.T / math.sqrt(d)
