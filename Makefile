@@ -39,7 +39,7 @@ $(VENV)/.runtime: pyproject.toml
 	@touch $@
 
 test: venv lint  ## lint and the whole CPU suite (10 to 18 minutes on 2 cores)
-	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test-slow: venv  ## the tests too slow for every change
 	$(PY) -m pytest -q -m slow

@@ -52,7 +52,7 @@ def complete(folder: Path, format: str) -> None:
         assert torch.equal(*(one[meaningful] if one.dim() else one for one in both)), name
 
 
-@pytest.mark.parametrize("format", slow_but(checkpoints.FORMATS, "native", "hf"))
+@pytest.mark.parametrize("format", slow_but(checkpoints.FORMATS, "hf"))
 def test_at_changes_of_the_disk(tmp_path: Path, format: str) -> None:
     checkpoints.make(tmp_path / "run")
     killed = 0

@@ -13,7 +13,7 @@ from megafp8.config import ModelConfig
 from megafp8.conversion.megatron_args import read_args
 from megafp8.conversion.megatron_sink import MegatronSink
 from megafp8.conversion.megatron_source import MegatronSource, is_megatron
-from megafp8.models.router import choose
+from megafp8.models.router import choose, weigh
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import RandomSource
 from tests.conversion.megatron_reference import MODELS, READ_ONLY, TINY, chosen, folders, rank, save
@@ -273,7 +273,9 @@ def test_a_router_chooses_as_its_arguments_say(args: dict[str, Any]) -> None:
     assert moe is not None
     torch.manual_seed(1)
     logits, bias = 2 * torch.randn(50, 16).double(), torch.randn(16).double() if sigmoid else None
-    experts, weights = choose(logits.sigmoid() if sigmoid else logits.softmax(1), moe, bias)
+    scores = logits.sigmoid() if sigmoid else logits.softmax(1)
+    experts = choose(scores, moe, bias)
+    weights = weigh(scores, experts, moe)
     torch.testing.assert_close(torch.zeros_like(logits).scatter(1, experts, weights), chosen(logits, args, bias))
 
 

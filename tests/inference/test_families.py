@@ -10,11 +10,12 @@ import torch
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.parallel_state import destroy_model_parallel
 from tests.conversion.families import make_theirs, tokens
+from tests.marks import slow_but
 
 NAMES = ["kimi-linear", "lfm2-moe", "olmo-hybrid", "gemma4-shared", "deepseek-v4"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES, "gemma4-shared", "deepseek-v4"))
 def test_greedy_texts_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """Prompts of several lengths, together and alone: states do not leak from one text into another."""
     model = make_theirs(name)

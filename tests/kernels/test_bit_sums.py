@@ -39,6 +39,7 @@ def tensors() -> list[Tensor]:
     return [x.to(DEVICE) for x in found]
 
 
+@pytest.mark.slow
 def test_kernel_and_reference_are_the_sums_of_the_words() -> None:
     found = tensors()
     expected = [by_hand(x) for x in found]

@@ -40,10 +40,9 @@ def test_last_inputs_are_of_the_last_document(starts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("s", "b", "parts", "k", "documents", "bias"),
     [
-        (5, 2, [Part(2, 4, norm=True), Part(1, 3)], 4, True, False),
         pytest.param(37, 2, [Part(2, 8, norm=True), Part(3, 4)], 4, True, False, marks=pytest.mark.slow),
         (300, 1, [Part(1, 16)], 3, False, True),
-        (2, 1, [Part(1, 4, norm=True)], 4, True, True),
+        (2, 2, [Part(1, 4, norm=True)], 4, True, True),
         (33, 1, [Part(1, 6), Part(2, 3, norm=True)], 2, True, True),
     ],
 )

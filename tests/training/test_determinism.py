@@ -125,7 +125,7 @@ def _run(config: Config) -> RankResult:
     return result_of(trainer, train(trainer, parallel))
 
 
-@pytest.mark.parametrize("recipe", slow_but([DELAYED, NVFP4], DELAYED))
+@pytest.mark.parametrize("recipe", slow_but([DELAYED, NVFP4]))
 def test_two_runs_on_a_cpu(world4: World, recipe: Preset) -> None:
     """Everything at once: tensor, sequence, pipeline; the noise of nvfp4 too."""
     config = _deterministic(TP2 | PP2 | ZB_H1 | DOCUMENTS | recipe, device="cpu")

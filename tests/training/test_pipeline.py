@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megafp8.config import Config
 from megafp8.pipeline_parallel.actions import COMPUTE, Action, Kind, Placement, Schedule, loop_placement
 from megafp8.pipeline_parallel.registry import SCHEDULES
@@ -20,6 +22,7 @@ def all_forwards_first(placement: Placement, num_microbatches: int) -> Schedule:
     return [list(actions) for _ in placement.stages]
 
 
+@pytest.mark.slow
 def test_schedules_of_the_users(runs: Runs, tmp_path: Path) -> None:
     preset = LAYERS_8 | NO_CLIP | PP2
     expected = runs.one_rank(preset)
