@@ -78,7 +78,8 @@ def _norm(x: Tensor, w: Weights, name: str, config: ModelConfig, kind: str = "rm
     """By default that of latents, or of queries and keys."""
     latent = config.latent_attention
     eps = latent.norm_eps if latent and latent.norm_eps and ".attention." in name else config.norm_eps
-    weight = w[f"{name}.weight"] + config.zero_centered_gamma if config.norm_weights or "attention." in name or "embedding." in name else 1
+    has_weight = config.norm_weights or "attention." in name or "embedding." in name
+    weight = w[f"{name}.weight"] + config.zero_centered_gamma if has_weight else 1
     if kind == "rmsnorm":
         return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight
     centred = x - x.mean(-1, keepdim=True)
