@@ -20,14 +20,14 @@ from megafp8.conversion.hf_names import Names, Rows, fused, usual
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, only, unread
 
 LINEAR = "linear_attention"
-"""What transformers calls a layer with Mamba-2."""
+"""The value in layer_types of transformers for a layer with Mamba-2."""
 _FORMER = {"mamba": LINEAR, "attention": FULL}
 Kinds = Callable[[HfConfig], Sequence[str]]
 """From config.json what each layer is."""
 INFINITY = {"__float__": "Infinity"}
 """As transformers writes the number, which JSON lacks."""
 NO_LIMIT = (math.inf, INFINITY)
-"""What says that there is none."""
+"""Values of an upper limit in config.json that stand for no limit."""
 
 
 def kinds_of(values: object, key: str, known: Sequence[str]) -> list[str]:

@@ -63,7 +63,7 @@ def _sigmoid(x):
 
 @jit
 def _row_sums(cells, eps, N: tl.constexpr):
-    """Of each row of a matrix, plus eps."""
+    """The sum of each row of an N x N matrix, plus eps."""
     sums = ()
     for i in tl.static_range(N):
         total = cells[i * N]
@@ -75,7 +75,7 @@ def _row_sums(cells, eps, N: tl.constexpr):
 
 @jit
 def _column_sums(cells, eps, N: tl.constexpr):
-    """Of each column of a matrix, plus eps."""
+    """The sum of each column of an N x N matrix, plus eps."""
     sums = ()
     for j in tl.static_range(N):
         total = cells[j]

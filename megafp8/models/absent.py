@@ -1,7 +1,7 @@
 """The absent mixer or feed-forward network of a layer that has only one of them.
 
-It has no weights and no norm, saves and computes nothing, and the block does not call it; whoever asks a layer's parts
-gets its answers, so nobody needs to know that it is absent.
+It has no weights and no norm, saves and computes nothing, and the block does not call it. The planner, generation and
+checkpoints get its answers as those of any part, so they have no case for it.
 """
 
 from __future__ import annotations

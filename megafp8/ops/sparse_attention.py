@@ -13,7 +13,7 @@ reaches the indexer only, which has no other.
 
 *Tensor parallelism.* Ranks have different heads, and the same indexer and keys. Of a block, each chooses the keys of
 its part of the queries, and all ranks gather these; in backward the probabilities are summed over ranks, and each
-computes the indexer's gradient of its part of the queries: whoever shares the inputs of the indexer sums it up.
+computes the indexer's gradient of its part of the queries, which the mixer sums over ranks.
 
 Kernels: `kernels.sparse_attention` for bf16 and fp16 on CUDA, elsewhere `numerics.sparse_attention_reference`.
 

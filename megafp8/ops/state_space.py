@@ -2,7 +2,7 @@
 
 On CUDA with 16-bit inputs our own kernels in Triton compute it (`megafp8.kernels.state_space`), elsewhere the reference
 in chunks. Both keep states in fp32 or wider. For its backward pass a kernel keeps its inputs and the states at the
-start of each chunk; whoever recomputes the recurrence in backward keeps these for a moment only.
+start of each chunk; where the recurrence is recomputed in backward, only until that layer's backward pass ends.
 
 Shapes: those of `megafp8.numerics.state_space_reference`; m chunks.
 """

@@ -99,7 +99,7 @@ def _stored(model: ModelConfig, entries: Entries) -> Entries:
 
 
 _NORMS = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
-"""Of layers of linear attention, in transformers and as published."""
+"""Names of the norms of layers of linear attention: in transformers, and in published folders."""
 _LINEARS = {"q": "q", "k": "k", "v": "v", "z": "g", "beta": "b", "decay": "a", "proj": "o"}
 _PLACES = {
     **{ours: f"{theirs}_proj" for ours, theirs in _LINEARS.items()}, **{f"{x}_conv": f"{x}_conv1d" for x in "qkv"},
