@@ -40,11 +40,13 @@ def launch_key(
 class Kernel:
     """`function` as a Triton kernel. Its parameters are tensors, some of which may be None, then numbers, constants.
 
-    `do_not_specialize`: numbers that Triton is not to compile a kernel of its own for.
+    `function`: of Python, or a kernel of Gluon. `do_not_specialize`: numbers that Triton is not to compile a kernel of
+    its own for.
     """
 
     def __init__(self, function: Callable[..., None], do_not_specialize: Sequence[str] = ()) -> None:
-        self.jit: Any = triton.jit(function, do_not_specialize=list(do_not_specialize))
+        is_kernel = isinstance(function, triton.JITFunction)
+        self.jit: Any = function if is_kernel else triton.jit(function, do_not_specialize=list(do_not_specialize))
         self._bound: dict[Hashable, BoundKernel] = {}
 
     def bind(self, **constants: Any) -> BoundKernel:

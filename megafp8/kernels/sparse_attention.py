@@ -12,10 +12,11 @@ order.
 *Attention.* All heads of a query attend to the same keys, so they are the rows of the products with a tile of these,
 which a program gathers by their positions: M heads of a query, N keys after N keys. Forward has a running maximum and
 sum. Backward recomputes probabilities from the log-sum-exps and writes them and the gradients of scores to memory, of
-some queries at a time; one kernel multiplies these with the keys, another with queries and output gradients, so that no
-program has more sums than registers hold. What a key gets from a query is added to fp32 sums in memory by atomic
-additions, whose order differs from run to run; where torch.use_deterministic_algorithms is on, it is written for each
-pair of a query and a key instead, and torch adds it up in a fixed order.
+some queries at a time, and multiplies these with the keys; a last kernel multiplies them with queries and output
+gradients. So no program has more sums than registers hold. On Hopper, for 64 heads or multiples, forward and the first
+part of backward are `kernels.sparse_attention_hopper`. What a key gets from a query is added to fp32 sums in memory by
+atomic additions, whose order differs from run to run; where torch.use_deterministic_algorithms is on, it is written for
+each pair of a query and a key instead, and torch adds it up in a fixed order.
 
 Shapes: b sequences, s queries of a block, t keys, k chosen keys of a query; a heads of c = v + r channels, of which the
 first v are the value's; i heads of the indexer of d channels.
@@ -31,6 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megafp8.kernels import sparse_attention_hopper as hopper
 from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
 from megafp8.kernels.launch import Kernel
 from megafp8.numerics.sparse_attention_reference import Index, Keys
@@ -232,16 +234,15 @@ def attend_kernel(
 
 
 def scores_backward_kernel(
-    do_bsav, q_bsac, kv_btc, chosen_bsk, count_bs, lse_bsa, delta_bsa, p_bsak, ds_bsak, p_mbsk,
+    do_bsav, q_bsac, kv_btc, chosen_bsk, count_bs, lse_bsa, delta_bsa, p_bsak, ds_bsak,
     s, t, k, a, scale, scale2,
     V: tl.constexpr, R: tl.constexpr, WV: tl.constexpr, WR: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Probabilities of M heads of a query, and gradients of their scores. `scale`: of scores; `scale2`: of scores in
-    base 2. `p_mbsk`: sums of probabilities over the heads of each of m blocks."""
+    base 2."""
     blocks = tl.cdiv(a, M)
     block = tl.program_id(0) % blocks
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    queries = (tl.num_programs(0) // blocks).to(tl.int64)
     head, c, r, lane = block * M + tl.arange(0, M), tl.arange(0, WV), tl.arange(0, WR), tl.arange(0, N)
     real = head < a
     at = row * a + head
@@ -263,7 +264,6 @@ def scores_backward_kernel(
         x = tl.dot(q_r, tl.trans(k_r), x, input_precision="ieee")
         p = tl.where(seen[None, :] & real[:, None], tl.exp2(x * scale2 - lse[:, None]), 0.0)
         dp = tl.dot(do, tl.trans(k_v), input_precision="ieee")
-        tl.store(p_mbsk + (block * queries + row) * k + n + lane, tl.sum(p, axis=0), mask=seen)
         ds = p * (dp - delta[:, None]) * scale
         to = at[:, None] * k + n + lane[None, :]
         there = real[:, None] & seen[None, :]
@@ -298,11 +298,12 @@ def queries_backward_kernel(
 
 
 def keys_backward_kernel(
-    do_bsav, q_bsac, p_bsak, ds_bsak, chosen_bsk, count_bs, dkv, s, t, k, a,
+    do_bsav, q_bsac, p_bsak, ds_bsak, chosen_bsk, count_bs, dkv, p_bsk, s, t, k, a,
     ATOMIC: tl.constexpr, V: tl.constexpr, R: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """What N keys get from a query, in parts of W channels: sums over its heads, M at a time. `dkv`: of keys, or of
-    pairs of a query and a key."""
+    """What N keys get from a query, W channels at a time: sums over its heads, whose probabilities and gradients of
+    scores are read once; M heads at a time. `dkv`: of keys, or of pairs of a query and a key. `p_bsk`: sums of
+    probabilities over heads."""
     tiles = tl.cdiv(k, N)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     n = tl.program_id(0) % tiles * N
@@ -315,43 +316,44 @@ def keys_backward_kernel(
             to = dkv + (row // s * t + key) * (V + R)
         else:
             to = dkv + (row * k + lane) * (V + R)
-        for first in range(0, V + R, W):
-            c = first + tl.arange(0, W)
-            total = tl.zeros([W, N], tl.float32)
-            for m in range(0, a, M):
-                head = m + tl.arange(0, M)
-                real = head < a
-                at = row * a + head
-                there = real[:, None] & seen[None, :]
+        of_heads = tl.zeros([N], tl.float32)
+        for m in range(0, a, M):
+            head = m + tl.arange(0, M)
+            real = head < a
+            at = row * a + head
+            there = real[:, None] & seen[None, :]
+            p = tl.load(p_bsak + at[:, None] * k + lane[None, :], mask=there, other=0.0)
+            ds = tl.load(ds_bsak + at[:, None] * k + lane[None, :], mask=there, other=0.0)
+            of_heads += tl.sum(p.to(tl.float32), axis=0)
+            for first in range(0, V + R, W):
+                c = first + tl.arange(0, W)
                 q = tl.load(
                     q_bsac + at[:, None] * (V + R) + c[None, :], mask=real[:, None] & (c < V + R)[None, :], other=0.0
                 )
-                ds = tl.load(ds_bsak + at[:, None] * k + lane[None, :], mask=there, other=0.0)
-                total = tl.dot(tl.trans(q), ds, total, input_precision="ieee")
-                if first < V:
-                    do = tl.load(
-                        do_bsav + at[:, None] * V + c[None, :], mask=real[:, None] & (c < V)[None, :], other=0.0
-                    )
-                    p = tl.load(p_bsak + at[:, None] * k + lane[None, :], mask=there, other=0.0)
-                    total = tl.dot(tl.trans(do), p, total, input_precision="ieee")
-            mask = (c < V + R)[:, None] & seen[None, :]
-            if ATOMIC:
-                tl.atomic_add(to[None, :] + c[:, None], total, mask=mask, sem="relaxed")
-            else:
-                tl.store(to[None, :] + c[:, None], total, mask=mask)
+                do = tl.load(do_bsav + at[:, None] * V + c[None, :], mask=real[:, None] & (c < V)[None, :], other=0.0)
+                total = tl.dot(tl.trans(q), ds, input_precision="ieee")
+                total = tl.dot(tl.trans(do), p, total, input_precision="ieee")
+                mask = (c < V + R)[:, None] & seen[None, :]
+                if ATOMIC:
+                    tl.atomic_add(to[None, :] + c[:, None], total, mask=mask, sem="relaxed")
+                else:
+                    if m > 0:
+                        total += tl.load(to[None, :] + c[:, None], mask=mask, other=0.0)
+                    tl.store(to[None, :] + c[:, None], total, mask=mask)
+        tl.store(p_bsk + row * k + lane, of_heads, mask=seen)
 
 
 _scores, _choose, _index_loss = Kernel(scores_kernel), Kernel(choose_kernel), Kernel(index_loss_kernel)
 _attend, _scores_backward = Kernel(attend_kernel), Kernel(scores_backward_kernel)
 _queries_backward, _keys_backward = Kernel(queries_backward_kernel), Kernel(keys_backward_kernel)
 
-SCORES: dict[str, Any] = {"M": 128, "N": 128, "num_warps": 8, "num_stages": 3}
-CHOOSE: dict[str, Any] = {"BLOCK": 4096, "BITS": 8, "num_warps": 8}
-INDEX_LOSS: dict[str, Any] = {"N": 64, "num_warps": 4, "num_stages": 2}
-ATTEND: dict[str, Any] = {"M": 64, "N": 32, "num_warps": 8, "num_stages": 2}
+SCORES: dict[str, Any] = {"M": 64, "N": 128, "num_warps": 4, "num_stages": 3}
+CHOOSE: dict[str, Any] = {"BLOCK": 2048, "BITS": 8, "num_warps": 4}
+INDEX_LOSS: dict[str, Any] = {"N": 128, "num_warps": 4, "num_stages": 2}
+ATTEND: dict[str, Any] = {"M": 32, "N": 64, "num_warps": 4, "num_stages": 3}
 SCORES_BACKWARD: dict[str, Any] = {"M": 64, "N": 32, "num_warps": 8, "num_stages": 3}
 QUERIES_BACKWARD: dict[str, Any] = {"M": 128, "N": 64, "W": 128, "num_warps": 8, "num_stages": 3}
-KEYS_BACKWARD: dict[str, Any] = {"M": 64, "N": 128, "W": 128, "num_warps": 8, "num_stages": 2}
+KEYS_BACKWARD: dict[str, Any] = {"M": 128, "N": 64, "W": 64, "num_warps": 4, "num_stages": 2}
 """Tiles and Triton's options of each kernel, for an H200; heads are fewer in a tile where a query has fewer."""
 
 
@@ -403,12 +405,16 @@ def attend(q_bsac: Tensor, kv_btc: Tensor, keys: Keys, value_width: int, scale: 
     q, kv = kernel_input(q_bsac.contiguous()), kernel_input(kv_btc)
     o_bsav = torch.empty(b, s, a, v, dtype=q.dtype, device=q.device)
     lse_bsa = torch.empty(b, s, a, dtype=torch.float32, device=q.device)
-    options = _heads(ATTEND, a)
-    bound = _attend.bind(V=v, R=c - v, WV=_wide(v), WR=_wide(c - v), **options)
-    bound.launch(
-        (b * s * ceil_div(a, options["M"]), 1), (q, kv, keys.chosen, _counts(keys), o_bsav, lse_bsa),
-        (s, t, keys.chosen.shape[-1], a, scale * _LOG2E),
-    )  # fmt: skip
+    chosen, counts = keys.chosen.contiguous(), _counts(keys)
+    if hopper.takes(q, v):
+        hopper.attend(q, kv, chosen, counts, o_bsav, lse_bsa, scale)
+    else:
+        options = _heads(ATTEND, a)
+        bound = _attend.bind(V=v, R=c - v, WV=_wide(v), WR=_wide(c - v), **options)
+        bound.launch(
+            (b * s * ceil_div(a, options["M"]), 1), (q, kv, chosen, counts, o_bsav, lse_bsa),
+            (s, t, chosen.shape[-1], a, scale * _LOG2E),
+        )  # fmt: skip
     return o_bsav.to(q_bsac.dtype), lse_bsa
 
 
@@ -420,35 +426,51 @@ def attend_backward(
     (b, s, a, c), t, v = q_bsac.shape, kv_btc.shape[1], do_bsav.shape[-1]
     assert keys.chosen is not None
     top_k = keys.chosen.shape[-1]
-    q, kv, do = (kernel_input(x.contiguous()) for x in (q_bsac, kv_btc, do_bsav))
-    delta_bsa = torch.linalg.vecdot(do_bsav.float(), o_bsav.float())
-    dq_bsac, p_bsk = torch.empty_like(q), torch.empty(b, s, top_k, dtype=torch.float32, device=q.device)
-    of_scores, of_queries, of_keys = (
-        _heads(options, a) for options in (SCORES_BACKWARD, QUERIES_BACKWARD, KEYS_BACKWARD)
-    )
-    atomic, blocks = not torch.are_deterministic_algorithms_enabled(), ceil_div(a, of_scores["M"])
-    of_pairs = _scores_backward.bind(V=v, R=c - v, WV=_wide(v), WR=_wide(c - v), **of_scores)
-    products = _queries_backward.bind(C=c, **of_queries)
-    programs = ceil_div(a, of_queries["M"]) * ceil_div(c, of_queries["W"])
-    sums = _keys_backward.bind(ATOMIC=atomic, V=v, R=c - v, **of_keys)
-    counts, tiles = _counts(keys), ceil_div(top_k, of_keys["N"])
+    q, kv, do, o = (kernel_input(x.contiguous()) for x in (q_bsac, kv_btc, do_bsav, o_bsav))
+    dq_bsac, p_bsk = torch.empty_like(q), torch.zeros(b, s, top_k, dtype=torch.float32, device=q.device)
+    atomic, of_keys, counts = not torch.are_deterministic_algorithms_enabled(), _heads(KEYS_BACKWARD, a), _counts(keys)
+    sums, tiles = _keys_backward.bind(ATOMIC=atomic, V=v, R=c - v, **of_keys), ceil_div(top_k, of_keys["N"])
     size = max(1, _PAIR_BYTES // (b * top_k * (4 * a if atomic else 4 * max(a, c))))
     for rows in (slice(at, min(at + size, s)) for at in range(0, s, size)):
         n = rows.stop - rows.start
-        own_do, own_q, *own = (x[:, rows].contiguous() for x in (do, q, keys.chosen, counts, lse_bsa, delta_bsa))
-        dq, p_mbsk = torch.empty_like(own_q), own_q.new_zeros(blocks, b, n, top_k, dtype=torch.float32)
-        p_bsak, ds_bsak = own_q.new_empty(2, b, n, a, top_k)
-        of_pairs.launch(
-            (b * n * blocks, 1), (own_do, own_q, kv, *own, p_bsak, ds_bsak, p_mbsk),
-            (n, t, top_k, a, scale, scale * _LOG2E),
-        )  # fmt: skip
-        products.launch((b * n * programs, 1), (kv, ds_bsak, *own[:2], dq), (n, t, top_k, a))
-        dq_bsac[:, rows], p_bsk[:, rows] = dq, p_mbsk.sum(0)
+        own_do, own_q, own_o, chosen, count, lse = (
+            x[:, rows].contiguous() for x in (do, q, o, keys.chosen, counts, lse_bsa)
+        )
+        dq, p = torch.empty_like(own_q), p_bsk.new_zeros(b, n, top_k)
+        probabilities, dscores = own_q.new_empty(2, b, n, a, top_k)
+        tensors = own_do, own_q, kv, chosen, count, own_o, lse, probabilities, dscores, dq
+        if hopper.takes(q, v):
+            hopper.queries_backward(*tensors, scale)
+        else:
+            _queries_backward_by_triton(*tensors, scale)
         dkv = dkv_btc if atomic else dkv_btc.new_zeros(b, n, top_k, c)
-        sums.launch((b * n * tiles, 1), (own_do, own_q, p_bsak, ds_bsak, *own[:2], dkv), (n, t, top_k, a))
+        sums.launch(
+            (b * n * tiles, 1), (own_do, own_q, probabilities, dscores, chosen, count, dkv, p), (n, t, top_k, a)
+        )
+        dq_bsac[:, rows], p_bsk[:, rows] = dq, p
         if not atomic:
-            _add_rows(dkv_btc, own[0], dkv)
+            _add_rows(dkv_btc, chosen, dkv)
     return dq_bsac.to(q_bsac.dtype), p_bsk
+
+
+def _queries_backward_by_triton(
+    do_bsav: Tensor, q_bsac: Tensor, kv_btc: Tensor, chosen_bsk: Tensor, count_bs: Tensor, o_bsav: Tensor,
+    lse_bsa: Tensor, p_bsak: Tensor, ds_bsak: Tensor, dq_bsac: Tensor, scale: float,
+) -> None:  # fmt: skip
+    """As `sparse_attention_hopper.queries_backward`."""
+    (b, s, a, c), v = q_bsac.shape, do_bsav.shape[3]
+    numbers = s, kv_btc.shape[1], chosen_bsk.shape[2], a
+    delta_bsa = torch.linalg.vecdot(do_bsav.float(), o_bsav.float())
+    of_scores, of_queries = _heads(SCORES_BACKWARD, a), _heads(QUERIES_BACKWARD, a)
+    _scores_backward.bind(V=v, R=c - v, WV=_wide(v), WR=_wide(c - v), **of_scores).launch(
+        (b * s * ceil_div(a, of_scores["M"]), 1),
+        (do_bsav, q_bsac, kv_btc, chosen_bsk, count_bs, lse_bsa, delta_bsa, p_bsak, ds_bsak),
+        (*numbers, scale, scale * _LOG2E),
+    )
+    programs = ceil_div(a, of_queries["M"]) * ceil_div(c, of_queries["W"])
+    _queries_backward.bind(C=c, **of_queries).launch(
+        (b * s * programs, 1), (kv_btc, ds_bsak, chosen_bsk, count_bs, dq_bsac), numbers
+    )
 
 
 def _add_rows(into_btc: Tensor, chosen_bsk: Tensor, rows_bskc: Tensor) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from megafp8.kernels import sparse_attention
+from megafp8.kernels import sparse_attention, sparse_attention_hopper
 
 LATENT: dict[str, Any] = {"V": 512, "R": 64, "WR": 64}
 CONSTANTS: dict[str, dict[str, Any]] = {
@@ -24,6 +25,7 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "queries_backward": {"C": 576},
     "keys_backward": {"V": 512, "R": 64, "ATOMIC": True},
 }
+HOPPER = {"hopper_attend": "_attend", "hopper_queries_backward": "_queries_backward"}
 BF16 = {"q_bsid", "k_btd", "q_bsac", "kv_btc", "do_bsav", "o_bsav", "dq_bsid", "dq_bsac", "p_bsak",
         "ds_bsak"}  # fmt: skip
 INT32 = {"first_bs", "stop_bs", "chosen_bsk", "count_bs"}
@@ -31,8 +33,12 @@ INT32 = {"first_bs", "stop_bs", "chosen_bsk", "count_bs"}
 
 def compiled(name: str, **options: Any) -> Any:
     """The compiled kernel `name`. `options`: in place of its own."""
-    kernel = getattr(sparse_attention, f"_{name}").jit
-    given = CONSTANTS[name] | getattr(sparse_attention, name.upper()) | options
+    if name in HOPPER:
+        kernel = getattr(sparse_attention_hopper, HOPPER[name]).jit
+        given = {"V": 512, "R": 64} | sparse_attention_hopper.OPTIONS | options
+    else:
+        kernel = getattr(sparse_attention, f"_{name}").jit
+        given = CONSTANTS[name] | getattr(sparse_attention, name.upper()) | options
     launch = {key: given.pop(key) for key in ("num_warps", "num_stages") if key in given}
     signature, values, aligned = {}, {}, {}
     for index, argument in enumerate(kernel.arg_names):
@@ -45,7 +51,7 @@ def compiled(name: str, **options: Any) -> Any:
         else:
             pointer = "*bf16" if argument in BF16 else "*i32" if argument in INT32 else "*fp32"
             signature[argument], aligned[index,] = pointer, [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, values, aligned)
+    source = (GluonASTSource if name in HOPPER else ASTSource)(kernel, signature, values, aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megafp8.kernels import sparse_attention as kernel
+from megafp8.kernels import sparse_attention_hopper as hopper
 from megafp8.models.context import PlannedGroup
 from megafp8.numerics import sparse_attention_reference as reference
 from megafp8.numerics.sparse_attention_reference import Index, Keys
@@ -105,6 +106,32 @@ def test_loss_of_the_indexer(deterministic: bool) -> None:
         _close(ours, theirs, what)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("v", "r", "heads"), [(512, 64, 128), (512, 0, 64), (256, 32, 64)])
+def test_kernels_for_hopper(v: int, r: int, heads: int) -> None:
+    """Widths of DeepSeek-V3.2 and V4; numbers of keys that fill tiles, do not, and none."""
+    t, most = 700, 200
+    stop = torch.tensor([[0, 1, 63, 64, 65, 128, 199, 200, 700]], device="cuda")
+    first = torch.zeros_like(stop)
+    scores = noise(1, stop.shape[1], t, seed=9)
+    keys = Keys(kernel.choose(scores, first, stop, most), first, stop)
+    q, kv, do = (noise(*shape, seed=i).bfloat16() for i, shape in
+                 enumerate([(1, 9, heads, v + r), (1, t, v + r), (1, 9, heads, v)]))  # fmt: skip
+    assert hopper.takes(q, v)
+    wide = [x.double() for x in (q, kv, do)]
+    scale = (v + r) ** -0.5
+    o, lse = reference.attend(*wide[:2], keys, v, scale)
+    found_o, found_lse = kernel.attend(q, kv, keys, v, scale)
+    _close(found_o, o)
+    assert torch.equal(found_lse.isneginf(), lse.isneginf())
+    _close(found_lse.masked_fill(lse.isneginf(), 0), lse.masked_fill(lse.isneginf(), 0))
+    sums = [torch.zeros(1, t, v + r, device="cuda", dtype=dtype) for dtype in (torch.float64, torch.float32)]
+    expected = *reference.attend_backward(wide[2], *wide[:2], keys, o, lse, scale, sums[0]), sums[0]
+    found = *kernel.attend_backward(do, q, kv, keys, found_o, found_lse, scale, sums[1]), sums[1]
+    for what, ours, theirs in zip(("dq", "p", "dkv"), found, expected, strict=True):
+        _close(ours, theirs, what)
+
+
 @pytest.mark.parametrize("top_k", [None, 3])
 def test_compressed_attention_by_kernels(monkeypatch: pytest.MonkeyPatch, top_k: int | None) -> None:
     """Windows of tokens, entries and sinks: values as wide as keys, which the kernels have from lists."""
@@ -134,7 +161,18 @@ def test_compressed_attention_by_kernels(monkeypatch: pytest.MonkeyPatch, top_k:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "name", ["scores", "choose", "index_loss", "attend", "scores_backward", "queries_backward", "keys_backward"]
+    "name",
+    [
+        "scores",
+        "choose",
+        "index_loss",
+        "attend",
+        "scores_backward",
+        "queries_backward",
+        "keys_backward",
+        "hopper_attend",
+        "hopper_queries_backward",
+    ],
 )
 def test_compiles_for_hopper(name: str) -> None:
     """With the widths of DeepSeek-V3.2, in no more shared memory than there is."""
