@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megafp8.ops.delta_rule import InKernels, recurrence
+from megafp8.ops.delta_rule import InKernels, in_chunks, recurrence
 from tests.kernels import DEVICE
 from tests.marks import slow_but
 
@@ -47,3 +47,29 @@ def test_equals_the_recurrence(s: int, b: int, a: int, d: int, w: int, rate: flo
         ("y", "state", "dq", "dk", "dv", "ddecay", "dbeta", "dstate"), *results, strict=True
     ):
         assert (found.double() - expected).abs().max() < tolerance * expected.abs().max(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("d", "w"), [(16, 16), (32, 32), (64, 64), (64, 128), (96, 48), (128, 64), (128, 128), (128, 32)]
+)
+def test_widths_of_heads(d: int, w: int) -> None:
+    """Root mean square errors are those of rounding to bf16: what a compiler does with one width only shows."""
+    torch.manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda")
+
+    s, a = 500, 3
+    q, k = (F.normalize(random(s, 1, a, d), dim=-1).bfloat16() for _ in range(2))
+    decay, beta = -F.softplus(random(s, 1, a, d) - 2), random(s, 1, a).sigmoid()
+    v, dy, state, dlast = random(s, 1, a, w).bfloat16(), random(s, 1, a, w), random(1, a, d, w), random(1, a, d, w)
+    results = []
+    for compute, wide in ((in_chunks, True), (InKernels.apply, False)):
+        inputs = [(x.double() if wide else x).requires_grad_() for x in (q, k, v, decay, beta, state)]
+        y, last = compute(inputs[0] * d**-0.5 if wide else inputs[0], *inputs[1:])
+        grads = torch.autograd.grad((y, last), inputs, (dy.bfloat16().to(y.dtype), dlast.to(last.dtype)))
+        results.append((y, last, *grads))
+    names = ("y", "state", "dq", "dk", "dv", "ddecay", "dbeta", "dstate")
+    errors = {name: ((x - y).norm() / y.norm()).item() for name, y, x in zip(names, *results, strict=True)}
+    assert max(errors.values()) < 8e-3, errors

@@ -52,3 +52,28 @@ def test_equals_the_recurrence(
     tolerance = 1e-2 if DEVICE == "cuda" else 1e-5
     for name, expected, found in zip(names, *results, strict=True):
         assert (found.double() - expected).abs().max() < tolerance * expected.abs().max(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("d", "w"), [(16, 64), (32, 32), (64, 64), (64, 128), (128, 64), (128, 128), (256, 64)])
+def test_widths_of_states(d: int, w: int) -> None:
+    """With the tiles of models; root mean square errors are those of rounding to bf16."""
+    torch.manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, device="cuda")
+
+    s, a, g = 300, 4, 2
+    x, keys, queries, dy = (t.bfloat16() for t in (random(s, 1, a, w), random(s, 1, g, d), random(s, 1, g, d),
+                                                   random(s, 1, a, w)))  # fmt: skip
+    step, rate, skip = (random(s, 1, a) - 2).sigmoid().float(), -random(a).exp().float(), random(a).float()
+    state, dlast = random(1, a, d, w).float(), random(1, a, d, w)
+    results = []
+    for compute, wide in ((recurrence, True), (StateSpace.apply, False)):
+        inputs = [(t.double() if wide else t).requires_grad_() for t in (x, step, rate, keys, queries, skip, state)]
+        y, last = compute(*inputs, None)
+        grads = torch.autograd.grad((y, last), inputs, (dy.to(y.dtype), dlast.to(last.dtype)))
+        results.append((y, last, *grads))
+    names = ("y", "state", "dx", "dstep", "drate", "db", "dc", "dskip", "dstate")
+    errors = {name: ((x - y).norm() / y.norm()).item() for name, y, x in zip(names, *results, strict=True)}
+    assert max(errors.values()) < 1e-2, errors
