@@ -23,8 +23,9 @@ class Batch:
     of a sample's documents, and then s as often as it takes: n is a power of two of at least 64, so that it hardly ever
     differs between batches, as it must not for CUDA graphs. `samples` int64 `[b]`: the indices of the samples in the
     run; None: no dropout. `token_types` int64: None where all are 0. `prefix` int64 `[b]`: how many of a sample's first
-    tokens all of its tokens attend to; None: earlier tokens only. `decoder_tokens` `[b, d]`: of T5, whose labels and
-    mask are then `[b, d]`.
+    tokens all of its tokens attend to; None: earlier tokens only. `padding` bool: tokens that fill up a sample, which
+    routers do not count; None: there are none. `decoder_tokens` `[b, d]`: of T5, whose labels and mask are then
+    `[b, d]`.
     """
 
     tokens: Tensor
@@ -35,6 +36,7 @@ class Batch:
     samples: Tensor | None = None
     token_types: Tensor | None = None
     prefix: Tensor | None = None
+    padding: Tensor | None = None
     decoder_tokens: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
@@ -91,9 +93,10 @@ class Batch:
         positions = mine if self.position_ids is None else take(self.position_ids)
         mask = None if self.loss_mask is None else take(self.loss_mask)
         types = None if self.token_types is None else take(self.token_types)
+        padding = None if self.padding is None else take(self.padding)
         return replace(
             self, tokens=take(self.tokens), labels=take(self.labels), loss_mask=mask, position_ids=positions,
-            token_types=types,
+            token_types=types, padding=padding,
         )  # fmt: skip
 
     @property

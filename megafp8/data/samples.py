@@ -27,7 +27,7 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -366,7 +366,8 @@ def next_token_batch(
     """Inputs and labels of samples `[b, s + 1]`, and by `document_bs1` which document each token is of. Pure.
 
     `reset_at_documents`: attention and positions restart at each document. `mask_eod_loss`: ignore labels that begin a
-    document, since nothing predicts it. `PADDING`, which needs both, becomes token 0 without loss.
+    document, since nothing predicts it. `PADDING`, which needs both, becomes token 0 without loss, and is the batch's
+    `padding`.
     """
     padding = tokens_bs1 == PADDING
     assert (reset_at_documents and mask_eod_loss) or not padding.any()
@@ -378,7 +379,10 @@ def next_token_batch(
         return Batch(tokens, labels)
     last = document_bs1[:, 1:] != document_bs1[:, :-1]
     mask = (~(last | padding[:, 1:])).float() if mask_eod_loss else None
-    return batch_of_documents(tokens, labels, mask, last) if reset_at_documents else Batch(tokens, labels, mask)
+    if not reset_at_documents:
+        return Batch(tokens, labels, mask)
+    batch = batch_of_documents(tokens, labels, mask, last)
+    return replace(batch, padding=padding[:, :-1].contiguous()) if mask_eod_loss else batch
 
 
 def batch_of_documents(tokens: Tensor, labels: Tensor, mask: Tensor | None, last: Tensor) -> Batch:

@@ -280,6 +280,7 @@ class GPTStage(nn.Module):
             s if context.context_parallel is None else s * context.context_parallel.size(),
             batch.tokens,
             batch.samples,
+            padding_bs=batch.padding,
             group=context.context_parallel,
             cu_seqlens_bn=batch.cu_seqlens,
             prefix_b=batch.prefix,

@@ -97,7 +97,8 @@ class Tokens(ABC):
     """The tokens that a stage computes, and how those of a sequence reach each other.
 
     `positions`: int64 `[s]` or `[b, s]`. `length`: tokens of a whole sequence, on all context-parallel ranks.
-    `ids_bs`: int64, of all tokens also where ranks hold slices of the residual stream.
+    `ids_bs`: int64, of all tokens also where ranks hold slices of the residual stream; so is `padding_bs`: bool, which
+    are padding, None where none are.
     `samples_b`: int64, the indices of the samples in the run; None: no dropout. `distance_bias_ar`: learned biases of
     scores by distance (T5), as in `Scores`.
     """
@@ -107,6 +108,7 @@ class Tokens(ABC):
     ids_bs: Tensor | None = None
     samples_b: Tensor | None = None
     distance_bias_ar: Tensor | None = None
+    padding_bs: Tensor | None = None
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:

@@ -205,14 +205,18 @@ _SHARED_NORM, _SHARED_OUTPUT_NORM = "shared_norm", "shared_output_norm"
 
 
 @dataclass(frozen=True)
-class RoutedIds:
-    """What a layer with experts reads: the ids of its tokens, int64 `[n]`, where these choose experts."""
+class RoutedTokens:
+    """What a layer with experts reads of its tokens, `[n]`.
 
-    ids_n: Tensor | None
+    `ids_n`: int64, where these choose experts. `padding_n`: bool, those that are padding.
+    """
+
+    ids_n: Tensor | None = None
+    padding_n: Tensor | None = None
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        return () if self.ids_n is None else (self.ids_n,)
+        return [x for x in (self.ids_n, self.padding_n) if x is not None]
 
 
 class MoE(FeedForward):
@@ -363,27 +367,28 @@ class MoE(FeedForward):
         received = tokens * (ranks - 1) * (1 if self.gathers_tokens else self.router.moe.top_k / ranks)
         return TokenExchange(ranks, tokens, received, self.gathers_tokens)
 
-    def inputs(self, layer: int, tokens: Tokens) -> RoutedIds:
-        if self.router.table is None:
-            return RoutedIds(None)
-        return RoutedIds(tokens.once("ids of the residual stream", lambda: self._own_ids(tokens)))
+    def inputs(self, layer: int, tokens: Tokens) -> RoutedTokens:
+        ids_bs = None if self.router.table is None else tokens.ids_bs
+        key = "routed tokens", ids_bs is None
+        return tokens.once(key, lambda: RoutedTokens(self._own(ids_bs), self._own(tokens.padding_bs)))
 
-    def _own_ids(self, tokens: Tokens) -> Tensor:
-        """Of the tokens of this rank's residual stream."""
-        assert tokens.ids_bs is not None
-        ids_sb = tokens.ids_bs.t()
+    def _own(self, x_bs: Tensor | None) -> Tensor | None:
+        """Of the tokens of this rank's residual stream, `[n]`."""
+        if x_bs is None:
+            return None
+        x_sb = x_bs.t()
         if self.sequence_group is not None:
-            ids_sb = collectives.own_slice(ids_sb, self.sequence_group)
-        return ids_sb.flatten()
+            x_sb = collectives.own_slice(x_sb, self.sequence_group)
+        return x_sb.flatten()
 
-    def forward(self, x_sbh: Tensor | LinearInput, inputs: RoutedIds | None = None) -> Tensor:
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: RoutedTokens | None = None) -> Tensor:
         assert isinstance(x_sbh, Tensor)
-        x_nh, ids_n = x_sbh.flatten(0, 1), None if inputs is None else inputs.ids_n
+        x_nh, tokens = x_sbh.flatten(0, 1), RoutedTokens() if inputs is None else inputs
         # One tensor where they read what the router reads: autograd then adds their gradients first, in one pass less.
         of_experts_nh = x_nh if self.norms is None else self._normed(_EXPERTS_NORM, x_sbh).flatten(0, 1)
         x_nl = of_experts_nh if self.latent_down is None else self.latent_down(of_experts_nh)
         run = self._all_gather if self.gathers_tokens else self._all_to_all
-        finish = run(x_nh, x_nl, x_sbh.shape[1], ids_n)
+        finish = run(x_nh, x_nl, x_sbh.shape[1], tokens)
         shared = None
         if self.shared is not None:
             shared = self._normed(_SHARED_OUTPUT_NORM, self.shared(self._normed(_SHARED_NORM, x_sbh)))
@@ -400,14 +405,14 @@ class MoE(FeedForward):
         assert isinstance(norm, Norm)
         return normalized(norm, x_sbh)
 
-    def _all_gather(self, x_nh: Tensor, x_nl: Tensor, sequences: int, ids_n: Tensor | None) -> Callable[[], Tensor]:
+    def _all_gather(self, x_nh: Tensor, x_nl: Tensor, sequences: int, tokens: RoutedTokens) -> Callable[[], Tensor]:
         """Start what the experts of all ranks add to this rank's tokens: each computes its part for the tokens of all.
 
         `x_nh`: as the router reads them; `x_nl`: as experts do. The gather of tokens overlaps with the router, the sum
         of results with what runs before it is waited for.
         """
         gathered = start_gather_from_sequence_parallel(x_nl, self.overlap)
-        routing = self.router(x_nh, sequences, ids_n)
+        routing = self.router(x_nh, sequences, tokens.ids_n, tokens.padding_n)
         chosen = collectives.all_gather(routing.experts, self.group)
         x = gathered()
         # After the tokens, so that backward reduces the weights' gradients, which the router waits for, before theirs.
@@ -425,10 +430,10 @@ class MoE(FeedForward):
             return rows_ml, weights_nk
         return scale_rows(rows_ml, weights_nk, permutation), torch.ones_like(weights_nk)
 
-    def _all_to_all(self, x_nh: Tensor, x_nl: Tensor, sequences: int, ids_n: Tensor | None) -> Callable[[], Tensor]:
+    def _all_to_all(self, x_nh: Tensor, x_nl: Tensor, sequences: int, tokens: RoutedTokens) -> Callable[[], Tensor]:
         """The same, with tokens sent to the ranks of their experts."""
         assert self.group is not None
-        routing = self.router(x_nh, sequences, ids_n)
+        routing = self.router(x_nh, sequences, tokens.ids_n, tokens.padding_n)
         permutation, ends_e = by_expert(routing.experts, self.num_experts)
         between = exchange(torch.diff(ends_e, prepend=ends_e.new_zeros(1)).long(), self.group)
         if self.drops:

@@ -10,6 +10,10 @@ tokens are routed. The aux loss of a sequence needs the choices of all its
 tokens; where ranks hold slices of it, their counts are summed. The mean scores need not be: the loss is linear in them.
 The aux loss of the global batch has the choices of the step before, which are summed over all ranks anyway.
 
+*Padding* is routed too, so that shapes do not depend on it, but it counts nowhere: not in the losses, the load and the
+selection bias, nor in the capacity of experts. Its tokens are all alike, so they choose the same experts. The aux loss
+of a sequence is that of its other tokens alone; means over the tokens of the global batch have padding as zeros.
+
 *Load.* Backward also adds up how many tokens chose each expert (`load`), in `RouterLoad`. Not forward, which runs twice
 where it is recomputed, and also in evaluations.
 
@@ -79,7 +83,7 @@ class RouterLoad:
 
 class Routing(NamedTuple):
     """`experts`: int64 `[n, k]`, the best first, e for a choice that is dropped; `weights`: `[n, k]`, fp32 or fp64;
-    `tokens`: int64 `[b, e]`, how many tokens of each sequence chose each expert."""
+    `tokens`: int64 `[b, e]`, how many tokens of each sequence chose each expert, without padding."""
 
     experts: Tensor
     weights: Tensor
@@ -151,22 +155,30 @@ def hash_table(tokens: int, moe: MoeConfig, key: Key, device: torch.device) -> T
     return experts_ge[group_t].gather(1, (row_t.unsqueeze(1) + rotations_gk[group_t]) % e)
 
 
-def within_capacity(experts_nk: Tensor, weights_nk: Tensor, moe: MoeConfig) -> Tensor:
-    """`experts_nk` with e instead of choices beyond an expert's capacity, which keeps those of the largest weights."""
+def within_capacity(experts_nk: Tensor, weights_nk: Tensor, moe: MoeConfig, padding_n: Tensor | None = None) -> Tensor:
+    """`experts_nk` with e instead of choices beyond an expert's capacity, which keeps those of the largest weights.
+
+    Padding takes what room is left.
+    """
     if moe.capacity_factor is None:
         return experts_nk
     n, k = experts_nk.shape
     capacity = math.ceil(moe.capacity_factor * n * k / moe.num_experts)
     weights_ne = weights_nk.new_full((n, moe.num_experts), -torch.inf).scatter(1, experts_nk, weights_nk.detach())
+    if padding_n is not None:
+        weights_ne = weights_ne.masked_fill(padding_n.unsqueeze(1), -torch.inf)
     places_ne = weights_ne.argsort(dim=0, descending=True, stable=True).argsort(dim=0)
     return experts_nk.masked_fill(places_ne.gather(1, experts_nk) >= capacity, moe.num_experts)
 
 
-def _count(experts_nk: Tensor, b: int, experts: int) -> Tensor:
+def _count(experts_nk: Tensor, b: int, experts: int, padding_n: Tensor | None) -> Tensor:
     """How many tokens of each of b sequences chose each expert, int64 `[b, e]`."""
     sequences_n1 = torch.arange(len(experts_nk), device=experts_nk.device).remainder(b).unsqueeze(1)
     cells = (sequences_n1 * experts + experts_nk).flatten()
-    return cells.new_zeros(b * experts).scatter_add_(0, cells, torch.ones_like(cells)).view(b, experts)
+    counted_nk = torch.ones_like(experts_nk)
+    if padding_n is not None:
+        counted_nk = counted_nk.masked_fill(padding_n.unsqueeze(1), 0)
+    return cells.new_zeros(b * experts).scatter_add_(0, cells, counted_nk.flatten()).view(b, experts)
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
@@ -224,9 +236,11 @@ class Router(nn.Module):
         """By name, tensors that belong to the weights but have no gradient."""
         return {name: x for name, x in (("bias", self.bias), ("table", self.table)) if x is not None}
 
-    def forward(self, x_nh: Tensor, sequences: int, ids_n: Tensor | None = None) -> Routing:
+    def forward(
+        self, x_nh: Tensor, sequences: int, ids_n: Tensor | None = None, padding_n: Tensor | None = None
+    ) -> Routing:
         """`sequences`: number of sequences in x; token i belongs to sequence i mod `sequences`. `ids_n`: of the tokens,
-        which the router with a table reads."""
+        which the router with a table reads. `padding_n`: bool, tokens that do not count; None: all count."""
         if self.scale is not None:
             h = len(self.scale)
             x_nh = F.rms_norm(x_nh, (h,), eps=self.norm_eps) * (self.scale * h**-0.5)
@@ -242,26 +256,36 @@ class Router(nn.Module):
         weights_nk = weigh(scores_ne, experts_nk, self.moe)
         if self.expert_scale is not None:
             weights_nk = weights_nk * self.expert_scale.to(weights_nk.dtype)[experts_nk]
-        tokens_be = _count(experts_nk, sequences, self.moe.num_experts)
-        routing = Routing(within_capacity(experts_nk, weights_nk, self.moe), weights_nk, tokens_be)
+        tokens_be = _count(experts_nk, sequences, self.moe.num_experts, padding_n)
+        routing = Routing(within_capacity(experts_nk, weights_nk, self.moe, padding_n), weights_nk, tokens_be)
         if not torch.is_grad_enabled():
             return routing
         shares_ne = scores_ne if self.aux_loss else scores_ne.detach()
         if self.moe.score != "softmax":
             shares_ne = shares_ne / shares_ne.sum(dim=1, keepdim=True)
-        return routing._replace(weights=self._with_losses(routing, logits_ne, shares_ne))
+        return routing._replace(weights=self._with_losses(routing, logits_ne, shares_ne, padding_n))
 
-    def _with_losses(self, routing: Routing, logits_ne: Tensor, shares_ne: Tensor) -> Tensor:
+    def _with_losses(self, routing: Routing, logits_ne: Tensor, shares_ne: Tensor, padding_n: Tensor | None) -> Tensor:
         """The weights, through which the router's losses reach its gradient."""
         moe, zero = self.moe, logits_ne.new_zeros(())
+        dropped_nk = routing.experts == moe.num_experts
+        if padding_n is not None:
+            shares_ne = shares_ne.masked_fill(padding_n.unsqueeze(1), 0.0)
+            dropped_nk = dropped_nk & ~padding_n.unsqueeze(1)
         counts_be = routing.tokens.to(shares_ne.dtype)
         sums = [counts_be.sum(dim=0), shares_ne.detach().sum(dim=0)]
         aux = self._aux_loss(counts_be, shares_ne) if self.aux_loss else zero
-        z = logits_ne.logsumexp(dim=1).square().sum() * (moe.z_loss / self.global_tokens) if moe.z_loss else zero
-        dropped = (routing.experts == moe.num_experts).sum().to(aux.dtype)
-        sums.append(torch.stack([aux, z, dropped]).detach())
+        z = self._z_loss(logits_ne, padding_n) if moe.z_loss else zero
+        sums.append(torch.stack([aux, z, dropped_nk.sum().to(aux.dtype)]).detach())
         loss = aux + z if self.aux_loss or moe.z_loss else None
         return _AddLoss.apply(routing.weights, loss, self.load, torch.cat(sums).double(), self.loss_grad)
+
+    def _z_loss(self, logits_ne: Tensor, padding_n: Tensor | None) -> Tensor:
+        """This rank's part of the loss that keeps logits small."""
+        squares_n = logits_ne.logsumexp(dim=1).square()
+        if padding_n is not None:
+            squares_n = squares_n.masked_fill(padding_n, 0.0)
+        return squares_n.sum() * (self.moe.z_loss / self.global_tokens)
 
     def _aux_loss(self, counts_be: Tensor, shares_ne: Tensor) -> Tensor:
         """This rank's part of the load-balancing loss."""
@@ -269,7 +293,7 @@ class Router(nn.Module):
         if self.shares is not None:
             return (self.shares * shares_ne.sum(dim=0)).sum() * (self.aux_loss * experts / self.global_tokens)
         counts_be = collectives.all_reduce(counts_be.clone(), self.group)  # other ranks hold slices of the sequences
-        s = counts_be.sum(dim=1, keepdim=True) / k
+        s = (counts_be.sum(dim=1, keepdim=True) / k).clamp(min=1)  # all tokens of a sequence may be padding
         mean_be = shares_ne.unflatten(0, (-1, b)).sum(dim=0) / s  # this rank's part of the mean
         return (counts_be * (experts / (k * s)) * mean_be).sum() * (self.aux_loss / self.global_batch)
 

@@ -115,7 +115,7 @@ def _assert_sums(sharded: ShardedStages, parallel: ParallelState, rtol: float = 
 
 def _sums(overlap: bool) -> list[bool]:
     """Asserts that gradients are sums; after each pass, whether reductions were waited for."""
-    parallel = initialize_model_parallel(expert_model_parallel_size=2)
+    parallel = initialize_model_parallel(expert_model_parallel_size=torch.distributed.get_world_size())
     model, sharded = _sharded_model(parallel)
     waited = []
     for _ in range(2):  # steps
@@ -166,8 +166,13 @@ def test_frozen_weights(world2: World, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_gradient_shards_are_sums_over_passes_and_ranks(world2: World, overlap: bool) -> None:
-    for waited in world2.run(_sums, overlap):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradient_shards_are_sums_over_passes_and_ranks(world2: World, overlap: bool, ranks: int) -> None:
+    """Also where one rank has all of the shards: of experts, and of the whole model.
+
+    https://github.com/NVIDIA/Megatron-LM/issues/6660
+    """
+    for waited in world2.run(_sums, overlap, ranks=ranks):
         assert waited == ([False, False, True] * 2 if overlap else [True] * 6)
 
 

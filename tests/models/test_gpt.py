@@ -368,9 +368,12 @@ MEMORY = {  # of the first layers of a stage, again and again
 def compare(
     model: dict[str, Any], tp: int, sequence_parallel: bool, recompute: str = "none", documents: bool = False,
     z_loss: float = 0.0, cp: int = 1, ep: int = 1, etp: int = 1, gathers_tokens: bool = True,
-    prefix: list[int] | None = None, pp: int = 1,
+    prefix: list[int] | None = None, pp: int = 1, padding: bool = False,
 ) -> int:  # fmt: skip
-    """Compare this rank's losses and gradients with the twin's; how many gradients. `pp`: stages of as many layers."""
+    """Compare this rank's losses and gradients with the twin's; how many gradients. `pp`: stages of as many layers.
+
+    `padding`: the last document of a sample is none.
+    """
     config, s = ModelConfig(**model), 8 if cp == 1 else 16
     state = initialize_model_parallel(
         tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
@@ -407,11 +410,12 @@ def compare(
     starts = [[row.index(i) if i in row else s for i in range(4)] for row in DOCUMENTS[s]]
     cu_seqlens = torch.tensor(starts, dtype=torch.int32) if documents else None
     positions = torch.tensor([[row[:i].count(row[i]) for i in range(s)] for row in DOCUMENTS[s]]) if documents else None
-    counted = torch.ones(B, s, dtype=torch.float64)
+    padding_bs = torch.tensor(DOCUMENTS[s]) == 2 if padding else None
+    counted = torch.ones(B, s, dtype=torch.float64) if padding_bs is None else (~padding_bs).double()
     prefix_b = None if prefix is None else torch.tensor(prefix)
     batch = Batch(
         tokens, labels, counted, position_ids=positions, cu_seqlens=cu_seqlens, samples=torch.tensor(SAMPLES),
-        prefix=prefix_b,
+        prefix=prefix_b, padding=padding_bs,
     )  # fmt: skip
     batch = batch.with_later_labels(config.mtp_num_layers)
     weight_bs = torch.rand(batch.labels.shape, dtype=torch.float64, generator=generator)
@@ -427,10 +431,10 @@ def compare(
     of_routers = [torch.zeros(())]
     expected = twin_loss(
         whole, config, tokens, labels, positions=positions, documents=ids, z_loss=z_loss, router_losses=of_routers,
-        seed=SEED, samples=SAMPLES, prefix=prefix,
+        seed=SEED, samples=SAMPLES, prefix=prefix, padding=padding_bs,
     )  # fmt: skip
-    ((expected * weight_bs).sum() + sum(of_routers)).backward()
-    expected_batch = replace(batch, loss_mask=expected.detach())
+    ((expected * weight_bs * batch.loss_mask).sum() + sum(of_routers)).backward()
+    expected_batch = replace(batch, loss_mask=expected.detach() * batch.loss_mask)
     expected_shard = expected_batch.shard(state.context.rank, cp, cuts_documents=config.cuts_documents).loss_mask
     if loss_sb is not None:
         torch.testing.assert_close(loss_sb.T * (shard.loss_mask > 0), expected_shard, rtol=1e-11, atol=1e-11)
@@ -569,10 +573,14 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
             *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid"),
             *("kimi-delta", "short-convolution", "shared-keys", "hyper", "compressed"),
         ],
-        *("llama", "chunks", "one-part", "sparse-hybrid", "shared-keys", "hyper", "compressed"),
+        *("olmo-window-mtp", "chunks", "one-part", "sparse-hybrid", "shared-keys", "hyper", "compressed"),
     ),
 )
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
+    """One also recomputes layers of multi-token prediction on other tensor-parallel ranks than the first ones.
+
+    https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 4
+    """
     world4.run(
         compare, MODELS[name], 2, sequence_parallel=True, recompute="full", documents=True, z_loss=0.0, cp=2, ranks=4
     )
@@ -599,6 +607,7 @@ def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:
         ("mixtral", 2, 2, 4, 1, "all_to_all", "full"),
         ("qwen-moe", 2, 1, 2, 1, "all_gather", "selective"),
         ("ungated", 1, 2, 1, 2, "all_gather", "none"),
+        ("all-experts", 2, 2, 1, 1, "all_gather", "none"),
         pytest.param("gpt-oss", 2, 1, 2, 1, "all_gather", "selective", marks=pytest.mark.slow),
         ("gpt-oss", 1, 2, 2, 1, "all_to_all", "none"),
         pytest.param("deepseek", 4, 1, 4, 1, "all_gather", "none", marks=pytest.mark.slow),
@@ -617,4 +626,20 @@ def test_experts(world4: World, name: str, tp: int, cp: int, ep: int, etp: int, 
     world4.run(
         compare, MOE_MODELS[name], tp, sequence_parallel=tp > 1, recompute=recompute, z_loss=0.01, cp=cp, ep=ep,
         etp=etp, gathers_tokens=gathers, ranks=tp * cp,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "cp", "ep"),
+    [
+        ("mixtral", 2, 2, 2),
+        ("capacity", 1, 1, 1),
+        pytest.param("all-experts", 1, 2, 1, marks=pytest.mark.slow),
+        pytest.param("deepseek", 2, 1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_routers_do_not_count_padding(world4: World, name: str, tp: int, cp: int, ep: int) -> None:
+    world4.run(
+        compare, MOE_MODELS[name], tp, sequence_parallel=True, documents=True, cp=cp, ep=ep, padding=True,
+        ranks=tp * cp,
     )  # fmt: skip

@@ -365,8 +365,9 @@ def shares_of_the_step_before(experts: int) -> Tensor:
 
 
 def moe(
-    x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tensor], ids: Tensor, *, hashed: bool
-) -> Tensor:
+    x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tensor], ids: Tensor, *, hashed: bool,
+    padding: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """One expert and one token at a time; appends the router's losses of the batch. `hashed`: experts by the ids."""
     m = config.moe
     assert m is not None
@@ -382,6 +383,7 @@ def moe(
     weights: list[list[Tensor]] = []  # of each token by expert, 0 where it was not chosen
     for row in range(b):
         share, mean, log_z = torch.zeros(experts, dtype=torch.float64), [], []
+        real = s if padding is None else s - int(padding[row].sum())
         for i in range(s):
             logits = w[f"{name}.router.weight"] @ routed_x[row, i]
             if config.linear_bias:
@@ -404,16 +406,20 @@ def moe(
                 gate = (w[f"{name}.shared_gate.weight"] @ shared_x[row, i]).sigmoid() if m.shared_gate else 1
                 y = y + shared * gate
             out.append(y)
-            share[chosen] += 1 / (s * m.top_k)
+            if padding is not None and padding[row, i]:
+                continue
+            share[chosen] += 1 / (real * m.top_k)
             mean.append(scores / scores.sum())
             log_z.append(logits.logsumexp(0))
+        of = real
         if m.aux_loss_scope == "global_batch":
-            share = shares_of_the_step_before(experts)
-        losses.append((0 if hashed else m.aux_loss) / b * experts * (share * torch.stack(mean).mean(0)).sum())
-        losses.append(m.z_loss / b * torch.stack(log_z).square().mean())
+            share, of = shares_of_the_step_before(experts), s
+        losses.append((0 if hashed else m.aux_loss) / b * experts * (share * torch.stack(mean).sum(0) / of).sum())
+        losses.append(m.z_loss / b * torch.stack(log_z).square().sum() / s)
     most = math.inf if m.capacity_factor is None else math.ceil(m.capacity_factor * b * s * m.top_k / experts)
     for e in range(experts):
-        largest = sorted(range(b * s), key=lambda token: -weights[token][e].item())
+        first = [padding is not None and bool(x) for x in (ids if padding is None else padding).flatten()]
+        largest = sorted(range(b * s), key=lambda token: (first[token], -weights[token][e].item()))
         for place, token in enumerate(largest):
             if place < most and weights[token][e] != 0:
                 scale = weights[token][e]
@@ -698,7 +704,7 @@ def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
     dropouts: Dropouts, kind: LayerKind, ids: Tensor, *, sparse: bool, window: int | None,
     documents: Tensor | None = None, shared: dict[str, list[tuple[Tensor, Tensor]]] | None = None,
-    per_layer: tuple[Tensor, str] | None = None,
+    per_layer: tuple[Tensor, str] | None = None, padding: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     def norm(x: Tensor, which: str, there: bool) -> Tensor:
         return _norm(x, w, f"{name}.{which}", config, config.normalization) if there else x
@@ -741,7 +747,7 @@ def _block(
         normed = norm(x, "mlp_norm", of_inputs and not (sparse and config.moe.separate_norms))
         if sparse:
             hashed = isinstance(kind.ffn, MoeFfnConfig) and kind.ffn.routing == "hash"
-            y = moe(normed, w, f"{name}.mlp", config, losses, ids, hashed=hashed)
+            y = moe(normed, w, f"{name}.mlp", config, losses, ids, hashed=hashed, padding=padding)
         else:
             y = mlp(normed, w, f"{name}.mlp", config)
         y = config.residual_multiplier * norm(y, "mlp_output_norm", of_outputs)
@@ -799,11 +805,12 @@ def twin_loss(
     seed: int = 0,
     samples: list[int] | None = None,
     prefix: list[int] | None = None,
+    padding: Tensor | None = None,
 ) -> Tensor:
     """Loss of each token `[b, s]` of the whole model, float64. Appends to `router_losses`.
 
     `samples`: their indices in the run, for dropout, with its `seed`. `prefix`: of each sample, how many first tokens
-    all of its tokens attend to.
+    all of its tokens attend to. `padding`: tokens that no router counts.
 
     With multi-token prediction the losses of all depths, one below the other; zero where a token has none to predict.
     """
@@ -838,6 +845,7 @@ def twin_loss(
         x = _block(
             x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, kinds[layer], tokens,
             sparse=sparse, window=window, documents=documents, shared=shared, per_layer=per_layer[layer],
+            padding=padding,
         )  # fmt: skip
     if config.hyper_connections is not None:
         x = _collapsed(x, w, config)
@@ -858,7 +866,7 @@ def twin_loss(
         x = _linear(torch.cat([embedded, hidden], -1), w, f"{name}.projection")
         x = _block(
             x, w, name, configs[-1], positions, seen, losses, dropouts, kinds[-1], ahead, sparse=sparse,
-            window=window, documents=documents,
+            window=window, documents=documents, padding=padding,
         )  # fmt: skip
         x = _norm(x, w, f"{name}.final_norm", config, kind)
         found.append(_cross_entropy(x, w, config, target, z_loss) * wanted)

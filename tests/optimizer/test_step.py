@@ -11,13 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megafp8.config import ModelConfig
 from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
 from megafp8.data_parallel.param_buffer import ParamBuffer
+from megafp8.distributed.sharding import spec_of
+from megafp8.fp8 import Fp8Manager
 from megafp8.linear.grad_sink import deliver
+from megafp8.models.context import BuildContext
+from megafp8.models.gpt import GPTStage
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megafp8.optimizer.step import OptimizerStep, StepResult, clip_factor, multiply_
 from megafp8.parallel_state import ParallelState, initialize_model_parallel
+from tests.models.test_gpt import MODELS, MOE_MODELS
+from tests.models.weights import randomize
 from tests.tiny_model import batch, loss_sum, make_buffer, make_param, reference, tiny_params
 from tests.world import World
 
@@ -250,6 +257,67 @@ def test_a_non_finite_gradient_anywhere_shows_on_all_ranks(world4: World, value:
     bad = [i < (2 if stage == 0 else 3) for stage in stages for i in range(3)]
     for norms in world4.run(_non_finite_case, value):
         assert [not np.isfinite(norm) for norm in norms] == bad
+
+
+def _norms_of_models(names: list[str], tp: int, pp: int, ep: int) -> dict[str, tuple[float, float]]:
+    """By model, the norm of gradients that are random weights, and that of the whole weights.
+
+    What several ranks have parts of, they sum first.
+    """
+    state, found = initialize_model_parallel(tp, pp, expert_model_parallel_size=ep), {}
+    of_others = state.expert_data.ranks != state.data_context.ranks
+    for name in names:
+        config, whole = ModelConfig(**(MODELS | MOE_MODELS)[name]), {}
+        context = BuildContext(
+            state.tensor.group, Fp8Manager(None, amax_group=None), torch.float32, state.device,
+            sequence_parallel=True, expert=state.expert.group, sequence_group=state.tensor_context.group,
+        )  # fmt: skip
+        size = config.num_layers // pp
+        ends = [*range(size, config.num_layers, size), config.layers.stop]
+        stages = [GPTStage(config, context, layers=range(i * size, end), positions=8) for i, end in enumerate(ends)]
+        for stage in stages:
+            whole |= randomize(stage, lambda piece: 0.3, experts=config.moe.num_experts if config.moe else 0)
+        stage = stages[state.pipeline.rank]
+        tied = stage.shared_weight if pp > 1 else None
+        step = OptimizerStep(
+            make_buffer(stage.parameters()), None, state.tensor.group, state.model.group,  # type: ignore[arg-type]
+            None if state.embedding is None else state.embedding.group, [] if tied is None else [tied], None,
+            data_group=state.data_context.group, expert_group=state.expert_data.group if of_others else None,
+        )  # fmt: skip
+        for param in stage.parameters():
+            share = (0.25, 0.75)[state.tensor.rank] if spec_of(param).reduce_over_tp and tp > 1 else 1.0
+            share *= (0.25, 0.75)[state.pipeline.rank] if param is tied else 1.0
+            main_grad_of(param).copy_(param.detach() * share)
+        step.reduce_shared_gradients()
+        squares = sum(float(x.detach().square().sum()) for x in whole.values())
+        found[name] = float(step.global_norm()), squares**0.5
+    return found
+
+
+DENSE = [name for name in MODELS if name not in ("sparse", "sparse-warmup", "geglu", "gpt2-untied-gelu", "chunks")]
+EVEN_EXPERTS = [name for name in MOE_MODELS if name not in ("ungated", "all-experts")]
+
+
+@pytest.mark.parametrize(
+    ("names", "tp", "pp", "ep", "ranks"),
+    [
+        (DENSE, 2, 1, 1, 2),
+        (EVEN_EXPERTS, 2, 1, 4, 4),
+        (["deepseek"], 1, 1, 2, 4),
+        (["qwen", "tied-mtp", "gpt2"], 2, 2, 1, 4),
+    ],
+    ids=["tp2", "tp2-ep4", "dp4-ep2", "tp2-pp2"],
+)
+def test_the_norm_counts_each_weight_of_a_model_once(
+    world4: World, names: list[str], tp: int, pp: int, ep: int, ranks: int
+) -> None:
+    """Sharded, replicated, tied or of experts: attention sinks, latent projections, and all others.
+
+    https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 8; https://github.com/ROCm/TransformerEngine/pull/715
+    """
+    for found in world4.run(_norms_of_models, names, tp, pp, ep, ranks=ranks):
+        for name, (norm, expected) in found.items():
+            assert norm == pytest.approx(expected, rel=1e-6), name
 
 
 def _step_case() -> dict[str, Any]:

@@ -30,7 +30,7 @@ from tests.conversion import families
 from tests.data.test_chats import CHATML, write_tokenizer
 from tests.models.weights import randomize
 from tests.quickstart_data import ROOT
-from tests.training.presets import ANSWERS, BF16, DELAYED, Preset, config_of
+from tests.training.presets import ANSWERS, BF16, CP2, DELAYED, DP2, MOE, MTP, SAMPLES_4, Preset, config_of
 from tests.training.runs import batches, run_job, start, text_batches
 from tests.world import World
 from tools import convert_checkpoint, preprocess_data
@@ -178,6 +178,69 @@ def test_labels_that_do_not_count_carry_no_gradient(world2: World, preset: Prese
     assert gradients.abs().max() > 0
     assert torch.equal(gradients, others)
     assert torch.equal(report, report_of_others)
+
+
+def _step(preset: Preset) -> tuple[float, float, float]:
+    """Loss, that of multi-token prediction, and gradient norm of a step in small micro-batches."""
+    trainer, parallel = start(config_of(preset))
+    loss, result = trainer.train_step(0, batches(0, trainer.config, parallel))
+    assert loss.more is not None
+    return loss.mean, loss.more, result.grad_norm
+
+
+def _step_by_hand(preset: Preset) -> tuple[float, float, float]:
+    """The same from one pass over all samples, whose losses are divided by the number of labels that count."""
+    trainer, parallel = start(config_of(preset))
+    (stage,), (whole, *rest) = trainer.stages, batches(0, trainer.config, parallel)
+    names = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
+    joined = {name: torch.cat([getattr(x, name) for x in (whole, *rest)]) for name in names}
+    batch = replace(whole, samples=None, padding=None, **joined).with_later_labels(2)
+    assert batch.loss_mask is not None
+    counts = batch.loss_mask[: len(batch.tokens)].sum(1).tolist()
+    assert max(counts) > 2 * min(counts) == 0, "micro-batches have about as many labels each"
+    losses_sb = stage(None, batch)
+    main, *later = (losses_sb * batch.loss_mask.T).split(len(batch.tokens), dim=1)
+    of_later = [batch.loss_mask[len(batch.tokens) * i :][: len(batch.tokens)].sum() for i in (1, 2)]
+    trainer.strategy.zero()
+    factor = trainer.config.model.mtp_loss_scaling_factor
+    ((main.sum() + factor * (later[0].sum() + later[1].sum()) / 2) / sum(counts)).backward()
+    norm = torch.stack([x.double().square().sum() for x in trainer.strategy.gradients]).sum().sqrt()
+    more = sum(float(x.detach().sum() / n) for x, n in zip(later, of_later)) / 2
+    return float(main.detach().sum()) / sum(counts), more, float(norm)
+
+
+@pytest.mark.parametrize("layout", [SAMPLES_4, DP2 | CP2])
+def test_losses_are_means_over_labels_not_over_micro_batches_or_ranks(world4: World, layout: Preset) -> None:
+    """Some micro-batches and some parts of sequences have no label, others many.
+
+    https://github.com/NVIDIA/Megatron-LM/issues/7452, findings 3 and 9; https://github.com/areal-project/AReaL/pull/1273
+    """
+    (expected,) = world4.run(_step_by_hand, MTP | ANSWERS | SAMPLES_4, ranks=1)
+    for found in world4.run(_step, MTP | ANSWERS | SAMPLES_4 | layout, ranks=layout.ranks):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def _gradients_and_load(filling: int) -> tuple[Tensor, Tensor]:
+    """Gradients of a step with routers, and what these counted, with this token as padding."""
+    trainer, parallel = start(config_of(MOE | ANSWERS | SAMPLES_4))
+    assert trainer.load_collector is not None
+    filled = []
+    for x in batches(0, trainer.config, parallel):
+        assert x.padding is not None
+        filled.append(replace(x, tokens=x.tokens.masked_fill(x.padding, filling)))
+    assert torch.cat([x.padding for x in filled]).float().mean() > 0.1  # type: ignore[misc]
+    trainer._run_passes(0, filled, False, lambda: None)
+    return trainer.strategy.gradients[0].clone(), trainer.load_collector.sum()
+
+
+def test_padding_does_not_move_routers(world2: World) -> None:
+    """Whatever token fills up samples, gradients and the load of experts are the same.
+
+    https://github.com/NVIDIA/Megatron-LM/issues/1984, https://github.com/NVIDIA/Megatron-LM/pull/5542
+    """
+    (gradients, load), (others, other_load) = (world2.run(_gradients_and_load, token, ranks=1)[0] for token in (0, 13))
+    torch.testing.assert_close(load, other_load, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients, others, rtol=1e-5, atol=1e-7)
 
 
 def _step_without_labels() -> tuple[float, float, bool, bool]:

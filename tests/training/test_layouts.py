@@ -81,7 +81,7 @@ UNEVEN = [LAYERS_4 | PP2 | STAGES_1_3, LAYERS_4 | TP2 | PP2 | STAGES_3_1]
 CONTEXT = [CP2, CP4, DP2 | CP2, TP2 | NO_SP | CP2, TP2 | CP2, PP2 | CP2]
 EXACT_FP8 = [FP64 | CURRENT, FP64 | DELAYED]
 QUICK_CASES = [  # what mixers and parts compute in layouts, tests.models.test_gpt compares
-    LAYERS_4 | PP4 | SAMPLES_4, TP2 | NO_SP | GPT2 | TIED,  # fp32
+    LAYERS_4 | PP4 | SAMPLES_4 | DOCUMENTS, TP2 | NO_SP | GPT2 | TIED,  # fp32
     DP2 | MASKED, DP2 | ANSWERS, LORA | TP2,
     MOE | CP2 | ETP2 | FP64 | CURRENT, DEEPSEEK | DP2 | EP2,  # experts
     TP2 | CHUNKS | FP64 | DELAYED | SELECTIVE,  # FP8 with fp64 sums
