@@ -481,6 +481,11 @@ def _receive(rank: int) -> Tensor:
     return found[0]
 
 
+WITHOUT_SEQUENCE = {"hybrid", "kimi-delta", "qwen", "shared-keys", "latent"}
+"""Models with norms of heads, whose gradients are sums over tensor-parallel ranks also where these have all tokens.
+
+Tests of recomputation and of context parallelism have them with sequence parallelism.
+"""
 BY_TENSOR = [(name, *tp) for name in MODELS for tp in ((1, False), (2, False), (2, True), (4, True))]
 
 
@@ -491,12 +496,16 @@ BY_TENSOR = [(name, *tp) for name in MODELS for tp in ((1, False), (2, False), (
         *[
             case
             for case in BY_TENSOR
-            if (case[1:] == (2, True) and not case[0].startswith(("sparse-", "compressed-", "shared-keys-of")))
+            if (
+                case[1:] == (2, case[0] not in WITHOUT_SEQUENCE)
+                and not case[0].startswith(("sparse-", "compressed-", "shared-keys-of"))
+            )
             or case[0] == "llama"
         ],
     ),
 )
 def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
+    """Of norms of heads too: https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 11."""
     assert min(world4.run(compare, MODELS[name], tp, sequence_parallel, ranks=tp)) > 10
 
 
