@@ -253,6 +253,9 @@ def test_padding_is_one_document_without_loss() -> None:
     assert batch.loss_mask.tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 0, 0, 1], [0, 1, 2, 0, 1], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
     assert batch.cu_seqlens[:, :5].tolist() == [[0, 2, 3, 5, 5], [0, 3, 5, 5, 5], [0, 5, 5, 5, 5], [0, 5, 5, 5, 5]]
+    assert batch.padding is not None
+    assert batch.padding.sum(1).tolist() == [2, 2, 0, 0]
+    assert batch.padding[:2, 3:].all()
 
 
 def test_the_loss_of_best_fit_is_of_each_prediction_within_a_document_once(tmp_path: Path) -> None:

@@ -91,17 +91,6 @@ CASES = [
 def test_loss_and_gradients(
     world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str, splits: list[int]
 ) -> None:
-    assert (
-        min(
-            world4.run(
-                _compare,
-                MODELS[name],
-                tp,
-                sequence_parallel=sequence_parallel,
-                recompute=recompute,
-                splits=splits,
-                ranks=tp,
-            )
-        )
-        > 40
-    )
+    """Two ranks of tensor parallelism are two of four: https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 6."""
+    options = {"sequence_parallel": sequence_parallel, "recompute": recompute, "splits": splits}
+    assert min(world4.run(_compare, MODELS[name], tp, **options, ranks=4 if tp == 2 else tp)) > 40
