@@ -487,6 +487,14 @@ WITHOUT_SEQUENCE = {"hybrid", "kimi-delta", "qwen", "shared-keys", "latent"}
 Tests of recomputation and of context parallelism have them with sequence parallelism.
 """
 BY_TENSOR = [(name, *tp) for name in MODELS for tp in ((1, False), (2, False), (2, True), (4, True))]
+COVERED = {
+    *("geglu", "gpt2-untied-gelu"),  # by recomputation
+    *("tied-mtp", "pattern", "shared-keys", "shared-keys-of-a-stage", "hybrid", "short-convolution", "kimi-delta"),
+    *("one-part", "hyper", "sparse-hybrid", "compressed-window"),  # by pipeline stages
+    *("qwen", "sparse-neighbors"),  # by context parallelism
+    *("compressed-heavy", "sparse-warmup"),  # in part by "compressed" and "sparse"
+}
+"""Models that other quick tests compare."""
 
 
 @pytest.mark.parametrize(
@@ -496,10 +504,8 @@ BY_TENSOR = [(name, *tp) for name in MODELS for tp in ((1, False), (2, False), (
         *[
             case
             for case in BY_TENSOR
-            if (
-                case[1:] == (2, case[0] not in WITHOUT_SEQUENCE)
-                and not case[0].startswith(("sparse-", "compressed-", "shared-keys-of"))
-            )
+            if (case[1:] == (2, False) and case[0] in WITHOUT_SEQUENCE)
+            or (case[1:] == (2, True) and case[0] not in WITHOUT_SEQUENCE | COVERED)
             or case[0] == "llama"
         ],
     ),
@@ -513,11 +519,13 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
 @pytest.mark.parametrize(("tp", "sequence_parallel"), slow_but([(1, False), (2, False), (2, True)], (2, True)))
 @pytest.mark.parametrize(
     "name",
-    [
-        *("llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid"),
-        *("one-part", "kimi-delta", "shared-keys"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sparse", "compressed")),
-    ],
+    slow_but(
+        [
+            *("llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid"),
+            *("one-part", "kimi-delta", "shared-keys", "sparse", "compressed"),
+        ],
+        *("gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "hybrid", "one-part", "shared-keys"),
+    ),
 )
 def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
     world4.run(compare, MODELS[name], tp, sequence_parallel, recompute, ranks=tp)
@@ -525,10 +533,10 @@ def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, r
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("llama", "gpt2", "hybrid", "chunks", "one-part", "sparse", "compressed"),
-        pytest.param("kimi-delta", marks=pytest.mark.slow),
-    ],
+    slow_but(
+        ["llama", "gpt2", "hybrid", "chunks", "one-part", "sparse", "compressed", "kimi-delta"],
+        *("llama", "gpt2", "sparse"),  # of the others some are compared under context parallelism
+    ),
 )
 @pytest.mark.parametrize(("tp", "sequence_parallel"), slow_but([(1, False), (2, True)], (2, True)))
 def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
@@ -557,7 +565,7 @@ def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int
     )
 
 
-@pytest.mark.parametrize(("tp", "cp"), slow_but([(1, 2), (1, 4), (2, 2)], (2, 2)))
+@pytest.mark.parametrize(("tp", "cp"), slow_but([(1, 2), (1, 4), (2, 2)], (1, 2)))  # the next test has both
 @pytest.mark.parametrize(
     "name",
     slow_but(
@@ -565,7 +573,7 @@ def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int
             *("llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom", "hybrid"),
             *("one-part", "sparse-neighbors", "kimi-delta", "short-convolution", "compressed"),
         ],
-        *("llama-gqa-rope-scaling", "qwen", "latent", "bloom", "hybrid", "sparse-neighbors"),
+        *("llama-gqa-rope-scaling", "qwen", "latent", "bloom", "sparse-neighbors"),
     ),
 )
 def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
@@ -575,32 +583,41 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     world4.run(compare, model, tp, sequence_parallel=True, cp=cp, ranks=tp * cp)
 
 
+RECOMPUTED = [
+    *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid"),
+    *("kimi-delta", "short-convolution", "shared-keys", "hyper", "compressed"),
+]
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "tp"),
     slow_but(
-        [
-            *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid"),
-            *("kimi-delta", "short-convolution", "shared-keys", "hyper", "compressed"),
-        ],
-        *("olmo-window-mtp", "chunks", "one-part", "sparse-hybrid", "shared-keys", "hyper", "compressed"),
+        [(name, tp) for name in RECOMPUTED for tp in (1, 2)],
+        ("olmo-window-mtp", 2),
+        *((name, 1) for name in ("chunks", "one-part", "sparse-hybrid", "shared-keys", "hyper", "compressed")),
     ),
 )
-def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
+def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str, tp: int) -> None:
     """One also recomputes layers of multi-token prediction on other tensor-parallel ranks than the first ones.
 
     https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 4
     """
     world4.run(
-        compare, MODELS[name], 2, sequence_parallel=True, recompute="full", documents=True, z_loss=0.0, cp=2, ranks=4
-    )
+        compare, MODELS[name], tp, sequence_parallel=True, recompute="full", documents=True, z_loss=0.0, cp=2,
+        ranks=2 * tp,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "tp", "cp"),
     [
-        *(("hybrid", 1, 2), ("kimi-delta", 2, 1), ("one-part", 1, 1), ("sparse-hybrid", 1, 1), ("tied-mtp", 1, 1)),
-        *(("short-convolution", 1, 2), ("pattern", 2, 1), ("shared-keys-of-a-stage", 2, 1), ("hyper", 1, 2)),
+        *(("hybrid", 1, 2), ("kimi-delta", 1, 1), ("one-part", 1, 1), ("sparse-hybrid", 1, 1), ("tied-mtp", 1, 1)),
+        *(("short-convolution", 1, 2), ("pattern", 2, 1), ("shared-keys-of-a-stage", 1, 1), ("hyper", 1, 1)),
         ("compressed-window", 1, 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("kimi-delta", 2, 1), ("shared-keys-of-a-stage", 2, 1), ("hyper", 1, 2))
+        ),
     ],
 )
 def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:
@@ -610,24 +627,30 @@ def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:
 @pytest.mark.parametrize(
     ("name", "tp", "cp", "ep", "etp", "dispatch", "recompute"),
     [
-        *((name, 1, 1, 1, 1, "all_gather", "none") for name in MOE_MODELS),
+        *slow_but(
+            [(name, 1, 1, 1, 1, "all_gather", "none") for name in MOE_MODELS],
+            *((name, 1, 1, 1, 1, "all_gather", "none") for name in ("groups-softmax", "capacity", "all-experts")),
+        ),
         pytest.param("mixtral", 2, 1, 1, 1, "all_gather", "none", marks=pytest.mark.slow),
         ("mixtral", 1, 2, 2, 1, "all_to_all", "none"),
-        ("mixtral", 2, 2, 4, 1, "all_to_all", "full"),
+        pytest.param("mixtral", 2, 2, 4, 1, "all_to_all", "full", marks=pytest.mark.slow),
         ("qwen-moe", 2, 1, 2, 1, "all_gather", "selective"),
         ("ungated", 1, 2, 1, 2, "all_gather", "none"),
         ("all-experts", 2, 2, 1, 1, "all_gather", "none"),
         pytest.param("gpt-oss", 2, 1, 2, 1, "all_gather", "selective", marks=pytest.mark.slow),
         ("gpt-oss", 1, 2, 2, 1, "all_to_all", "none"),
         pytest.param("deepseek", 4, 1, 4, 1, "all_gather", "none", marks=pytest.mark.slow),
-        ("deepseek", 2, 2, 2, 2, "all_gather", "selective"),
+        ("deepseek", 2, 1, 2, 1, "all_gather", "selective"),
+        pytest.param("deepseek", 2, 2, 2, 2, "all_gather", "selective", marks=pytest.mark.slow),
         ("llama4", 2, 2, 4, 1, "all_to_all", "none"),
         pytest.param("llama4", 2, 1, 2, 1, "all_gather", "selective", marks=pytest.mark.slow),
         pytest.param("groups-softmax", 1, 4, 2, 1, "all_to_all", "none", marks=pytest.mark.slow),
-        ("nemotron", 2, 2, 2, 1, "all_gather", "none"),
-        ("nemotron", 1, 2, 2, 1, "all_to_all", "none"),
+        ("nemotron", 2, 1, 2, 1, "all_gather", "none"),
+        pytest.param("nemotron", 2, 2, 2, 1, "all_gather", "none", marks=pytest.mark.slow),
+        pytest.param("nemotron", 1, 2, 2, 1, "all_to_all", "none", marks=pytest.mark.slow),
         ("separate-norms", 2, 1, 2, 1, "all_gather", "selective"),
-        ("hash", 2, 2, 2, 1, "all_to_all", "full"),
+        ("hash", 1, 2, 2, 1, "all_to_all", "full"),
+        pytest.param("hash", 2, 2, 2, 1, "all_to_all", "full", marks=pytest.mark.slow),
     ],
 )
 def test_experts(world4: World, name: str, tp: int, cp: int, ep: int, etp: int, dispatch: str, recompute: str) -> None:
