@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ from megafp8.numerics.tensor import (
     ScaledTensor,
 )
 from tests.fp8.reference import decode, encode
+from tests.marks import slow_but
 
 GRANULARITIES = [TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, BLOCK_1X32, BLOCK_1X16]
 AMAX, _, UNDERFLOW, SATURATED, SNR_DB = range(5)
@@ -93,9 +95,14 @@ def heavy_tailed(r: int, c: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return (normal * torch.exp(3 * spread) * (kept > -1.5)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    slow_but(
+        itertools.product([E4M3, E5M2], [torch.bfloat16, torch.float32]), (E4M3, torch.bfloat16), (E5M2, torch.float32)
+    ),
+    ids=lambda x: getattr(x, "name", None),
+)
 @pytest.mark.parametrize("stale", [1.0, 8.0, 2.0**-9], ids=["fits", "saturates", "underflows"])
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=lambda granularity: granularity.name)
 def test_statistics_against_loops(
     granularity: Granularity, fmt: Format, stale: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,8 @@ from megafp8.numerics.recipes.rowwise import cast_rows
 from megafp8.numerics.sources import Plain, Source, SwiGLU, SwiGLUGrad
 from tests.marks import slow_but
 
-SIZES = [[3, 0, 130, 16], [0, 0, 9], pytest.param([257], marks=pytest.mark.slow)]
+EVERY_SIZES = [[3, 0, 130, 16], [0, 0, 9], [257]]
+SIZES = slow_but(EVERY_SIZES, *EVERY_SIZES[:2])
 
 
 def _source(kind: str, rows: int) -> Source:
@@ -57,9 +58,19 @@ def test_casts_and_amaxes(kind: str, sizes: list[int]) -> None:
                 assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("module", [reference, kernels])
-@pytest.mark.parametrize(("fmt", "power_of_two"), [(E4M3, True), (E5M2, False)])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+CASTS = [(E4M3, True), (E5M2, False)]
+CASES = pytest.mark.parametrize(
+    ("sizes", "fmt", "power_of_two", "module"),
+    slow_but(
+        [(sizes, *cast, by) for sizes in EVERY_SIZES for cast in CASTS for by in (reference, kernels)],
+        *((sizes, *cast, reference) for sizes in EVERY_SIZES[:2] for cast in CASTS),
+        *((sizes, *cast, kernels) for sizes, cast in zip(EVERY_SIZES[:2], CASTS)),
+    ),
+    ids=str,
+)
+
+
+@CASES
 def test_casts_by_blocks(sizes: list[int], fmt: Format, power_of_two: bool, module: ModuleType) -> None:
     """Data and scales are those of each expert's rows alone."""
     x = torch.randn(sum(sizes), 200, generator=torch.Generator().manual_seed(5)) * 3
@@ -83,9 +94,7 @@ def test_casts_by_blocks(sizes: list[int], fmt: Format, power_of_two: bool, modu
         start, place = start + size, end
 
 
-@pytest.mark.parametrize("module", [reference, kernels])
-@pytest.mark.parametrize(("fmt", "power_of_two"), [(E4M3, True), (E5M2, False)])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@CASES
 def test_casts_by_rows(sizes: list[int], fmt: Format, power_of_two: bool, module: ModuleType) -> None:
     """Data and scales are those of each expert's rows alone."""
     x = torch.randn(sum(sizes), 72, generator=torch.Generator().manual_seed(5)) * 3

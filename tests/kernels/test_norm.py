@@ -33,7 +33,7 @@ CASES: list[Any] = [*itertools.product(SHAPES, [torch.float32]), *itertools.prod
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        *slow_but(CASES, *CASES[: len(SHAPES) + 1]),
+        *slow_but(CASES, *CASES[2:7]),  # of the first shape in fp16, which the second has in fp32
         *(pytest.param(shape, torch.bfloat16, marks=pytest.mark.gpu) for shape in SHAPES),
     ],
     ids=str,

@@ -121,7 +121,9 @@ def check_blocks(source: Source, cast: str, fmt: Format = E4M3, **options: Any) 
     ("shape", "kind"),
     slow_but(
         itertools.product(SHAPES, SOURCES),
-        *((shape, kind) for shape in SHAPES if shape not in [(3, 200), (130, 66)] for kind in SOURCES),
+        *((shape, kind) for shape in [(0, 16), (16, 0)] for kind in SOURCES),
+        # The others are read alike for one scale per block.
+        *(((1, 1), kind) for kind in ("plain", "zero_centered_layernorm", "gelu_grad")),
         ((130, 66), "plain"),
     ),
     ids=str,
@@ -139,17 +141,16 @@ OTHER_DTYPES = [*itertools.product(SOURCES, [torch.float32]), *itertools.product
     ids=str,
 )
 def test_one_scale_per_tensor_of_another_dtype(kind: str, dtype: torch.dtype) -> None:
-    check_tensor(SOURCES[kind](3, 200, dtype), 3.7, E5M2)
+    check_tensor(SOURCES[kind](3, 40, dtype), 3.7, E5M2)
 
 
-@pytest.mark.parametrize("cast", BLOCKS)
 @pytest.mark.parametrize(
-    ("shape", "kind"),
+    ("shape", "kind", "cast"),
     slow_but(
-        itertools.product([(1, 1), (3, 200), (130, 130), (0, 16), (16, 0)], SOURCES),
-        *itertools.product([(1, 1), (0, 16), (16, 0)], SOURCES),
-        ((3, 200), "plain"),
-        ((130, 130), "swiglu_grad"),
+        itertools.product([(1, 1), (3, 200), (130, 130), (0, 16), (16, 0)], SOURCES, BLOCKS),
+        *itertools.product([(1, 1), (0, 16), (16, 0)], SOURCES, BLOCKS),
+        *itertools.product([(3, 200)], ["plain"], BLOCKS),
+        ((130, 130), "swiglu_grad", "cast_1x128"),
     ),
     ids=str,
 )
@@ -157,8 +158,9 @@ def test_one_scale_per_block(shape: tuple[int, int], kind: str, cast: str) -> No
     check_blocks(SOURCES[kind](*shape, torch.bfloat16), cast, power_of_two=True, eps=1e-4)
 
 
-@pytest.mark.parametrize("cast", BLOCKS)
-@pytest.mark.parametrize("kind", slow_but(SOURCES, "geglu_grad"))
+@pytest.mark.parametrize(
+    ("kind", "cast"), slow_but(itertools.product(SOURCES, BLOCKS), ("geglu_grad", "cast_1x128"), ("plain", "cast_rows"))
+)
 def test_one_scale_per_block_in_one_orientation(kind: str, cast: str) -> None:
     for wanted in ORIENTATIONS:
         check_blocks(SOURCES[kind](3, 200, torch.bfloat16), cast, **wanted)
@@ -172,8 +174,8 @@ LARGER = [(shape, kind) for kind in SOURCES for shape in [(3, 200), (130, 66), (
     slow_but(
         LARGER,
         *(((0, 16), kind) for kind in SOURCES),
-        # The others differ from one of these in a formula, which the tests of one scale per tensor cover.
-        *(((3, 200), kind) for kind in ("zero_centered_layernorm", "swiglu_grad", "geglu_grad", "gelu", "gelu_grad")),
+        # The others differ from these in a formula, which the tests of one scale per block cover.
+        *(((3, 200), kind) for kind in ("zero_centered_layernorm", "swiglu_grad")),
     ),
     ids=str,
 )
@@ -264,7 +266,7 @@ def test_sigmoid_of_every_bf16_value() -> None:
     check_values(sources.SwiGLU(gate_up.float()))
 
 
-@pytest.mark.parametrize("shape", [(3, 200), (16, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 72), (16, 0)], ids=str)
 def test_other_activations(shape: tuple[int, int]) -> None:
     """ReLU, its square, clamped and limited SwiGLU, also at the bounds and of what is not finite."""
     x, gate_up = (noise(shape[0], width, scale=6) for width in (shape[1], 2 * shape[1]))
@@ -304,11 +306,17 @@ def test_midpoints_of_neighbours_and_one_bit_beside(fmt: Format) -> None:
     check_tensor(Plain(torch.nn.functional.pad(found, (0, -len(found) % 64)).view(-1, 64).to(DEVICE)), 1.0, fmt)
 
 
-@pytest.mark.parametrize("value", slow_but([0.0, 1e-40, 3e-39, 1e38, torch.inf, torch.nan], 3e-39, torch.nan))
-@pytest.mark.parametrize("cast", BLOCKS)
+@pytest.mark.parametrize(
+    ("cast", "value"),
+    slow_but(
+        itertools.product(BLOCKS, [0.0, 1e-40, 3e-39, 1e38, torch.inf, torch.nan]),
+        *((cast, 3e-39) for cast in BLOCKS),
+        ("cast_1x128", torch.nan),
+    ),
+)
 def test_blocks_of_special_values(cast: str, value: float) -> None:
     """A block of zeros, of numbers whose scale overflows, or with an infinity or a NaN in it."""
-    x = noise(130, 260)
+    x = noise(130, 132)
     x[:128, :128] = 0.0
     x[3, 5] = value
     check_blocks(Plain(x), cast, power_of_two=True)

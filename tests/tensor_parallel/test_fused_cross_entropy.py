@@ -95,11 +95,20 @@ def check(
     assert dlogits[..., vocab_size:].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("ranks", slow_but([1, 2, 4], 4))
+VOCABULARIES = [
+    (32, 32, 0.0, 1.0), (32, 29, 0.0, 1.0), (32, 7, 0.1, 1.0), (32, 32, 1e-4, 300.0), (20000, 19001, 1e-4, 3.0)
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("v", "vocab_size", "z_loss", "spread"),
-    [(32, 32, 0.0, 1.0), (32, 29, 0.0, 1.0), (32, 7, 0.1, 1.0), (32, 32, 1e-4, 300.0), (20000, 19001, 1e-4, 3.0)],
+    ("v", "vocab_size", "z_loss", "spread", "ranks", "dtype"),
+    slow_but(
+        [(*vocabulary, ranks, dtype) for vocabulary in VOCABULARIES for ranks in (1, 2, 4) for dtype in DTYPES],
+        *((*vocabulary, 2, torch.bfloat16) for vocabulary in VOCABULARIES),
+        *((*VOCABULARIES[1], 2, dtype) for dtype in DTYPES),
+        (*VOCABULARIES[2], 4, torch.float32),
+    ),
+    ids=str,
 )
 def test_slices_equal_torch_on_the_whole(
     monkeypatch: pytest.MonkeyPatch,

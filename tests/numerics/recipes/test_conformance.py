@@ -9,6 +9,7 @@ Shapes: m tokens, k inputs, n outputs; r rows, c columns of a matrix.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, get_args
@@ -51,6 +52,7 @@ from tests.fp8.linear_layer import LinearLayer, Sum
 from tests.fp8.reference import bytes_of, decode, encode, scale_of, spread, to_e2m1
 from tests.fp8.test_manager import Model, copied
 from tests.linear.test_linear import assert_product, managed, run
+from tests.marks import slow_but
 from tests.numerics.test_stochastic_rounding import uniform_by_hand
 from tests.world import World
 
@@ -306,8 +308,14 @@ def check_cast(made: ScaledTensor | None, x: Tensor, reference: Reference) -> No
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 200), (130, 129), (17, 33)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    slow_but(
+        itertools.product([(1, 1), (3, 200), (130, 129), (17, 33)], [torch.bfloat16, torch.float32]),
+        *((shape, torch.bfloat16) for shape in [(1, 1), (3, 200), (130, 129)]),
+        ((17, 33), torch.float32),
+    ),
+)
 @by_case
 def test_casts(case: str, shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     x = spread(*shape, seed=sum(shape)).to(dtype)
@@ -439,8 +447,14 @@ def expected(case: str, x: Tensor, w: Tensor, dy: Tensor) -> list[tuple[Tensor, 
     return [(x_mk, w_nk.t()), (dy_mn, w_kn.t()), (dy_nm, x_km.t())]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@by_case
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    slow_but(
+        itertools.product(CASES, [torch.float32, torch.bfloat16]),
+        *((case, torch.float32) for case in CASES),
+        ("delayed", torch.bfloat16),
+    ),
+)
 def test_gemms(case: str, dtype: torch.dtype) -> None:
     """Forward and gradients against float64 products of the operands as cast."""
     _, op = managed(CASES[case].recipe)
