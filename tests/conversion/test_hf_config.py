@@ -32,6 +32,7 @@ from tests.conversion.families import (
     THEIRS,
     config_class,
 )
+from tests.marks import slow_but
 from tests.quickstart_data import ROOT
 
 L = LLAMA | {"model_type": "llama"}
@@ -629,7 +630,7 @@ PUBLISHED["deepseek-v3.2"] = (
 """Parameters and config.json on the hub of models that have a config here."""
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", slow_but(PUBLISHED, *(name for name in PUBLISHED if name != "deepseek-v3")))
 def test_configs_are_the_published_models(name: str) -> None:
     parameters, config = PUBLISHED[name]
     model = load_config(ROOT / "configs" / f"{name}.yaml").model
@@ -644,7 +645,7 @@ def test_configs_are_the_published_models(name: str) -> None:
     assert not ahead or ahead + copies == pytest.approx(14e9, rel=0.05)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("scaled", slow_but([False, True], True))
 def test_older_keys_of_deepseek_v4_are_read_as_transformers_reads_them(scaled: bool) -> None:
     """Kinds of layers as numbers, and one rotary embedding, which is that of layers with entries."""
     from transformers import DeepseekV4Config

@@ -17,6 +17,7 @@ from megafp8.models.router import choose, weigh
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import RandomSource
 from tests.conversion.megatron_reference import MODELS, READ_ONLY, TINY, chosen, folders, rank, save
+from tests.marks import slow_but
 
 # Arguments as a user of Megatron-LM would give them for MODELS, and its defaults of those they would not.
 COMMON = {
@@ -101,6 +102,10 @@ CASES: list[tuple[str, tuple[int, ...]]] = [
     *((name, layout) for name in MODELS for layout in (EXPERTS if "moe" in MODELS[name] else LAYOUTS)),
     *MORE,
 ]
+QUICK: list[tuple[str, tuple[int, ...]]] = [
+    *((name, (2, 2, 2)) for name in MODELS if "moe" not in MODELS[name]),
+    *(("llama", (4, 1, 1)), ("mixtral", (1, 1, 1)), ("all of experts", (2, 2, 2, 2))),
+]
 
 
 def random_source(name: str, **options: Any) -> RandomSource:
@@ -118,7 +123,7 @@ def assert_same(read: MegatronSource, truth: RandomSource) -> None:
         assert torch.equal(tensor, expected), name
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "layout"), slow_but(CASES, *QUICK), ids=str)
 def test_each_rank_is_written_as_megatron_has_it(name: str, layout: tuple[int, ...], tmp_path: Path) -> None:
     source = random_source(name)
     t, p, virtual, expert = *layout, *[1] * (4 - len(layout))
@@ -150,7 +155,13 @@ def test_each_rank_is_written_as_megatron_has_it(name: str, layout: tuple[int, .
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [*CASES, *((name, layout) for name in READ_ONLY for layout in LAYOUTS)], ids=str
+    ("name", "layout"),
+    slow_but(
+        [*CASES, *((name, layout) for name in READ_ONLY for layout in LAYOUTS)],
+        *QUICK,
+        *((name, (2, 2, 2)) for name in READ_ONLY),
+    ),
+    ids=str,
 )
 def test_each_tensor_is_read_from_what_megatron_writes(name: str, layout: tuple[int, ...], tmp_path: Path) -> None:
     truth = random_source(name, dtype=torch.bfloat16)

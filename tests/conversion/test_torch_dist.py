@@ -30,6 +30,7 @@ from tests.conversion.families import RandomSource
 from tests.conversion.megatron_reference import MODELS, stage
 from tests.conversion.test_megatron import ARGS, assert_same, random_source
 from tests.conversion.test_megatron_damage import Payload
+from tests.marks import slow_but
 
 VARIED = ["llama", "swiglu, biases, sinks", "all of experts", "mixtral", "gpt2"]
 """Models that have all kinds of tensors between them."""
@@ -77,8 +78,16 @@ def save(
     return folder
 
 
+READ = [*((name, False) for name in (*MODELS, "bert")), *((name, True) for name in VARIED[:3])]
+
+
 @pytest.mark.parametrize(
-    ("name", "singleton"), [*((name, False) for name in (*MODELS, "bert")), *((name, True) for name in VARIED[:3])]
+    ("name", "singleton"),
+    slow_but(
+        READ,
+        *((name, False) for name in ("gpt2", "qwen3", "mixtral", "bert")),
+        *((name, True) for name in ("swiglu, biases, sinks", "all of experts")),
+    ),
 )
 def test_each_tensor_is_read(name: str, singleton: bool, tmp_path: Path) -> None:
     truth = random_source(name, dtype=torch.bfloat16)
@@ -148,7 +157,7 @@ def test_flat_buffers_of_a_distributed_optimizer_are_named(prefix: str, tmp_path
     assert source.why_without("model.x") == f"{source.path} has no model.x"
 
 
-@pytest.mark.parametrize("name", VARIED)
+@pytest.mark.parametrize("name", slow_but(VARIED, "swiglu, biases, sinks", "all of experts"))
 def test_each_tensor_is_written(name: str, tmp_path: Path) -> None:
     source = random_source(name)
     source.about = {"step": 7, "consumed_samples": 56}
