@@ -5,6 +5,7 @@ The peak and workspaces, which need a GPU, are compared with measurements elsewh
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -242,11 +243,17 @@ def _blocks(stage: GPTStage, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor
     return (stage.look_ahead(labels_bs, inputs, None, y_sbh + branch_sbh),)
 
 
-@pytest.mark.parametrize("model", slow_but(MODELS, "llama", "experts"))
-def test_saved_activations(world2: World, model: str) -> None:
-    formats = ["none", "delayed"] if model != "llama" else list(FORMATS)
-    modes = {f: list(MODES) if f in ("none", "delayed") else ["plain", "all-first"] for f in formats}
-    cases = {(f, m): [*ALONE, *MODELS[model], *FORMATS[f], *MODES[m]] for f in formats for m in modes[f]}
+@pytest.mark.parametrize(
+    ("model", "fmt"),
+    slow_but(
+        [(model, fmt) for model in MODELS for fmt in (FORMATS if model == "llama" else ("none", "delayed"))],
+        *(("llama", fmt) for fmt in ("none", "delayed", "blockwise", "rowwise-wgrad", "mxfp8", "nvfp4", "no-down")),
+        ("experts", "delayed"),
+    ),
+)
+def test_saved_activations(world2: World, model: str, fmt: str) -> None:
+    modes = MODES if fmt in ("none", "delayed") else ["plain", "all-first"]
+    cases = {mode: [*ALONE, *MODELS[model], *FORMATS[fmt], *MODES[mode]] for mode in modes}
     (found,) = world2.run(_measured, list(cases.values()), ranks=1)
     for case, (measured, planned) in zip(cases, found, strict=True):
         assert measured == planned, case
@@ -260,10 +267,15 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2-sp"))
-def test_saved_activations_of_a_rank_of_two(world2: World, layout: str) -> None:
-    formats = ["none", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "rowwise-wgrad"]
-    cases = {(f, m): [*LAYOUTS[layout], *FORMATS[f], *MODES[m]] for f in formats for m in ("plain", "all-first")}
+SPLIT = ["none", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "rowwise-wgrad"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "fmt"),
+    slow_but(itertools.product(LAYOUTS, SPLIT), ("tp2-sp", "delayed"), ("tp2-sp", "blockwise"), ("cp2", "rowwise")),
+)
+def test_saved_activations_of_a_rank_of_two(world2: World, layout: str, fmt: str) -> None:
+    cases = {mode: [*LAYOUTS[layout], *FORMATS[fmt], *MODES[mode]] for mode in ("plain", "all-first")}
     for found in world2.run(_measured, list(cases.values()), ranks=2):
         for case, (measured, planned) in zip(cases, found, strict=True):
             assert measured == planned, case
@@ -329,31 +341,45 @@ def _plans(config: Config, world_size: int) -> list[RankMemory]:
     return pipeline_memory(model_outline(config, build_fp8(config, None)), world_size, plan.placement, plan.train)
 
 
-@pytest.mark.parametrize("ranks", slow_but([1, 4], 4))
-def test_state_of_a_rank(world4: World, ranks: int) -> None:
+STATES = {
+    "blockwise": ["fp8.recipe=blockwise", "training.precision=bf16", "optimizer.moments_dtype=bf16"],
+    "remainders": [
+        "training.precision=bf16",
+        "optimizer.moments_dtype=fp8",
+        "optimizer.store_param_remainders=true",
+        *GPT2,
+    ],
+    "delayed": [
+        "fp8.recipe=delayed",
+        "fp8.override_linear_precision=[false, false, true]",
+        "model.tie_embeddings=true",
+        *GPT2,
+    ],
+    "rowwise": ["fp8.recipe=rowwise", "fp8.override_linear_precision=[false, true, false]", "fp8.last_blocks_bf16=1"],
+    "experts": [
+        "fp8.recipe=current",
+        "model.moe={num_experts: 8, shared_ffn_hidden_size: 32}",
+        "model.mtp_num_layers=1",
+    ],
+    "lora": ["fp8.recipe=delayed", "training.precision=bf16", "lora.rank=4", "model.tie_embeddings=true"],
+    "muon": ["optimizer.name=muon", "model.moe={num_experts: 8}", "optimizer.average_decay=0.9"],
+    "lion": ["optimizer.name=lion", "training.precision=bf16", "optimizer.moments_dtype=fp8"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    slow_but(
+        itertools.product(STATES, [1, 4]),
+        *((name, 1) for name in ("blockwise", "remainders", "rowwise", "lora", "muon", "lion")),
+        *((name, 4) for name in ("delayed", "experts")),
+    ),
+)
+def test_state_of_a_rank(world4: World, name: str, ranks: int) -> None:
     layout = ["parallel.tensor=2", "parallel.pipeline=2"] if ranks == 4 else ALONE
-    for options in (
-        ["fp8.recipe=blockwise", "training.precision=bf16", "optimizer.moments_dtype=bf16"],
-        ["training.precision=bf16", "optimizer.moments_dtype=fp8", "optimizer.store_param_remainders=true", *GPT2],
-        [
-            "fp8.recipe=delayed",
-            "fp8.override_linear_precision=[false, false, true]",
-            "model.tie_embeddings=true",
-            *GPT2,
-        ],
-        ["fp8.recipe=rowwise", "fp8.override_linear_precision=[false, true, false]", "fp8.last_blocks_bf16=1"],
-        [
-            "fp8.recipe=current",
-            "model.moe={num_experts: 8, shared_ffn_hidden_size: 32}",
-            "model.mtp_num_layers=1",
-            f"parallel.expert={ranks // 2 or 1}",
-        ],
-        ["fp8.recipe=delayed", "training.precision=bf16", "lora.rank=4", "model.tie_embeddings=true"],
-        ["optimizer.name=muon", "model.moe={num_experts: 8}", "optimizer.average_decay=0.9"],
-        ["optimizer.name=lion", "training.precision=bf16", "optimizer.moments_dtype=fp8"],
-    ):
-        for measured, planned in world4.run(_state, [*layout, *options], ranks=ranks):
-            assert measured == planned, options
+    expert = ["parallel.expert=2"] if name == "experts" and ranks == 4 else []
+    for measured, planned in world4.run(_state, [*layout, *STATES[name], *expert], ranks=ranks):
+        assert measured == planned
 
 
 @pytest.mark.parametrize(
@@ -363,8 +389,18 @@ def test_state_of_a_rank(world4: World, ranks: int) -> None:
         ["parallel.tensor=2", "optimizer.moments_dtype=fp8", "fp8.recipe=current", *GPT2],
         ["parallel.fsdp_replicas=2", "fp8.recipe=current", "fp8.param_gather=true", "optimizer.moments_dtype=bf16"],
         ["parallel.fsdp_replicas=2", "parallel.context=2", "parallel.expert=2", "model.moe={num_experts: 8}"],
-        ["parallel.fsdp_replicas=2", "parallel.context=2", "model.tie_embeddings=true", "model.mtp_num_layers=1"],
-        ["parallel.fsdp_replicas=2", "training.precision=bf16", "fp8.recipe=current", "lora.rank=4"],
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                [
+                    "parallel.fsdp_replicas=2",
+                    "parallel.context=2",
+                    "model.tie_embeddings=true",
+                    "model.mtp_num_layers=1",
+                ],
+                ["parallel.fsdp_replicas=2", "training.precision=bf16", "fp8.recipe=current", "lora.rank=4"],
+            )
+        ),
         ["optimizer.name=muon", "fp8.recipe=current", "fp8.param_gather=true", *GPT2],
     ],
 )
@@ -411,40 +447,35 @@ def test_state_of_a_rank_with_fp8_parameters(world4: World, precision: str, opti
             assert 0.97 * planned[i] <= measured[i] <= planned[i]
 
 
+PUBLISHED = [
+    *("llama3-8b", "llama3-405b", "gpt2-125m", "mixtral-8x7b", "deepseek-v3", "olmo2-7b", "gemma2-9b", "gpt-oss-20b"),
+    *("bert-base", "t5-base"),
+]
+CHANGES = {
+    "as it is": [],
+    "tied": ["model.tie_embeddings=true", "model.qk_norm=true", "model.qkv_bias=true"],
+    "lora": ["lora.rank=4"],
+    "lora of some": ["lora.rank=4", "lora.targets=[q, kv_up, v, proj]"],
+}
+
+
 @pytest.mark.parametrize(
-    "model",
+    ("model", "change"),
     slow_but(
-        [
-            "llama3-8b",
-            "llama3-405b",
-            "gpt2-125m",
-            "mixtral-8x7b",
-            "deepseek-v3",
-            "olmo2-7b",
-            "gemma2-9b",
-            "gpt-oss-20b",
-            "bert-base",
-            "t5-base",
-        ],
-        "llama3-8b",
-        "gpt2-125m",
-        "deepseek-v3",
-        "gpt-oss-20b",
-        "bert-base",
-        "t5-base",
+        # T5 is not adapted.
+        [(model, change) for model in PUBLISHED for change in (list(CHANGES)[: 2 if model == "t5-base" else 4])],
+        *((model, "as it is") for model in ("deepseek-v3", "gpt-oss-20b", "bert-base", "t5-base")),
+        *(("gpt2-125m", change) for change in CHANGES),
+        ("deepseek-v3", "lora of some"),
     ),
 )
-def test_parameters_are_those_of_the_constructors(model: str) -> None:
-    options_of_runs = [[], ["model.tie_embeddings=true", "model.qk_norm=true", "model.qkv_bias=true"]]
-    if model != "t5-base":  # not adapted
-        options_of_runs += [["lora.rank=4"], ["lora.rank=4", "lora.targets=[q, kv_up, v, proj]"]]
-    for options in options_of_runs:
-        config = load_config(CONFIG.parent / f"{model}.yaml", ["model.vocab_size=50257", *options])
-        outline = model_outline(config, build_fp8(config, None))
-        for stage in {0, config.parallel.pipeline // 2, config.parallel.pipeline - 1}:
-            expected = [param.numel() for param in planned_stage(config, stage).parameters()]
-            parameters = outline.parameters(stages_of(config)[1][stage])
-            assert [parameter.elements for parameter in parameters] == expected
+def test_parameters_are_those_of_the_constructors(model: str, change: str) -> None:
+    config = load_config(CONFIG.parent / f"{model}.yaml", ["model.vocab_size=50257", *CHANGES[change]])
+    outline = model_outline(config, build_fp8(config, None))
+    for stage in {0, config.parallel.pipeline // 2, config.parallel.pipeline - 1}:
+        expected = [param.numel() for param in planned_stage(config, stage).parameters()]
+        parameters = outline.parameters(stages_of(config)[1][stage])
+        assert [parameter.elements for parameter in parameters] == expected
 
 
 def _plan(*overrides: str, rank: int = 0, world_size: int = 8) -> RankMemory:

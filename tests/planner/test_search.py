@@ -11,6 +11,7 @@ from megafp8.gpus import GPUS
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.search import Candidate, Found, _Search, changed_keys, layouts, search
 from megafp8.training.fp8_config import build_fp8
+from tests.marks import slow_but
 from tests.quickstart_data import CONFIG
 
 H200 = GPUS["h200-141gb"]
@@ -34,9 +35,14 @@ def tight(config: Config, gpus: int, share: float) -> tuple[Cluster, list[Candid
     return replace(cluster, gpu=replace(cluster.gpu, memory=peaks[int(len(peaks) * share)])), every
 
 
-@pytest.mark.parametrize(
-    ("overrides", "gpus"), [([], 4), (["model.moe={num_experts: 4, ffn_hidden_size: 64}", "fp8.recipe=none"], 2)]
-)
+SEARCHES: list[tuple[list[str], int]] = [
+    ([], 4),
+    ([], 2),
+    (["model.moe={num_experts: 4, ffn_hidden_size: 64}", "fp8.recipe=none"], 2),
+]
+
+
+@pytest.mark.parametrize(("overrides", "gpus"), slow_but(SEARCHES, SEARCHES[2]))
 def test_it_finds_the_fastest_of_all_that_fit(overrides: list[str], gpus: int) -> None:
     config = load_config(CONFIG, [*SMALL, *overrides])
     cluster, every = tight(config, gpus, 0.4)
@@ -48,7 +54,7 @@ def test_it_finds_the_fastest_of_all_that_fit(overrides: list[str], gpus: int) -
     assert found.losers
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", slow_but(["adamw", "muon"], "muon"))
 def test_bounds_are_not_above_predictions(optimizer: str) -> None:
     config = load_config(CONFIG, [*SMALL, f"optimizer.name={optimizer}"])
     cluster = Cluster(H200, 2, 2)
