@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megafp8.checkpoint import CheckpointReader, Rectangle, Rectangles, load, save
 from tests.checkpoint import toy
+from tests.marks import slow_but
 from tests.world import World
 
 
@@ -27,8 +28,15 @@ def _load(path: str, tp: int, pp: int, dtype: torch.dtype) -> bool:
     return empty.equals(model) and metadata["step"] == 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("tp", "pp", "ranks"), [(2, 1, 2), (2, 2, 4), (1, 2, 4)])
+@pytest.mark.parametrize(
+    ("tp", "pp", "ranks", "dtype"),
+    slow_but(
+        [(*layout, dtype) for layout in ((2, 1, 2), (2, 2, 4), (1, 2, 4)) for dtype in (torch.float32, torch.bfloat16)],
+        (2, 1, 2, torch.float32),
+        (2, 2, 4, torch.bfloat16),
+    ),
+    ids=str,
+)
 def test_a_checkpoint_fits_every_layout(
     world4: World, tmp_path: Path, dtype: torch.dtype, tp: int, pp: int, ranks: int
 ) -> None:

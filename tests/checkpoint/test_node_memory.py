@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megafp8.checkpoint import BackgroundSaver, MemoryReader, NodeMemory, load
 from megafp8.checkpoint import node_memory as module
 from tests.checkpoint import toy
+from tests.marks import slow_but
 from tests.world import World
 
 CPU = torch.device("cpu")
@@ -66,7 +67,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("layout", "lost"), [*((layout, "a") for layout in LAYOUTS), ("same", "b"), ("same", "")])
+@pytest.mark.parametrize(
+    ("layout", "lost"),
+    slow_but(
+        [*((layout, "a") for layout in LAYOUTS), ("same", "b"), ("same", "")],
+        *(("same", ""), ("other cuts", "a"), ("fewer ranks", "a"), ("more nodes", "a")),
+    ),
+)
 def test_one_node_may_be_lost(world4: World, tmp_path: Path, layout: str, lost: str) -> None:
     assert world4.run(_save, tmp_path, PAIRS, tp=2, pp=2, steps=[5, 10]) == [[[0, 1], [2, 3]]] * 4
     for node in "ab":

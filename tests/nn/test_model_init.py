@@ -92,9 +92,19 @@ def assert_trains_the_same(dtype: torch.dtype, recipe: fp8.Fp8Recipe, weight: fp
         assert torch.equal(mine, other), f"{i} {list(mine.shape)}: {(mine - other).abs().max()}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("recipe", "weight"), [(DELAYED, CURRENT), (CURRENT, CURRENT), (BLOCKWISE, BLOCKWISE)], ids=lambda x: x.name
+    ("recipe", "weight", "dtype"),
+    slow_but(
+        [
+            (*recipes, dtype)
+            for recipes in ((DELAYED, CURRENT), (CURRENT, CURRENT), (BLOCKWISE, BLOCKWISE))
+            for dtype in (torch.float32, torch.bfloat16)
+        ],
+        (DELAYED, CURRENT, torch.float32),
+        (CURRENT, CURRENT, torch.bfloat16),
+        (BLOCKWISE, BLOCKWISE, torch.bfloat16),
+    ),
+    ids=lambda x: getattr(x, "name", str(x)),
 )
 def test_training_with_masters_is_that_of_high_precision_weights(
     recipe: fp8.Fp8Recipe, weight: fp8.Fp8Recipe, dtype: torch.dtype

@@ -23,6 +23,7 @@ from megafp8.optimizer.config import OptimizerConfig
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megafp8.optimizer.step import OptimizerStep, StepResult, clip_factor, multiply_
 from megafp8.parallel_state import ParallelState, initialize_model_parallel
+from tests.marks import slow_but
 from tests.models.test_gpt import MODELS, MOE_MODELS
 from tests.models.weights import randomize
 from tests.tiny_model import batch, loss_sum, make_buffer, make_param, reference, tiny_params
@@ -251,7 +252,7 @@ def _non_finite_case(value: float) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", slow_but([float("nan"), float("inf")], float("inf")))
 def test_a_non_finite_gradient_anywhere_shows_on_all_ranks(world4: World, value: float) -> None:
     stages = [0, 0, 1, 1]  # tensor is the fastest axis: ranks 0, 1 are the first stage, with two parameters
     bad = [i < (2 if stage == 0 else 3) for stage in stages for i in range(3)]

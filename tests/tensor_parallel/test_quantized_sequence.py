@@ -207,19 +207,18 @@ def _in_chunks(name: str, s: int, b: int, recompute: bool) -> None:
     assert sizes[0] == [], "codes were gathered at once"
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+CHUNKS = [
+    ("rowwise", 32, 2, 4), ("rowwise-wgrad", 16, 1, 2), ("blockwise", 512, 1, 4), ("blockwise", 128, 1, 2),
+    ("mxfp8", 64, 1, 2), ("nvfp4", 32, 1, 2), ("current", 6, 1, 2), ("delayed", 32, 2, 4),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("name", "s", "b", "ranks"),
-    [
-        ("rowwise", 32, 2, 4),
-        ("rowwise-wgrad", 16, 1, 2),
-        ("blockwise", 512, 1, 4),
-        ("blockwise", 128, 1, 2),
-        ("mxfp8", 64, 1, 2),
-        ("nvfp4", 32, 1, 2),
-        ("current", 6, 1, 2),
-        ("delayed", 32, 2, 4),
-    ],
+    ("name", "s", "b", "ranks", "recompute"),
+    slow_but(
+        [(*case, recompute) for case in CHUNKS for recompute in (False, True)],
+        *((*case, i % 2 == 0) for i, case in enumerate(CHUNKS) if case[1] != 512),
+    ),
 )
 def test_chunks_give_what_the_whole_gives(
     world4: World, name: str, s: int, b: int, ranks: int, recompute: bool
@@ -255,8 +254,10 @@ def _in_float64(name: str, s: int, b: int) -> list[Tensor]:
     return _run(pair, x, dy, False)[0]
 
 
-@pytest.mark.parametrize(("s", "b"), [(256, 1), (128, 2), (40, 1)])
-@pytest.mark.parametrize("name", ["blockwise", "mxfp8", "current"])
+WHOLE = [(name, *shape) for name in ("blockwise", "mxfp8", "current") for shape in ((256, 1), (128, 2), (40, 1))]
+
+
+@pytest.mark.parametrize(("name", "s", "b"), slow_but(WHOLE, WHOLE[0], WHOLE[2], WHOLE[4], WHOLE[5], WHOLE[8]))
 def test_two_ranks_compute_what_one_computes(world2: World, name: str, s: int, b: int) -> None:
     """Also where a slice is no multiple of a block, and values are gathered."""
     (alone,) = world2.run(_in_float64, name, s, b, ranks=1)

@@ -16,6 +16,7 @@ from megafp8.models.router import RouterLoad
 from megafp8.training.describe import describe_experts
 from megafp8.training.expert_load import ExpertLoad, ExpertLoadMetrics, LoadCollector, read_expert_load
 from megafp8.training.metrics import read_metrics
+from tests.marks import slow_but
 from tests.quickstart_data import QuickstartData
 from tests.training.presets import *  # noqa: F403
 from tests.training.presets import Preset, config_of
@@ -136,7 +137,10 @@ def _router_gradients(preset: Preset, losses: bool, masked: bool) -> dict[str, T
     }
 
 
-@pytest.mark.parametrize("preset", [SAMPLES_4 | FP64, SAMPLES_8 | DP2 | FP64, SAMPLES_8 | DP2 | FP16])
+MASKED_RUNS = [SAMPLES_4 | FP64, SAMPLES_8 | DP2 | FP64, SAMPLES_8 | DP2 | FP16]
+
+
+@pytest.mark.parametrize("preset", slow_but(MASKED_RUNS, MASKED_RUNS[0], MASKED_RUNS[2]))
 def test_masks_do_not_change_what_router_losses_add(world2: World, preset: Preset) -> None:
     """What they add to the gradient is the same with and without a loss mask, as all tokens are routed."""
 

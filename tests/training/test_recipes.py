@@ -115,7 +115,7 @@ def largest_distance(found: Curve, expected: Curve) -> float:
     [
         pytest.param("delayed", "tp2-sp", STEPS, marks=pytest.mark.slow),  # in test_layouts.py too
         pytest.param("current", "tp2-sp", STEPS, marks=pytest.mark.slow),
-        ("rowwise", "tp2-sp", 0),
+        pytest.param("rowwise", "tp2-sp", 0, marks=pytest.mark.slow),
         pytest.param("rowwise-pow2", "tp2-sp", 2, marks=pytest.mark.slow),
         ("blockwise", "tp2-sp", 2),
         pytest.param("blockwise-gathered", "tp2-sp", 2, marks=pytest.mark.slow),
@@ -125,7 +125,7 @@ def largest_distance(found: Curve, expected: Curve) -> float:
         pytest.param("nvfp4", "tp2-sp", 1, marks=pytest.mark.slow),
         ("nvfp4", "pp2", STEPS),
         pytest.param("nvfp4-whole", "tp2-sp", STEPS, marks=pytest.mark.slow),
-        ("custom", "tp2-sp", 2),
+        pytest.param("custom", "tp2-sp", 2, marks=pytest.mark.slow),
         pytest.param("smooth", "tp2-sp", STEPS, marks=pytest.mark.slow),
         pytest.param("smooth-current", "tp2-sp", STEPS, marks=pytest.mark.slow),
         pytest.param("smooth-static", "tp2-sp", STEPS, marks=pytest.mark.slow),
