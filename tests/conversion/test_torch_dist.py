@@ -113,7 +113,7 @@ OPTIMIZERS: dict[str, Any] = {
     ("name", "singleton", "optimizer", "prefix", "master"),
     [
         ("llama", False, "alone", "", "fp32_param"),
-        ("gpt2", True, "alone", "", "param"),
+        pytest.param("gpt2", True, "alone", "", "param", marks=pytest.mark.slow),
         ("all of experts", True, "chained", "chained_1.", "fp32_param"),
     ],
 )

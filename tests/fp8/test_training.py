@@ -37,7 +37,11 @@ def final_loss(recipe: Fp8Recipe | None, device: str) -> float:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling()], ids=["delayed", "current"])
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(DelayedScaling(), marks=pytest.mark.slow), CurrentScaling()],  # in test_recipes.py too
+    ids=["delayed", "current"],
+)
 def test_fifty_steps_within_two_percent_of_fp32(recipe: Fp8Recipe, device: str) -> None:
     plain = final_loss(None, device)
     fp8 = final_loss(recipe, device)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megafp8.ops import permute as reference
 from tests.kernels import DEVICE, noise
+from tests.marks import slow_but
 
 kernels = pytest.importorskip("megafp8.kernels.permute")
 
@@ -41,8 +42,20 @@ def check(n: int, k: int, h: int, dtype: torch.dtype) -> None:
     assert torch.all(error_nk <= 4 * torch.finfo(torch.float32).eps * products_nkh.abs().sum(dim=-1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("n", "k", "h"), [(5, 1, 8), (4, 2, 96), (2, 8, 1030), (3, 3, 1), (0, 2, 8)])
+SIZES = [(5, 1, 8), (4, 2, 96), (2, 8, 1030), (3, 3, 1), (0, 2, 8)]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "h", "dtype"),
+    slow_but(
+        [(*size, dtype) for size in SIZES for dtype in DTYPES],
+        *((*size, torch.bfloat16) for size in SIZES),
+        (*SIZES[1], torch.float16),
+        (*SIZES[3], torch.float32),
+    ),
+    ids=str,
+)
 def test_against_the_reference(n: int, k: int, h: int, dtype: torch.dtype) -> None:
     check(n, k, h, dtype)
 

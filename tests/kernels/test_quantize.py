@@ -195,22 +195,29 @@ def test_rows_and_columns_of_a_larger_tensor(shape: tuple[int, int], kind: str) 
 
 QKV_SHAPES = [  # the last: whether each sample has its own angles
     *((4, 3, 4, 1, 6, True), (0, 1, 1, 1, 4, False), (2, 1, 1, 1, 8, False)),
-    *(
-        pytest.param(x, marks=pytest.mark.slow)
-        for x in ((3, 1, 2, 1, 8, False), (5, 2, 3, 1, 8, True), (17, 1, 2, 2, 16, False), (132, 1, 1, 1, 128, False))
-    ),
+    *((3, 1, 2, 1, 8, False), (5, 2, 3, 1, 8, True), (17, 1, 2, 2, 16, False), (132, 1, 1, 1, 128, False)),
 ]
 
 
-@pytest.mark.parametrize("shape", QKV_SHAPES, ids=str)
-def test_gradient_of_qkv(shape: tuple[int, int, int, int, int, bool]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "cast"),
+    slow_but(
+        itertools.product(QKV_SHAPES, ["tensor", *BLOCKS]),
+        *itertools.product(QKV_SHAPES[:2], ["tensor", *BLOCKS]),
+        (QKV_SHAPES[2], "cast_rows"),
+        (QKV_SHAPES[2], "cast_1x128"),
+    ),
+    ids=str,
+)
+def test_gradient_of_qkv(shape: tuple[int, int, int, int, int, bool], cast: str) -> None:
     """A head of 6 fits no tile and is computed by the reference; only one of 128 is a block wide."""
     s, b, a, g, d, own_angles = shape
     dq, dk, dv = (noise(s, b, heads, d, seed=i) for i, heads in enumerate((a, g, g)))
     angles = noise(s, b if own_angles else 1, 1, d // 2, seed=3)
     source = sources.QKVGrad(dq, dk, dv, angles.cos(), angles.sin())
-    check_tensor(source, 3.7, E4M3)
-    for cast in BLOCKS:
+    if cast == "tensor":
+        check_tensor(source, 3.7, E4M3)
+    else:
         check_blocks(source, cast)
 
 

@@ -10,6 +10,7 @@ from megafp8.kernels.rotary import rotate_heads, rotate_qkv_
 from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.numerics.sources import rotate
 from tests.kernels import DEVICE, every_bf16, noise
+from tests.marks import slow_but
 
 
 def bits(x: Tensor) -> Tensor:
@@ -35,14 +36,23 @@ def check(qkv: Tensor, heads: int, d: int, own_positions: bool = False) -> None:
     assert torch.equal(bits(qkv), bits(expected))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+SHAPES = [
+    (5, 2, 4, 2, 128, False), (5, 2, 4, 2, 128, True), (3, 1, 1, 1, 2, False), (4, 3, 6, 2, 80, True),
+    (33, 2, 5, 5, 64, False), (2, 2, 3, 1, 256, True), (2, 1, 1, 1, 6000, False), (0, 2, 4, 2, 64, False),
+]  # fmt: skip
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
 @pytest.mark.parametrize(
-    ("s", "b", "a", "g", "d", "own_positions"),
-    [
-        (5, 2, 4, 2, 128, False), (5, 2, 4, 2, 128, True), (3, 1, 1, 1, 2, False), (4, 3, 6, 2, 80, True),
-        (33, 2, 5, 5, 64, False), (2, 2, 3, 1, 256, True), (2, 1, 1, 1, 6000, False), (0, 2, 4, 2, 64, False),
-    ],
-)  # fmt: skip
+    ("s", "b", "a", "g", "d", "own_positions", "dtype"),
+    slow_but(
+        [(*shape, dtype) for shape in SHAPES for dtype in DTYPES],
+        *((*shape, torch.bfloat16) for shape in SHAPES),
+        (*SHAPES[1], torch.float16),
+        (*SHAPES[3], torch.float32),
+    ),
+    ids=str,
+)
 def test_in_place(s: int, b: int, a: int, g: int, d: int, own_positions: bool, dtype: torch.dtype) -> None:
     check(noise(s, b, (a + 2 * g) * d, dtype=dtype), a, d, own_positions)
 

@@ -175,7 +175,7 @@ def test_all_experts_at_once(recipe: str, sink: bool, device: str, monkeypatch: 
     """The scales of one `linear` an expert, and its results but for the order of sums; the host does not wait."""
     widths = {"k": 256, "n": 256} if recipe.startswith("blockwise") else {"k": 144, "n": 160}  # more than a tile
     one_by_one, joint = (_Steps(JOINT[recipe], sink, device, **widths) for _ in range(2))
-    for step, sizes in enumerate([[3, 0, 5, 1], [0, 40, 1, 2], [130, 1, 0, 3], [0, 0, 0, 0]]):
+    for step, sizes in enumerate([[3, 0, 5, 1], [130, 1, 0, 3], [0, 0, 0, 0]]):
         monkeypatch.setattr(group_state, "has_kernels", lambda *_: False)
         expected = one_by_one(sizes)
         calibrates = recipe == "static" and step == 0  # one expert after the other

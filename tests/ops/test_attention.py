@@ -20,6 +20,7 @@ from megafp8.numerics.attention_mask import CAUSAL, AttentionMask, causal_mask
 from megafp8.numerics.attention_scores import PLAIN, AttentionDropout, Scores
 from megafp8.ops import attention as module
 from megafp8.ops.attention import attention, backward, forward
+from tests.marks import slow_but
 from tests.test_philox import philox_by_hand
 
 B = 2
@@ -169,8 +170,14 @@ def scores_of(name: str, s: int, t: int, heads: int, dtype: torch.dtype = torch.
     }[name]
 
 
-@pytest.mark.parametrize(("rows", "groups"), [(512, 4), (5, 2)])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    ("name", "rows", "groups"),
+    slow_but(
+        [(name, *at_once) for name in MASKS for at_once in ((512, 4), (5, 2))],
+        *((name, 512, 4) for name in MASKS),
+        *((name, 5, 2) for name in ("window", "documents prefix", "parts window", "some queries", "visible")),
+    ),
+)
 def test_the_reference(name: str, rows: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With plain scores, or, where few queries are computed at once, with everything that scores can have."""
     monkeypatch.setattr(attention_reference, "_ROWS", rows)

@@ -8,12 +8,19 @@ from torch import Tensor
 
 from megafp8.ops.gated_norm import _GatedNorm, gated
 from tests.kernels import DEVICE
+from tests.marks import slow_but
+
+SHAPES = [(37, 2, 3, 8, True, False), (5, 1, 2, 48, False, True), (70, 1, 1, 6, True, True)]
 
 
-@pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize(
-    ("s", "b", "a", "c", "silu", "of_heads"),
-    [(37, 2, 3, 8, True, False), (5, 1, 2, 48, False, True), (70, 1, 1, 6, True, True)],
+    ("s", "b", "a", "c", "silu", "of_heads", "gate_first"),
+    slow_but(
+        [(*shape, gate_first) for shape in SHAPES for gate_first in (False, True)],
+        (*SHAPES[0], False),
+        (*SHAPES[1], True),
+        (*SHAPES[2], True),
+    ),
 )
 def test_kernels(s: int, b: int, a: int, c: int, silu: bool, of_heads: bool, gate_first: bool) -> None:
     """Values and all gradients; the gate's input is a slice of a wider tensor."""

@@ -33,7 +33,7 @@ CASES = [
     MOE | TP2 | DP2 | ETP2,
     DP2 | FSDP | FP8_GATHER | CURRENT, FP16 | DP2 | ZERO, LORA | TP2 | DP2 | ZERO, MTP | TP2 | PP2 | DP2 | ZERO,
 ]  # fmt: skip
-QUICK = [CASES[1], CASES[4], DP2 | FSDP]
+QUICK = [CASES[1], DP2 | FSDP]
 
 
 def _flat(trainer: Trainer, of: Callable[[FlatShard], Tensor]) -> list[Shard]:

@@ -260,8 +260,12 @@ def _train_in_parts(layout: str, sharded: bool, batch: int) -> list[tuple[str, t
     return found
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("layout", ["", "tensor", "expert"])
+@pytest.mark.parametrize(
+    ("layout", "sharded"),
+    slow_but(
+        itertools.product(["", "tensor", "expert"], [False, True]), ("", True), ("tensor", False), ("expert", True)
+    ),
+)
 def test_parts_are_updated_as_the_whole(world4: World, layout: str, sharded: bool) -> None:
     """Bit for bit: the same matrix is orthogonalized, wherever its parts are."""
     params = _params(torch.bfloat16)

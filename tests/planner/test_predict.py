@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +32,11 @@ ALONE = ["parallel.tensor=1", "parallel.pipeline=1", "fp8.recipe=none"]
 TINY = [*ALONE, "model.num_layers=4", "training.micro_batch_size=1", "training.global_batch_size=64", "device=cuda"]
 
 
-@pytest.fixture(scope="module")
-def compared() -> list[tuple[Run, Prediction]]:
-    runs = list(recorded())
+@pytest.fixture(scope="module", params=[3, pytest.param(1, marks=pytest.mark.slow)], ids=["a third", "all"])
+def compared(request: pytest.FixtureRequest) -> list[tuple[Run, Prediction]]:
+    """Of the groups of runs that were measured together every third, or all."""
+    groups = itertools.groupby(recorded(), key=lambda run: (run.source, run.config, run.overrides, run.gpus))
+    runs = [run for _, group in itertools.islice(groups, 0, None, request.param) for run in group]
     return list(zip(runs, predictions(runs)))
 
 

@@ -9,6 +9,7 @@ from megafp8.distributed.collectives import all_gather, all_reduce
 from megafp8.distributed.tp_overlap import default_overlap
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.tensor_parallel import mappings
+from tests.marks import slow_but
 from tests.world import World
 
 # (mapping, whether its input is the same on all ranks, and its output)
@@ -63,6 +64,6 @@ def _case(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", slow_but([1, 2, 4], 4))
 def test_forward_and_its_adjoint(world4: World, name: str, ranks: int) -> None:
     world4.run(_case, name, ranks=ranks)

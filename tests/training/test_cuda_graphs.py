@@ -38,6 +38,7 @@ from tests.world import World
 # --- with a stand-in for CUDA ----------------------------------------------------------------------------------------
 
 SLOW = [
+    DELAYED,
     LAYERS_4 | PP2 | ZB_V | DELAYED,
     FSDP | DP2 | CURRENT | FP8_GATHER,
     SAMPLES_1,

@@ -114,7 +114,9 @@ def _collectives_case(config: Config) -> list[tuple[int, ...]]:
     return seen
 
 
-@pytest.mark.parametrize(("recipe", "reduced"), [(CURRENT, [(8,)]), (DELAYED, []), (STATIC, [])])
+@pytest.mark.parametrize(
+    ("recipe", "reduced"), [(CURRENT, [(8,)]), (DELAYED, []), pytest.param(STATIC, [], marks=pytest.mark.slow)]
+)
 def test_the_amaxes_of_all_weights_take_one_collective(
     world4: World, recipe: Preset, reduced: list[tuple[int, ...]]
 ) -> None:

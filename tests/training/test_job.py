@@ -94,7 +94,10 @@ def log_of(run: Path) -> list[str]:
     return [re.sub(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] ", "", line) for line in lines]
 
 
-@pytest.mark.parametrize(("kind", "name"), [("flips", "embedding.word.weight"), ("nans", "output.weight")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("flips", "embedding.word.weight"), pytest.param("nans", "output.weight", marks=pytest.mark.slow)],
+)
 def test_a_faulty_replica_ends_the_job_before_it_is_saved(
     world2: World, tmp_path: Path, quickstart_data: QuickstartData, kind: str, name: str
 ) -> None:

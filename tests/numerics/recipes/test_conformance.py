@@ -520,8 +520,10 @@ STATE = {
 """What is in checkpoints, by the last part of its name."""
 
 
-@pytest.mark.parametrize("saved_after", [0, 1, 3])
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    ("in_place", "saved_after"),
+    slow_but(itertools.product([False, True], [0, 1, 3]), (False, 0), (True, 1), (False, 3)),
+)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_restart_continues_bit_for_bit(name: str, in_place: bool, saved_after: int) -> None:
     """Before the first step, in the middle of a calibration or an interval, and after."""
