@@ -22,7 +22,7 @@ from tests.world import World
 from tools.evaluate import main
 
 TEXTS = ("abc " * 40, "été", "a\nb c")
-CPU = ["--device", "cpu"]
+CPU = ["--device", "cpu", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")

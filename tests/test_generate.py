@@ -21,7 +21,7 @@ from tests.inference.test_checkpoints import save_bytes_run
 from tests.world import World
 from tools.generate import main
 
-SAMPLED = ["--temperature", "1", "--seed", "3", "--max-tokens", "6", "--device", "cpu"]
+SAMPLED = ["--temperature", "1", "--seed", "3", "--max-tokens", "6", "--device", "cpu", "--threads", "1"]
 
 
 @pytest.fixture(autouse=True)

@@ -497,6 +497,7 @@ def _check_import(world: World, folder: Path, count: int, seed: int) -> Counter[
     return found
 
 
+@pytest.mark.slow
 def test_a_few_random_models_in_both_directions(world2: World, tmp_path: Path) -> None:
     families, reasons = _check_export(world2, tmp_path / "ours", 6, seed=9)
     assert len(families) == 4

@@ -86,7 +86,7 @@ def kill_at_random(tmp_path: Path, format: str, cases: int) -> None:
     assert begun or cases == 1  # or all were killed too early, and nothing was shown
 
 
-@pytest.mark.parametrize("format", checkpoints.FORMATS)
+@pytest.mark.parametrize("format", slow_but(checkpoints.FORMATS, *list(checkpoints.FORMATS)[:2]))
 def test_at_a_random_moment(tmp_path: Path, format: str) -> None:
     kill_at_random(tmp_path, format, 1)
 

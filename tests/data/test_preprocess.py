@@ -205,8 +205,14 @@ class Interruption:
             yield Document(f"document {number}", "x" * self.size)
 
 
-@pytest.mark.parametrize(("after", "size"), [(0, 10), (20, 300_000)])
-@pytest.mark.parametrize("kill", [True, False])
+@pytest.mark.parametrize(
+    ("kill", "after", "size"),
+    [
+        (True, 20, 300_000),
+        (False, 0, 10),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((True, 0, 10), (False, 20, 300_000))),
+    ],
+)
 def test_killed_workers_and_interrupts_leave_no_files(tmp_path: Path, kill: bool, after: int, size: int) -> None:
     """While workers start, and while they send results larger than a pipe's buffer."""
     documents = Interruption(after, kill, size)

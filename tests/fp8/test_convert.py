@@ -580,6 +580,7 @@ def test_torch_compile_in_one_graph(name: str, recompute: bool, backend: str) ->
         assert results[1] == pytest.approx(results[0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_layers_that_are_alike_are_compiled_once() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -696,7 +697,8 @@ def _copies_held(reshard: bool) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("reshard", slow_but([True, False], True))
+@pytest.mark.slow
+@pytest.mark.parametrize("reshard", [True, False])
 def test_a_sharded_model_keeps_no_copies_of_what_fsdp_has_freed(world2: World, reshard: bool) -> None:
     weights, columns = 14, 2
     after_eval = 0 if reshard else weights  # FSDP keeps the weights then, and we their rows

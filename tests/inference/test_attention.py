@@ -50,8 +50,9 @@ def _rounded(x: Tensor, stored: torch.dtype | None) -> Tensor:
     return ((scaled.round() if stored == torch.int8 else scaled.to(stored).float()) * unit).to(x.dtype)
 
 
-COVERED = ["plain", "window", "narrow values", "padding"]
-"""Kinds of which the kernels are tested with others: "soft cap" has a window and "in int8" narrow values too."""
+COVERED = ["plain", "window", "sinks", "narrow values", "padding"]
+"""Kinds of which the kernels are tested with others: "soft cap" has a window and "in int8" narrow values too, and
+tests.kernels.test_paged_attention has sinks."""
 
 
 INTERPRETER = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")

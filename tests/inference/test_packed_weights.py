@@ -95,7 +95,12 @@ def _texts(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weights"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")]
+    ("dtype", "weights"),
+    [
+        (torch.float32, None),
+        pytest.param(torch.bfloat16, None, marks=pytest.mark.slow),
+        (torch.bfloat16, "int8"),
+    ],
 )
 def test_texts(world2: World, tmp_path: Path, dtype: torch.dtype, weights: str | None) -> None:
     """In every layout those of parameters that are not packed, up to a tie, which ends the comparison; in bf16 and int8

@@ -16,6 +16,7 @@ from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
 from megafp8.fp8 import BlockwiseScaling, CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe
 from megafp8.linear.deferred_wgrad import Wgrad, WgradStore, run
 from tests.fp8.linear_layer import LinearLayer
+from tests.marks import slow_but
 
 CPU = torch.device("cpu")
 RECIPES = {
@@ -111,7 +112,9 @@ class Earlier(torch.autograd.Function):
         return dy * 2, None
 
 
-@pytest.mark.parametrize("name", ["high precision", "delayed", "current, wgrad kept"])
+@pytest.mark.parametrize(
+    "name", slow_but(["high precision", "delayed", "current, wgrad kept"], "delayed", "current, wgrad kept")
+)
 def test_what_is_kept_does_not_hold_the_graph(name: str) -> None:
     """The layer's input is kept, but not the operations that it came from."""
     layer, tokens = Layer(RECIPES[name]), list[weakref.ref[Token]]()

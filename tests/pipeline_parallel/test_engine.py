@@ -183,7 +183,7 @@ def _evaluate(placement: Placement, m: int) -> tuple[list[Any], bool]:
     return engine.run(actions, stages, _microbatches(m), backward=False), any(with_grad)
 
 
-@pytest.mark.parametrize("m", [1, 3, 7])
+@pytest.mark.parametrize("m", slow_but([1, 3, 7], 1, 7))
 @pytest.mark.parametrize(
     "placement",
     [loop_placement(1), loop_placement(4), loop_placement(2, 3), loop_placement(4, 2), v_placement(2), v_placement(4)],

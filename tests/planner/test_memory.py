@@ -436,7 +436,7 @@ def test_replicas_of_shards_hold_as_much_as_fewer_ranks() -> None:
         ["fp8.recipe=current", "fp8.last_blocks_bf16=1", 'fp8.exclude=["*.proj"]', *GPT2],
     ],
 )
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", slow_but(["bf16", "fp32"], "fp32"))
 def test_state_of_a_rank_with_fp8_parameters(world4: World, precision: str, options: list[str]) -> None:
     """Masters of FP8 weights exist in fp32 too."""
     gather = ["parallel.zero=1", "fp8.param_gather=true", f"training.precision={precision}"]

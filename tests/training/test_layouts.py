@@ -329,7 +329,6 @@ BITS: dict[Preset, list[Preset]] = {
     ZB_H1: [PP2 | CLIP],
     FULL: [PP2 | DROPOUT],
     OFFLOAD: [TP2 | DELAYED],
-    OFFLOAD_1 | SELECTIVE: [PP2],
     GRAPHS: [FP16 | DROPOUT],
 }  # fmt: skip
 SLOW_BITS: dict[Preset, list[Preset]] = {

@@ -131,6 +131,7 @@ class Job:
         return [step for step, _ in complete_checkpoints(self.run / "checkpoints")]
 
 
+@pytest.mark.slow
 def test_killed_by_a_fault_and_resumed_is_bit_identical(
     world2: World, tmp_path: Path, quickstart_data: QuickstartData
 ) -> None:

@@ -89,7 +89,8 @@ def test_fp8_moments_resume_bit_for_bit(runs: Runs, layout: Preset) -> None:
     assert all((t.view(torch.int16) & 0xF == 0).all() for t in moments), "more than four significant bits"
 
 
-@pytest.mark.parametrize("moments", slow_but([FP8_MOMENTS, BF16_MOMENTS], FP8_MOMENTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", [FP8_MOMENTS, BF16_MOMENTS])
 def test_fp8_moments_in_another_layout(runs: Runs, moments: Preset) -> None:
     """Rounded once more where blocks are cut elsewhere; by less than a step. Runs with bf16 moments exchange them."""
     straight = runs.saved(FP8_MOMENTS | DP2 | ZERO)

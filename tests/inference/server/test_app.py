@@ -220,7 +220,8 @@ async def _crowd(url: str, cases: Sequence[Case], count: int) -> int:
 JSON = {"content-type": "application/json"}
 
 
-@pytest.mark.parametrize(("count", "distinct"), [(10, 4), pytest.param(200, 60, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "distinct"), [(10, 4), (200, 60)])
 def test_a_crowd_of_requests(generator: Generator, folder: Path, count: int, distinct: int) -> None:
     """Random lengths, cancelled and malformed ones: right answers, and no page is lost."""
     cases = random_cases(generator, folder, distinct)

@@ -307,16 +307,19 @@ def check_cast(made: ScaledTensor | None, x: Tensor, reference: Reference) -> No
     assert (error <= reference.step(y[fits]) * (0.5 if reference.nearest else 1.0) * (1 + 1e-5)).all()
 
 
+SHAPES = [(1, 1), (3, 200), (130, 129), (17, 33)]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
+    ("case", "shape", "dtype"),
     slow_but(
-        itertools.product([(1, 1), (3, 200), (130, 129), (17, 33)], [torch.bfloat16, torch.float32]),
-        *((shape, torch.bfloat16) for shape in [(1, 1), (3, 200), (130, 129)]),
-        ((17, 33), torch.float32),
+        itertools.product(CASES, SHAPES, [torch.bfloat16, torch.float32]),
+        *((case, shape, torch.bfloat16) for case in CASES for shape in SHAPES[:2]),
+        *((case, SHAPES[2], torch.bfloat16) for case in CASES if case not in ("nvfp4", "custom-emulated")),
+        *((case, SHAPES[3], torch.float32) for case in CASES),
     ),
 )
-@by_case
 def test_casts(case: str, shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     x = spread(*shape, seed=sum(shape)).to(dtype)
     for quantizer, by_rows, by_columns in zip(quantizers(case, device), *CASES[case][1:2], CASES[case].columnwise):
