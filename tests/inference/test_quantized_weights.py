@@ -49,21 +49,25 @@ def _texts(folder: Path, weights: WeightFormatName | None, layout: dict[str, int
 
 
 WEIGHTS = [("int8", False), ("int8", True), ("fp8", False), ("int4-64", True)]
+LAYOUTS: dict[str, dict[str, int]] = {"alone": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}}
 
 
-@pytest.mark.parametrize(("name", "tied"), slow_but(WEIGHTS, WEIGHTS[3]))
+@pytest.mark.parametrize(
+    ("name", "tied", "split"),
+    slow_but([(*weights, split) for weights in WEIGHTS for split in LAYOUTS], (*WEIGHTS[3], "tp2")),
+)
 def test_texts_are_those_of_dequantized_weights(
-    world2: World, tmp_path: Path, name: WeightFormatName, tied: bool
+    world2: World, tmp_path: Path, name: WeightFormatName, tied: bool, split: str
 ) -> None:
     _save_llama(tmp_path / "model", tied=tied)
     _save_llama(tmp_path / "dequantized", tied=tied, weights=name)
     expected = world2.run(_texts, tmp_path / "dequantized", None, {}, ranks=1)[0]
     assert world2.run(_texts, tmp_path / "model", None, {}, ranks=1)[0] != expected, "quantized nothing"
-    for layout in ({}, {"tensor": 2}, {"pipeline": 2}):
-        for found in world2.run(_texts, tmp_path / "model", name, layout, ranks=2 if layout else 1):
-            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-            for (_, ours), (_, theirs) in zip(found, expected, strict=True):
-                assert ours == pytest.approx(theirs, abs=1e-5)
+    layout = LAYOUTS[split]
+    for found in world2.run(_texts, tmp_path / "model", name, layout, ranks=2 if layout else 1):
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+        for (_, ours), (_, theirs) in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
 
 
 def _bytes(folder: Path) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megafp8.ops import embedding as reference
 from tests.kernels import DEVICE  # before the kernels: it chooses the interpreter where there is no GPU
+from tests.marks import slow_but
 
 kernels = pytest.importorskip("megafp8.kernels.embedding")
 
@@ -52,7 +53,9 @@ def check(add_rows_: AddRows, rows_n: Tensor, h: int, dtype: torch.dtype = torch
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", slow_but([torch.bfloat16, torch.float32, torch.float64], torch.bfloat16, torch.float64), ids=str
+)
 @pytest.mark.parametrize(("n", "h"), [(1, 4), (70, 24), (40, 1100)])
 def test_rows_of_this_rank_and_of_others(add_rows_: AddRows, n: int, h: int, dtype: torch.dtype) -> None:
     check(add_rows_, torch.randint(-V, 2 * V, (n,), generator=torch.Generator().manual_seed(n)), h, dtype)
@@ -67,7 +70,7 @@ def test_runs_of_any_length(add_rows_: AddRows, runs: list[int]) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("row", [-1, 0, V - 1, V])
+@pytest.mark.parametrize("row", slow_but([-1, 0, V - 1, V], 0, V))
 @pytest.mark.parametrize("tokens", [150, 0])
 def test_all_tokens_equal(add_rows_: AddRows, row: int, tokens: int) -> None:
     check(add_rows_, torch.full((tokens,), row), 16)

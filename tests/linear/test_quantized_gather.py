@@ -33,6 +33,7 @@ from megafp8.numerics.sources import Plain
 from megafp8.numerics.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTensor
 from tests.distributed.chunks import InChunks
 from tests.fp8.reference import bytes_of
+from tests.marks import slow_but
 from tests.world import World
 
 
@@ -135,7 +136,7 @@ def _gathered(
         ("1x32", 32, 40, torch.float32),
     ],
 )
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", slow_but([1, 2, 4], 4))
 def test_gathered_casts_are_casts_of_the_whole(
     world4: World, kind: str, r: int, c: int, dtype: torch.dtype, ranks: int
 ) -> None:

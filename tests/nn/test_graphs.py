@@ -286,7 +286,7 @@ EDITS: dict[str, tuple[Callable[[], torch.nn.Module], Edit, int]] = {
 }
 
 
-@pytest.mark.parametrize("edit", slow_but(EDITS, "parameters unfrozen", "scales forgotten"))
+@pytest.mark.parametrize("edit", slow_but(EDITS, "scales forgotten"))
 def test_what_changes_between_steps(edit: str) -> None:
     """What graphs depend on has them recorded again."""
     make, change, graphs = EDITS[edit]

@@ -82,7 +82,7 @@ CONTEXT = [CP2, CP4, DP2 | CP2, TP2 | NO_SP | CP2, TP2 | CP2, PP2 | CP2]
 EXACT_FP8 = [FP64 | CURRENT, FP64 | DELAYED]
 QUICK_CASES = [  # what mixers and parts compute in layouts, tests.models.test_gpt compares
     LAYERS_4 | PP4 | SAMPLES_4 | DOCUMENTS, TP2 | NO_SP | GPT2 | TIED, DP2 | MASKED, LORA | DP2 | ANSWERS,  # fp32
-    MOE | CP2 | ETP2 | FP64 | CURRENT, MOE | DP2 | EP2,  # experts
+    MOE | CP2 | ETP2 | FP64 | CURRENT,  # experts
     TP2 | CHUNKS | FP64 | DELAYED | SELECTIVE,  # FP8 with fp64 sums
     NEMOTRON | TP2 | EP2 | DOCUMENTS,
     T5 | PP2 | FP16 | DROPOUT,  # an encoder and a decoder
@@ -266,10 +266,8 @@ REASONS = {frozenset(pair): reason for pair, reason in REFUSED.items()}
 RUN = [pair for pair in PAIRS if frozenset(pair) not in REASONS]
 QUICK_PAIRS = [
     ("1f1b", "offload"),
-    ("zero", "graphs"),
     ("data", "bf16-reduce"),
     ("selective", "blockwise"),
-    ("zero", "remainders"),
 ]
 
 

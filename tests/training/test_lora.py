@@ -53,7 +53,7 @@ ADAPTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("preset", "ranks"), slow_but(ADAPTED, *ADAPTED[:3]))
+@pytest.mark.parametrize(("preset", "ranks"), slow_but(ADAPTED, ADAPTED[0], ADAPTED[2]))
 def test_only_adapters_change(world4: World, preset: Preset, ranks: int) -> None:
     """Frozen weights stay bit for bit, and have neither gradients nor optimizer state."""
     for changed, with_state, gradients, elements in world4.run(_train, preset, ranks=ranks):

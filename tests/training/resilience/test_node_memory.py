@@ -105,6 +105,7 @@ def test_another_job_goes_on_from_disk(crashed: Run) -> None:
     assert crashed.resumed() == ["resumed from step 4, on disk: memory has no complete newer checkpoint"]
 
 
+@pytest.mark.slow
 def test_an_abandoned_history_is_not_continued(crashed: Run) -> None:
     """As if a node came back that was away while the others went back to step 4 and left samples out."""
     write_skipped(crashed.run, [(16, 32)])
