@@ -93,7 +93,7 @@ def test_killed_at_each_change_of_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(tmp_path: Path, kills: int, background: bool) -> None:
     for case in range(kills):
         folder, done = tmp_path / str(case), tmp_path / f"{case}.done"

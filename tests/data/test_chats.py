@@ -21,6 +21,7 @@ from megafp8.data.chats import ChatTemplate, chat_encoder, read_chat_template
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, all_paths
 from megafp8.data.styles.completion import completion_encoder
 from megafp8.data.tokenizers import Tokenizer, build_tokenizer
+from tests.marks import slow_but
 from tools import inspect_data, preprocess_data
 
 CHATML = (
@@ -314,7 +315,7 @@ def masked_documents(prefix: Path) -> list[tuple[list[int], list[int]]]:
     return [(dataset.document(i).tolist(), mask.document(i).tolist()) for i in range(dataset.num_documents)]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize("kind", slow_but(["jsonl", "jsonl.zst", "parquet"], "jsonl"))
 def test_chats_become_a_data_set_with_a_mask(
     tmp_path: Path, tokenizer_path: Path, tokenizer: Tokenizer, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,7 +60,10 @@ class Reader:
         return {x for document in self.documents for x in document[1 if self.context else 0 :]}
 
 
-@pytest.mark.parametrize(("packing", "context"), [("concatenate", False), ("concatenate", True), ("best_fit", True)])
+@pytest.mark.parametrize(
+    ("packing", "context"),
+    [pytest.param("concatenate", False, marks=pytest.mark.slow), ("concatenate", True), ("best_fit", True)],
+)
 def test_each_token_is_predicted_once_an_epoch(tmp_path: Path, packing: PackingName, context: bool) -> None:
     """Ten data sets, of which the length changes at random some six times in two to three epochs."""
     changes = 0

@@ -42,7 +42,7 @@ def test_last_inputs_are_of_the_last_document(starts: list[int]) -> None:
     [
         pytest.param(37, 2, [Part(2, 8, norm=True), Part(3, 4)], 4, True, False, marks=pytest.mark.slow),
         (70, 1, [Part(1, 16)], 3, False, True),
-        (2, 2, [Part(1, 4, norm=True)], 4, True, True),
+        pytest.param(2, 2, [Part(1, 4, norm=True)], 4, True, True, marks=pytest.mark.slow),
         (33, 1, [Part(1, 6), Part(2, 3, norm=True)], 2, True, True),
     ],
 )

@@ -267,7 +267,6 @@ RUN = [pair for pair in PAIRS if frozenset(pair) not in REASONS]
 QUICK_PAIRS = [
     ("1f1b", "offload"),
     ("data", "bf16-reduce"),
-    ("selective", "blockwise"),
 ]
 
 

@@ -123,7 +123,7 @@ def largest_distance(found: Curve, expected: Curve) -> float:
         pytest.param("static", "pp2", STEPS, marks=pytest.mark.slow),
         pytest.param("mxfp8", "tp2-sp", STEPS, marks=pytest.mark.slow),
         pytest.param("nvfp4", "tp2-sp", 1, marks=pytest.mark.slow),
-        ("nvfp4", "pp2", STEPS),
+        pytest.param("nvfp4", "pp2", STEPS, marks=pytest.mark.slow),
         pytest.param("nvfp4-whole", "tp2-sp", STEPS, marks=pytest.mark.slow),
         pytest.param("custom", "tp2-sp", 2, marks=pytest.mark.slow),
         pytest.param("smooth", "tp2-sp", STEPS, marks=pytest.mark.slow),
