@@ -196,6 +196,7 @@ def test_downsampling_keeps_extremes_and_gaps() -> None:
     assert not downsample(short).mean_x
 
 
+@pytest.mark.slow
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     draw = random.Random(0)
     line = json.dumps(step_record(1, 0, loss=0.125))

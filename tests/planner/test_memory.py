@@ -247,7 +247,7 @@ def _blocks(stage: GPTStage, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor
     ("model", "fmt"),
     slow_but(
         [(model, fmt) for model in MODELS for fmt in (FORMATS if model == "llama" else ("none", "delayed"))],
-        *(("llama", fmt) for fmt in ("none", "delayed", "blockwise", "rowwise-wgrad", "mxfp8", "nvfp4", "no-down")),
+        *(("llama", fmt) for fmt in ("none", "delayed", "blockwise", "mxfp8", "nvfp4")),
         ("experts", "delayed"),
     ),
 )

@@ -140,7 +140,7 @@ def _router_gradients(preset: Preset, losses: bool, masked: bool) -> dict[str, T
 MASKED_RUNS = [SAMPLES_4 | FP64, SAMPLES_8 | DP2 | FP64, SAMPLES_8 | DP2 | FP16]
 
 
-@pytest.mark.parametrize("preset", slow_but(MASKED_RUNS, MASKED_RUNS[0], MASKED_RUNS[2]))
+@pytest.mark.parametrize("preset", slow_but(MASKED_RUNS, MASKED_RUNS[0]))
 def test_masks_do_not_change_what_router_losses_add(world2: World, preset: Preset) -> None:
     """What they add to the gradient is the same with and without a loss mask, as all tokens are routed."""
 

@@ -217,6 +217,7 @@ def test_the_loss_is_that_of_one_rank(runs: Runs, preset: Preset) -> None:
     assert_close_to_one_rank(runs, preset)
 
 
+@pytest.mark.slow
 def test_multi_token_prediction_without_weight_changes_nothing(runs: Runs) -> None:
     """It only has a loss of its own, at first that of a guess."""
     expected, found = runs.of(NO_CLIP), runs.of(NO_CLIP | MTP, model={"mtp_loss_scaling_factor": 0.0})
@@ -325,7 +326,6 @@ BITS: dict[Preset, list[Preset]] = {
     FP8_GATHER: [DP2 | SAMPLES_2 | CURRENT | TIED | FSDP, ZERO | DP2 | CURRENT | LATE_GATHER | LATE_REDUCE],
     ZB_H1: [PP2 | CLIP],
     FULL: [PP2 | DROPOUT],
-    OFFLOAD: [TP2 | DELAYED],
     GRAPHS: [FP16 | DROPOUT],
 }  # fmt: skip
 SLOW_BITS: dict[Preset, list[Preset]] = {

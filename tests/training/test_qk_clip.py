@@ -101,6 +101,7 @@ def test_rows_of_clipped_heads_are_scaled(world2: World, preset: Preset, changed
     assert world2.run(_compare, preset, ranks=1) == [changed]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_bit_for_bit(runs: Runs) -> None:
     first = runs.saved(QK_CLIP | DP2 | ZERO)
     again = runs.saved(QK_CLIP | DP2 | ZERO, first.folder)
