@@ -525,6 +525,7 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
             *("one-part", "kimi-delta", "shared-keys", "sparse", "compressed"),
         ],
         *("gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "one-part", "shared-keys"),
+        *("hybrid", "kimi-delta"),
     ),
 )
 def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
