@@ -47,6 +47,7 @@ from megafp8.models.mixer import AttendToKeys, Mixer, StateCache, TokenCache, To
 from megafp8.models.norms import RMSNorm, normalized
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import RotaryEmbedding
+from megafp8.models.sparse_latent_attention import without_padding
 from megafp8.numerics.sparse_attention_reference import Index, wide
 from megafp8.ops import compressed_attention as ops
 from megafp8.ops.recurrence import Recurrence, State
@@ -61,7 +62,8 @@ from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_fro
 class CompressedInputs:
     """What compressed attention reads: rotary tables, how its tokens reach keys, and how entries pass between them.
 
-    `back`: sines of the rotation back. `positions_sb`: int64 `[s, b or 1]`, of tokens in their documents.
+    `back`: sines of the rotation back. `positions_sb`: int64 `[s, b or 1]`, of tokens in their documents. `padding_bs`:
+    bool, tokens that are padding.
     """
 
     rotary: tuple[Tensor, Tensor]
@@ -69,10 +71,12 @@ class CompressedInputs:
     to_keys: AttendToKeys
     recurrence: Recurrence
     positions_sb: Tensor
+    padding_bs: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*self.rotary, self.back, *self.to_keys.tensors, self.positions_sb]
+        padding = [] if self.padding_bs is None else [self.padding_bs]
+        return [*self.rotary, self.back, *self.to_keys.tensors, self.positions_sb, *padding]
 
 
 class _Entries(nn.Module):
@@ -183,7 +187,8 @@ class CompressedAttention(Mixer):
         positions = tokens.positions.unsqueeze(-1) if tokens.positions.dim() == 1 else tokens.positions.t()
         rotary = tokens.rotary(self.rope)
         back = tokens.once(("rotation back", self.rope.key), lambda: -rotary[1])
-        return CompressedInputs(rotary, back, tokens.keys(layer), tokens.recurrence(layer), positions)
+        keys, recurrence = tokens.keys(layer), tokens.recurrence(layer)
+        return CompressedInputs(rotary, back, keys, recurrence, positions, tokens.padding_bs)
 
     @property
     def cache(self) -> tuple[TokenCache | StateCache, ...]:
@@ -223,6 +228,7 @@ class CompressedAttention(Mixer):
         for index in index_sbc:
             heads, d = self.record.index_heads, self.record.index_head_dim
             index_q, of_index, weights = index.split([heads * d, 2 * self.record.series * d, heads], dim=-1)
+            weights = without_padding(weights, inputs.padding_bs)
             queries += [_rotated(index_q.unflatten(-1, (heads, d)), self.r, inputs.rotary), weights]
             of_entries.append(of_index)
         xs = torch.cat(of_entries, dim=-1), inputs.positions_sb.expand(-1, q.shape[1])

@@ -48,14 +48,15 @@ _INDEX_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class SparseInputs:
-    """What sparse attention reads: rotary tables, and how its tokens reach keys."""
+    """What sparse attention reads: rotary tables, how its tokens reach keys, and which are padding, `[b, s]`."""
 
     rotary: tuple[Tensor, Tensor]
     to_keys: AttendToKeys
+    padding_bs: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*self.rotary, *self.to_keys.tensors]
+        return [*self.rotary, *self.to_keys.tensors, *([] if self.padding_bs is None else [self.padding_bs])]
 
 
 class SparseLatentAttention(LatentAttention):
@@ -106,7 +107,7 @@ class SparseLatentAttention(LatentAttention):
 
     def inputs(self, layer: int, tokens: Tokens) -> Any:
         assert self.rope is not None
-        return SparseInputs(tokens.rotary(self.rope), tokens.keys(layer))
+        return SparseInputs(tokens.rotary(self.rope), tokens.keys(layer), tokens.padding_bs)
 
     @property
     def cache(self) -> tuple[TokenCache]:
@@ -134,6 +135,7 @@ class SparseLatentAttention(LatentAttention):
         q, q_rotary = q_sbc.unflatten(-1, (self.heads, -1)).split([self.n, self.r], dim=-1)
         latent, k_rotary = latent_sbc.split([self.ranks[1], self.r], dim=-1)
         index, weights = index_sbc.split([(heads + 1) * d, heads], dim=-1)
+        weights = without_padding(weights, inputs.padding_bs)
         index, index_pass = index.unflatten(-1, (heads + 1, d)).split([self.r, d - self.r], dim=-1)
         rotate = rotated_neighbors if self.sparse.index_rope == "neighbors" else _rotated_halves
         index = torch.cat([rotate(index, rotary), index_pass], dim=-1)
@@ -205,6 +207,11 @@ class SparseLatentAttention(LatentAttention):
         keys = (self.ranks[1] + self.r + d) * batch.statistic
         whole = batch.sequences * batch.length  # on all context-parallel ranks
         return batch.tokens * queries + whole * keys + BLOCK_BYTES
+
+
+def without_padding(weights_sbi: Tensor, padding_bs: Tensor | None) -> Tensor:
+    """Weights of the indexer's heads, zero in queries that are padding, so that its loss has no gradient from these."""
+    return weights_sbi if padding_bs is None else weights_sbi.masked_fill(padding_bs.t().unsqueeze(-1), 0.0)
 
 
 def _rotated_halves(x_sbad: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
