@@ -57,7 +57,8 @@ def test_equals_the_recurrence(
 @pytest.mark.gpu
 @pytest.mark.parametrize(("d", "w"), [(16, 64), (32, 32), (64, 64), (64, 128), (128, 64), (128, 128), (256, 64)])
 def test_widths_of_states(d: int, w: int) -> None:
-    """With the tiles of models; root mean square errors are those of rounding to bf16."""
+    """With the tiles of models; root mean square errors are those of rounding to bf16. The gradient of a rate is a sum
+    over tokens of which little is left."""
     torch.manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -76,4 +77,5 @@ def test_widths_of_states(d: int, w: int) -> None:
         results.append((y, last, *grads))
     names = ("y", "state", "dx", "dstep", "drate", "db", "dc", "dskip", "dstate")
     errors = {name: ((x - y).norm() / y.norm()).item() for name, y, x in zip(names, *results, strict=True)}
-    assert max(errors.values()) < 1e-2, errors
+    assert errors.pop("drate") < 0.05
+    assert max(errors.values()) < 5e-3, errors

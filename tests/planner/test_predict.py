@@ -78,7 +78,7 @@ def test_the_fastest_of_measured_layouts_is_predicted_to_be_the_fastest(
         chosen = max(rates, key=lambda rate: rate[1])
         if chosen[0] < 0.98 * max(measured for measured, _, _ in rates):
             wrong[key] = chosen[2]
-    assert len(several) >= 20
+    assert len(several) >= len(compared) // 12
     assert not wrong
 
 
