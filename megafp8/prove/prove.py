@@ -17,7 +17,7 @@ from megafp8.prove import export, runs
 from megafp8.prove.certificate import Certificate, Row, Status
 from megafp8.prove.local_ranks import LocalRanks, RanksFailed
 from megafp8.prove.random_data import write_data
-from megafp8.prove.runs import Comparison, Context, Record, Step
+from megafp8.prove.runs import Comparison, Context, Microbatch, Record, Step
 from megafp8.prove.shrink import SPECIAL_TOKENS, STEPS, shrink
 from megafp8.training.fp8_config import build_fp8
 
@@ -36,37 +36,51 @@ def prove(
     config: Config,
     ranks: int | None = None,
     *,
-    timeout: float = 300.0,
     begun: Callable[[Certificate], None] = lambda certificate: None,
     show: Callable[[Row], None] = lambda row: None,
-    around: Context = nullcontext,
     local_ranks: LocalRanks | None = None,
+    **options: Any,
 ) -> Certificate:
     """The certificate of `config` on `ranks` ranks, by default the fewest with data parallelism.
 
-    `begun` gets the certificate before the first check, `show` each row when it is there. A run on all ranks that takes
-    longer than `timeout` seconds is ended. `around`: makes what the layout's runs take place in; tests plant faults so.
-    Raises ConfigError if the config cannot run on `ranks`.
+    `begun` gets the certificate before the first check, `show` each row when it is there. `local_ranks`: processes to
+    use, instead of new ones. `options`: of `checks`. Raises ConfigError if the config cannot run on `ranks`.
     """
     start, cpu = time.monotonic(), time.process_time()
     small = shrink(config, ranks)
-    certificate = Certificate(
-        config.name, (small.original_ranks, small.ranks), small.config.model_dump(mode="json"), small.changes
-    )
+    content = small.config.model_dump(mode="json")
+    certificate = Certificate(config.name, (small.original_ranks, small.ranks), content, small.changes)
     begun(certificate)
     processes = local_ranks or LocalRanks()
-    cpu += processes.cpu_seconds
+    cpu_before = processes.cpu_seconds
     try:
-        with tempfile.TemporaryDirectory(prefix="megafp8-prove-") as folder:
-            for row in _Proof(config, small.config, small.ranks, Path(folder), processes, timeout, around).rows():
-                certificate.rows.append(row)
-                show(row)
+        for row in checks(config, ranks, local_ranks=processes, **options):
+            certificate.rows.append(row)
+            show(row)
     finally:
-        cpu -= processes.cpu_seconds
         if local_ranks is None:
             processes.close()
-    certificate.seconds, certificate.cpu_seconds = time.monotonic() - start, time.process_time() - cpu
+    certificate.seconds = time.monotonic() - start
+    certificate.cpu_seconds = time.process_time() - cpu + processes.cpu_seconds - cpu_before
     return certificate
+
+
+def checks(
+    config: Config,
+    ranks: int | None = None,
+    *,
+    local_ranks: LocalRanks,
+    timeout: float = 300.0,
+    around: Context = nullcontext,
+) -> Iterator[Row]:
+    """Rows of the certificate, each when it is there; not all of them need be taken.
+
+    A run on all ranks that takes longer than `timeout` seconds is ended. `around`: makes what the layout's runs take
+    place in; tests plant faults so.
+    """
+    small = shrink(config, ranks)
+    with tempfile.TemporaryDirectory(prefix="megafp8-prove-") as folder:
+        yield from _Proof(config, small.config, small.ranks, Path(folder), local_ranks, timeout, around).rows()
 
 
 class Fp8Subject(NamedTuple):
@@ -192,7 +206,10 @@ class _Proof:
         yield from self._checkpoints(own, found, expected, has_fp8)
         yield self._export(own)
 
-    def _data_order(self, check: str, found: Sequence[Record], expected: Sequence[Sequence[runs.Microbatch]]) -> Row:
+    def _data_order(
+        self, check: str, found: Sequence[Record], expected: Sequence[Sequence[Microbatch]], first: int = 0
+    ) -> Row:
+        """`first`: number of the first step."""
         how = "micro-batches of one rank: each sample once, in its place"
         copies = {x.data_rank: x for x in found}
         for rank, record in enumerate(found):
@@ -200,7 +217,7 @@ class _Proof:
                 return self._row(
                     check, how, "DIFFERENT", None, f"rank {rank} reads other samples than its model's others"
                 )
-        for step, (read, wanted) in enumerate(zip(runs.microbatches(found), expected)):
+        for step, (read, wanted) in enumerate(zip(runs.microbatches(found), expected), first):
             for microbatch, wanted_microbatch in zip(read, wanted, strict=True):
                 if microbatch != wanted_microbatch:
                     where = f"step {step}: samples {microbatch[0]} in place of {wanted_microbatch[0]}"
@@ -256,6 +273,8 @@ class _Proof:
         except RanksFailed as error:
             yield self._failed("resumed in the layout", how, error)
             return
+        resumed_alone = [x[0] for x in resumed]
+        yield self._data_order("data after resuming", resumed_alone, expected.batches[runs.STEPS :], runs.STEPS)
         after = found[0].steps[runs.STEPS :]
         differences = [
             difference
@@ -266,7 +285,6 @@ class _Proof:
             )
         ]
         yield self._compared("resumed in the layout", how, 0.0, *differences)
-        yield self._data_order("data after resuming", [x[0] for x in resumed], expected.batches[runs.STEPS :])
 
     def _export(self, own: Path) -> Row:
         how = f"logits of transformers, to {IN_FP32:g} of the largest, in fp32"
@@ -284,17 +302,16 @@ class _Proof:
 
 
 def _steps_apart(found: Sequence[Record], expected: Sequence[Step]) -> _Difference:
-    """The largest relative difference of losses and norms of all ranks."""
+    """The largest relative difference of losses and norms of all ranks, and the first that is no rounding error."""
     differences = [_Difference(0.0, "")]
-    for rank, record in enumerate(found):
-        for number, pair in enumerate(zip(record.steps, expected)):
-            for name, a, b in zip(Step._fields, *pair, strict=True):
-                apart = 0.0 if a == b else abs(a - b) / abs(b) if b else math.inf
+    for number, step in enumerate(expected):
+        for rank, record in enumerate(found):
+            for name, a, b in zip(Step._fields, record.steps[number], step, strict=True):
+                apart = 0.0 if a == b else abs(a - b) / abs(b) if b and math.isfinite(a) else math.inf
                 what = {"more": "further loss"}.get(name, name)
-                differences.append(
-                    _Difference(apart if math.isfinite(a) else math.inf, f"{what} {number} of rank {rank}")
-                )
-    return max(differences, key=lambda x: x.value)
+                differences.append(_Difference(apart, f"{what} {number} of rank {rank}"))
+    largest = max(differences, key=lambda x: x.value)
+    return _Difference(largest.value, next((x.where for x in differences if x.value > EXACT), largest.where))
 
 
 def _kind(name: str) -> str:
