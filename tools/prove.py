@@ -41,9 +41,8 @@ def make_parser() -> ArgumentParser:
 
 def certificate_path(config: str, out: Path | None) -> Path:
     """Where the certificate goes. Raises ValueError if something else is there, or nothing can be written there."""
-    from megafp8.config.files import file_of
-
-    path = out or Path(file_of(config)).with_suffix(".certificate.json")
+    file = Path(config)  # of a shipped config there is only a name, and its certificate is here
+    path = out or Path(f"{file.with_suffix('') if file.exists() else file.name}.certificate.json")
     if path.exists():
         try:
             content = json.loads(path.read_text(encoding="utf-8"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 from pathlib import Path
 
 import torch
@@ -23,8 +24,6 @@ def why_not(config: Config) -> str | None:
     """Why nothing is compared with `transformers`, as far as it is known without an attempt."""
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"
-    if config.model.architecture != "gpt":
-        return f"logits of architecture {config.model.architecture} are not compared"
     if config.lora is not None:
         return "adapters are exported to PEFT, whose base this run does not have"
     return None
@@ -32,10 +31,9 @@ def why_not(config: Config) -> str | None:
 
 def logits_difference(config: Config, run: Path, folder: Path) -> float | str:
     """Export the checkpoint in `run` to `folder`: the difference of the logits of `transformers`, relative to the
-    largest; or why the model has no export. On one rank."""
-    to = FORMATS["hf"]
-    native = FORMATS["native"].source(reader_of(run).path)
-    selected = Selected(native, weights_only=True, dtype=torch.float32, mtp=to.mtp)
+    largest; or why the model has no export. On one rank, without multi-token prediction."""
+    to, path = FORMATS["hf"], reader_of(run).path
+    selected = Selected(FORMATS["native"].source(path), weights_only=True, dtype=torch.float32, mtp=to.mtp)
     sink = to.sink(folder)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
@@ -43,33 +41,42 @@ def logits_difference(config: Config, run: Path, folder: Path) -> float | str:
     except ValueError as error:
         return str(error)
     sink.publish()
-    model = config.model
-    assert model.vocab_size is not None
+    size = config.model.vocab_size
+    assert size is not None
     generator = torch.Generator().manual_seed(config.seed)
-    ids = torch.randint(1, model.vocab_size, (SEQUENCES, config.training.seq_length), generator=generator)
-    ours, theirs = _our_logits(config, run, ids), _their_logits(folder, ids)
+
+    def random_ids(length: int) -> Tensor:
+        return torch.randint(2, size, (SEQUENCES, length), generator=generator)  # 1 is RoBERTa's padding
+
+    ids = random_ids(config.training.seq_length)
+    decoder_ids = None if config.decoder_length is None else random_ids(config.decoder_length)
+    ours, theirs = _our_logits(config, run, ids, decoder_ids), _their_logits(folder, ids, decoder_ids)
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 @torch.no_grad()
-def _our_logits(config: Config, run: Path, ids_bs: Tensor) -> Tensor:
-    loaded = Run(config, begin(config))
+def _our_logits(config: Config, run: Path, ids: Tensor, decoder_ids: Tensor | None) -> Tensor:
+    """`[b, s, v]`, or those of the decoder."""
+    model = config.model.model_copy(update={"mtp_num_layers": 0})
+    loaded = Run(config.model_copy(update={"model": model}), begin(config))
     loaded.load(reader_of(run))
-    (stage,) = loaded.trainer.stages
-    assert stage.embedding is not None
-    assert stage.head is not None
     loaded.trainer.strategy.wait()
-    inputs = stage.layer_inputs(Batch(ids_bs, ids_bs))
-    x_sbh = stage.embedding(ids_bs, None)
-    inputs = stage.with_per_layer(inputs, ids_bs, x_sbh)
-    logits_sbv = stage.head.logits(*stage.run_blocks(x_sbh, inputs))
-    return logits_sbv.transpose(0, 1)[..., : config.model.vocab_size]
+    (stage,) = loaded.trainer.stages
+    head = stage.head
+    assert head is not None
+    head.forward = lambda x, branch, *_: head.logits(x, branch)  # type: ignore[method-assign]
+    logits_sbv = stage(None, Batch(ids, ids if decoder_ids is None else decoder_ids, decoder_tokens=decoder_ids))
+    return logits_sbv.transpose(0, 1)[..., : model.vocab_size]
 
 
 @torch.no_grad()
-def _their_logits(folder: Path, ids_bs: Tensor) -> Tensor:
-    from transformers import AutoModelForCausalLM
+def _their_logits(folder: Path, ids: Tensor, decoder_ids: Tensor | None) -> Tensor:
+    import transformers
 
+    transformers.logging.set_verbosity_error()
+    (architecture,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return model(ids_bs).logits.double()
+        model = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).eval()
+    found = model(ids) if decoder_ids is None else model(input_ids=ids, decoder_input_ids=decoder_ids)
+    logits: Tensor = found.prediction_logits if "prediction_logits" in found else found.logits
+    return logits.double()

@@ -157,8 +157,10 @@ class _Proof:
         return Row(check, how, status, difference, where, seconds, details)
 
     def _compared(self, check: str, how: str, limit: float, *differences: _Difference) -> Row:
+        """`differences`: of which each names where it is, if it is above `limit`."""
         worst = max(differences, key=lambda x: x.value)
-        return self._row(check, how, worst.status(limit), worst.value, worst.where)
+        named = dict.fromkeys(x.where for x in differences if x.value > limit)
+        return self._row(check, how, worst.status(limit), worst.value, "; ".join(named) or worst.where)
 
     def _failed(self, check: str, how: str, error: RanksFailed) -> Row:
         lines = [line for line in str(error).splitlines() if line]
