@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> bool:
         before, after = certificate.ranks
         print(f"{config.name}: {before} ranks, as {after} processes of a small config. It differs in:")
         print("\n".join(describe_changes(certificate.changes)), flush=True)
-        print(f"\n{'check':<20} {'result':<10} {'largest':>8} {'time':>8}  how", flush=True)
+        print(f"\n{'check':<22} {'result':<10} {'largest':>8} {'time':>8}  how", flush=True)
 
     def show(row: Row) -> None:
         print(row_line(row), flush=True)

@@ -84,4 +84,4 @@ def row_line(row: Row) -> str:
     """A row of the table."""
     difference = "" if row.difference is None else f"{row.difference:.1e}"
     where = f"  {row.where}" if row.where else ""
-    return f"{row.check:<20} {row.status:<10} {difference:>8} {row.seconds:>6.1f} s  {row.how}{where}"
+    return f"{row.check:<22} {row.status:<10} {difference:>8} {row.seconds:>6.1f} s  {row.how}{where}"

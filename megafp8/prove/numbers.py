@@ -11,7 +11,8 @@ def in_proportion(values: Collection[int], units: Mapping[int, int], least: int)
 
     Of two values the larger one has the larger number, and a value is a multiple of another one if and only if its
     number is. That of a value is at least `least` and a multiple of its entry in `units`. Where no number can keep a
-    value from being a multiple of another one, since units make it so, it is one.
+    value from being a multiple of another one, since units make it so, it is one. A value whose number would be larger
+    than itself stays.
     """
     small = {value: 1 for value in values if value == 1}
     for value in sorted({*values} - {1}):
@@ -20,5 +21,6 @@ def in_proportion(values: Collection[int], units: Mapping[int, int], least: int)
         above = max([least - 1, *small.values()])
         multiples = range((above // factors + 1) * factors, (above + 64 * factors) + 1, factors)
         others = [number for other, number in small.items() if value % other]
-        small[value] = next((n for n in multiples if all(n % number for number in others)), multiples[0])
+        number = next((n for n in multiples if all(n % other for other in others)), multiples[0])
+        small[value] = min(value, number)
     return small

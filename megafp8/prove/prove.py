@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megafp8.config import Config
+from megafp8.config import Config, ConfigError, check_layout
 from megafp8.prove import export, runs
 from megafp8.prove.certificate import Certificate, Row, Status
 from megafp8.prove.local_ranks import LocalRanks, RanksFailed
@@ -110,6 +110,22 @@ def comparable_fp8(config: Config) -> Fp8Subject:
         fp8 = fp8.model_copy(update={"exclude": [*fp8.exclude, EXPERTS]})
         notes.append("without FP8 in experts, which receive tokens of several micro-batches")
     return Fp8Subject(config.model_copy(update={"parallel": parallel, "fp8": fp8}), notes)
+
+
+def with_experts_of_one_microbatch(config: Config) -> Config | None:
+    """`config` with its experts on tensor-parallel ranks and no data parallelism; None where it cannot run so, or has
+    scales that tensor parallelism cuts."""
+    recipe = build_fp8(config, None).recipe
+    if recipe is None or not recipe.capabilities.per_tensor:
+        return None
+    ranks = config.parallel.expert_ranks
+    axes = {"tensor": ranks, "context": 1, "fsdp_replicas": 1}
+    changed = config.model_copy(update={"parallel": config.parallel.model_copy(update=axes)})
+    try:
+        check_layout(changed, ranks * config.parallel.pipeline)
+    except ConfigError:
+        return None
+    return changed
 
 
 def one_rank(config: Config) -> Config:
@@ -228,29 +244,35 @@ class _Proof:
 
     def _fp8(self) -> Iterator[Row]:
         """The recipe, in the layout or the part of it in which it computes what one rank computes."""
-        check = f"FP8, {self._small.fp8.recipe}"
-        subject = comparable_fp8(self._small)
+        small, name = self._small, self._small.fp8.recipe
+        subject = comparable_fp8(small)
         config, ranks = subject.config, self._ranks
-        if config.parallel != self._small.parallel:
+        if config.parallel != small.parallel:
             axes = {"tensor": config.parallel.tensor, "context": config.parallel.context}
             p = self._original.parallel
-            small = shrink(self._original.model_copy(update={"parallel": p.model_copy(update=axes)}))
-            small_config = small.config.model_copy(update={"fp8": config.fp8})
-            config, ranks = self._with_data(small_config, self._folder / "fp8-data"), small.ranks
-        how = "; ".join(
-            [f"{runs.STEPS} steps with float64 sums: all that is compared above, and scales", *subject.notes]
-        )
+            smaller = shrink(self._original.model_copy(update={"parallel": p.model_copy(update=axes)}))
+            fewer_axes = smaller.config.model_copy(update={"fp8": config.fp8})
+            config, ranks = self._with_data(fewer_axes, self._folder / "fp8-data"), smaller.ranks
+        yield self._fp8_row(f"FP8, {name}", config, ranks, subject.notes)
+        experts = None if config.fp8.exclude == small.fp8.exclude else with_experts_of_one_microbatch(small)
+        if experts is not None:
+            p = experts.parallel
+            notes = [f"experts over {p.tensor} tensor-parallel ranks, which have tokens of one micro-batch"]
+            yield self._fp8_row(f"FP8 experts, {name}", experts, p.tensor * p.pipeline, notes)
+
+    def _fp8_row(self, check: str, config: Config, ranks: int, notes: Sequence[str]) -> Row:
+        how = f"{runs.STEPS} steps with float64 sums: all that is compared above, and scales"
+        how, folder = "; ".join([how, *notes]), self._folder / check
         try:
-            ((expected,),) = self._run(runs.reference, [one_rank(config)], self._folder / "fp8", ranks=1)
-            folder = self._folder / "fp8" / runs.one_rank_folder(0)
-            found = self._run(runs.layout, config, folder, None, self._around, ranks=ranks)
+            ((expected,),) = self._run(runs.reference, [one_rank(config)], folder, ranks=1)
+            alone = folder / runs.one_rank_folder(0)
+            found = self._run(runs.layout, config, alone, None, self._around, ranks=ranks)
         except RanksFailed as error:
-            yield self._failed(check, how, error)
-            return
-        yield self._compared(
+            return self._failed(check, how, error)
+        return self._compared(
             check, how, EXACT, _steps_apart(found, expected.steps[: runs.STEPS]),
-            _worst([x.gradients for x in found], runs.names_in(folder / "gradients")),
-            _worst([x.state for x in found], runs.names_in(folder / "state")),
+            _worst([x.gradients for x in found], runs.names_in(alone / "gradients")),
+            _worst([x.state for x in found], runs.names_in(alone / "state")),
         )  # fmt: skip
 
     def _checkpoints(self, own: Path, found: Sequence[Record], expected: Record, has_fp8: bool) -> Iterator[Row]:

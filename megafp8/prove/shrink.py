@@ -9,6 +9,7 @@ said: each change has a reason.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -312,43 +313,66 @@ def numbers_of(config: Config) -> list[Number]:
 
 def _numbers(layout: Layout, scale: int, edit: _Edit) -> None:
     """`scale`: how much larger than necessary the numbers are."""
-    numbers = [x for x in numbers_of(edit.before) if edit.get(x.key.rpartition(".")[0]) is not None]
-    by_quantity: dict[Quantity, list[Number]] = {}
+    config = edit.before
+    numbers = [x for x in numbers_of(config) if edit.get(x.key.rpartition(".")[0]) is not None]
+    values = {quantity: sorted({x.value for x in numbers if x.quantity is quantity}) for quantity in Quantity}
+    heads = _heads(values[Quantity.HEADS], config, layout)
+    small = {
+        Quantity.HEADS: heads,
+        Quantity.EXPERTS: _experts(values[Quantity.EXPERTS], config, layout, scale),
+        Quantity.CHANNELS: _channels(values[Quantity.CHANNELS], config, layout, scale, heads),
+        Quantity.TOKENS: _tokens(values[Quantity.TOKENS], config, layout, scale),
+        Quantity.CHOSEN: {value: min(value, 3) for value in values[Quantity.CHOSEN]},
+        Quantity.STEPS: {value: STEPS // 4 * 4**i for i, value in enumerate(x for x in values[Quantity.STEPS] if x)},
+    }
     for number in numbers:
-        by_quantity.setdefault(number.quantity, []).append(number)
+        if number.value in small.get(number.quantity, {}):
+            value = min(number.value, small[number.quantity][number.value])
+            edit.set(number.key, value, f"{number.quantity.value} in proportion")
+    _functions_of_widths(edit)
 
-    def values(quantity: Quantity) -> list[int]:
-        return sorted({number.value for number in by_quantity.get(quantity, ())})
 
-    def apply(quantity: Quantity, small: Mapping[int, int], reason: str) -> None:
-        if any(small[value] > value for value in values(quantity)):
-            return  # small already
-        for number in by_quantity.get(quantity, ()):
-            edit.set(number.key, small[number.value], reason)
+def _heads(values: list[int], config: Config, layout: Layout) -> dict[int, int]:
+    units = {value: layout.tensor for value in values if value % config.parallel.tensor == 0}
+    return in_proportion(values, units, 2)
 
-    p, model = edit.before.parallel, edit.before.model
-    tensor = {value: layout.tensor for value in values(Quantity.HEADS) if value % p.tensor == 0}
-    heads = in_proportion(values(Quantity.HEADS), tensor, 2)
-    apply(Quantity.HEADS, heads, "heads and their groups in proportion")
-    experts = {value: layout.expert * (1 + (value > p.expert)) for value in values(Quantity.EXPERTS)}
-    divided = {model.moe.num_experts: experts[model.moe.num_experts]} if model.moe is not None else {}
-    chosen = in_proportion(values(Quantity.EXPERTS), divided, 2 * (1 + (scale > 1)))
-    apply(Quantity.EXPERTS, chosen, "experts and choices of them in proportion")
-    unit = 4 * max(layout.tensor, layout.expert_tensor) * scale
-    units = dict.fromkeys(values(Quantity.CHANNELS), unit)
+
+def _experts(values: list[int], config: Config, layout: Layout, scale: int) -> dict[int, int]:
+    """Ranks have several experts each where they do in the config."""
+    moe, units = config.model.moe, dict[int, int]()
+    if moe is not None:
+        units = {moe.num_experts: layout.expert * (1 + (moe.num_experts > config.parallel.expert))}
+    return in_proportion(values, units, 2 * min(scale, 2))
+
+
+def _channels(
+    values: list[int], config: Config, layout: Layout, scale: int, heads: Mapping[int, int]
+) -> dict[int, int]:
+    model, unit = config.model, 4 * max(layout.tensor, layout.expert_tensor) * scale
+    units = dict.fromkeys(values, unit)
     if model.head_dim is None and model.latent_attention is None:
         units[model.hidden_size] = unit * heads[model.num_attention_heads]
-    channels = in_proportion(values(Quantity.CHANNELS), units, 2 * unit)
-    apply(Quantity.CHANNELS, channels, "channels in proportion")
-    length = edit.before.training.seq_length
+    return in_proportion(values, units, 2 * unit)
+
+
+def _tokens(values: list[int], config: Config, layout: Layout, scale: int) -> dict[int, int]:
+    """Those of a sample, which all axes can cut, and what is shorter or longer."""
+    length, p = config.training.seq_length, config.parallel
     parts = 2 * layout.context * (layout.tensor if p.sequence_parallel else 1)
-    tokens = {length: -(-LEAST_TOKENS * scale // parts) * parts}
-    shorter = [value for value in values(Quantity.TOKENS) if value < length]
-    tokens |= in_proportion(shorter, {}, 2)
-    longer = [value for value in values(Quantity.TOKENS) if value > length]
-    tokens |= {value: tokens[length] * (2 + i) for i, value in enumerate(longer)}
-    apply(Quantity.TOKENS, tokens, "tokens in proportion")
-    apply(Quantity.CHOSEN, {value: min(value, 3) for value in values(Quantity.CHOSEN)}, "fewer tokens to choose from")
-    steps = [value for value in values(Quantity.STEPS) if value]
-    few = {0: 0} | {value: STEPS // 4 * 4**i for i, value in enumerate(steps)}
-    apply(Quantity.STEPS, few, "steps in proportion")
+    small = -(-LEAST_TOKENS * scale // parts) * parts
+    shorter = in_proportion([value for value in values if value < length], {}, 2)
+    longer = [value for value in values if value > length]
+    return shorter | {length: small} | {value: small * (2 + i) for i, value in enumerate(longer)}
+
+
+def _functions_of_widths(edit: _Edit) -> None:
+    """Keys that are no widths and follow from them."""
+    model = edit.before.model
+    hidden, heads = edit.get("model.hidden_size"), edit.get("model.num_attention_heads")
+    if math.isclose(model.embedding_multiplier, math.sqrt(model.hidden_size), rel_tol=1e-4):
+        edit.set("model.embedding_multiplier", math.sqrt(hidden), "it is the root of model.hidden_size")
+    if model.longrope is not None:
+        pairs = int((edit.get("model.head_dim") or hidden // heads) * model.partial_rotary_factor) // 2
+        longrope = model.longrope.with_pairs(pairs)
+        for key in ("short_factor", "long_factor"):
+            edit.set(f"model.longrope.{key}", getattr(longrope, key), "one for each pair of channels")

@@ -42,7 +42,8 @@ def test_small_numbers_are_in_proportion(values: set[int]) -> None:
     for a in values:
         for b in values:
             assert (a < b) == (small[a] < small[b])
-            assert b % a or small[b] % small[a] == 0
+            assert b % a or small[b] % small[a] == 0 or small[b] == b
+    assert all(small[value] <= value for value in values)
 
 
 def test_widths_of_deepseek_v3() -> None:
@@ -56,7 +57,8 @@ def test_widths_of_deepseek_v3() -> None:
 
 def test_units_and_the_least() -> None:
     assert in_proportion([1, 8, 32], {8: 2, 32: 2}, 2) == {1: 1, 8: 2, 32: 4}
-    assert in_proportion([2, 3], {3: 4}, 2) == {2: 2, 3: 4}  # 3 is no multiple of 2, but 4 is
+    assert in_proportion([200, 300], {300: 4}, 2) == {200: 2, 300: 4}  # 300 is no multiple of 200, but 4 is of 2
+    assert in_proportion([6, 4096, 14336], dict.fromkeys([6, 4096, 14336], 8), 16) == {6: 6, 4096: 16, 14336: 40}
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------

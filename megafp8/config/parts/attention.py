@@ -102,6 +102,11 @@ class LongRopeConfig(Section):
         """Whether sequences of `length` tokens have `long_factor`."""
         return length > self.original_max_position_embeddings
 
+    def with_pairs(self, pairs: int) -> LongRopeConfig:
+        """For heads of which this many pairs are rotated: as many of the divisors, from the first on."""
+        lists = {key: (getattr(self, key) * pairs)[:pairs] for key in ("short_factor", "long_factor")}
+        return self.model_copy(update=lists)
+
     @property
     def extended_length(self) -> int:
         """Context length after the extension, in tokens."""
