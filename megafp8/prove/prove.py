@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megafp8.config import Config, ConfigError, check_layout
+from megafp8.config import Config, ConfigError, MoeFfnConfig, check_layout
 from megafp8.prove import export, runs
 from megafp8.prove.certificate import Certificate, Row, Status
 from megafp8.prove.local_ranks import LocalRanks, RanksFailed
@@ -28,7 +28,8 @@ IN_FP32 = 1e-4
 LEAST_SHARE = 1e-4
 """Tensors whose largest value is below this share of that of all of their kind are held to it: gradients that are zero
 but for rounding."""
-EXPERTS = "*.mlp.experts.*"
+EXPERTS = f"*.{MoeFfnConfig.tensor_prefix}.experts.*"
+"""Names of the linear layers of experts."""
 RELATIVE = f"to {EXACT:g} of a tensor's largest value"
 
 

@@ -23,6 +23,7 @@ from megafp8.prove.layers import keep_layers, layer_keys, patterns_of, renumbere
 from megafp8.prove.layout import MOST_RANKS, Layout, fold
 from megafp8.prove.numbers import in_proportion
 from megafp8.section import Quantity, Section
+from megafp8.training.pipeline import num_microbatches, plan_pipeline
 
 LEAST_TOKENS = 32
 """Tokens of a sample, unless those of the config are fewer."""
@@ -74,7 +75,7 @@ def shrink(config: Config, ranks: int | None = None, most_ranks: int = MOST_RANK
     if config.model.vocab_size is None:  # the tokenizer's, which need not be here
         config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": UNKNOWN_VOCABULARY})})
     original = Layout.of(config, ranks)
-    layout = fold(original, most_ranks)
+    layout = fold(original, most_ranks, keeps_pipeline=_is_file(config.parallel.schedule))
     scale = 1
     while True:
         edit = _Edit(config)
@@ -87,12 +88,18 @@ def shrink(config: Config, ranks: int | None = None, most_ranks: int = MOST_RANK
         small = edit.config()
         try:
             check_layout(small, layout.ranks)
+            plan_pipeline(small, num_microbatches(small, layout.ranks))
             return Small(small, layout.ranks, original.ranks, edit.changes(original, layout))
         except ConfigError:
             # Numbers that are products or fractions of others: a part of a head, groups of groups.
             if scale == 16:
                 raise
             scale *= 2
+
+
+def _is_file(schedule: str) -> bool:
+    """Whether it is a table for one number of ranks and micro-batches."""
+    return schedule.endswith(".csv")
 
 
 def default_ranks(config: Config) -> int:
@@ -245,7 +252,8 @@ def _batch(original: Layout, layout: Layout, edit: _Edit) -> None:
     """Twice as many micro-batches as a pipeline has stages, or two, where the config has as many."""
     t = edit.before.training
     count = t.global_batch_size // (t.micro_batch_size * original.data)
-    small = min(count, max(2, 2 * layout.pipeline if count >= 2 * original.pipeline else layout.pipeline))
+    few = max(2, 2 * layout.pipeline if count >= 2 * original.pipeline else layout.pipeline)
+    small = count if _is_file(edit.before.parallel.schedule) else min(count, few)
     size, reason = min(2, t.micro_batch_size), "as many micro-batches as fill the pipeline"
     edit.set("training.micro_batch_size", size, reason)
     edit.set("training.global_batch_size", small * size * layout.data, reason)

@@ -196,6 +196,14 @@ def test_quantities() -> None:
     }  # fmt: skip
 
 
+def test_a_schedule_in_a_file_keeps_ranks_and_microbatches(tmp_path: Path) -> None:
+    rows = [["F0", "F1", "F2", "B0", "B1", "B2"]] * 8
+    (tmp_path / "mine.csv").write_text("\n".join(",".join(row) for row in rows) + "\n", encoding="utf-8")
+    parallel = {"pipeline": 8, "schedule": str(tmp_path / "mine.csv")}
+    small = shrink(config(model={"num_layers": 24}, parallel=parallel, training={"global_batch_size": 3}), 8)
+    assert (small.ranks, small.config.parallel.pipeline, small.config.training.global_batch_size) == (8, 8, 3)
+
+
 def test_a_config_that_cannot_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="parallel"):
         shrink(load_config("configs/llama3-8b.yaml"), 3)
