@@ -706,12 +706,12 @@ class TrainingConfig(Section):
     steps: Annotated[PositiveInt, Quantity.STEPS]
     """Number of optimizer steps in the whole run. Also the length of the learning-rate schedule, unless
     optimizer.decay_until is given."""
-    stop_after: PositiveInt | None = None
+    stop_after: Annotated[PositiveInt, Quantity.STEPS] | None = None
     """Save and stop after this step, counted from the beginning of the run. Changes nothing else: the same command
     without it continues as if the run had not stopped. Default: training.steps."""
     seq_length: Tokens
     """Number of tokens in a sample, in t5 of the encoder's."""
-    decoder_seq_length: Tokens | None = None
+    decoder_seq_length: PositiveInt | None = None
     """t5: number of tokens of the decoder's samples. Default: as many as the spans need, rounded up to a multiple of
     64."""
     micro_batch_size: PositiveInt = 1

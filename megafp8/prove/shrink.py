@@ -123,7 +123,9 @@ class _Edit:
         self._original = dict(_leaves(config.model_dump(mode="json")))
         self._reasons: dict[str, str] = {}
 
-    def set(self, key: str, value: Any, reason: str) -> None:
+    def set(self, key: str, value: Any, reason: str, *, default: Any = None) -> None:
+        """`default`: the value of a key that the config does not write."""
+        self._original.setdefault(key, default)
         *sections, name = key.split(".")
         section = self._tree
         for part in sections:
@@ -232,6 +234,7 @@ def _data(layout: Layout, edit: _Edit) -> None:
     if model.architecture == "t5":
         ids["sentinels"] = special[:3:-1]
     edit.set("data.special_tokens", _defaults(data.special_tokens) | ids, reason)
+    edit.set("training.decoder_seq_length", None, "as many tokens as the spans need")
     edit.set("data.masked_lm.whole_words", False, "a tokenizer says where words begin")
     if data.fill_in_the_middle is not None:
         marks = dict(zip(("prefix", "middle", "suffix"), special))
@@ -336,7 +339,7 @@ def _numbers(layout: Layout, scale: int, edit: _Edit) -> None:
     for number in numbers:
         if number.value in small.get(number.quantity, {}):
             value = min(number.value, small[number.quantity][number.value])
-            edit.set(number.key, value, f"{number.quantity.value} in proportion")
+            edit.set(number.key, value, f"{number.quantity.value} in proportion", default=number.value)
     _functions_of_widths(edit)
 
 
@@ -368,7 +371,7 @@ def _tokens(values: list[int], config: Config, layout: Layout, scale: int) -> di
     length, p = config.training.seq_length, config.parallel
     parts = 2 * layout.context * (layout.tensor if p.sequence_parallel else 1)
     small = -(-LEAST_TOKENS * scale // parts) * parts
-    shorter = in_proportion([value for value in values if value < length], {}, 2)
+    shorter = in_proportion([value for value in values if value < length], {}, 4)
     longer = [value for value in values if value > length]
     return shorter | {length: small} | {value: small * (2 + i) for i, value in enumerate(longer)}
 
