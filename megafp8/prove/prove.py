@@ -81,18 +81,19 @@ def checks(
     """
     small = shrink(config, ranks)
     with tempfile.TemporaryDirectory(prefix="megafp8-prove-") as folder:
-        yield from _Proof(config, small.config, small.ranks, Path(folder), local_ranks, timeout, around).rows()
+        yield from _Proof(small.config, small.ranks, Path(folder), local_ranks, timeout, around).rows()
 
 
 class Fp8Subject(NamedTuple):
-    """A config whose FP8 recipe computes the same in its layout as on one rank; `notes`: what it took for that."""
+    """A config whose FP8 recipe computes the same on `ranks` ranks as on one; `notes`: what it took for that."""
 
     config: Config
+    ranks: int
     notes: list[str]
 
 
-def comparable_fp8(config: Config) -> Fp8Subject:
-    """`config` without what makes scales those of a rank's part of a tensor."""
+def comparable_fp8(config: Config, ranks: int) -> Fp8Subject:
+    """`config` on `ranks` ranks without what makes scales those of a rank's part of a tensor."""
     p, notes = config.parallel, list[str]()
     recipe = build_fp8(config, None).recipe
     assert recipe is not None
@@ -104,13 +105,16 @@ def comparable_fp8(config: Config) -> Fp8Subject:
     if capabilities.shard_alignment != 1 and p.context > 1:
         axes["context"] = 1
         notes.append("without context parallelism, which cuts what has one scale")
-    parallel = p.model_copy(update=axes)
-    fp8 = config.fp8
+    parallel, fp8 = p.model_copy(update=axes), config.fp8
+    for axis in axes:
+        ranks //= getattr(p, axis)
+    while (ranks // p.pipeline) % parallel.expert_ranks:  # experts were on ranks of these axes
+        ranks *= 2
     of_several = (parallel.tensor * parallel.context) % parallel.expert_ranks > 0
     if config.model.moe is not None and of_several and EXPERTS not in fp8.exclude:
         fp8 = fp8.model_copy(update={"exclude": [*fp8.exclude, EXPERTS]})
         notes.append("without FP8 in experts, which receive tokens of several micro-batches")
-    return Fp8Subject(config.model_copy(update={"parallel": parallel, "fp8": fp8}), notes)
+    return Fp8Subject(config.model_copy(update={"parallel": parallel, "fp8": fp8}), ranks, notes)
 
 
 def with_experts_of_one_microbatch(config: Config) -> Config | None:
@@ -146,22 +150,17 @@ class _Difference(NamedTuple):
 
 
 class _Proof:
-    """The checks of a small config, which has `ranks` ranks; `original`: the one that it was made of."""
+    """The checks of a small config, which has `ranks` ranks."""
 
     def __init__(
-        self, original: Config, small: Config, ranks: int, folder: Path, processes: LocalRanks, timeout: float,
-        around: Context,
-    ) -> None:  # fmt: skip
-        self._original, self._ranks, self._folder, self._timeout = original, ranks, folder, timeout
+        self, small: Config, ranks: int, folder: Path, processes: LocalRanks, timeout: float, around: Context
+    ) -> None:
+        self._ranks, self._folder, self._timeout = ranks, folder, timeout
         self._processes, self._around = processes, around
         self._start = time.monotonic()
-        self._small = self._with_data(small, folder / "data")
-
-    def _with_data(self, small: Config, folder: Path) -> Config:
-        assert small.model.vocab_size is not None
-        return write_data(
-            small, folder, small.model.vocab_size - SPECIAL_TOKENS, STEPS * small.training.global_batch_size
-        )
+        vocabulary, samples = small.model.vocab_size, STEPS * small.training.global_batch_size
+        assert vocabulary is not None
+        self._small = write_data(small, folder / "data", vocabulary - SPECIAL_TOKENS, samples)
 
     def _run(self, function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
         return self._processes.run(function, args, ranks, self._timeout)
@@ -246,16 +245,10 @@ class _Proof:
     def _fp8(self) -> Iterator[Row]:
         """The recipe, in the layout or the part of it in which it computes what one rank computes."""
         small, name = self._small, self._small.fp8.recipe
-        subject = comparable_fp8(small)
-        config, ranks = subject.config, self._ranks
-        if config.parallel != small.parallel:
-            axes = {"tensor": config.parallel.tensor, "context": config.parallel.context}
-            p = self._original.parallel
-            smaller = shrink(self._original.model_copy(update={"parallel": p.model_copy(update=axes)}))
-            fewer_axes = smaller.config.model_copy(update={"fp8": config.fp8})
-            config, ranks = self._with_data(fewer_axes, self._folder / "fp8-data"), smaller.ranks
-        yield self._fp8_row(f"FP8, {name}", config, ranks, subject.notes)
-        experts = None if config.fp8.exclude == small.fp8.exclude else with_experts_of_one_microbatch(small)
+        subject = comparable_fp8(small, self._ranks)
+        yield self._fp8_row(f"FP8, {name}", *subject)
+        has_experts = subject.config.fp8.exclude == small.fp8.exclude
+        experts = None if has_experts else with_experts_of_one_microbatch(small)
         if experts is not None:
             p = experts.parallel
             notes = [f"experts over {p.tensor} tensor-parallel ranks, which have tokens of one micro-batch"]
@@ -288,7 +281,7 @@ class _Proof:
             return
         differences = [written, _worst([alone.saved], names)]
         yield self._compared("checkpoint", how, 0.0, *differences)
-        if not has_fp8 or comparable_fp8(self._small).config == self._small:
+        if not has_fp8 or comparable_fp8(self._small, self._ranks).config == self._small:
             how = f"one rank goes on as the layout: losses and norms to {EXACT:g}"
             apart = _steps_apart([alone], found[0].steps[runs.STEPS :])
             yield self._compared("resumed on one rank", how, EXACT, apart)

@@ -16,6 +16,7 @@ from megafp8.planner.stages import stages_of
 from megafp8.prove.layers import keep_layers
 from megafp8.prove.layout import Layout, fold
 from megafp8.prove.numbers import in_proportion
+from megafp8.prove.prove import comparable_fp8
 from megafp8.prove.shrink import Change, numbers_of, quantity_of, shrink
 from megafp8.section import Quantity
 from tests.training.presets import *  # noqa: F403
@@ -153,6 +154,9 @@ def test_what_stays_of_a_shipped_config(path: Path) -> None:
     for key in ("zero", "fsdp", "schedule", "recompute", "sequence_parallel", "expert_dispatch"):
         assert getattr(small.parallel, key) == getattr(given_config.parallel, key)
     assert small.fp8.recipe == given_config.fp8.recipe
+    if small.fp8.recipe != "none":
+        comparable = comparable_fp8(small, ranks)
+        check_layout(comparable.config, comparable.ranks)
     assert small.optimizer.name == given_config.optimizer.name
 
 
@@ -207,3 +211,13 @@ def test_a_schedule_in_a_file_keeps_ranks_and_microbatches(tmp_path: Path) -> No
 def test_a_config_that_cannot_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="parallel"):
         shrink(load_config("configs/llama3-8b.yaml"), 3)
+
+
+def test_fp8_without_the_axes_that_cut_what_has_one_scale() -> None:
+    small = shrink(config_of(MOE | ROWWISE | TP2 | DP2 | EP4), 4)
+    comparable = comparable_fp8(small.config, small.ranks)
+    assert comparable.config.parallel.tensor == 1
+    assert "without tensor parallelism" in comparable.notes[0]
+    check_layout(comparable.config, comparable.ranks)
+    per_tensor = shrink(config_of(DELAYED | TP2 | DP2), 4)
+    assert comparable_fp8(per_tensor.config, 4) == (per_tensor.config, 4, [])
