@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,8 @@ IN_FP32 = 1e-4
 LEAST_SHARE = 1e-4
 """Tensors whose largest value is below this share of that of all of their kind are held to it: gradients that are zero
 but for rounding."""
+ROUNDING = 1e-12
+"""Gradients whose largest value is below this share of the largest of all are zero but for rounding."""
 EXPERTS = f"*.{MoeFfnConfig.tensor_prefix}.experts.*"
 """Names of the linear layers of experts."""
 RELATIVE = f"to {EXACT:g} of a tensor's largest value"
@@ -139,7 +141,7 @@ def one_rank(config: Config) -> Config:
     return config.model_copy(update={"parallel": type(config.parallel)(), "fp8": fp8})
 
 
-class _Difference(NamedTuple):
+class Difference(NamedTuple):
     """The largest one, and where it is; if there are several, the largest of them."""
 
     value: float
@@ -172,11 +174,11 @@ class _Proof:
         seconds, self._start = now - self._start, now
         return Row(check, how, status, difference, where, seconds, details)
 
-    def _compared(self, check: str, how: str, limit: float, *differences: _Difference) -> Row:
+    def _compared(self, check: str, how: str, limit: float, *differences: Difference) -> Row:
         """`differences`: of which each names where it is, if it is above `limit`."""
-        worst = max(differences, key=lambda x: x.value)
+        largest = max(differences, key=lambda x: x.value)
         named = dict.fromkeys(x.where for x in differences if x.value > limit)
-        return self._row(check, how, worst.status(limit), worst.value, "; ".join(named) or worst.where)
+        return self._row(check, how, largest.status(limit), largest.value, "; ".join(named) or largest.where)
 
     def _failed(self, check: str, how: str, error: RanksFailed) -> Row:
         lines = [line for line in str(error).splitlines() if line]
@@ -207,12 +209,14 @@ class _Proof:
             return
         yield self._row("schedule", schedule, "equal", None, f"{self._ranks} ranks finished")
         yield self._data_order("data order", found, expected.batches)
-        gradients = _worst([x.gradients for x in found], runs.names_in(plain_ranks / "gradients"))
-        first = _steps_apart(found, expected.steps[:1])
+        gradients = worst([x.gradients for x in found], runs.names_in(plain_ranks / "gradients"))
+        first = steps_apart(found, expected.steps[:1])
         yield self._compared("loss and gradients", f"a step, of one rank, {RELATIVE}", EXACT, first, gradients)
-        state = _worst([x.state for x in found], runs.names_in(plain_ranks / "state"))
-        curve = _steps_apart(found, expected.steps[: runs.STEPS])
+        noise = noise_of(x.gradients for x in found)
+        state = worst([x.state for x in found], runs.names_in(plain_ranks / "state"), noise)
+        curve = steps_apart(found, expected.steps[: runs.STEPS])
         how = f"{runs.STEPS} steps: losses, norms, weights and optimizer state of one rank, {RELATIVE}"
+        how += f"; without {', '.join(sorted(noise))}, whose gradients are zero but for rounding" if noise else ""
         yield self._compared("optimizer steps", how, EXACT, curve, state)
         if has_fp8:
             yield from self._fp8()
@@ -264,26 +268,26 @@ class _Proof:
         except RanksFailed as error:
             return self._failed(check, how, error)
         return self._compared(
-            check, how, EXACT, _steps_apart(found, expected.steps[: runs.STEPS]),
-            _worst([x.gradients for x in found], runs.names_in(alone / "gradients")),
-            _worst([x.state for x in found], runs.names_in(alone / "state")),
+            check, how, EXACT, steps_apart(found, expected.steps[: runs.STEPS]),
+            worst([x.gradients for x in found], runs.names_in(alone / "gradients")),
+            worst([x.state for x in found], runs.names_in(alone / "state"), noise_of(x.gradients for x in found)),
         )  # fmt: skip
 
     def _checkpoints(self, own: Path, found: Sequence[Record], expected: Record, has_fp8: bool) -> Iterator[Row]:
         """`found`: of the layout's run that saved in `own`; `expected`: of one rank without FP8."""
         names, back = runs.names_in(own), self._folder / "back"
-        written = _worst([x.saved for x in found], names)
+        written = worst([x.saved for x in found], names)
         how = "what ranks hold is what is saved; one rank loads it, bit for bit"
         try:
             ((alone,),) = self._run(runs.resume, one_rank(self._small), [own], back, ranks=1)
         except RanksFailed as error:
             yield self._failed("checkpoint", how, error)
             return
-        differences = [written, _worst([alone.saved], names)]
+        differences = [written, worst([alone.saved], names)]
         yield self._compared("checkpoint", how, 0.0, *differences)
         if not has_fp8 or comparable_fp8(self._small, self._ranks).config == self._small:
             how = f"one rank goes on as the layout: losses and norms to {EXACT:g}"
-            apart = _steps_apart([alone], found[0].steps[runs.STEPS :])
+            apart = steps_apart([alone], found[0].steps[runs.STEPS :])
             yield self._compared("resumed on one rank", how, EXACT, apart)
         how = "the layout goes on as if it had not stopped, from its own checkpoint and from one rank's, bit for bit"
         try:
@@ -298,8 +302,8 @@ class _Proof:
             difference
             for source in range(2)
             for difference in (
-                _worst([x[source].saved for x in resumed], names),
-                _steps_apart([x[source] for x in resumed], after),
+                worst([x[source].saved for x in resumed], names),
+                steps_apart([x[source] for x in resumed], after),
             )
         ]
         yield self._compared("resumed in the layout", how, 0.0, *differences)
@@ -316,20 +320,20 @@ class _Proof:
             return self._failed("export", how, error)
         if isinstance(difference, str):
             return self._row("export", how, "skipped", None, difference)
-        return self._compared("export", how, IN_FP32, _Difference(difference, ""))
+        return self._compared("export", how, IN_FP32, Difference(difference, ""))
 
 
-def _steps_apart(found: Sequence[Record], expected: Sequence[Step]) -> _Difference:
+def steps_apart(found: Sequence[Record], expected: Sequence[Step]) -> Difference:
     """The largest relative difference of losses and norms of all ranks, and the first that is no rounding error."""
-    differences = [_Difference(0.0, "")]
+    differences = [Difference(0.0, "")]
     for number, step in enumerate(expected):
         for rank, record in enumerate(found):
             for name, a, b in zip(Step._fields, record.steps[number], step, strict=True):
                 apart = 0.0 if a == b else abs(a - b) / abs(b) if b and math.isfinite(a) else math.inf
                 what = {"more": "further loss"}.get(name, name)
-                differences.append(_Difference(apart, f"{what} {number} of rank {rank}"))
+                differences.append(Difference(apart, f"{what} {number} of rank {rank}"))
     largest = max(differences, key=lambda x: x.value)
-    return _Difference(largest.value, next((x.where for x in differences if x.value > EXACT), largest.where))
+    return Difference(largest.value, next((x.where for x in differences if x.value > EXACT), largest.where))
 
 
 def _kind(name: str) -> str:
@@ -338,8 +342,16 @@ def _kind(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "optimizer" else parts[0] if parts[0] in ("model", "fp8") else ""
 
 
-def _worst(comparisons: Iterable[Comparison], names: Iterable[str]) -> _Difference:
-    """The tensor with the largest relative difference on any rank; `names`: of those that ranks must hold together."""
+def noise_of(gradients: Iterable[Comparison]) -> set[str]:
+    """The weights whose gradients, of one rank, are zero but for rounding: what an optimizer makes of them is, too."""
+    largest = {name: x.largest for comparison in gradients for name, x in comparison.items()}
+    most = max(largest.values(), default=0.0)
+    return {name for name, value in largest.items() if 0 < value <= ROUNDING * most}
+
+
+def worst(comparisons: Iterable[Comparison], names: Iterable[str], noise: Collection[str] = ()) -> Difference:
+    """The tensor with the largest relative difference on any rank; `names`: of those that ranks must hold together.
+    `noise`: weights that are left out, with their state."""
     differences, largest, covered = dict[str, float](), dict[str, float](), dict[str, torch.Tensor]()
     for comparison in comparisons:
         for name, x in comparison.items():
@@ -350,23 +362,24 @@ def _worst(comparisons: Iterable[Comparison], names: Iterable[str]) -> _Differen
                 mask[tuple(slice(o, o + n) for o, n in zip(offset, shape))] = True
     for name in names:
         if name not in covered or not covered[name].all():
-            return _Difference(math.inf, f"{name} is not, or not all of it, on any rank")
+            return Difference(math.inf, f"{name} is not, or not all of it, on any rank")
     of_kind: dict[str, float] = {}
     for name, value in largest.items():
         of_kind[_kind(name)] = max(of_kind.get(_kind(name), 0.0), value)
     relative = {
         name: x / max(largest[name], LEAST_SHARE * of_kind[_kind(name)], 1e-300) if x else 0.0
         for name, x in differences.items()
+        if not any(name.endswith(f".{weight}") for weight in noise)
     }
     return _named(relative)
 
 
-def _named(relative: Mapping[str, float]) -> _Difference:
+def _named(relative: Mapping[str, float]) -> Difference:
     """The largest, with its name and those of the largest besides where these are no rounding errors."""
     names = sorted(relative, key=lambda name: -relative[name])
     if not names:
-        return _Difference(0.0, "")
+        return Difference(0.0, "")
     others = [name for name in names[1:] if relative[name] > EXACT]
     more = f", {', '.join(others[:2])}" if others else ""
     count = f" and {len(others) - 2} more" if len(others) > 2 else ""
-    return _Difference(relative[names[0]], f"{names[0]}{more}{count}" if relative[names[0]] else "")
+    return Difference(relative[names[0]], f"{names[0]}{more}{count}" if relative[names[0]] else "")
