@@ -190,30 +190,27 @@ class _Proof:
         small, folder = self._small, self._folder
         plain = small.model_copy(update={"fp8": type(small.fp8)()})
         has_fp8 = small.fp8.recipe != "none"
-        own = folder / "layout"
+        alone, own = folder / "one-rank", folder / "layout"
         p, t = small.parallel, small.training
         microbatches = t.global_batch_size * p.tensor * p.pipeline * p.context // (t.micro_batch_size * self._ranks)
         schedule = f"{p.schedule}: {microbatches} micro-batches through {p.pipeline * p.virtual_pipeline} stages"
         try:
-            ((expected,),) = self._run(runs.reference, [one_rank(plain)], folder / "plain", ranks=1)
+            (expected,) = self._run(runs.reference, one_rank(plain), alone, ranks=1)
         except RanksFailed as error:
             yield self._failed("one rank", "the reference runs", error)
             return
-        plain_ranks = folder / "plain" / runs.one_rank_folder(0)
         try:
-            found = self._run(
-                runs.layout, plain, plain_ranks, None if has_fp8 else own, self._around, ranks=self._ranks
-            )
+            found = self._run(runs.layout, plain, alone, None if has_fp8 else own, self._around, ranks=self._ranks)
         except RanksFailed as error:
             yield self._failed("schedule", schedule, error)
             return
         yield self._row("schedule", schedule, "equal", None, f"{self._ranks} ranks finished")
         yield self._data_order("data order", found, expected.batches)
-        gradients = worst([x.gradients for x in found], runs.names_in(plain_ranks / "gradients"))
+        gradients = worst([x.gradients for x in found], runs.names_in(alone / runs.GRADIENTS))
         first = steps_apart(found, expected.steps[:1])
         yield self._compared("loss and gradients", f"a step, of one rank, {RELATIVE}", EXACT, first, gradients)
         noise = noise_of(x.gradients for x in found)
-        state = worst([x.state for x in found], runs.names_in(plain_ranks / "state"), noise)
+        state = worst([x.state for x in found], runs.names_in(alone / runs.STATE), noise)
         curve = steps_apart(found, expected.steps[: runs.STEPS])
         how = f"{runs.STEPS} steps: losses, norms, weights and optimizer state of one rank, {RELATIVE}"
         how += f"; without {', '.join(sorted(noise))}, whose gradients are zero but for rounding" if noise else ""
@@ -262,15 +259,14 @@ class _Proof:
         how = f"{runs.STEPS} steps with float64 sums: all that is compared above, and scales"
         how, folder = "; ".join([how, *notes]), self._folder / check
         try:
-            ((expected,),) = self._run(runs.reference, [one_rank(config)], folder, ranks=1)
-            alone = folder / runs.one_rank_folder(0)
-            found = self._run(runs.layout, config, alone, None, self._around, ranks=ranks)
+            (expected,) = self._run(runs.reference, one_rank(config), folder, ranks=1)
+            found = self._run(runs.layout, config, folder, None, self._around, ranks=ranks)
         except RanksFailed as error:
             return self._failed(check, how, error)
         return self._compared(
             check, how, EXACT, steps_apart(found, expected.steps[: runs.STEPS]),
-            worst([x.gradients for x in found], runs.names_in(alone / "gradients")),
-            worst([x.state for x in found], runs.names_in(alone / "state"), noise_of(x.gradients for x in found)),
+            worst([x.gradients for x in found], runs.names_in(folder / runs.GRADIENTS)),
+            worst([x.state for x in found], runs.names_in(folder / runs.STATE), noise_of(x.gradients for x in found)),
         )  # fmt: skip
 
     def _checkpoints(self, own: Path, found: Sequence[Record], expected: Record, has_fp8: bool) -> Iterator[Row]:

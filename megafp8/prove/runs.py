@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +34,9 @@ from megafp8.training.trainer import Trainer
 
 STEPS, CONTINUED = 3, 2
 """Steps before the checkpoint, and after it."""
+
+GRADIENTS, STATE = "gradients", "state"
+"""Folders of what one rank saves."""
 
 Context = Callable[[], AbstractContextManager[None]]
 """Makes what a run takes place in: tests plant faults so."""
@@ -91,20 +93,24 @@ class Run:
         self.record = Record(parallel.data.rank, parallel.pipeline.rank)
         self._stream: Iterator[list[Batch]] | None = None
 
-    def train(self, steps: int, after_first: Callable[[], None] = lambda: None) -> None:
+    def train(self, steps: int, after_first: Callable[[], object] = lambda: None) -> None:
         """Steps from where the run is."""
-        if self._stream is None:
-            samples = self.history.samples_at(self.step, self.config)
-            self._stream = self.inputs.batches(self.inputs.train, self.parallel, samples)
-        for _ in range(steps):
-            batches = next(self._stream)
+        for batches in self.read(steps):
             loss, result = self.trainer.train_step(self.step, batches)
             assert not result.skipped, f"gradients of step {self.step} are not finite"
             self.record.steps.append(Step(loss.mean, loss.more or 0.0, result.grad_norm))
-            self.record.batches.append([_described(batch) for batch in batches])
             if not self.step:
                 after_first()
             self.step += 1
+
+    def read(self, steps: int) -> list[list[Batch]]:
+        """The micro-batches of the next steps."""
+        if self._stream is None:
+            samples = self.history.samples_at(self.step, self.config)
+            self._stream = self.inputs.batches(self.inputs.train, self.parallel, samples)
+        found = list(itertools.islice(self._stream, steps))
+        self.record.batches += [[_described(batch) for batch in batches] for batches in found]
+        return found
 
     def gradients(self) -> dict[str, Rectangles]:
         """Those of the latest step that this rank updates weights by, as they were clipped."""
@@ -145,11 +151,6 @@ def reader_of(folder: Path) -> CheckpointReader:
     return reader
 
 
-def one_rank_folder(number: int) -> str:
-    """Where `reference` saves what the config of this number gives."""
-    return f"one-rank-{number}"
-
-
 def names_in(folder: Path) -> list[str]:
     """Names of the tensors that a run saved in `folder`."""
     return list(reader_of(folder).tensors)
@@ -176,22 +177,14 @@ def _largest(x: Tensor) -> float:
     return float(x.abs().nan_to_num(nan=math.inf).max()) if x.numel() else 0.0
 
 
-def reference(configs: Sequence[Config], folder: Path) -> list[Record]:
-    """One rank trains each of `configs`, and saves gradients of the first step, and state before the last steps."""
-    records, parallel = [], begin(configs[0])
-    for i, config in enumerate(configs):
-        start, run = time.monotonic(), Run(config, parallel)
-        own = folder / one_rank_folder(i)
-        run.train(STEPS, partial(_save_gradients, run, own / "gradients"))
-        run.save(own / "state")
-        run.train(CONTINUED)
-        run.record.seconds = time.monotonic() - start
-        records.append(run.record)
-    return records
-
-
-def _save_gradients(run: Run, folder: Path) -> None:
-    save(checkpoint_folder(folder), 1, run.gradients(), {})
+def reference(config: Config, folder: Path) -> Record:
+    """One rank trains, and saves gradients of the first step and the state after the last; reads what comes then."""
+    start, run = time.monotonic(), Run(config, begin(config))
+    run.train(STEPS, lambda: save(checkpoint_folder(folder / GRADIENTS), 1, run.gradients(), {}))
+    run.save(folder / STATE)
+    run.read(CONTINUED)
+    run.record.seconds = time.monotonic() - start
+    return run.record
 
 
 def layout(config: Config, one_rank: Path | None, own: Path | None, around: Context = nullcontext) -> Record:
@@ -202,12 +195,12 @@ def layout(config: Config, one_rank: Path | None, own: Path | None, around: Cont
 
         def compare_gradients() -> None:
             if one_rank is not None:
-                run.record.gradients = compare(run.gradients(), reader_of(one_rank / "gradients"))
+                run.record.gradients = compare(run.gradients(), reader_of(one_rank / GRADIENTS))
 
         run.train(STEPS, compare_gradients)
         state = tensors(run.trainer)
         if one_rank is not None:
-            run.record.state = compare(state, reader_of(one_rank / "state"))
+            run.record.state = compare(state, reader_of(one_rank / STATE))
         if own is not None:
             run.save(own)
             run.record.saved = compare(tensors(run.trainer), reader_of(own))

@@ -252,10 +252,11 @@ def _layout(original: Layout, layout: Layout, edit: _Edit) -> None:
 
 
 def _batch(original: Layout, layout: Layout, edit: _Edit) -> None:
-    """Twice as many micro-batches as a pipeline has stages, or two, where the config has as many."""
+    """Two micro-batches more than fill the pipeline, a multiple of its ranks where these have several stages."""
     t = edit.before.training
     count = t.global_batch_size // (t.micro_batch_size * original.data)
-    few = max(2, 2 * layout.pipeline if count >= 2 * original.pipeline else layout.pipeline)
+    more = 2 if edit.before.parallel.virtual_pipeline == 1 and layout.pipeline > 1 else layout.pipeline
+    few = max(2, layout.pipeline + (more if count > original.pipeline else 0))
     small = count if _is_file(edit.before.parallel.schedule) else min(count, few)
     size, reason = min(2, t.micro_batch_size), "as many micro-batches as fill the pipeline"
     edit.set("training.micro_batch_size", size, reason)
