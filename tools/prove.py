@@ -34,7 +34,7 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--stage", help="name of a stage of the run to prove; default: its beginning")
     parser.add_argument("--out", type=Path, help="file for the certificate; default: <config>.certificate.json")
     parser.add_argument(
-        "--timeout", type=at_least(1), default=300, metavar="SECONDS", help="of each run of the ranks (%(default)s)"
+        "--timeout", type=at_least(1), default=600, metavar="SECONDS", help="of each run of the ranks (%(default)s)"
     )
     return parser
 

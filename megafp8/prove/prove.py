@@ -73,7 +73,7 @@ def checks(
     ranks: int | None = None,
     *,
     local_ranks: LocalRanks,
-    timeout: float = 300.0,
+    timeout: float = 600.0,
     around: Context = nullcontext,
 ) -> Iterator[Row]:
     """Rows of the certificate, each when it is there; not all of them need be taken.
