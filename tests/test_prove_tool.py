@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megafp8.config import Config
-from megafp8.prove import prove as engine
+from megafp8.prove import proof as engine
 from megafp8.prove.certificate import Certificate, Row
 from megafp8.prove.shrink import Change
 from tests.quickstart_data import CONFIG

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> bool:
     """Prove, and print and write the certificate; returns whether it has passed."""
     from megafp8.config import ConfigError, Problem, load_config, planned_stages
     from megafp8.prove.certificate import Certificate, Row, describe_changes, row_line
-    from megafp8.prove.prove import prove
+    from megafp8.prove.proof import prove
     from megafp8.training.init_from import complete_model
 
     out = certificate_path(arguments.config, arguments.out)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megafp8.prove.prove import EXACT, Difference, noise_of, steps_apart, worst
+from megafp8.prove.proof import EXACT, Difference, noise_of, steps_apart, worst
 from megafp8.prove.runs import Compared, Record, Step
 
 ROWS = tuple((((i, 0), (1, 3)),) for i in range(2))

@@ -14,7 +14,7 @@ import pytest
 from megafp8.config import Config
 from megafp8.prove import export
 from megafp8.prove.certificate import Row
-from megafp8.prove.prove import EXACT, checks, prove
+from megafp8.prove.proof import EXACT, checks, prove
 from tests.marks import slow_but
 from tests.prove.faults import FAULTS
 from tests.training.presets import *  # noqa: F403

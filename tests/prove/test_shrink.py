@@ -16,7 +16,7 @@ from megafp8.planner.stages import stages_of
 from megafp8.prove.layers import keep_layers
 from megafp8.prove.layout import Layout, fold
 from megafp8.prove.numbers import in_proportion
-from megafp8.prove.prove import comparable_fp8
+from megafp8.prove.proof import comparable_fp8
 from megafp8.prove.shrink import Change, numbers_of, quantity_of, shrink
 from megafp8.section import Quantity
 from tests.training.presets import *  # noqa: F403
