@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -62,21 +61,19 @@ class Compared(NamedTuple):
 
 Comparison = Mapping[str, Compared]
 Microbatch = tuple[tuple[int, ...], str]
-"""The numbers of its samples, and a hash of its tokens and labels."""
+"""The numbers of its samples, and a hash of its tensors."""
 
 
 @dataclass
 class Record:
-    """What a rank hands back of a run. `batches`: micro-batches by step; `stage`: its place in the pipeline."""
+    """What a rank hands back of a run. `batches`: micro-batches by step."""
 
     data_rank: int
-    stage: int
     steps: list[Step] = field(default_factory=list)
     batches: list[list[Microbatch]] = field(default_factory=list)
     gradients: Comparison = field(default_factory=dict)
     state: Comparison = field(default_factory=dict)
     saved: Comparison = field(default_factory=dict)
-    seconds: float = 0.0
 
 
 class Run:
@@ -90,7 +87,7 @@ class Run:
             if stage.offload is not None:
                 stage.offload.smallest = 0
         self.history, self.step = History(), 0
-        self.record = Record(parallel.data.rank, parallel.pipeline.rank)
+        self.record = Record(parallel.data.rank)
         self._stream: Iterator[list[Batch]] | None = None
 
     def train(self, steps: int, after_first: Callable[[], object] = lambda: None) -> None:
@@ -135,7 +132,7 @@ class Run:
 
 def _described(batch: Batch) -> Microbatch:
     assert batch.samples is not None
-    content = b"".join(x.contiguous().numpy().tobytes() for x in (batch.tokens, batch.labels))
+    content = b"".join(x.contiguous().numpy().tobytes() for x in batch.tensors)
     return tuple(batch.samples.tolist()), hashlib.sha256(content).hexdigest()[:16]
 
 
@@ -179,17 +176,15 @@ def _largest(x: Tensor) -> float:
 
 def reference(config: Config, folder: Path) -> Record:
     """One rank trains, and saves gradients of the first step and the state after the last; reads what comes then."""
-    start, run = time.monotonic(), Run(config, begin(config))
+    run = Run(config, begin(config))
     run.train(STEPS, lambda: save(checkpoint_folder(folder / GRADIENTS), 1, run.gradients(), {}))
     run.save(folder / STATE)
     run.read(CONTINUED)
-    run.record.seconds = time.monotonic() - start
     return run.record
 
 
 def layout(config: Config, one_rank: Path | None, own: Path | None, around: Context = nullcontext) -> Record:
     """The ranks of a layout train, compare with what one rank saved in `one_rank`, save in `own`, and go on."""
-    start = time.monotonic()
     with around():
         run = Run(config, begin(config))
 
@@ -205,7 +200,6 @@ def layout(config: Config, one_rank: Path | None, own: Path | None, around: Cont
             run.save(own)
             run.record.saved = compare(tensors(run.trainer), reader_of(own))
             run.train(CONTINUED)
-    run.record.seconds = time.monotonic() - start
     return run.record
 
 
@@ -215,13 +209,12 @@ def resume(config: Config, sources: Iterable[Path], back: Path | None, around: C
     with around():
         parallel = begin(config)
         for source in sources:
-            start, reader, run = time.monotonic(), reader_of(source), Run(config, parallel)
+            reader, run = reader_of(source), Run(config, parallel)
             run.load(reader)
             run.record.saved = compare(tensors(run.trainer), reader)
             if back is not None:
                 run.save(back)
             run.train(CONTINUED)
-            run.record.seconds = time.monotonic() - start
             records.append(run.record)
     return records
 
