@@ -31,7 +31,7 @@ def why_not(config: Config) -> str | None:
 
 def logits_difference(config: Config, run: Path, folder: Path) -> float | str:
     """Export the checkpoint in `run` to `folder`: the difference of the logits of `transformers`, relative to the
-    largest; or why the model has no export. On one rank, without multi-token prediction."""
+    largest; or why the model has no export. On one rank."""
     to, path = FORMATS["hf"], reader_of(run).path
     selected = Selected(FORMATS["native"].source(path), weights_only=True, dtype=torch.float32, mtp=to.mtp)
     sink = to.sink(folder)
@@ -57,8 +57,7 @@ def logits_difference(config: Config, run: Path, folder: Path) -> float | str:
 @torch.no_grad()
 def _our_logits(config: Config, run: Path, ids: Tensor, decoder_ids: Tensor | None) -> Tensor:
     """`[b, s, v]`, or those of the decoder."""
-    model = config.model.model_copy(update={"mtp_num_layers": 0})
-    loaded = Run(config.model_copy(update={"model": model}), begin(config))
+    loaded = Run(config, begin(config))
     loaded.load(reader_of(run))
     loaded.trainer.strategy.wait()
     (stage,) = loaded.trainer.stages
@@ -66,7 +65,7 @@ def _our_logits(config: Config, run: Path, ids: Tensor, decoder_ids: Tensor | No
     assert head is not None
     head.forward = lambda x, branch, *_: head.logits(x, branch)  # type: ignore[method-assign]
     logits_sbv = stage(None, Batch(ids, ids if decoder_ids is None else decoder_ids, decoder_tokens=decoder_ids))
-    return logits_sbv.transpose(0, 1)[..., : model.vocab_size]
+    return logits_sbv.transpose(0, 1)[..., : config.model.vocab_size]
 
 
 @torch.no_grad()
