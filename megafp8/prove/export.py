@@ -34,6 +34,11 @@ def logits_difference(config: Config, run: Path, folder: Path) -> float | str:
     largest; or why the model has no export. On one rank."""
     to, path = FORMATS["hf"], reader_of(run).path
     selected = Selected(FORMATS["native"].source(path), weights_only=True, dtype=torch.float32, mtp=to.mtp)
+    sparse, length = config.model.sparse_attention, config.training.seq_length
+    if sparse is not None:  # few heads of an indexer give equal scores, among which the choice is anybody's
+        all_chosen = {"sparse_attention": sparse.model_copy(update={"top_k": length})}
+        config = config.model_copy(update={"model": config.model.model_copy(update=all_chosen)})
+        selected.model = selected.model.model_copy(update=all_chosen)
     sink = to.sink(folder)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
