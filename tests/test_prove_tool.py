@@ -24,7 +24,7 @@ HUNG = Row("schedule", "1f1b", "FAILED", None, "rank 3 did not finish", 9.0, "ra
 def proving(*rows: Row) -> Callable[..., Certificate]:
     """Stands in for `prove`."""
 
-    def prove(config: Config, ranks: int | None, *, timeout: float, begun: Any, show: Any) -> Certificate:
+    def prove(config: Config, ranks: int | None, *, device: str, timeout: float, begun: Any, show: Any) -> Certificate:
         certificate = Certificate(config.name, (ranks or 4, 4), {"name": config.name}, [Change("a.b", 8, 2, "why")])
         begun(certificate)
         for row in rows:

@@ -3,12 +3,17 @@
     megafp8 prove configs/llama3-8b.yaml
     megafp8 prove configs/deepseek-v3.yaml --ranks 1024 parallel.schedule=zb-h1
     megafp8 prove my.yaml --out my.certificate.json
+    megafp8 prove my.yaml --device cuda             # on the GPUs of a node, before the job
 
 Takes a config as it is and makes a small one of it, with every kind of layer, every axis of the layout and every
 option; says what it changed. Then up to 16 processes on this machine train it: loss, gradients, optimizer steps, FP8
 recipe, checkpoint, resumption and order of the data are those of one rank, and the export is that of transformers. The
 certificate is a table, and JSON beside the config. Needs neither GPUs nor data; a minute or a few. What it shows and
 what it does not: docs/prove.md.
+
+With --device cuda, a small config with the precision, kernels and CUDA graphs of the given one runs on the GPUs of this
+machine, as many as its layout takes, through NCCL. Losses, gradients and weights are those of one CPU rank in float64,
+up to what rounding gives.
 
 Exit code: 0 if nothing differs, 1 if something does, 2 for a config that cannot run.
 """
@@ -31,18 +36,24 @@ def make_parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
     add_config_flags(parser)
     parser.add_argument("--ranks", type=at_least(1), help="ranks of the run; default: the fewest with data parallelism")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu",
+        help="cpu: the layout, in float64; cuda: the GPUs that are here, in the config's precision (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--stage", help="name of a stage of the run to prove; default: its beginning")
-    parser.add_argument("--out", type=Path, help="file for the certificate; default: <config>.certificate.json")
+    file = "<config>.certificate.json, on GPUs <config>.cuda.certificate.json"
+    parser.add_argument("--out", type=Path, help=f"file for the certificate; default: {file}")
     parser.add_argument(
         "--timeout", type=at_least(1), default=600, metavar="SECONDS", help="of each run of the ranks (%(default)s)"
     )
     return parser
 
 
-def certificate_path(config: str, out: Path | None) -> Path:
+def certificate_path(config: str, out: Path | None, device: str) -> Path:
     """Where the certificate goes. Raises ValueError if something else is there, or nothing can be written there."""
     file = Path(config)  # of a shipped config there is only a name, and its certificate is here
-    path = out or Path(f"{file.with_suffix('') if file.exists() else file.name}.certificate.json")
+    kind = "certificate" if device == "cpu" else f"{device}.certificate"
+    path = out or Path(f"{file.with_suffix('') if file.exists() else file.name}.{kind}.json")
     if path.exists():
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -62,7 +73,7 @@ def run(arguments: argparse.Namespace) -> bool:
     from megafp8.prove.proof import prove
     from megafp8.training.init_from import complete_model
 
-    out = certificate_path(arguments.config, arguments.out)
+    out = certificate_path(arguments.config, arguments.out, arguments.device)
     config = load_config(arguments.config, arguments.overrides, complete_model)
     if arguments.stage is not None:
         stages = {stage.name: stage.config for stage in planned_stages(config, arguments.config)}
@@ -82,7 +93,8 @@ def run(arguments: argparse.Namespace) -> bool:
         if row.details:
             print(row.details, file=sys.stderr, flush=True)
 
-    certificate = prove(config, arguments.ranks, timeout=arguments.timeout, begun=begun, show=show)
+    device, timeout = arguments.device, arguments.timeout
+    certificate = prove(config, arguments.ranks, device=device, timeout=timeout, begun=begun, show=show)
     out.write_text(certificate.as_json(), encoding="utf-8")
     result = "nothing differs" if certificate.passed else "NOT PROVEN"
     print(f"\n{result}; {certificate.seconds:.0f} s, {certificate.cpu_seconds:.0f} CPU seconds; {out}")

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from megafp8 import __version__
 from megafp8.prove.shrink import Change
 
-Status = Literal["equal", "DIFFERENT", "FAILED", "skipped"]
+Status = Literal["equal", "within", "DIFFERENT", "FAILED", "skipped"]
+"""`within`: not equal, as rounding differs, and below a bound."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        return self.status in ("equal", "skipped")
+        return self.status in ("equal", "within", "skipped")
 
 
 @dataclass

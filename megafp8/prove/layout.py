@@ -65,12 +65,15 @@ def fold(original: Layout, most_ranks: int = MOST_RANKS, *, keeps_pipeline: bool
 
     Each axis is as long as there, 2, or 4 (3 for pipelines of 3). In this order it counts how many axes, copies of
     experts and shards stay above 1, whether a pipeline has a stage that is neither first nor last, and how few ranks
-    there are. `keeps_pipeline`: the pipeline stays as long as it is, even on more ranks.
+    there are. Where not all axes fit, some have one rank. `keeps_pipeline`: the pipeline stays as long as it is, even
+    on more ranks.
     """
 
     def sizes(size: int) -> list[int]:
-        return sorted({min(size, short) for short in (1, 2, 3, 4)} if size in (1, 3) else {min(size, 2), min(size, 4)})
+        shorts = (1, 2, 3, 4) if size in (1, 3) else (2, 4)
+        return sorted({min(size, short) for short in (*least, *shorts)})
 
+    least = () if most_ranks >= MOST_RANKS else (1,)
     names = ("tensor", "context", "pipeline", "data", "expert", "expert_tensor", "replicas")
     options = {name: sizes(getattr(original, name)) for name in names}
     options |= {name: options[name][:1] for name in ("expert_tensor", "replicas")}

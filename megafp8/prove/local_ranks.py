@@ -23,11 +23,11 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
-_context = mp.get_context("forkserver")
 PRELOADED = ["torch.distributed", "torch.distributed.checkpoint", "torch._dynamo", "megafp8.training.job"]
 """Modules that the server imports, so that ranks need not. torch._dynamo takes a second, and many functions need it."""
 _STDOUT_STDERR = (1, 2)
@@ -47,12 +47,12 @@ def _serve(pipe: Connection, stack_path: str) -> None:
                 received = recv_handle(pipe)
                 os.dup2(received, descriptor)
                 os.close(received)
-            function, args, rank, ranks, store, timeout = task
+            function, args, rank, ranks, store, timeout, backend = task
             begin = time.process_time()
             _reset({**environment, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)})
             faulthandler.dump_traceback_later(timeout * 0.9, file=stack_file)
             try:
-                dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+                dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
                 result = (True, function(*args))
             except Exception:
                 result = (False, traceback.format_exc())
@@ -93,10 +93,12 @@ class RanksFailed(AssertionError):
 class _Rank:
     """One process, its pipe, and the file that its stack is written to if it hangs."""
 
-    def __init__(self, stack_path: Path) -> None:
+    def __init__(self, stack_path: Path, context: BaseContext) -> None:
         self.stack_path = stack_path
-        self.pipe, theirs = _context.Pipe()
-        self.process = _context.Process(target=_serve, args=(theirs, str(stack_path)), daemon=True)
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(  # type: ignore[attr-defined]
+            target=_serve, args=(theirs, str(stack_path)), daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -122,10 +124,13 @@ class _Rank:
 
 class LocalRanks:
     """The processes, each started when a call first needs it. `preloaded`: further modules for the server to import,
-    if it has not been started yet. `cpu_seconds`: of all calls."""
+    if it has not been started yet. `on_gpus`: ranks may use GPUs and have NCCL beside gloo; they are no forks, which a
+    module that asks for GPUs while it is imported would keep from using these. `cpu_seconds`: of all calls."""
 
-    def __init__(self, preloaded: Sequence[str] = ()) -> None:
-        _context.set_forkserver_preload([*PRELOADED, *preloaded])
+    def __init__(self, preloaded: Sequence[str] = (), *, on_gpus: bool = False) -> None:
+        self._context = mp.get_context("spawn" if on_gpus else "forkserver")
+        self._context.set_forkserver_preload([*PRELOADED, *preloaded])
+        self._backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
         self.folder = Path(tempfile.mkdtemp(prefix="megafp8-ranks-"))
         self._calls, self.cpu_seconds = 0, 0.0
         self._ranks: dict[int, _Rank] = {}
@@ -153,8 +158,8 @@ class LocalRanks:
         store = str(self.folder / f"store-{self._calls}")
         for i in range(ranks):
             if i not in self._ranks:
-                self._ranks[i] = _Rank(self.folder / f"stack-{i}")
-            self._ranks[i].send((function, args, i, ranks, store, timeout))
+                self._ranks[i] = _Rank(self.folder / f"stack-{i}", self._context)
+            self._ranks[i].send((function, args, i, ranks, store, timeout, self._backend))
         try:
             answers = self._answers(ranks, timeout)
         except BaseException:  # Ctrl-C, or a caller's own time limit: the next call must not get these answers

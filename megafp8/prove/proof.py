@@ -8,17 +8,17 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from megafp8.config import Config, ConfigError, MoeFfnConfig, check_layout
-from megafp8.prove import export, runs
+from megafp8.prove import export, on_gpus, runs
 from megafp8.prove.certificate import Certificate, Row, Status
 from megafp8.prove.local_ranks import LocalRanks, RanksFailed
 from megafp8.prove.random_data import write_data
 from megafp8.prove.runs import Comparison, Context, Microbatch, Record, Step
-from megafp8.prove.shrink import SPECIAL_TOKENS, STEPS, shrink
+from megafp8.prove.shrink import SPECIAL_TOKENS, STEPS, one_rank, shrink
 from megafp8.training.fp8_config import build_fp8
 
 EXACT = 1e-10
@@ -39,6 +39,7 @@ def prove(
     config: Config,
     ranks: int | None = None,
     *,
+    device: Literal["cpu", "cuda"] = "cpu",
     begun: Callable[[Certificate], None] = lambda certificate: None,
     show: Callable[[Row], None] = lambda row: None,
     local_ranks: LocalRanks | None = None,
@@ -46,18 +47,21 @@ def prove(
 ) -> Certificate:
     """The certificate of `config` on `ranks` ranks, by default the fewest with data parallelism.
 
-    `begun` gets the certificate before the first check, `show` each row when it is there. `local_ranks`: processes to
-    use, instead of new ones. `options`: of `checks`. Raises ConfigError if the config cannot run on `ranks`.
+    `device`: cpu for the layout in float64 (`checks`), cuda for the GPUs that are here, in the config's precision
+    (`on_gpus`). `begun` gets the certificate before the first check, `show` each row when it is there. `local_ranks`:
+    processes to use, instead of new ones. `options`: of `checks`. Raises ConfigError if the config cannot run on
+    `ranks`, or there are no GPUs.
     """
     start, cpu = time.monotonic(), time.process_time()
-    small = shrink(config, ranks)
+    small = on_gpus.shrunk(config, ranks) if device == "cuda" else shrink(config, ranks)
     content = small.config.model_dump(mode="json")
     certificate = Certificate(config.name, (small.original_ranks, small.ranks), content, small.changes)
     begun(certificate)
-    processes = local_ranks or LocalRanks()
+    processes = local_ranks or LocalRanks(on_gpus=device == "cuda")
     cpu_before = processes.cpu_seconds
+    prove_on = on_gpus.checks if device == "cuda" else checks
     try:
-        for row in checks(config, ranks, local_ranks=processes, **options):
+        for row in prove_on(config, ranks, local_ranks=processes, **options):
             certificate.rows.append(row)
             show(row)
     finally:
@@ -133,12 +137,6 @@ def with_experts_of_one_microbatch(config: Config) -> Config | None:
     except ConfigError:
         return None
     return changed
-
-
-def one_rank(config: Config) -> Config:
-    """The same computation without a layout: the ordinary path of one rank."""
-    fp8 = config.fp8.model_copy(update={"param_gather": False})
-    return config.model_copy(update={"parallel": type(config.parallel)(), "fp8": fp8})
 
 
 class Difference(NamedTuple):

@@ -138,7 +138,7 @@ def _described(batch: Batch) -> Microbatch:
 
 def begin(config: Config) -> ParallelState:
     """The grid of the ranks that are here. Collective."""
-    return build_parallel(config, initialize_distributed("cpu"))
+    return build_parallel(config, initialize_distributed(config.device))
 
 
 def reader_of(folder: Path) -> CheckpointReader:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel
 
@@ -25,16 +25,30 @@ from megafp8.prove.numbers import in_proportion
 from megafp8.section import Quantity, Section
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
 
-LEAST_TOKENS = 32
-"""Tokens of a sample, unless those of the config are fewer."""
 STEPS = 8
 """Steps of the run, of which the first ones are made."""
 UNKNOWN_VOCABULARY = 2**15
 """Size of a vocabulary that only the tokenizer knows."""
-VOCABULARY = 96
-"""Size of the vocabulary, about."""
 SPECIAL_TOKENS = 16
 """Last ids of the vocabulary, which the data does not contain."""
+
+
+class Sizes(NamedTuple):
+    """How small a config becomes: numbers are about as large as these, or as in the config if that is less.
+
+    `unit`: channels are multiples of it, times the ranks that divide them. `kept`: channels up to this number stay, as
+    kernels are compiled for them. `chosen`: tokens that are chosen of many.
+    """
+
+    unit: int
+    kept: int
+    tokens: int
+    chosen: int
+    vocabulary: int
+
+
+SIZES = {"cpu": Sizes(4, 0, 32, 3, 96), "cuda": Sizes(128, 512, 256, 64, 512)}
+"""By device. Kernels of GPUs want widths of their tiles, and sequences of several of these."""
 
 
 @dataclass(frozen=True)
@@ -64,29 +78,36 @@ class Number(NamedTuple):
     value: int
 
 
-def shrink(config: Config, ranks: int | None = None, most_ranks: int = MOST_RANKS) -> Small:
+def shrink(
+    config: Config, ranks: int | None = None, most_ranks: int = MOST_RANKS, device: Literal["cpu", "cuda"] = "cpu"
+) -> Small:
     """The small config of `config`, on up to `most_ranks` of its `ranks`.
 
     `ranks` defaults to the fewest that it runs on, or twice as many if data parallelism would have one rank only.
-    Raises ConfigError if the config cannot run on them.
+    `device`: cpu for sums in float64; cuda for the precision, kernels and CUDA graphs of the config. Raises ConfigError
+    if the config cannot run on them.
     """
     ranks = ranks or default_ranks(config)
     check_layout(config, ranks)
     if config.model.vocab_size is None:  # the tokenizer's, which need not be here
         config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": UNKNOWN_VOCABULARY})})
-    original = Layout.of(config, ranks)
-    layout = fold(original, most_ranks, keeps_pipeline=_is_file(config.parallel.schedule))
+    original, sizes = Layout.of(config, ranks), SIZES[device]
+    layout = fold(original, most_ranks, keeps_pipeline=_is_file(config.parallel.schedule) and device == "cpu")
     scale = 1
     while True:
         edit = _Edit(config)
         _execution(edit)
-        _data(layout, edit)
+        if device == "cuda":
+            edit.set("device", device, "the ranks are GPUs")
+        else:
+            _in_float64(edit)
+        _data(layout, sizes, edit)
         _layout(original, layout, edit)
         _batch(original, layout, edit)
         _layers(layout, edit)
-        _numbers(layout, scale, edit)
-        small = edit.config()
+        _numbers(layout, sizes, scale, edit)
         try:
+            small = edit.config()
             check_layout(small, layout.ranks)
             plan_pipeline(small, num_microbatches(small, layout.ranks))
             return Small(small, layout.ranks, original.ranks, edit.changes(original, layout))
@@ -174,10 +195,38 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 # --- what is not a number --------------------------------------------------------------------------------------------
 
 
-def _execution(edit: _Edit) -> None:
-    """What a CPU does not have, what rounds, and what does not bear on what is computed."""
-    config = edit.before
+def in_float64(config: Config) -> Config:
+    """The same computation on CPUs in float64."""
+    edit = _Edit(config)
+    _in_float64(edit)
+    return edit.config()
+
+
+def on_cpus(config: Config) -> Config:
+    """The same computation on CPUs in the config's precision."""
+    edit = _Edit(config)
+    _on_cpus(edit)
+    return edit.config()
+
+
+def one_rank(config: Config) -> Config:
+    """The same computation without a layout: the ordinary path of one rank."""
+    fp8 = config.fp8.model_copy(update={"param_gather": False})
+    return config.model_copy(update={"parallel": type(config.parallel)(), "fp8": fp8})
+
+
+def _on_cpus(edit: _Edit) -> None:
+    """What a CPU does not have."""
     edit.set("device", "cpu", "the ranks are processes on CPUs")
+    edit.set_all({"training.cuda_graphs": False, "fp8.gemm_backend": "auto", "fp8.gemm_autotune": None}, _GPUS)
+    if edit.before.parallel.overlap_tensor == "symmetric":
+        edit.set("parallel.overlap_tensor", "auto", _GPUS)
+
+
+def _in_float64(edit: _Edit) -> None:
+    """What a CPU does not have, and what rounds."""
+    config = edit.before
+    _on_cpus(edit)
     edit.set("training.precision", "fp64", "sums are the same in every order to 1e-10")
     of_16_bits = "it is for precisions of 16 bits"
     edit.set("training.loss_scale", _defaults(config.training.loss_scale), of_16_bits)
@@ -185,9 +234,11 @@ def _execution(edit: _Edit) -> None:
     edit.set("optimizer.reduce_dtype", "fp32", "sums that are rounded depend on their order")
     if config.optimizer.moments_dtype == "fp8":
         edit.set("optimizer.moments_dtype", "fp32", "the noise of FP8 moments depends on how they are sharded")
-    edit.set_all({"training.cuda_graphs": False, "fp8.gemm_backend": "auto", "fp8.gemm_autotune": None}, _GPUS)
-    if config.parallel.overlap_tensor == "symmetric":
-        edit.set("parallel.overlap_tensor", "auto", _GPUS)
+
+
+def _execution(edit: _Edit) -> None:
+    """What depends on speed or on the layout, and what does not bear on what is computed."""
+    config = edit.before
     edit.set("fp8.auto_filter", "none", "it chooses by the speed of a GPU, or measures that")
     moe = config.model.moe
     if moe is not None and moe.capacity_factor is not None and config.parallel.tensor * config.parallel.context > 1:
@@ -211,12 +262,12 @@ def _defaults(section: Section) -> dict[str, Any]:
     return type(section)().model_dump(mode="json")
 
 
-def _data(layout: Layout, edit: _Edit) -> None:
+def _data(layout: Layout, sizes: Sizes, edit: _Edit) -> None:
     """Random tokens of a small vocabulary, in as many data sets, up to three."""
     config, reason = edit.before, "the data is random, of a small vocabulary"
     data, model = config.data, config.model
-    multiple = 8 * layout.tensor
-    padded = -(-VOCABULARY // multiple) * multiple
+    multiple = max(8, sizes.unit) * layout.tensor
+    padded = -(-sizes.vocabulary // multiple) * multiple
     assert model.vocab_size is not None
     size = padded if model.vocab_size % model.vocab_multiple == 0 else padded - 3
     edit.set_all({"model.vocab_multiple": multiple, "model.vocab_size": size}, reason)
@@ -242,11 +293,14 @@ def _data(layout: Layout, edit: _Edit) -> None:
 
 
 def _layout(original: Layout, layout: Layout, edit: _Edit) -> None:
-    reason = f"{layout.ranks} of {original.ranks} ranks, with every axis"
     names = {"tensor": "tensor", "context": "context", "pipeline": "pipeline", "expert": "expert",
              "expert_tensor": "expert_tensor", "fsdp_replicas": "replicas"}  # fmt: skip
+    lost = any(getattr(layout, name) == 1 < getattr(original, name) for name in names.values())
+    reason = f"{layout.ranks} of {original.ranks} ranks" + ("" if lost else ", with every axis")
     for key, name in names.items():
         edit.set(f"parallel.{key}", getattr(layout, name), reason)
+    if layout.pipeline == 1 and not isinstance(edit.before.parallel.layers_per_stage, str):
+        edit.set("parallel.layers_per_stage", type(edit.before.parallel)().layers_per_stage, reason)
     edit.set("parallel.virtual_pipeline", min(2, edit.before.parallel.virtual_pipeline), reason)
     edit.set("parallel.bucket_mib", min(0.01, edit.before.parallel.bucket_mib), "several buckets")
 
@@ -323,7 +377,7 @@ def numbers_of(config: Config) -> list[Number]:
     return [*walk(config, "")]
 
 
-def _numbers(layout: Layout, scale: int, edit: _Edit) -> None:
+def _numbers(layout: Layout, sizes: Sizes, scale: int, edit: _Edit) -> None:
     """`scale`: how much larger than necessary the numbers are."""
     config = edit.before
     numbers = [x for x in numbers_of(config) if edit.get(x.key.rpartition(".")[0]) is not None]
@@ -332,11 +386,13 @@ def _numbers(layout: Layout, scale: int, edit: _Edit) -> None:
     small = {
         Quantity.HEADS: heads,
         Quantity.EXPERTS: _experts(values[Quantity.EXPERTS], config, layout, scale),
-        Quantity.CHANNELS: _channels(values[Quantity.CHANNELS], config, layout, scale, heads),
-        Quantity.TOKENS: _tokens(values[Quantity.TOKENS], config, layout, scale),
-        Quantity.CHOSEN: {value: min(value, 3) for value in values[Quantity.CHOSEN]},
+        Quantity.CHANNELS: _channels(values[Quantity.CHANNELS], config, layout, sizes, scale, heads),
+        Quantity.TOKENS: _tokens(values[Quantity.TOKENS], config, layout, sizes, scale),
+        Quantity.CHOSEN: {value: min(value, sizes.chosen) for value in values[Quantity.CHOSEN]},
         Quantity.STEPS: {value: STEPS // 4 * 4**i for i, value in enumerate(x for x in values[Quantity.STEPS] if x)},
     }
+    if sizes.kept and config.model.head_dim is None and config.model.latent_attention is None:
+        edit.set("model.head_dim", config.model.channels, "heads are as wide as in the config")
     for number in numbers:
         if number.value in small.get(number.quantity, {}):
             value = min(number.value, small[number.quantity][number.value])
@@ -358,21 +414,24 @@ def _experts(values: list[int], config: Config, layout: Layout, scale: int) -> d
 
 
 def _channels(
-    values: list[int], config: Config, layout: Layout, scale: int, heads: Mapping[int, int]
+    values: list[int], config: Config, layout: Layout, sizes: Sizes, scale: int, heads: Mapping[int, int]
 ) -> dict[int, int]:
-    model, unit = config.model, 4 * max(layout.tensor, layout.expert_tensor) * scale
+    model, unit = config.model, sizes.unit * max(layout.tensor, layout.expert_tensor) * scale
+    if sizes.kept:  # larger ones are the next multiples: in order, and as small as that allows
+        large = [value for value in values if value > sizes.kept]
+        return {value: (sizes.kept // unit + 1 + i) * unit for i, value in enumerate(large)}
     units = dict.fromkeys(values, unit)
     if model.head_dim is None and model.latent_attention is None:
         units[model.hidden_size] = unit * heads[model.num_attention_heads]
     return in_proportion(values, units, 2 * unit)
 
 
-def _tokens(values: list[int], config: Config, layout: Layout, scale: int) -> dict[int, int]:
+def _tokens(values: list[int], config: Config, layout: Layout, sizes: Sizes, scale: int) -> dict[int, int]:
     """Those of a sample, which all axes can cut, and what is shorter or longer."""
     length, p = config.training.seq_length, config.parallel
     parts = 2 * layout.context * (layout.tensor if p.sequence_parallel else 1)
-    small = -(-LEAST_TOKENS * scale // parts) * parts
-    shorter = in_proportion([value for value in values if value < length], {}, 4)
+    small = -(-sizes.tokens * scale // parts) * parts
+    shorter = in_proportion([value for value in values if value < length], {}, sizes.tokens // 8)
     longer = [value for value in values if value > length]
     return shorter | {length: small} | {value: small * (2 + i) for i, value in enumerate(longer)}
 
