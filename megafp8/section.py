@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from decimal import Decimal, InvalidOperation
+from enum import Enum
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -60,6 +61,27 @@ PositiveFloat = Annotated[float, Field(gt=0), FLOAT, IN_FP32]
 Decay = Annotated[float, Field(ge=0, lt=1), FLOAT]
 Dropout = Annotated[float, Field(ge=0, lt=1), FLOAT]
 Pattern = Annotated[str, StringConstraints(min_length=1)]
+
+
+class Quantity(Enum):
+    """What an integer of a config counts. A small model for tests has numbers of one quantity in proportion
+    (`megafp8.prove.shrink`); what is no quantity has the same value there."""
+
+    CHANNELS = "channels"
+    HEADS = "heads"
+    EXPERTS = "experts"
+    TOKENS = "tokens"
+    CHOSEN = "tokens that are chosen of many"
+    STEPS = "steps"
+    LAYER = "number of a layer"
+
+
+Channels = Annotated[PositiveInt, Quantity.CHANNELS]
+Heads = Annotated[PositiveInt, Quantity.HEADS]
+Experts = Annotated[PositiveInt, Quantity.EXPERTS]
+Tokens = Annotated[PositiveInt, Quantity.TOKENS]
+Chosen = Annotated[PositiveInt, Quantity.CHOSEN]
+Steps = Annotated[Count, Quantity.STEPS]
 
 
 class Section(BaseModel):

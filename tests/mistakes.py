@@ -246,6 +246,13 @@ MISTAKES: Sequence[Mistake] = [
     Mistake("plan --config frist.yaml --gpus 8", "did you mean first.yaml?"),
     Mistake("plan --config first.yaml --gpus 1 --gpu h100 model.hidden_size=16384 model.ffn_hidden_size=65536 "
             "model.num_layers=96", "fits", code=1),
+    Mistake("prove", "a config is needed"),
+    Mistake("prove frist.yaml", "did you mean first.yaml?"),
+    Mistake("prove first.yaml --ranks 3", "training.global_batch_size"),
+    Mistake("prove first.yaml parallel.tensor=3", "parallel.tensor"),
+    Mistake("prove first.yaml --stage later", "no stages"),
+    Mistake("prove first.yaml --out data/text.idx", "no certificate"),
+    Mistake("prove first.yaml --out nowhere/x.json", "nowhere"),
     Mistake("plot-schedule 1f2b", "1f1b"),
     Mistake("plot-schedule 1f1b --pipeline 0", "pipeline"),
     Mistake("plot-schedule zb-v --measured none.json", "none.json"),

@@ -100,6 +100,11 @@ def test_a_healthy_cluster(world4: World, tmp_path: Path, quickstart_data: Quick
     assert not list(tmp_path.rglob(".check-cluster-*"))
 
 
+def test_what_to_run_next() -> None:
+    arguments = check_cluster.parse_arguments(["--config", "my.yaml", "data.train=[a b]"])
+    assert check_cluster.proof_command(arguments, "cuda") == "megafp8 prove my.yaml 'data.train=[a b]' --device cuda"
+
+
 FAULTS = {
     "version": ({"versions": {"torch": "1.0"}}, "versions", "fail", "torch is 1.0 of rank 3 on "),
     "open files": ({"limits": {"open files": 1024}}, "limits", "fail", "1024 open files of rank 3 on "),

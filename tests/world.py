@@ -1,197 +1,32 @@
-"""Real ranks for tests: processes that are started once a session and run many cases.
+"""Ranks of tests (`megafp8.prove.local_ranks`): started once a session, they run many cases.
 
-A rank is a fork of a server process that has imported torch and the package, which takes milliseconds. Each case joins
-a new gloo group over as many ranks as it asks for, and finds torch and the environment as a new process has them. A
-rank whose case failed, died or hung is killed with all ranks of that case, and is started afresh for the next; the
-error shows the stack of each, causes first: who died, who hung, then exceptions, those of lost connections last.
+def _case(parallel_size):            # module level, so that it can be pickled; runs on every rank
+    ... return value
 
-    def _case(parallel_size):            # module level, so that it can be pickled; runs on every rank
-        ... return value
-
-    def test_it(world4):
-        values = world4.run(_case, 2, ranks=2)
+def test_it(world4):
+    values = world4.run(_case, 2, ranks=2)
 """
 
 from __future__ import annotations
 
-import faulthandler
-import multiprocessing as mp
-import os
-import shutil
-import tempfile
-import time
-import traceback
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import recv_handle, send_handle
-from pathlib import Path
 from typing import Any
 
-_context = mp.get_context("forkserver")
-# Imported once by the server instead of by each rank: torch._dynamo takes a second and is imported by many functions.
-_context.set_forkserver_preload(
-    [
-        "torch.distributed",
-        "torch.distributed.checkpoint",
-        "torch._dynamo",
-        "megafp8.training.job",
-        "hypothesis",
-        "pytest",
-    ]
-)  # fmt: skip
-_STDOUT_STDERR = (1, 2)
-_DIED = "process died"
+from megafp8.prove.local_ranks import LocalRanks
 
 
-def _serve(pipe: Connection, stack_path: str) -> None:
-    """A rank's loop: receive a case, run it, send (whether it succeeded, result or traceback). None ends it."""
-    import torch.distributed as dist
-
-    environment = dict(os.environ)
-    with open(stack_path, "w") as stack_file:
-        faulthandler.enable(stack_file)
-        while (task := pipe.recv()) is not None:
-            for descriptor in _STDOUT_STDERR:
-                received = recv_handle(pipe)
-                os.dup2(received, descriptor)
-                os.close(received)
-            function, args, rank, ranks, store, timeout = task
-            _reset({**environment, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)})
-            faulthandler.dump_traceback_later(timeout * 0.9, file=stack_file)
-            try:
-                dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-                result = (True, function(*args))
-            except Exception:
-                result = (False, traceback.format_exc())
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-            pipe.send(result)
-
-
-def _reset(environment: dict[str, str]) -> None:
-    """Undo what the case before may have changed: groups, environment variables, torch's settings and random state."""
-    import torch
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    from megafp8.parallel_state import destroy_model_parallel
-
-    # Not right after that case: other ranks may still have been connecting to its groups.
-    destroy_model_parallel()
-    # Device meshes of the same ranks are equal, so what these caches return has the groups that were just destroyed.
-    _clear_sharding_prop_cache()
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float32)
-    torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    torch.manual_seed(0)
-
-
-class _Rank:
-    """One process, its pipe, and the file that its stack is written to if it hangs."""
-
-    def __init__(self, stack_path: Path) -> None:
-        self.stack_path = stack_path
-        self.pipe, theirs = _context.Pipe()
-        self.process = _context.Process(target=_serve, args=(theirs, str(stack_path)), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def send(self, task: tuple[Any, ...]) -> None:
-        """Start a case. What the rank prints goes to where this process' output goes now, so pytest captures it."""
-        self.pipe.send(task)
-        for descriptor in _STDOUT_STDERR:
-            send_handle(self.pipe, descriptor, self.process.pid)
-
-    def receive(self) -> tuple[bool, Any]:
-        """The result of the case, which has arrived or never will."""
-        try:
-            return self.pipe.recv()
-        except (EOFError, ConnectionResetError):
-            self.process.join(timeout=5)
-            return False, f"{_DIED}, exit code {self.process.exitcode}\n{self.stack_path.read_text()}"
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
-
-
-class Ranks:
+class Ranks(LocalRanks):
     """The processes of a session, each started when a case first needs it."""
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="megafp8-ranks-"))
-        self.cases = 0
-        self._ranks: dict[int, _Rank] = {}
-
-    def close(self) -> None:
-        """End the processes, by themselves where they can, and remove what they left."""
-        for rank in self._ranks.values():
-            rank.pipe.send(None)
-        deadline = time.monotonic() + 30
-        for rank in self._ranks.values():
-            rank.process.join(timeout=max(0.0, deadline - time.monotonic()))
-            rank.kill()
-        self._ranks.clear()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], ranks: int, timeout: float) -> list[Any]:
-        """Run `function(*args)` on the first `ranks` processes and return what each returned, by rank."""
-        self.cases += 1
-        store = str(self.folder / f"store-{self.cases}")
-        for i in range(ranks):
-            if i not in self._ranks:
-                self._ranks[i] = _Rank(self.folder / f"stack-{i}")
-            self._ranks[i].send((function, args, i, ranks, store, timeout))
-        try:
-            answers = self._answers(ranks, timeout)
-        except BaseException:  # the test's own time limit, or Ctrl-C: the next case must not get these answers
-            self._kill(ranks)
-            raise
-        hung = sorted(set(range(ranks)) - answers.keys())
-        failed = {i: value for i, (succeeded, value) in sorted(answers.items()) if not succeeded}
-        if hung or failed:  # all ranks of the case may hang in a collective with these
-            report = [(_order(value), f"rank {i} failed:\n{value}") for i, value in failed.items()]
-            for i in hung:
-                stack = self._ranks[i].stack_path.read_text()
-                report.append((1, f"rank {i} did not finish within {timeout} s; it stood at:\n{stack}"))
-            self._kill(ranks)
-            raise AssertionError("\n".join(text for _, text in sorted(report)))
-        return [answers[i][1] for i in range(ranks)]
-
-    def _kill(self, ranks: int) -> None:
-        for i in range(ranks):
-            self._ranks.pop(i).kill()
-
-    def _answers(self, ranks: int, timeout: float) -> dict[int, tuple[bool, Any]]:
-        """Results by rank, of those that answer in time. After a failure the others have 2 more seconds."""
-        answers: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + timeout
-        waiting = {self._ranks[i].pipe: i for i in range(ranks)}
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for pipe in wait(list(waiting), timeout=left):
-                rank = waiting.pop(pipe)  # type: ignore[arg-type]
-                answers[rank] = self._ranks[rank].receive()
-                if not answers[rank][0]:
-                    deadline = min(deadline, time.monotonic() + 2)
-        return answers
-
-
-def _order(failure: str) -> int:
-    """Where a report shows a failure: a dead rank is the cause of the connections that other ranks lost."""
-    if failure.startswith(_DIED):
-        return 0
-    return 3 if "gloo" in failure.splitlines()[-1] else 2
+        super().__init__(["hypothesis", "pytest"])
 
 
 class World:
     """The first `size` ranks of a session. Use through the fixtures `world2`, `world4`, `world8`."""
 
-    def __init__(self, ranks: Ranks, size: int) -> None:
+    def __init__(self, ranks: LocalRanks, size: int) -> None:
         self._ranks, self.size = ranks, size
 
     def run(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import socket
 import statistics
@@ -602,6 +603,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def proof_command(arguments: argparse.Namespace, device: str) -> str:
+    """The command that proves the config on a node's devices, which takes a minute or two (docs/prove.md)."""
+    return shlex.join(["megafp8", "prove", arguments.config, *arguments.overrides, "--device", device])
+
+
 def run(argv: Sequence[str] | None = None, make_probe: Callable[[torch.device], Probe] = Probe) -> None:
     """Check the cluster, print the table on rank 0. Raises ClusterFault on all ranks if a check fails."""
     arguments = parse_arguments(argv)
@@ -613,6 +619,8 @@ def run(argv: Sequence[str] | None = None, make_probe: Callable[[torch.device], 
     found = check(make_probe(device), arguments)
     if found:
         print(report(found), flush=True)
+        if arguments.config and not any(finding.status == "fail" for finding in found):
+            print(f"next, on one node: {proof_command(arguments, kind)}", flush=True)
     failed = broadcast_object([finding.text for finding in found if finding.status == "fail"], dist.group.WORLD)
     if failed:
         count = "1 check has" if len(failed) == 1 else f"{len(failed)} checks have"

@@ -26,6 +26,7 @@ COMMANDS = {
     "pretrain": "megafp8.commands.pretrain",
     "launch": "launch.command",
     "plan": "tools.plan",
+    "prove": "tools.prove",
     "doctor": "megafp8.commands.doctor",
     "check-cluster": "tools.check_cluster",
     "train-tokenizer": "tools.train_tokenizer",

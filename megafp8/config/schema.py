@@ -29,6 +29,7 @@ from megafp8.section import (
     FLOAT,
     IN_FP32,
     INTEGER,
+    Channels,
     Count,
     Dropout,
     Integer,
@@ -36,7 +37,10 @@ from megafp8.section import (
     Pattern,
     PositiveFloat,
     PositiveInt,
+    Quantity,
     Section,
+    Steps,
+    Tokens,
 )
 
 
@@ -56,12 +60,12 @@ class MupConfig(Section):
     """Maximal update parametrization (Yang et al. 2022, arXiv:2203.03466, table 8): hyperparameters that are best for a
     narrow model are so for wide ones."""
 
-    base_hidden_size: PositiveInt
+    base_hidden_size: Channels
     """hidden_size of the model that the hyperparameters were chosen with, for which this section changes nothing. With
     m = hidden_size / base_hidden_size, matrices of blocks have init_std / √m and AdamW's learning rate / m, and logits
     are divided by m. ffn_hidden_size and the ranks of latent attention must have grown with hidden_size (Megatron-LM's
     mup_base_hidden_size)."""
-    base_head_dim: PositiveInt | None = None
+    base_head_dim: Channels | None = None
     """head_dim of that model, if heads were widened: scores are multiplied by √base_head_dim / head_dim. Default:
     head_dim, for models that have more heads instead (Megatron-LM's mup_base_head_dim)."""
 
@@ -76,7 +80,7 @@ class ModelSize(Section):
     """Number of transformer blocks, in t5 of the encoder."""
     num_decoder_layers: Annotated[int, Field(gt=0, le=10_000), INTEGER] | None = None
     """t5: number of blocks of the decoder. Default: num_layers."""
-    hidden_size: PositiveInt
+    hidden_size: Channels
     """Width of the residual stream."""
 
 
@@ -90,7 +94,7 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     vocab_multiple: PositiveInt = 128
     """The vocabulary is padded to a multiple of this, which must be divisible by parallel.tensor. It does not depend on
     the layout, so a checkpoint fits every layout."""
-    max_position_embeddings: PositiveInt | None = None
+    max_position_embeddings: Tokens | None = None
     """Rows of the learned position table. Default: training.seq_length. With rope it has no effect but as the longest
     context in a conversion to Hugging Face."""
     relative_attention_num_buckets: PositiveInt = 32
@@ -132,7 +136,7 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     transform_activation: Literal["gelu", "gelu_tanh"] | None = None
     """bert: the GELU before the output layer. RoBERTa and Megatron-LM have gelu, the exact one, beside any
     model.activation. Default: gelu_tanh with that model.activation, gelu with others."""
-    full_attention_layers: list[int] = []
+    full_attention_layers: list[Annotated[int, Quantity.LAYER]] = []
     """Layers, counted from 0, to which sliding_window does not apply (Qwen2, Gemma 2 and 3, gpt-oss)."""
     parallel_block: bool = False
     """Attention and MLP both read the block's input, and their outputs are added (GPT-J, PaLM)."""
@@ -580,7 +584,7 @@ class Fp8Config(Section):
     static_amax: dict[Pattern, PositiveFloat] = {}
     """static: the largest magnitude of a tensor, by pattern over names such as layers.0.mlp.down.input (.weight,
     .grad_output). The first match applies."""
-    calibration_steps: Count = 0
+    calibration_steps: Steps = 0
     """static: number of first steps in which layers with tensors that static_amax does not name run in high precision,
     to measure their amaxes; 20 is usual."""
     margin: Annotated[int, Field(ge=-64, le=64), INTEGER] = 0
@@ -699,13 +703,13 @@ class TrainingConfig(Section):
     """Length, batch size and precision of the training."""
 
     choices: ClassVar[tuple[str, ...]] = ("precision",)
-    steps: PositiveInt
+    steps: Annotated[PositiveInt, Quantity.STEPS]
     """Number of optimizer steps in the whole run. Also the length of the learning-rate schedule, unless
     optimizer.decay_until is given."""
-    stop_after: PositiveInt | None = None
+    stop_after: Annotated[PositiveInt, Quantity.STEPS] | None = None
     """Save and stop after this step, counted from the beginning of the run. Changes nothing else: the same command
     without it continues as if the run had not stopped. Default: training.steps."""
-    seq_length: PositiveInt
+    seq_length: Tokens
     """Number of tokens in a sample, in t5 of the encoder's."""
     decoder_seq_length: PositiveInt | None = None
     """t5: number of tokens of the decoder's samples. Default: as many as the spans need, rounded up to a multiple of
@@ -715,9 +719,9 @@ class TrainingConfig(Section):
     global_batch_size: PositiveInt
     """Number of samples in an optimizer step, over all ranks and micro-batches."""
     precision: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
-    """Dtype of weights and activations outside FP8. Master weights, gradients and Adam state are always fp32 (see
+    """Dtype of weights and activations outside FP8. Master weights, gradients and Adam state are fp32 (see
     optimizer.moments_dtype). fp16 has 3 more bits than bf16 and a far smaller range, so the loss is scaled
-    (loss_scale). fp64 is for comparing layouts without rounding noise."""
+    (loss_scale). fp64 is for comparing layouts without rounding noise: what is fp32 otherwise is float64 then."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """Dynamic loss scale, with precision fp16."""
     cuda_graphs: bool | Literal["auto"] = "auto"
@@ -845,9 +849,9 @@ class PrefixLmConfig(ObjectiveConfig):
     et al. 2019, arXiv:1910.10683; GLM; UL2's S-denoising). The length of a sample's prefix is drawn at random, all
     lengths from min_length to max_length being equally likely."""
 
-    min_length: PositiveInt = 1
+    min_length: Tokens = 1
     """Tokens of the shortest prefix. 1: that sample is one of plain next-token prediction."""
-    max_length: PositiveInt | None = None
+    max_length: Tokens | None = None
     """Tokens of the longest prefix; that of min_length for prefixes of one length. Default: training.seq_length, of
     which only the token after it is predicted."""
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def is_mtp(model: ModelConfig, name: str) -> bool:
     """Whether the tensor `name` belongs to a layer of multi-token prediction."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return layer is not None and int(layer[1]) >= model.num_layers
+    return layer is not None and int(layer[1]) >= model.num_blocks
 
 
 def without_mtp(source: Source) -> ModelConfig:

@@ -31,6 +31,8 @@ late, after tokens have been exchanged, and in a block's backward it is needed f
 send and how to convert the result (`fsdp_pre_all_gather`, `fsdp_post_all_gather`; it looks for them again right before
 the first forward, so they may be set later).
 
+Where this says fp32, it is float64 in a model whose dtype is float64 (`megafp8.dtypes.sum_dtype`).
+
 Blocks are built on the meta device and a rank initializes its rows only: no rank ever holds a whole block's values
 except while computing with them.
 """
@@ -51,6 +53,7 @@ from torch.distributed.tensor import DTensor
 
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import FlatShard, set_spec, slice_rows, spec_of
+from megafp8.dtypes import sum_dtype
 
 _ALIGN = 64  # fp32 elements: 256 bytes
 
@@ -140,7 +143,7 @@ class ShardedStages:
             root = stage[-1].module
             whole = list(root.parameters())
             for param in whole:
-                param.data = param.data.float() if param.requires_grad else param.data
+                param.data = param.data.to(sum_dtype(dtype)) if param.requires_grad else param.data
             for part in (part for unit in stage for part in unit.parts):
                 self.units.append([param for param in part.module.parameters() if not isinstance(param, DTensor)])
                 self._modules.append(_shard(part, dtype, reduce_dtype, device))
@@ -156,7 +159,7 @@ class ShardedStages:
         self.trained = [param for param in self.params if param.requires_grad]
         units = [[param for param in unit if self.row_shards[param].param.requires_grad] for unit in self.units]
         sizes = [[-(-self.row_shards[p].values.numel() // _ALIGN) * _ALIGN for p in unit] for unit in units]
-        self.flat = torch.zeros(sum(map(sum, sizes)), dtype=torch.float32, device=device)
+        self.flat = torch.zeros(sum(map(sum, sizes)), dtype=sum_dtype(dtype), device=device)
         self.owned = [self.flat]
         buffers = self.flat.split([sum(unit) for unit in sizes])
         self._replicas = ReplicaReduction(buffers, [len(unit) for unit in units], replicate_group, reduce_dtype)
@@ -290,7 +293,7 @@ def _shard(unit: Unit, dtype: torch.dtype, reduce_dtype: torch.dtype, device: to
     module, groups = unit.module, unit.groups
     on_meta = any(param.is_meta for param in module.parameters())
     if groups.gather.size() == 1:
-        reduce_dtype = torch.float32  # nothing is sent
+        reduce_dtype = sum_dtype(dtype)  # nothing is sent
     policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
     fully_shard(module, mesh=DeviceMesh.from_group(groups.gather, device.type), mp_policy=policy)
     assert isinstance(module, FSDPModule)

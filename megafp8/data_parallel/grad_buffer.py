@@ -1,5 +1,7 @@
 """All gradients of a rank in one contiguous fp32 buffer, summed over data parallelism while backward still runs.
 
+Where this says fp32, it is float64 in a model whose dtype is float64 (`megafp8.dtypes.sum_dtype`).
+
 A gradient arrives in one of two ways. A linear layer adds its weight gradient to the sink of the weight, or lets its
 GEMM do so (`megafp8.linear.grad_sink`); so does the embedding. All others (norms, biases, learned positions) come from
 autograd: a hook moves `param.grad` into the buffer and frees it. Either way the sum over micro-batches is in fp32,
@@ -72,8 +74,8 @@ class GradBuffer:
     `bucket_layout`). `wgrads`: the sinks' store for deferred weight gradients.
 
     `sharded`: each rank of the group gets its shard of the sums only. `own_bucket`: parameters with buckets of their
-    own; `fp8_bucket`: those that share buckets with each other only. `reduce_dtype`: in which gradients are sent: fp32
-    or bf16. `owned`: the views of `flat` that hold sums after `finish`; `shards`: the parts of
+    own; `fp8_bucket`: those that share buckets with each other only. `dtype`: of the buffer; `reduce_dtype`: in which
+    gradients are sent, if not that. `owned`: the views of `flat` that hold sums after `finish`; `shards`: the parts of
     parameters in them.
 
     One step: `zero`, the backward passes with `start_overlap` at any point among them (or never), `finish`.
@@ -89,7 +91,8 @@ class GradBuffer:
         sharded: bool = False,
         own_bucket: Sequence[nn.Parameter] = (),
         fp8_bucket: AbstractSet[nn.Parameter] = frozenset(),
-        reduce_dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype = torch.float32,
+        reduce_dtype: torch.dtype | None = None,
         wgrads: WgradStore | None = None,
     ) -> None:
         assert len({id(p) for p in params}) == len(params), "a tied parameter belongs into the list once"
@@ -102,9 +105,9 @@ class GradBuffer:
             own_bucket=[i for i, param in enumerate(params) if any(param is other for other in own_bucket)],
             fp8_bucket=[i for i, param in enumerate(params) if param in fp8_bucket],
         )
-        self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
+        self.flat = torch.zeros(self.layout.numel, dtype=dtype, device=device)
         self.group = data_parallel_group
-        self._reduce_dtype = reduce_dtype if ranks > 1 else torch.float32
+        self._reduce_dtype = dtype if reduce_dtype is None or ranks == 1 else reduce_dtype
         rank = data_parallel_group.rank() if data_parallel_group is not None and self.layout.ranks > 1 else 0
         self.owned = [self.flat[own.start : own.end] for own in self.layout.owned(rank)]
         self.shards = [FlatShard(self.params[s.param], s.start, s.end) for s in self.layout.shards(rank)]

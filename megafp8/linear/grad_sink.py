@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megafp8.dtypes import sum_dtype
 from megafp8.linear.deferred_wgrad import WgradStore
 
 
@@ -50,7 +51,7 @@ def grad_sink(weight: Tensor) -> GradSink | None:
 def wgrad_dtype(weight: Tensor) -> torch.dtype:
     """What dtype `deliver` wants dw in."""
     if grad_sink(weight) is not None:
-        return torch.promote_types(weight.dtype, torch.float32)
+        return sum_dtype(weight.dtype)
     return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
 
 

@@ -68,9 +68,8 @@ class MatrixUpdate(Update):
     momentum: Decay = 0.95
     """Decay rate of the momentum."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which momentum and result travel between ranks."""
+    def exchange_dtype(self, master: torch.dtype) -> torch.dtype:
+        """The dtype in which momentum and result travel between ranks, given that of the masters."""
         raise NotImplementedError
 
     def direction(self, momentum: Tensor, gradient: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from megafp8.optimizer.base import MatrixUpdate, Update
 from megafp8.optimizer.lion import Lion
 from megafp8.optimizer.muon import Muon
 from megafp8.optimizer.param_groups import ParamGroup
-from megafp8.section import Count, Decay, NonNegative, PositiveFloat, PositiveInt, Section
+from megafp8.section import Decay, NonNegative, PositiveFloat, PositiveInt, Quantity, Section, Steps
 
 
 class OptimizerConfig(Section):
@@ -31,18 +31,18 @@ class OptimizerConfig(Section):
     """Learning rate at the end of the schedule."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape of the schedule after warm-up. wsd: warm-up, stable, decay."""
-    warmup_steps: Count = 0
+    warmup_steps: Steps = 0
     """Number of steps of linear warm-up."""
     warmup_from: NonNegative = 0.0
     """Learning rate from which the warm-up rises. After a schedule that has ended, for example its
     min_learning_rate."""
-    schedule_from: Count = 0
+    schedule_from: Steps = 0
     """Step at which the schedule begins, with its warm-up; earlier steps have the learning rate of that one. For a
     schedule of a stage, or of a run that was continued after its schedule had ended."""
-    decay_until: PositiveInt | None = None
+    decay_until: Annotated[PositiveInt, Quantity.STEPS] | None = None
     """Step at which the schedule reaches min_learning_rate, where it stays. Default: training.steps. Give it to train
     longer or shorter than planned without changing the schedule."""
-    decay_steps: PositiveInt | None = None
+    decay_steps: Annotated[PositiveInt, Quantity.STEPS] | None = None
     """wsd: number of steps of the final decay. Default: a tenth of decay_until."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay of matrices; norms and biases have none."""

@@ -156,7 +156,7 @@ class Fp8MomentStorage(StateStorage):
         exponents = self._exponent_b.split(_CHUNK // BLOCK)
         for i, (data_n, exponent_b) in enumerate(zip(self._data_n.split(_CHUNK), exponents, strict=True)):
             key = noise_key(self._seed, step, f"{self._name}\0{i}")
-            _encode_into(data_n, exponent_b, values[i * _CHUNK :][:_CHUNK], self._fmt, key)
+            _encode_into(data_n, exponent_b, values[i * _CHUNK :][:_CHUNK].float(), self._fmt, key)
 
     def checkpoint_tensor(self) -> Tensor:
         return self.load().bfloat16().cpu()

@@ -158,7 +158,7 @@ class _Place(NamedTuple):
 
 
 class MatrixOptimizer(Optimizer):
-    """An optimizer of flat fp32 masters, this rank's shards of matrices. With momentum M, gradients G and decay μ:
+    """An optimizer of flat masters, this rank's shards of matrices. With momentum M, gradients G and decay μ:
 
         M ← μ M + (1 - μ) G        W ← (1 - lr · weight_decay) W - lr · scale · transform(direction(M, G))
 
@@ -187,7 +187,11 @@ class MatrixOptimizer(Optimizer):
                     scale = update.scale(shape)
                     self._places[part] = _Place(shards[master], master, box.start, box.end, param_group, scale)
                     parts_held.append((part, shape))
-        self.matrices = assign_owners(collectives.all_gather_objects(parts_held, group), update.flops)
+        masters = {master.dtype for master in shards}
+        gathered = collectives.all_gather_objects((parts_held, masters), group)
+        self.matrices = assign_owners([parts for parts, _ in gathered], update.flops)
+        (dtype,) = set[torch.dtype]().union(*(dtypes for _, dtypes in gathered)) or {torch.float32}
+        self._dtype = update.exchange_dtype(dtype)
         rank, ranks = collectives.rank(group), collectives.size(group)
         self._exchanges = [exchange_of(batch, rank) for batch in batches(self.matrices, ranks, BATCH)]
 
@@ -220,7 +224,7 @@ class MatrixOptimizer(Optimizer):
                 x.mul_(1 - lr * decay).view(part.shape).add_(update, alpha=-lr * place.scale)
 
     def _empty(self, shape: Shape) -> Tensor:
-        return torch.empty(shape, dtype=self._rule.dtype, device=self._device)
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _direction(self, part: Part) -> Tensor:
         """This rank's part of N, shaped like the part."""
@@ -228,7 +232,7 @@ class MatrixOptimizer(Optimizer):
         rows = slice(place.start, place.end)
         assert place.master.grad is not None
         direction = self._rule.direction(self.state[place.master][MOMENTUM][rows], place.master.grad[rows])
-        return direction.to(self._rule.dtype).view(part.shape)
+        return direction.to(self._dtype).view(part.shape)
 
     def _send(self, parts: Sequence[tuple[int, Tensor]], expected: Transfers) -> list[tuple[Part, Tensor]]:
         """Send parts, in the order of the ranks they are for; returns those that come."""

@@ -2,7 +2,8 @@
 
 A bf16 weight has 8 significant bits, so an update below 1/256 of it would be lost by rounding. Each parameter that is
 not fp32 therefore has an fp32 master copy; moments and update are fp32 and the model gets the rounded result. fp32
-parameters are their own masters.
+parameters are their own masters, and so are float64 ones, whose gradients and moments are float64 too: where this
+says fp32, it is `megafp8.dtypes.sum_dtype`.
 
 Each kind of update (`megafp8.optimizer.base.Update`) makes optimizers over the masters, as torch's are over parameters;
 the gradients are set once, as views of the gradient buffer. Masters and moments exist before the first step, so a
@@ -45,7 +46,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.data_parallel.grad_buffer import gradient_of
 from megafp8.distributed.sharding import Box, FlatShard, ParamSpec, boxes_of, spec_of
-from megafp8.dtypes import DTYPES
+from megafp8.dtypes import state_dtype, sum_dtype
 from megafp8.optimizer.base import MatrixUpdate, TensorOptimizer, Update
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.optimizer.fp8_moments import FIRST, SECOND, Fp8MomentStorage
@@ -77,8 +78,9 @@ def _batches(shards: Sequence[FlatShard], elements: int) -> list[list[FlatShard]
     return batches
 
 
-def _moments(shard: FlatShard, update: Update, dtype: torch.dtype, seed: int) -> dict[str, StateStorage]:
-    """The moments of a shard, zero."""
+def _moments(shard: FlatShard, update: Update, stored: str, seed: int) -> dict[str, StateStorage]:
+    """The moments of a shard, zero; `stored`: the dtype that the config names."""
+    dtype = state_dtype(stored, shard.param.dtype)
     if dtype == torch.float8_e4m3fn:
         formats = {name: FIRST if signed else SECOND for name, signed in update.moments.items()}
         return {name: Fp8MomentStorage(shard, name, fmt, seed) for name, fmt in formats.items()}
@@ -117,7 +119,6 @@ class MixedPrecisionOptimizer:
         self.storage: dict[Tensor, dict[str, StateStorage]] = {}  # by master
         rounded: list[FlatShard] = []
         by_update: dict[Update, list[FlatShard]] = {config.update(hidden_matrix=hidden): [] for hidden in (False, True)}
-        moments_dtype = DTYPES[config.moments_dtype]
         for shard in shards:
             param, master = shard.param, self._make_master(shard, masters)
             update = config.update(hidden_matrix=is_hidden_matrix(spec_of(param)))
@@ -128,14 +129,14 @@ class MixedPrecisionOptimizer:
             if config.store_param_remainders and param.dtype == torch.bfloat16 and param not in released:
                 storage["master"] = RemainderStorage(shard.view(param.detach()))
                 master.data = master.data.new_empty(0)
-            elif param.dtype != torch.float32:
+            elif param.dtype != master.dtype:
                 storage["master"] = PlainStorage(master)
                 rounded += [] if param in released else [shard]
-            storage |= {**_moments(shard, update, moments_dtype, seed), **average}
+            storage |= {**_moments(shard, update, config.moments_dtype, seed), **average}
         self._shard_of = {self._masters[shard.param]: shard for shard in shards}
         self._rounded_params = [shard.view(shard.param.detach()) for shard in rounded]
         self._rounded_masters = [self._masters[shard.param] for shard in rounded]
-        self._loads_state = config.store_param_remainders or moments_dtype != torch.float32
+        self._loads_state = config.store_param_remainders or config.moments_dtype != "fp32"
         assert not (self._loads_state and isinstance(config.chosen, MatrixUpdate))
         rates = partial(
             rates_of,
@@ -178,7 +179,7 @@ class MixedPrecisionOptimizer:
         param = shard.param
         master = given.get(param)
         if master is None:
-            master = shard.view(param.detach()).to(torch.float32, copy=param in self.released)
+            master = shard.view(param.detach()).to(sum_dtype(param.dtype), copy=param in self.released)
         master.grad = gradient_of(shard)
         return master
 
@@ -238,8 +239,8 @@ class MixedPrecisionOptimizer:
         self.step_count = step_count
         for key, values in state.items():
             for shard, tensor in values:
-                storage, device = self.storage[self._masters[shard.param]][key], gradient_of(shard).device
-                storage.store(tensor.to(device, torch.float32), step_count)
+                storage, gradient = self.storage[self._masters[shard.param]][key], gradient_of(shard)
+                storage.store(tensor.to(gradient), step_count)
         self._copy_masters_to_params()
 
     @torch.no_grad()
@@ -281,7 +282,7 @@ class MixedPrecisionOptimizer:
     def multiply_rows(self, factors: Mapping[str, Tensor]) -> None:
         """Multiply rows of weights in their masters, and round these into the parameters.
 
-        `factors`: by global name, a factor for each row, fp32; names that this rank has nothing of are ignored.
+        `factors`: by global name, a factor for each row; names that this rank has nothing of are ignored.
         """
         names = frozenset(factors)
         if names not in self._boxes:  # there are many experts
@@ -293,7 +294,7 @@ class MixedPrecisionOptimizer:
             remainder = storage if isinstance(storage, RemainderStorage) else None
             values = master.detach() if remainder is None else remainder.load()
             for box in boxes:
-                rows_n = factors[box.piece.name].narrow(0, box.offset[0], box.shape[0])
+                rows_n = factors[box.piece.name].narrow(0, box.offset[0], box.shape[0]).to(values.dtype)
                 values[box.start : box.end].view(*box.shape[:1], -1).mul_(rows_n.unsqueeze(1))
             if remainder is not None:
                 remainder.store(values, self._step_count)
@@ -323,7 +324,7 @@ class MixedPrecisionOptimizer:
         self._step_count -= 1
 
     def _load_moments(self, master: Tensor, update: Update) -> dict[str, Tensor]:
-        return {key: self.storage[master][key].load() for key in update.moments}
+        return {key: self.storage[master][key].load().to(master.dtype) for key in update.moments}
 
     def _watched(self, masters: Sequence[Tensor], watch: Watch | None) -> AbstractContextManager[None]:
         return nullcontext() if watch is None else watch([(self._shard_of[master], master) for master in masters])

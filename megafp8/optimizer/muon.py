@@ -49,11 +49,10 @@ class Muon(MatrixUpdate):
     """Dtype in which matrices are orthogonalized and travel between ranks. bf16: that of all published results. fp32:
     twice the traffic, and results that hardly depend on the layout."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        from megafp8.dtypes import DTYPES
+    def exchange_dtype(self, master: torch.dtype) -> torch.dtype:
+        from megafp8.dtypes import state_dtype
 
-        return DTYPES[self.newton_schulz_dtype]
+        return state_dtype(self.newton_schulz_dtype, master)
 
     def direction(self, momentum: Tensor, gradient: Tensor) -> Tensor:
         return gradient.lerp(momentum, self.momentum) if self.nesterov else momentum

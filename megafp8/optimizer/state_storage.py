@@ -22,6 +22,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from megafp8.dtypes import sum_dtype
+
 
 class StateStorage(ABC):
     """A tensor of optimizer state between steps."""
@@ -49,7 +51,7 @@ class StateStorage(ABC):
 
 
 class PlainStorage(StateStorage):
-    """A tensor in fp32 or bf16, to which values are rounded. Loaded fp32 values are live."""
+    """A tensor in fp32, float64 or bf16, to which values are rounded. Loaded values are live, but for those of bf16."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -59,7 +61,7 @@ class PlainStorage(StateStorage):
         return (self._tensor,)
 
     def load(self) -> Tensor:
-        return self._tensor.float()
+        return self._tensor.to(sum_dtype(self._tensor.dtype))
 
     def store(self, values: Tensor, step: int) -> None:
         if values is not self._tensor:

@@ -96,7 +96,7 @@ class OptimizerStep:
     def __call__(self, lr: float, *, grad_scale: Tensor | None = None, measure: bool = False) -> StepResult:
         """Update the weights with learning rate `lr`; call when gradients are summed over data parallelism.
 
-        `grad_scale`, fp32, the same on all ranks, multiplies the gradients first: nominal / true number of tokens where
+        `grad_scale`, the same on all ranks, multiplies the gradients first: nominal / true number of tokens where
         masks made them differ; NaN for a step to be skipped, which says nothing about the loss scale. The caller must
         `zero` the buffer before the next backward pass. A skipped step changes neither the weights nor the optimizer's
         state. `measure`: compute norms by layer; then the host waits for the update.
@@ -162,7 +162,7 @@ class OptimizerStep:
             collectives.coalesced_all_reduce(shared, self.embedding_group)
 
     def global_norm(self, measured: StepNorms | None = None) -> Tensor:
-        """The 2-norm of the whole model's gradient, the same on every rank: fp32 scalar on the gradients' device.
+        """The 2-norm of the whole model's gradient, the same on every rank: scalar of the gradients' dtype and device.
 
         Squares are summed in float64, so the result depends on the layout only in its last bit. Two all-reduces of
         eight bytes: a single one would need a communicator of the whole job. `measured` gets those of this rank.
@@ -176,7 +176,7 @@ class OptimizerStep:
         if measured is not None:
             measured.add(GRADIENT, counted, counted_norms)
         total = _sum_of_squares(counted_norms, device) + 0 * _sum_of_squares(others, device)
-        return self._sum_over_ranks(total).sqrt().float()
+        return self._sum_over_ranks(total).sqrt().to(self.buffer.owned[0].dtype)
 
     def _sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum over all ranks whose counted parts make up the model, in place."""

@@ -103,16 +103,27 @@ def _state_memory(config: Config, parameters: Sequence[Parameter], plan: DataPar
     )
     return StateMemory(
         weights=held.values * ELEMENT[dtype] + held.fp8,
-        gradients=held.gradients * 4,
-        masters=(2 if optimizer.store_param_remainders else 4) * (held.released if dtype == "fp32" else held.masters),
+        gradients=held.gradients * sum_bytes(config),
+        masters=(2 if optimizer.store_param_remainders else sum_bytes(config))
+        * (held.released if ELEMENT[dtype] == sum_bytes(config) else held.masters),
         moments=_moments(config, held.updated),
     )
+
+
+def sum_bytes(config: Config) -> int:
+    """Bytes of an element of gradients and masters, as `megafp8.dtypes.sum_dtype` has it."""
+    return max(4, ELEMENT[config.training.precision])
+
+
+def state_bytes(config: Config, dtype: str) -> int:
+    """Bytes of an element of what the config names a dtype for, as `megafp8.dtypes.state_dtype` has it."""
+    return sum_bytes(config) if dtype == "fp32" else ELEMENT[dtype]
 
 
 def least_moment_bytes(config: Config) -> int:
     """Bytes of moments and moving average of an element, at least."""
     moments = min(len(config.optimizer.update(hidden_matrix=hidden).moments) for hidden in (False, True))
-    return moments * ELEMENT[config.optimizer.moments_dtype] + _average_bytes(config)
+    return moments * state_bytes(config, config.optimizer.moments_dtype) + _average_bytes(config)
 
 
 def _moments(config: Config, tensors: Iterable[tuple[int, int]]) -> int:
@@ -120,13 +131,13 @@ def _moments(config: Config, tensors: Iterable[tuple[int, int]]) -> int:
     dtype, total = config.optimizer.moments_dtype, 0
     for moments, count in tensors:
         scales = -(-count // BLOCK) if dtype == "fp8" else 0
-        total += moments * (count * ELEMENT[dtype] + scales) + count * _average_bytes(config)
+        total += moments * (count * state_bytes(config, dtype) + scales) + count * _average_bytes(config)
     return total
 
 
 def _average_bytes(config: Config) -> int:
     """Bytes of an element's moving average."""
-    return 4 if config.optimizer.average_decay is not None else 0
+    return sum_bytes(config) if config.optimizer.average_decay is not None else 0
 
 
 class BlockElements(NamedTuple):
@@ -243,7 +254,7 @@ def _gathered(outline: ModelOutline, layers: range, overlaps: bool) -> _Gathered
     config = outline.config
     if not gathers_blocks(config):
         return _Gathered([0] * len(layers), 0, 0)
-    e, sent = ELEMENT[config.training.precision], ELEMENT[config.optimizer.reduce_dtype]
+    e, sent = ELEMENT[config.training.precision], state_bytes(config, config.optimizer.reduce_dtype)
     tied, table = config.model.tie_embeddings, _table(config)
     parameters = [outline.layers[index].parameters for index in layers]
     elements = [sum(p.elements for p in block) for block in parameters]

@@ -19,7 +19,7 @@ from megafp8.data_parallel.fsdp import ShardedStages, ShardGroups, Unit
 from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.data_parallel.strategy import DataParallelStrategy, FullySharded, Replicated, Zero1
 from megafp8.distributed.sharding import spec_of
-from megafp8.dtypes import DTYPES
+from megafp8.dtypes import DTYPES, state_dtype, sum_dtype
 from megafp8.linear.deferred_wgrad import WgradStore
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import ParallelState
@@ -36,6 +36,7 @@ def build_data_parallel(
     Call it after `Fp8Manager.materialize`. `wgrads`: of weight gradients that the pipeline schedule defers. Collective.
     """
     p, params, stages = config.parallel, list(model.parameters()), [*model]
+    dtype = DTYPES[config.training.precision]
     trained = [param for param in params if param.requires_grad]
     # Gradients of experts are summed over other ranks than those of the rest of the model.
     other_ranks = parallel.expert_data.ranks != parallel.data_context.ranks
@@ -70,7 +71,8 @@ def build_data_parallel(
             sharded=p.zero == 1,
             own_bucket=tied,
             fp8_bucket=fp8_weights.keys(),
-            reduce_dtype=DTYPES[config.optimizer.reduce_dtype],
+            dtype=sum_dtype(dtype),
+            reduce_dtype=state_dtype(config.optimizer.reduce_dtype, dtype),
             wgrads=wgrads,
         )
         for members_group, members in reduced
@@ -88,7 +90,7 @@ def _sharded(config: Config, parallel: ParallelState, stages: Sequence[GPTStage]
         [_units(stage, parallel) for stage in stages],
         replicate_group=parallel.fsdp_replicate.group,
         dtype=dtype,
-        reduce_dtype=DTYPES[config.optimizer.reduce_dtype],
+        reduce_dtype=state_dtype(config.optimizer.reduce_dtype, dtype),
         device=parallel.device,
     )
     for rows in sharded.row_shards.values():

@@ -48,8 +48,8 @@ class QkClip:
         return all_reduce(largest, self._parallel.pipeline.group, "max")
 
     def row_factors(self) -> dict[str, Tensor]:
-        """By global name, what the rows of query and key weights are multiplied by, fp32, after `collect`."""
+        """By global name, what the rows of query and key weights are multiplied by, float64, after `collect`."""
         factors: dict[str, Tensor] = {}
         for mixer, largest_a in zip(self._mixers, self._largest, strict=True):
             factors |= mixer.row_factors((self._threshold / largest_a).clamp(max=1.0))
-        return {name: x.float() for name, x in factors.items()}
+        return factors

@@ -59,7 +59,7 @@ from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.target import TOKENIZER_FOLDER, with_companions
 from megafp8.data.tokenizers import tokenizer_file
 from megafp8.distributed.sharding import Shape, spec_of
-from megafp8.dtypes import DTYPES
+from megafp8.dtypes import DTYPES, state_dtype, sum_dtype
 from megafp8.object_store import AnyPath, as_path
 from megafp8.optimizer.loss_scale import LossScaler
 from megafp8.optimizer.mixed_precision import AVERAGE, State
@@ -103,13 +103,14 @@ def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
 
     Needs neither memory nor a process group.
     """
-    weight, moment = DTYPES[config.training.precision], DTYPES[config.optimizer.moments_dtype]
+    weight = DTYPES[config.training.precision]
+    master, moment = sum_dtype(weight), state_dtype(config.optimizer.moments_dtype, weight)
     moment = torch.bfloat16 if moment.itemsize == 1 else moment
     dtypes = {"model.": weight}
-    if weight != torch.float32:
-        dtypes["optimizer.master."] = torch.float32
+    if weight != master:
+        dtypes["optimizer.master."] = master
     if config.optimizer.average_decay is not None:
-        dtypes[f"optimizer.{AVERAGE}."] = torch.float32
+        dtypes[f"optimizer.{AVERAGE}."] = master
     by_kind = {
         hidden: {
             **dtypes,

@@ -331,7 +331,7 @@ class Trainer:
         activity.enter("update")
         interval = self.config.logging.layer_norms_interval
         measure = interval > 0 and (step + 1) % interval == 0
-        scale = None if scale is None else scale.float()
+        scale = None if scale is None else scale.to(self.strategy.owned[0].dtype)
         result = self.update(self.learning_rate(step), grad_scale=scale, measure=measure)
         if self._exceeded(report):
             self.fp8.discard_step()
@@ -373,7 +373,7 @@ class Trainer:
     def local_passes(self, step: int, batches: Sequence[Batch]) -> tuple[Tensor, list[Tensor]]:
         """Passes of `step`, counted from 0, whose gradients are not summed over data parallelism, and no update.
 
-        Returns this rank's report and the flat fp32 gradients of its micro-batches, which stay in the buffer. Leaves
+        Returns this rank's report and the flat gradients of its micro-batches, which stay in the buffer. Leaves
         FP8 scaling as it was. Not with FSDP, which sums them in the backward pass.
         """
         if self.graphs is not None:

@@ -13,6 +13,7 @@ from megafp8.batch import Batch
 from megafp8.checkpoint import collect
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source
+from megafp8.conversion.convert import Selected
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.load import load_weights
@@ -104,7 +105,8 @@ def test_ours_to_theirs(world2: World, tmp_path: Path, options: dict[str, Any]) 
     import transformers
 
     model = ModelConfig(**OURS | options, norm_eps=1e-6)
-    convert(SmallQueries(model, tmp_path), HfSink(tmp_path / "hf", file_bytes=20_000))
+    source = Selected(SmallQueries(model, tmp_path), weights_only=True, dtype=None, mtp=False)  # as megafp8 convert has
+    convert(source, HfSink(tmp_path / "hf", file_bytes=20_000))
     loaded, report = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     _hold(world2.run(_from_random, model, 2)[0], loaded.eval())

@@ -130,7 +130,7 @@ def assert_training_goes_on(found: Curve, expected: Curve, model: Preset) -> Non
     if NO_CLIP in model:
         assert [loss for loss, _ in found] == [loss for loss, _ in expected]
     if FP64 in model:
-        assert found[0][0] == pytest.approx(expected[0][0], rel=1e-8)
+        assert found[0][0] == pytest.approx(expected[0][0], rel=1e-11)
     rounded = {DELAYED, CURRENT, BF16, BF16_MOMENTS} & {*model.parts}
     for (a_loss, a_norm), (b_loss, b_norm) in zip(found, expected, strict=True):
         assert a_loss == pytest.approx(b_loss, rel=2e-3 if rounded else 1e-5)
@@ -154,7 +154,7 @@ def test_there_and_back(runs: Runs, model: Preset, a: Preset, b: Preset) -> None
     assert bool(moments["momentum_buffer"]) == (MUON in model)
     assert moments["average"] == (AVERAGE in model) * len(trained)
     masters = any(name.startswith("optimizer.master.") for name in saved.tensors)
-    assert masters == (BF16 in model or FP64 in model)
+    assert masters == (BF16 in model)
     there = runs.saved(SAMPLES_4 | model | b, saved.folder)
     assert_same(there.tensors, saved.tensors)
     assert_training_goes_on(there.curve, saved.curve, model)

@@ -16,7 +16,19 @@ from pydantic import Field
 from megafp8.config.errors import Problem, divisors
 from megafp8.config.parts.base import ModelSection, PartConfig, RunConfig
 from megafp8.pipeline_parallel.split import even
-from megafp8.section import FLOAT, IN_FP32, INTEGER, Count, NonNegative, PositiveFloat, PositiveInt, Section
+from megafp8.section import (
+    FLOAT,
+    IN_FP32,
+    INTEGER,
+    Channels,
+    Count,
+    Heads,
+    NonNegative,
+    PositiveFloat,
+    Quantity,
+    Section,
+    Tokens,
+)
 
 
 class RopeScaling(Section):
@@ -29,7 +41,7 @@ class RopeScaling(Section):
     high_freq_factor: PositiveFloat = 4.0
     """Wavelengths below original_max_position_embeddings / high_freq_factor are unchanged; those between are
     interpolated."""
-    original_max_position_embeddings: PositiveInt = 8192
+    original_max_position_embeddings: Tokens = 8192
     """Context length before the extension, in tokens."""
 
 
@@ -39,7 +51,7 @@ class YarnConfig(Section):
 
     factor: Annotated[float, Field(ge=1), FLOAT, IN_FP32]
     """Factor by which the context is extended."""
-    original_max_position_embeddings: PositiveInt = 4096
+    original_max_position_embeddings: Tokens = 4096
     """Context length before the extension, in tokens."""
     beta_fast: PositiveFloat = 32.0
     """Frequencies with more rotations than this in the original context are unchanged."""
@@ -79,7 +91,7 @@ class LongRopeConfig(Section):
     factor: Annotated[float, Field(ge=1), FLOAT, IN_FP32]
     """Factor by which the context is extended. Rotated channels of queries and keys are multiplied by √(1 + ln factor /
     ln original_max_position_embeddings), in short sequences too."""
-    original_max_position_embeddings: Annotated[int, Field(ge=2), INTEGER] = 4096
+    original_max_position_embeddings: Annotated[int, Field(ge=2), INTEGER, Quantity.TOKENS] = 4096
     """Context length before the extension, in tokens."""
 
     def divisors(self, length: int) -> list[float]:
@@ -89,6 +101,11 @@ class LongRopeConfig(Section):
     def is_long(self, length: int) -> bool:
         """Whether sequences of `length` tokens have `long_factor`."""
         return length > self.original_max_position_embeddings
+
+    def with_pairs(self, pairs: int) -> LongRopeConfig:
+        """For heads of which this many pairs are rotated: as many of the divisors, from the first on."""
+        lists = {key: (getattr(self, key) * pairs)[:pairs] for key in ("short_factor", "long_factor")}
+        return self.model_copy(update=lists)
 
     @property
     def extended_length(self) -> int:
@@ -107,7 +124,7 @@ class QueryScaling(Section):
 
     factor: PositiveFloat = 0.1
     """How fast the scale grows (Llama 4's attn_scale; Mistral 4's llama_4_scaling_beta)."""
-    length: PositiveInt = 8192
+    length: Tokens = 8192
     """Tokens of each step of the scale; queries of the first ones are not scaled (Llama 4's floor_scale; Mistral 4's
     original_max_position_embeddings)."""
     first_position: Literal[0, 1] = 0
@@ -142,11 +159,11 @@ class RotaryKeys(Section):
 class AttentionKeys(RotaryKeys):
     """The keys of attention."""
 
-    num_attention_heads: PositiveInt
+    num_attention_heads: Heads
     """Number of query heads."""
-    num_query_groups: PositiveInt | None = None
+    num_query_groups: Heads | None = None
     """Number of key-value heads (grouped-query attention). Default: num_attention_heads."""
-    head_dim: PositiveInt | None = None
+    head_dim: Channels | None = None
     """Width of one attention head. Default: hidden_size / num_attention_heads."""
     qkv_bias: bool = False
     """Add biases to the query, key and value projections only (Qwen2)."""
@@ -164,9 +181,9 @@ class AttentionKeys(RotaryKeys):
     output_gate: bool = False
     """Multiply the output of each head by the sigmoid of a gate for each channel, a projection of the layer's input
     (Qwen3-Next; Qiu et al. 2025, arXiv:2505.06708)."""
-    sliding_window: PositiveInt | None = None
+    sliding_window: Tokens | None = None
     """Each token attends to this many latest tokens, including itself. Default: all earlier tokens."""
-    attention_chunk: PositiveInt | None = None
+    attention_chunk: Tokens | None = None
     """Sequences are cut into chunks of this many tokens, each token attends to the earlier ones of its own (Llama 4).
     Default: one chunk."""
     query_scaling: QueryScaling | None = None
@@ -195,9 +212,9 @@ class AttentionConfig(PartConfig, AttentionKeys):
 
     kind: Literal["attention"] = "attention"
     """Softmax attention."""
-    num_attention_heads: PositiveInt = 1
+    num_attention_heads: Heads = 1
     """Number of query heads."""
-    kv_layer: Count | None = None
+    kv_layer: Annotated[Count, Quantity.LAYER] | None = None
     """Number of an earlier layer, counted from 0, whose keys and values these layers read; they project none of their
     own (Gemma 4's num_kv_shared_layers; cross-layer attention, Brandon et al. 2024, arXiv:2405.12981). Both are in one
     pipeline stage. Default: own keys and values."""

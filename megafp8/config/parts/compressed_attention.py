@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from megafp8.config.errors import Problem, divisors
 from megafp8.config.parts.attention import RotaryKeys
 from megafp8.config.parts.base import ModelSection, PartConfig, RunConfig
-from megafp8.section import NonNegative, PositiveInt
+from megafp8.section import Channels, Chosen, Heads, NonNegative, Tokens
 
 _OF_MODEL = ("num_attention_heads", "head_dim", "sliding_window", *RotaryKeys.model_fields)
 
@@ -31,28 +31,28 @@ class CompressedAttentionConfig(PartConfig, RotaryKeys):
 
     kind: Literal["compressed_attention"] = "compressed_attention"
     """Compressed attention."""
-    num_attention_heads: PositiveInt = 1
+    num_attention_heads: Heads = 1
     """Number of query heads."""
-    head_dim: PositiveInt | None = None
+    head_dim: Channels | None = None
     """Width of a head's query and of the key that all heads share. Default: hidden_size / num_attention_heads."""
-    sliding_window: PositiveInt | None = None
+    sliding_window: Tokens | None = None
     """Each token attends to this many latest tokens, including itself. Default: that of the model."""
-    q_rank: PositiveInt = 1024
+    q_rank: Channels = 1024
     """Width of the latent that queries are computed from (q_lora_rank)."""
-    output_groups: PositiveInt = 8
+    output_groups: Heads = 8
     """Groups of heads that are each projected to output_rank channels (o_groups)."""
-    output_rank: PositiveInt = 1024
+    output_rank: Channels = 1024
     """Channels of a group of heads before the output projection (o_lora_rank)."""
-    compress_rate: PositiveInt | None = None
+    compress_rate: Tokens | None = None
     """Each entry stands for this many tokens, counted from the start of a document, and is seen by tokens after them
     and the last of them (compress_rates). Default: there are no entries."""
-    top_k: PositiveInt | None = None
+    top_k: Chosen | None = None
     """Each token attends to this many entries, which an indexer chooses (index_topk), and an entry is computed from the
     tokens of the entry before, too (compressed sparse attention). Of equal scores the earlier one is chosen. Default:
     to all of them (heavily compressed attention)."""
-    index_heads: PositiveInt = 64
+    index_heads: Heads = 64
     """Number of the indexer's heads (index_n_heads)."""
-    index_head_dim: PositiveInt = 128
+    index_head_dim: Channels = 128
     """Channels of their queries, and of an entry's key that they share (index_head_dim)."""
     kl_loss: NonNegative = 1.0
     """Weight of the indexer's loss, as that of model.sparse_attention: the divergence of its scores' softmax over the

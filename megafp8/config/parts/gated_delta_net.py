@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from megafp8.config.errors import Problem, divisors
 from megafp8.config.parts.base import ModelSection
 from megafp8.config.parts.recurrent import RecurrentConfig
-from megafp8.section import PositiveFloat, PositiveInt
+from megafp8.section import Channels, Heads, PositiveFloat
 
 
 class GatedDeltaNetConfig(RecurrentConfig):
@@ -24,13 +24,13 @@ class GatedDeltaNetConfig(RecurrentConfig):
 
     kind: Literal["gated_delta_net"] = "gated_delta_net"
     """Gated DeltaNet."""
-    num_key_heads: PositiveInt
+    num_key_heads: Heads
     """Number of heads of queries and keys (linear_num_key_heads)."""
-    num_value_heads: PositiveInt
+    num_value_heads: Heads
     """Number of heads of values, each with a state; a multiple of num_key_heads (linear_num_value_heads)."""
-    key_head_dim: PositiveInt = 128
+    key_head_dim: Channels = 128
     """Channels of a head's query and key (linear_key_head_dim)."""
-    value_head_dim: PositiveInt = 128
+    value_head_dim: Channels = 128
     """Channels of a head's value (linear_value_head_dim)."""
     allow_neg_eigval: bool = False
     """A token replaces what the state has for its key by up to twice the difference, so that the state's transition may

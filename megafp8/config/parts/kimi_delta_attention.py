@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from megafp8.config.parts.base import ModelSection
 from megafp8.config.parts.recurrent import RecurrentConfig
-from megafp8.section import PositiveInt
+from megafp8.section import Channels, Heads
 
 
 class KimiDeltaAttentionConfig(RecurrentConfig):
@@ -25,9 +25,9 @@ class KimiDeltaAttentionConfig(RecurrentConfig):
 
     kind: Literal["kimi_delta_attention"] = "kimi_delta_attention"
     """Kimi Delta Attention."""
-    num_heads: PositiveInt
+    num_heads: Heads
     """Number of heads, each with a state (linear_num_heads)."""
-    head_dim: PositiveInt = 128
+    head_dim: Channels = 128
     """Channels of a head's query, key and value, and width of the products by which decays and gates are computed
     (linear_head_dim)."""
 

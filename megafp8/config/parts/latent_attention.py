@@ -7,23 +7,23 @@ from typing import ClassVar, Literal
 
 from megafp8.config.errors import Problem
 from megafp8.config.parts.base import ModelSection, PartConfig
-from megafp8.section import PositiveFloat, PositiveInt, Section
+from megafp8.section import Channels, PositiveFloat, Section, Tokens
 
 
 class LatentAttentionConfig(Section):
     """Multi-head latent attention (DeepSeek-V2 and V3). Replaces head_dim and num_query_groups."""
 
-    q_rank: PositiveInt | None
+    q_rank: Channels | None
     """Width of the latent that queries are computed from (q_lora_rank). null: they are computed from the residual
     stream (DeepSeek-V2-Lite)."""
-    kv_rank: PositiveInt
+    kv_rank: Channels
     """Width of the latent that keys and values are computed from (kv_lora_rank)."""
-    nope_head_dim: PositiveInt = 128
+    nope_head_dim: Channels = 128
     """Channels of a head's query and key without positions (qk_nope_head_dim)."""
-    rope_head_dim: PositiveInt = 64
+    rope_head_dim: Channels = 64
     """Channels of a head's query, and of the key that all heads share, with rotary positions
     (qk_rope_head_dim); without any if model.position_embedding is none."""
-    value_head_dim: PositiveInt = 128
+    value_head_dim: Channels = 128
     """Channels of a head's values (v_head_dim)."""
     norm_eps: PositiveFloat | None = None
     """Epsilon of the norms of the latents. Default: model.norm_eps."""
@@ -47,7 +47,7 @@ class LatentMixerConfig(PartConfig):
 
     kind: Literal["latent_attention"] = "latent_attention"
     """Multi-head latent attention."""
-    sliding_window: PositiveInt | None = None
+    sliding_window: Tokens | None = None
     """Each token attends to this many latest tokens, including itself."""
     position_embedding: Literal["rope", "none"] = "rope"
     """none: no channel of the layer's queries and keys is rotated. Default: that of the model."""

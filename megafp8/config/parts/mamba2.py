@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from megafp8.config.errors import Problem, divisors
 from megafp8.config.parts.base import ModelSection
 from megafp8.config.parts.recurrent import RecurrentConfig
-from megafp8.section import NonNegative, PositiveFloat, PositiveInt
+from megafp8.section import Channels, Heads, NonNegative, PositiveFloat
 
 
 class Mamba2Config(RecurrentConfig):
@@ -25,13 +25,13 @@ class Mamba2Config(RecurrentConfig):
 
     kind: Literal["mamba2"] = "mamba2"
     """Mamba-2."""
-    num_heads: PositiveInt
+    num_heads: Heads
     """Number of heads, each with a state (mamba_num_heads)."""
-    head_dim: PositiveInt = 64
+    head_dim: Channels = 64
     """Channels of a head (mamba_head_dim)."""
-    state_size: PositiveInt = 128
+    state_size: Channels = 128
     """Numbers of the state for each channel (ssm_state_size, mamba_d_state)."""
-    num_groups: PositiveInt = 8
+    num_groups: Heads = 8
     """Number of groups of neighbouring heads, which share what is written to and read from their states, B and C, and
     whose channels are normalized together before the output projection (n_groups)."""
     conv_bias: bool = True

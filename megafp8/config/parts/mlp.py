@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from megafp8.config.activations import ACTIVATIONS, ActivationName
 from megafp8.config.parts.base import ModelSection, PartConfig
-from megafp8.section import PositiveInt, Section
+from megafp8.section import Channels, Section
 
 MEGATRON_LINEARS = {"gate": "linear_fc1", "up": "linear_fc1", "down": "linear_fc2"}
 """Megatron core's names of the linear layers of an MLP or an expert."""
@@ -16,7 +16,7 @@ MEGATRON_LINEARS = {"gate": "linear_fc1", "up": "linear_fc1", "down": "linear_fc
 class MlpKeys(Section):
     """The keys of an MLP."""
 
-    ffn_hidden_size: PositiveInt | None = None
+    ffn_hidden_size: Channels | None = None
     """Inner width of the MLP. Default: 4 × hidden_size."""
     activation: ActivationName = "swiglu"
     """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), geglu and geglu_tanh (T5 1.1): gelu(gate) * up, relu (OPT, T5

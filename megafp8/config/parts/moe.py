@@ -9,22 +9,22 @@ from typing import ClassVar, Literal
 from megafp8.config.errors import Problem, divisors
 from megafp8.config.parts.base import ModelSection, PartConfig, RunConfig
 from megafp8.config.parts.mlp import MEGATRON_LINEARS
-from megafp8.section import Count, NonNegative, PositiveFloat, PositiveInt, Section
+from megafp8.section import Channels, Count, Experts, NonNegative, PositiveFloat, PositiveInt, Section
 
 
 class MoeConfig(Section):
     """Mixture of experts: for each token a router chooses some of a layer's experts, each an MLP, and adds their
     outputs, weighted by the router's scores. Only with capacity_factor are tokens dropped."""
 
-    num_experts: PositiveInt
+    num_experts: Experts
     """Number of experts of a layer."""
-    top_k: PositiveInt = 2
+    top_k: Experts = 2
     """Number of experts that the router chooses for each token."""
-    ffn_hidden_size: PositiveInt | None = None
+    ffn_hidden_size: Channels | None = None
     """Inner width of an expert. Default: model.ffn_hidden_size."""
-    shared_ffn_hidden_size: PositiveInt | None = None
+    shared_ffn_hidden_size: Channels | None = None
     """Inner width of a shared expert, an MLP that every token passes (DeepSeek, Qwen2-MoE). Default: none."""
-    latent_size: PositiveInt | None = None
+    latent_size: Channels | None = None
     """Experts read and give tokens of this width: a projection that all experts share comes before them, and one behind
     their weighted sum (LatentMoE of Nemotron 3 Super and Ultra; moe_latent_size). Router and shared expert read whole
     tokens. Ranks send each other this width. Default: hidden_size, without projections."""
@@ -42,10 +42,10 @@ class MoeConfig(Section):
     """Divide the scores of a token's chosen experts by their sum (Hugging Face's norm_topk_prob)."""
     scaling_factor: PositiveFloat = 1.0
     """Multiply the scores of chosen experts by this, after normalization (routed_scaling_factor)."""
-    num_groups: PositiveInt = 1
+    num_groups: Experts = 1
     """Number of groups of neighbouring experts (DeepSeek's n_group). A token's experts are chosen from its best groups
     only: those whose largest score (softmax), or sum of the two largest (others), is highest."""
-    top_groups: PositiveInt | None = None
+    top_groups: Experts | None = None
     """Number of groups that a token's experts are chosen from (DeepSeek's topk_group). Default: all."""
     selection_bias: bool = False
     """Add a bias to each expert's score where experts are chosen, not where outputs are weighted. It balances the load

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.errors import Problem
 from megafp8.config.parts.base import ModelSection, RunConfig
-from megafp8.section import PositiveInt, Section
+from megafp8.section import Channels, Section
 
 
 class PerLayerEmbeddingConfig(Section):
     """Per-layer embeddings (Gemma 3n and 4): a second table gives each token a small vector for each layer, to which a
     projection of its embedding is added. At its end a layer multiplies it by a gate, and adds a projection of that."""
 
-    width: PositiveInt = 256
+    width: Channels = 256
     """Channels of a token's vector for a layer (hidden_size_per_layer_input)."""
 
 

@@ -8,19 +8,19 @@ from typing import ClassVar, Literal
 from megafp8.config.errors import Problem
 from megafp8.config.parts.base import ModelSection, PartConfig, RunConfig
 from megafp8.config.parts.latent_attention import LatentMixerConfig
-from megafp8.section import NonNegative, PositiveInt, Section
+from megafp8.section import Channels, Chosen, Heads, NonNegative, Section
 
 
 class SparseAttentionConfig(Section):
     """DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv:2512.02556), of a model with latent_attention: a small indexer
     scores all earlier tokens, and each token attends to the top_k of them only."""
 
-    index_heads: PositiveInt
+    index_heads: Heads
     """Number of the indexer's heads (index_n_heads)."""
-    index_head_dim: PositiveInt = 128
+    index_head_dim: Channels = 128
     """Channels of their queries, and of the key that they share (index_head_dim). The first rope_head_dim are
     rotated."""
-    top_k: PositiveInt
+    top_k: Chosen
     """Tokens that each token attends to (index_topk). Of equal scores the earlier token is chosen."""
     index_rope: Literal["halves", "neighbors"] = "halves"
     """Which channels of the indexer are rotated as pairs: those of the two halves (DeepSeek-V3.2), or neighbouring ones

@@ -1,0 +1,86 @@
+"""The export of a checkpoint to Hugging Face, run by `transformers`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megafp8.batch import Batch
+from megafp8.config import Config
+from megafp8.conversion.convert import Selected, convert
+from megafp8.conversion.formats import FORMATS
+from megafp8.prove.runs import Run, begin, reader_of
+
+SEQUENCES = 2
+
+
+def why_not(config: Config) -> str | None:
+    """Why nothing is compared with `transformers`, as far as it is known without an attempt."""
+    if importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed"
+    if config.lora is not None:
+        return "adapters are exported to PEFT, whose base this run does not have"
+    return None
+
+
+def logits_difference(config: Config, run: Path, folder: Path) -> float | str:
+    """Export the checkpoint in `run` to `folder`: the difference of the logits of `transformers`, relative to the
+    largest; or why the model has no export. On one rank."""
+    to, path = FORMATS["hf"], reader_of(run).path
+    selected = Selected(FORMATS["native"].source(path), weights_only=True, dtype=torch.float32, mtp=to.mtp)
+    sparse, length = config.model.sparse_attention, config.training.seq_length
+    if sparse is not None:  # few heads of an indexer give equal scores, among which the choice is anybody's
+        all_chosen = {"sparse_attention": sparse.model_copy(update={"top_k": length})}
+        config = config.model_copy(update={"model": config.model.model_copy(update=all_chosen)})
+        selected.model = selected.model.model_copy(update=all_chosen)
+    sink = to.sink(folder)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+            convert(selected, sink, {})
+    except ValueError as error:
+        return str(error)
+    sink.publish()
+    size = config.model.vocab_size
+    assert size is not None
+    generator = torch.Generator().manual_seed(config.seed)
+
+    def random_ids(length: int) -> Tensor:
+        return torch.randint(2, size, (SEQUENCES, length), generator=generator)  # 1 is RoBERTa's padding
+
+    ids = random_ids(config.training.seq_length)
+    decoder_ids = None if config.decoder_length is None else random_ids(config.decoder_length)
+    ours, theirs = _our_logits(config, run, ids, decoder_ids), _their_logits(folder, ids, decoder_ids)
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@torch.no_grad()
+def _our_logits(config: Config, run: Path, ids: Tensor, decoder_ids: Tensor | None) -> Tensor:
+    """`[b, s, v]`, or those of the decoder."""
+    loaded = Run(config, begin(config))
+    loaded.load(reader_of(run))
+    loaded.trainer.strategy.wait()
+    (stage,) = loaded.trainer.stages
+    head = stage.head
+    assert head is not None
+    head.forward = lambda x, branch, *_: head.logits(x, branch)  # type: ignore[method-assign]
+    logits_sbv = stage(None, Batch(ids, ids if decoder_ids is None else decoder_ids, decoder_tokens=decoder_ids))
+    return logits_sbv.transpose(0, 1)[..., : config.model.vocab_size]
+
+
+@torch.no_grad()
+def _their_logits(folder: Path, ids: Tensor, decoder_ids: Tensor | None) -> Tensor:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    (architecture,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+        model = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).eval()
+    found = model(ids) if decoder_ids is None else model(input_ids=ids, decoder_input_ids=decoder_ids)
+    logits: Tensor = found.prediction_logits if "prediction_logits" in found else found.logits
+    return logits.double()

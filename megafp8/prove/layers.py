@@ -1,0 +1,130 @@
+"""A few layers of a deep model: every kind, in pipeline stages that have different numbers of layers where they did."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from megafp8.config import Config, ModelConfig
+from megafp8.planner.stages import stages_of
+
+_NUMBER = re.compile(r"(?<=layers\.)\d+")
+
+
+class Kept(NamedTuple):
+    """Numbers of the layers that are kept, in order, and how many each stage has."""
+
+    layers: list[int]
+    per_stage: list[int]
+
+    def number(self, layer: int) -> int:
+        """The new number of a layer that is kept."""
+        return self.layers.index(layer)
+
+
+def patterns_of(config: Config) -> list[str]:
+    """Patterns over names of layers and weights, which may name layers by number."""
+    f = config.fp8
+    patterns = [*f.include, *f.exclude, *f.static_amax, *(rule.layers for rule in f.custom)]
+    return [*patterns, *(pattern for group in config.optimizer.groups for pattern in group.match)]
+
+
+def renumbered(pattern: str, kept: Kept) -> str:
+    """A pattern with the new numbers of layers."""
+    return _NUMBER.sub(lambda match: str(kept.number(int(match[0]))), pattern)
+
+
+def keep_layers(config: Config, stages: int) -> Kept:
+    """The layers to keep in `stages` stages.
+
+    Stages are the first, the last and some between them, and if stages of the config have different numbers of layers,
+    two of these do. A stage keeps the shortest run of its layers that has all its kinds; the only stage one in which
+    each kind follows all kinds that it follows in the config.
+    """
+    model = config.model
+    _, ranges = stages_of(config)
+    ranges[-1] = range(ranges[-1].start, model.num_blocks)
+    named = {int(number) for pattern in patterns_of(config) for number in _NUMBER.findall(pattern)}
+    kinds = [(model.layer_kind(i), i if i in named else None) for i in range(model.num_blocks)]
+    sizes = sorted({len(layers) for layers in ranges})
+    chosen = _spread(ranges, stages)
+    kept = []
+    for layers in chosen:
+        least = 1 + sizes.index(len(layers)) if stages > 1 else 2
+        window = _window([kinds[i] for i in layers], least, pairs=stages == 1)
+        kept.append({layers.start + i for i in window})
+    have = {kinds[i] for layers in kept for i in layers}
+    last = model.num_layers - 1
+    for i, kind in enumerate(kinds):
+        if kind not in have or (i == last and model.mtp_num_layers and kind != kinds[max(kept[-1])]):
+            stage = max(s for s, layers in enumerate(chosen) if layers.start <= i)
+            kept[stage].add(i)
+            have.add(kind)
+    for numbers in kept:  # whose keys and values others read
+        numbers |= {source for source in (_kv_layer(model, i) for i in numbers) if source is not None}
+    return Kept(sorted(set[int]().union(*kept)), [len(numbers) for numbers in kept])
+
+
+def _kv_layer(model: ModelConfig, layer: int) -> int | None:
+    return getattr(model.layer(layer).mixer, "kv_layer", None) if layer < model.num_layers else None
+
+
+def _spread(ranges: Sequence[range], stages: int) -> list[range]:
+    """`stages` of the stages, from the first to the last, with different lengths where there are."""
+    if stages == 1:
+        return [range(ranges[0].start, ranges[-1].stop)]
+    chosen = [round(i * (len(ranges) - 1) / (stages - 1)) for i in range(stages)]
+    lengths = {len(ranges[i]) for i in chosen}
+    if len(lengths) == 1:
+        other = next((i for i, layers in enumerate(ranges) if len(layers) not in lengths), None)
+        if other is not None:
+            place = min(range(stages), key=lambda s: (s in (0, stages - 1), abs(chosen[s] - other)))
+            chosen[place] = other
+    return [ranges[i] for i in sorted(chosen)]
+
+
+def _window(kinds: Sequence[Hashable], least: int, pairs: bool) -> range:
+    """The shortest run of at least `least` elements, the first of equals, that has all kinds, or all pairs too."""
+
+    def content(part: Sequence[Hashable]) -> set[Hashable]:
+        return {*part, *pairwise(part)} if pairs else {*part}
+
+    wanted = content(kinds)
+    runs = (range(i, i + n) for n in range(min(least, len(kinds)), len(kinds) + 1) for i in range(len(kinds) - n + 1))
+    return next(run for run in runs if content(kinds[run.start : run.stop]) == wanted)
+
+
+def layer_keys(config: Config, kept: Kept) -> Iterator[tuple[str, Any]]:
+    """Keys of the config, with dots, that say of which kinds the kept layers are and where they are."""
+    model, p = config.model, config.parallel
+    layers, blocks = kept.layers, len(kept.layers)
+    decoder = sum(model.is_decoder(i) for i in layers)
+    yield "model.num_layers", blocks - decoder
+    if decoder and model.num_decoder_layers is not None:
+        yield "model.num_decoder_layers", decoder
+    if model.pattern:
+        yield "model.pattern", [model.kind_name(i) for i in layers]
+    if model.full_attention_layers:
+        yield "model.full_attention_layers", [kept.number(i) for i in layers if i in model.full_attention_layers]
+    if model.moe is not None and (model.moe.first_dense_layers or model.moe.layer_interval > 1):
+        sparse = [model.moe.is_sparse(i) for i in layers]
+        first, interval = next(
+            (first, interval)
+            for interval in range(1, blocks + 1)
+            for first in range(blocks + 1)
+            if [i >= first and (i + 1) % interval == 0 for i in range(blocks)] == sparse
+        )
+        yield "model.moe.first_dense_layers", first
+        yield "model.moe.layer_interval", interval
+    if len(kept.per_stage) > 1:
+        yield "parallel.layers_per_stage", kept.per_stage
+    largest = max(kept.per_stage)
+    if p.recompute_blocks is not None:
+        yield "parallel.recompute_blocks", min(p.recompute_blocks, max(1, largest - 1))
+    if type(p.offload) is int:
+        yield "parallel.offload", min(p.offload, max(1, largest - 1))
+    for key in ("first_blocks_bf16", "last_blocks_bf16"):
+        if getattr(config.fp8, key):
+            yield f"fp8.{key}", 1

@@ -1,0 +1,203 @@
+"""Real ranks on this machine: processes that are started once and run many functions, each in a gloo group of its own.
+
+A rank is a fork of a server process that has imported torch and the package, which takes milliseconds. Each call joins
+a new group over as many ranks as it asks for, and finds torch and the environment as a new process has them. A rank
+that failed, died or did not finish in time is killed with all ranks of that call, and is started afresh for the next;
+the error shows the stack of each, causes first: who died, who hung, then exceptions, those of lost connections last.
+
+    def work(parallel_size):             # module level, so that it can be pickled; runs on every rank
+        ... return value
+
+    with LocalRanks() as ranks:
+        values = ranks.run(work, (2,), ranks=2, timeout=60)
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing as mp
+import os
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from typing import Any
+
+PRELOADED = ["torch.distributed", "torch.distributed.checkpoint", "torch._dynamo", "megafp8.training.job"]
+"""Modules that the server imports, so that ranks need not. torch._dynamo takes a second, and many functions need it."""
+_STDOUT_STDERR = (1, 2)
+_DIED = "process died"
+
+
+def _serve(pipe: Connection, stack_path: str) -> None:
+    """A rank's loop: receive a call, run it, send (whether it succeeded, result or traceback, CPU seconds). None
+    ends it."""
+    import torch.distributed as dist
+
+    environment = dict(os.environ)
+    with open(stack_path, "w") as stack_file:
+        faulthandler.enable(stack_file)
+        while (task := pipe.recv()) is not None:
+            for descriptor in _STDOUT_STDERR:
+                received = recv_handle(pipe)
+                os.dup2(received, descriptor)
+                os.close(received)
+            function, args, rank, ranks, store, timeout, backend = task
+            begin = time.process_time()
+            _reset({**environment, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)})
+            faulthandler.dump_traceback_later(timeout * 0.9, file=stack_file)
+            try:
+                dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+                result = (True, function(*args))
+            except Exception:
+                result = (False, traceback.format_exc())
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+            pipe.send((*result, time.process_time() - begin))
+
+
+def _reset(environment: dict[str, str]) -> None:
+    """Undo what the call before may have changed: groups, environment variables, torch's settings and random state."""
+    import torch
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    from megafp8.parallel_state import destroy_model_parallel
+
+    # Not right after that call: other ranks may still have been connecting to its groups.
+    destroy_model_parallel()
+    # Device meshes of the same ranks are equal, so what these caches return has the groups that were just destroyed.
+    _clear_sharding_prop_cache()
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+
+
+class RanksFailed(AssertionError):
+    """A call failed. `hung`: the ranks that did not finish in time."""
+
+    def __init__(self, text: str, hung: list[int]) -> None:
+        super().__init__(text)
+        self.hung = hung
+
+
+class _Rank:
+    """One process, its pipe, and the file that its stack is written to if it hangs."""
+
+    def __init__(self, stack_path: Path, context: BaseContext) -> None:
+        self.stack_path = stack_path
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(  # type: ignore[attr-defined]
+            target=_serve, args=(theirs, str(stack_path)), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def send(self, task: tuple[Any, ...]) -> None:
+        """Start a call. What the rank prints goes to where this process' output goes now, where it may be captured."""
+        self.pipe.send(task)
+        for descriptor in _STDOUT_STDERR:
+            send_handle(self.pipe, descriptor, self.process.pid)
+
+    def receive(self) -> tuple[bool, Any, float]:
+        """The result of the call, which has arrived or never will, and its CPU seconds."""
+        try:
+            return self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join(timeout=5)
+            return False, f"{_DIED}, exit code {self.process.exitcode}\n{self.stack_path.read_text()}", 0.0
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class LocalRanks:
+    """The processes, each started when a call first needs it. `preloaded`: further modules for the server to import,
+    if it has not been started yet. `on_gpus`: ranks may use GPUs and have NCCL beside gloo; they are no forks, which a
+    module that asks for GPUs while it is imported would keep from using these. `cpu_seconds`: of all calls."""
+
+    def __init__(self, preloaded: Sequence[str] = (), *, on_gpus: bool = False) -> None:
+        self._context = mp.get_context("spawn" if on_gpus else "forkserver")
+        self._context.set_forkserver_preload([*PRELOADED, *preloaded])
+        self._backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
+        self.folder = Path(tempfile.mkdtemp(prefix="megafp8-ranks-"))
+        self._calls, self.cpu_seconds = 0, 0.0
+        self._ranks: dict[int, _Rank] = {}
+
+    def __enter__(self) -> LocalRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes, by themselves where they can, and remove what they left."""
+        for rank in self._ranks.values():
+            rank.pipe.send(None)
+        deadline = time.monotonic() + 30
+        for rank in self._ranks.values():
+            rank.process.join(timeout=max(0.0, deadline - time.monotonic()))
+            rank.kill()
+        self._ranks.clear()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], ranks: int, timeout: float) -> list[Any]:
+        """Run `function(*args)` on the first `ranks` processes and return what each returned, by rank."""
+        self._calls += 1
+        store = str(self.folder / f"store-{self._calls}")
+        for i in range(ranks):
+            if i not in self._ranks:
+                self._ranks[i] = _Rank(self.folder / f"stack-{i}", self._context)
+            self._ranks[i].send((function, args, i, ranks, store, timeout, self._backend))
+        try:
+            answers = self._answers(ranks, timeout)
+        except BaseException:  # Ctrl-C, or a caller's own time limit: the next call must not get these answers
+            self._kill(ranks)
+            raise
+        hung = sorted(set(range(ranks)) - answers.keys())
+        failed = {i: value for i, (succeeded, value) in sorted(answers.items()) if not succeeded}
+        if hung or failed:  # all ranks of the call may hang in a collective with these
+            report = [(_order(value), f"rank {i} failed:\n{value}") for i, value in failed.items()]
+            for i in hung:
+                stack = self._ranks[i].stack_path.read_text()
+                report.append((1, f"rank {i} did not finish within {timeout} s; it stood at:\n{stack}"))
+            self._kill(ranks)
+            raise RanksFailed("\n".join(text for _, text in sorted(report)), hung)
+        return [answers[i][1] for i in range(ranks)]
+
+    def _kill(self, ranks: int) -> None:
+        for i in range(ranks):
+            self._ranks.pop(i).kill()
+
+    def _answers(self, ranks: int, timeout: float) -> dict[int, tuple[bool, Any]]:
+        """Results by rank, of those that answer in time. After a failure the others have 2 more seconds."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        waiting = {self._ranks[i].pipe: i for i in range(ranks)}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), timeout=left):
+                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                *answer, seconds = self._ranks[rank].receive()
+                answers[rank] = (answer[0], answer[1])
+                self.cpu_seconds += seconds
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + 2)
+        return answers
+
+
+def _order(failure: str) -> int:
+    """Where a report shows a failure: a dead rank is the cause of the connections that other ranks lost."""
+    if failure.startswith(_DIED):
+        return 0
+    return 3 if "gloo" in failure.splitlines()[-1] else 2

@@ -1,0 +1,312 @@
+"""The small config on GPUs, in its own precision and with its own kernels, against one CPU rank in float64.
+
+Rounding makes sums differ, so differences are root mean squares, of a tensor relative to that of the reference, and
+have a bound for each precision (`BOUNDS`), or where a network multiplies rounding errors a multiple of those of one CPU
+rank in the same precision (`MARGIN`). The reference begins with the same weights, rounded to the precision, reads the
+same data, and quantizes by the same recipe: what it does not share is how values and sums are rounded, the kernels,
+CUDA graphs, and NCCL. A recipe of FP8 is a second run, so that its rounding hides no fault of the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megafp8.checkpoint import CheckpointReader, Rectangles, save
+from megafp8.checkpoint.rectangles import as_rectangles
+from megafp8.config import Config, ConfigError, Problem
+from megafp8.distributed.sharding import Shape
+from megafp8.dtypes import DTYPES
+from megafp8.prove.certificate import Row, Status
+from megafp8.prove.layout import MOST_RANKS
+from megafp8.prove.local_ranks import LocalRanks, RanksFailed
+from megafp8.prove.random_data import write_data
+from megafp8.prove.runs import GRADIENTS, STATE, STEPS, Context, Run, Step, begin, names_in, reader_of
+from megafp8.prove.shrink import SPECIAL_TOKENS, Small, in_float64, on_cpus, one_rank, shrink
+from megafp8.training.cuda_graphs import describe
+from megafp8.training.state import checkpoint_folder, tensors, weights
+
+ROUNDING = 1e-12
+"""Gradients whose root mean square is below this share of the largest are zero but for rounding."""
+INITIAL = "initial"
+"""Folder of the weights that the reference begins with, beside those of `runs`."""
+
+
+class Squares(NamedTuple):
+    """A tensor that a rank holds parts of: `scale`, the mean square of the reference, or of what the differences are
+    held to, and for each part (offset, shape) the sum of squared differences from the reference."""
+
+    shape: Shape
+    scale: float
+    parts: Mapping[tuple[Shape, Shape], float]
+
+
+@dataclass
+class Record:
+    """What a rank hands back of its run. `graphs`: whether steps were replayed; `memory`: GiB of its GPU, at most."""
+
+    steps: list[Step] = field(default_factory=list)
+    initial: Mapping[str, Squares] = field(default_factory=dict)
+    gradients: Mapping[str, Squares] = field(default_factory=dict)
+    state: Mapping[str, Squares] = field(default_factory=dict)
+    graphs: str = ""
+    memory: float = 0.0
+
+
+def squares(
+    held: Mapping[str, Rectangles | torch.Tensor], reader: CheckpointReader, before: CheckpointReader | None = None
+) -> dict[str, Squares]:
+    """What this rank holds, with the tensors of the same names in a checkpoint. `before`: a checkpoint from which these
+    have changed; differences are then held to the change."""
+    compared = {}
+    for name, rectangles in as_rectangles(held).items():
+        if name not in reader.tensors:
+            continue
+        whole = reader.read(name).double()
+        scale = whole if before is None else whole - before.read(name).double()
+        parts = {}
+        for offset, view in rectangles.parts:
+            part = whole[tuple(slice(o, o + n) for o, n in zip(offset, view.shape))]
+            apart = (part - view.detach().double().cpu()).square().sum()
+            parts[offset, tuple(view.shape)] = float(apart.nan_to_num(nan=math.inf))
+        compared[name] = Squares(tuple(whole.shape), float(scale.square().mean()), parts)
+    return compared
+
+
+def reference(config: Config, folder: Path, precision: str, threads: int = 1) -> list[Step]:
+    """One rank trains in float64 from weights that are rounded to `precision`, and saves what others compare with."""
+    torch.set_num_threads(threads)
+    run = Run(config, begin(config))
+    with torch.no_grad():
+        for weight in run.trainer.model.parameters():
+            weight.copy_(weight.to(DTYPES[precision]))
+    save(checkpoint_folder(folder / INITIAL), 1, weights(run.trainer), {})
+    run.train(STEPS, lambda: save(checkpoint_folder(folder / GRADIENTS), 1, run.gradients(), {}))
+    save(checkpoint_folder(folder / STATE), 1, weights(run.trainer), {})
+    return run.record.steps
+
+
+def compared(config: Config, folder: Path, around: Context = nullcontext, threads: int = 1) -> Record:
+    """The ranks train as `config` says, and compare with what the reference saved in `folder`."""
+    torch.set_num_threads(threads)
+    record = Record()
+    with around():
+        run = Run(config, begin(config))
+        record.initial = squares(weights(run.trainer), reader_of(folder / INITIAL))
+
+        def compare_gradients() -> None:
+            record.gradients = squares(run.gradients(), reader_of(folder / GRADIENTS))
+
+        run.train(STEPS, compare_gradients)
+        record.state = squares(_masters(run), reader_of(folder / STATE), reader_of(folder / INITIAL))
+    record.steps, record.graphs = run.record.steps, describe(run.trainer.why_no_graphs)
+    if config.device == "cuda":
+        record.memory = torch.cuda.max_memory_allocated() / 2**30
+    run.trainer.close()
+    return record
+
+
+def _masters(run: Run) -> dict[str, Rectangles | torch.Tensor]:
+    """This rank's parts of the weights as the optimizer has them, under the names of weights."""
+    state, prefix = tensors(run.trainer), "optimizer.master."
+    if DTYPES[run.config.training.precision].itemsize > 2:
+        prefix = "model."
+    return {f"model.{name.removeprefix(prefix)}": x for name, x in state.items() if name.startswith(prefix)}
+
+
+def relative(records: Iterable[Mapping[str, Squares]], names: Iterable[str]) -> dict[str, float]:
+    """By name, the root mean square of a tensor's differences on all ranks, relative to the reference's; infinite where
+    ranks do not hold all of it. Of copies the one that differs most counts."""
+    found: dict[str, Squares] = {}
+    for record in records:
+        for name, x in record.items():
+            parts = dict(found[name].parts) if name in found else {}
+            parts |= {part: max(square, parts.get(part, 0.0)) for part, square in x.parts.items()}
+            found[name] = x._replace(parts=parts)
+    return {name: _relative(found[name]) if name in found else math.inf for name in names}
+
+
+def noise_of(gradients: Iterable[Mapping[str, Squares]]) -> set[str]:
+    """The weights whose gradients, of the reference, are zero but for rounding, such as the biases of keys."""
+    scales = {name: x.scale for record in gradients for name, x in record.items()}
+    return {name for name, scale in scales.items() if scale <= ROUNDING**2 * max(scales.values())}
+
+
+def _relative(x: Squares) -> float:
+    covered = torch.zeros(x.shape, dtype=torch.bool)
+    for offset, shape in x.parts:
+        covered[tuple(slice(o, o + n) for o, n in zip(offset, shape))] = True
+    if not covered.all():
+        return math.inf
+    total = sum(x.parts.values()) / max(1, math.prod(x.shape))
+    return math.sqrt(total / x.scale) if x.scale else math.inf if total else 0.0
+
+
+class Bounds(NamedTuple):
+    """Largest differences that rounding may give: of losses and norms, and in root mean square of a tensor's gradient,
+    and of a weight relative to its change."""
+
+    losses: float
+    gradients: float
+    weights: float
+
+
+BOUNDS = {
+    ("fp32", False): Bounds(1e-3, 1e-3, 0.1),
+    ("fp32", True): Bounds(1e-3, 0.1, 0.3),
+    ("bf16", False): Bounds(2e-2, 0.1, 0.3),
+    ("bf16", True): Bounds(2e-2, 0.4, 0.7),
+    ("fp8", False): Bounds(4e-2, 0.4, 0.7),
+    ("fp8", True): Bounds(4e-2, 0.48, 0.8),
+}
+"""By what is rounded to, and whether tokens choose: of nearly equal experts or keys rounding chooses others."""
+MARGIN = 2.0
+"""How much more than one CPU rank in the same precision a tensor may differ, where that is above its bound."""
+SAME = 1e-3
+"""Largest difference of initial weights: on GPUs a logarithm may differ in its last bit, and so the rounded weight."""
+
+
+def bounds_of(config: Config) -> Bounds:
+    """fp16 rounds less than bf16, whose bounds it has."""
+    precision = "bf16" if DTYPES[config.training.precision].itemsize == 2 else "fp32"
+    chooses = config.model.moe is not None or config.model.has_indexers
+    return BOUNDS["fp8" if config.fp8.recipe != "none" else precision, chooses]
+
+
+def shrunk(config: Config, ranks: int | None = None) -> Small:
+    """The small config of `config`, on as many of the GPUs that are here as its layout takes. Raises ConfigError."""
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        raise ConfigError(
+            "config", [Problem("device", "cuda", "torch sees no CUDA device here", "prove it on the CPU")]
+        )
+    return shrink(config, ranks, min(gpus, MOST_RANKS), "cuda")
+
+
+def checks(
+    config: Config,
+    ranks: int | None = None,
+    *,
+    local_ranks: LocalRanks,
+    timeout: float = 600.0,
+    around: Context = nullcontext,
+) -> Iterator[Row]:
+    """Rows of the certificate, each when it is there; options as of `proof.checks`."""
+    with tempfile.TemporaryDirectory(prefix="megafp8-prove-") as folder:
+        yield from rows(shrunk(config, ranks), Path(folder), local_ranks, timeout, around)
+
+
+def rows(small: Small, folder: Path, local_ranks: LocalRanks, timeout: float, around: Context) -> Iterator[Row]:
+    """All checks of a small config on its device, each when it is done: without FP8, and then with its recipe.
+    `folder`: an empty one, for files."""
+    config = small.config
+    assert config.model.vocab_size is not None
+    samples = STEPS * config.training.global_batch_size
+    config = write_data(config, folder / "data", config.model.vocab_size - SPECIAL_TOKENS, samples)
+    plain = config.model_copy(update={"fp8": type(config.fp8)()})
+    for subject in [plain] if config.fp8.recipe == "none" else [plain, config]:
+        recipe = subject.fp8.recipe
+        for row in _Comparison(subject, small.ranks, folder / recipe, local_ranks, timeout, around).rows():
+            yield row
+            if row.status == "FAILED":
+                return
+
+
+class _Comparison:
+    """The checks of a config, which has `ranks` ranks, with what one CPU rank computes."""
+
+    def __init__(
+        self, config: Config, ranks: int, folder: Path, processes: LocalRanks, timeout: float, around: Context
+    ) -> None:
+        self._config, self._ranks, self._folder = config, ranks, folder
+        self._processes, self._timeout, self._around = processes, timeout, around
+        self._start = time.monotonic()
+        self._kind = "" if config.fp8.recipe == "none" else f", FP8 {config.fp8.recipe}"
+
+    def _row(
+        self, check: str, how: str, status: Status, difference: float | None = None, where: str = "", details: str = ""
+    ) -> Row:
+        now = time.monotonic()
+        seconds, self._start = now - self._start, now
+        return Row(check + ("" if not self._kind else ", FP8"), how, status, difference, where, seconds, details)
+
+    def _failed(self, check: str, how: str, error: RanksFailed) -> Row:
+        lines = [line for line in str(error).splitlines() if line]
+        where = f"ranks {', '.join(map(str, error.hung))} did not finish" if error.hung else lines[-1]
+        return self._row(check, how, "FAILED", None, where, str(error))
+
+    def _within(
+        self, check: str, how: str, bound: float, differences: Mapping[str, float], rounding: Mapping[str, float]
+    ) -> Row:
+        """`differences`: by name. Each is at most `bound`, or `MARGIN` times that of one CPU rank, `rounding`."""
+        bounds = {name: max(bound, MARGIN * rounding.get(name, 0.0)) for name in differences}
+        names = sorted(differences, key=lambda name: -differences[name] / bounds[name])
+        beyond = [name for name in names if not differences[name] <= bounds[name]]
+        where = ", ".join(beyond[:3]) + (f" and {len(beyond) - 3} more" if len(beyond) > 3 else "")
+        status: Status = "DIFFERENT" if beyond else "within"
+        how = f"{how}, to {bound:g}"
+        wider = [name for name in names if bounds[name] > bound]
+        if wider:
+            most = max(bounds[name] for name in wider)
+            how += f", of {len(wider)} of {len(names)} to {MARGIN:g} times their rounding on a CPU, up to {most:.2g}"
+        return self._row(check, how, status, differences[names[0]], where or names[0])
+
+    def rows(self) -> Iterator[Row]:
+        """All checks, each when it is done."""
+        config, folder, precision = self._config, self._folder, self._config.training.precision
+        rounded, bounds = f"{precision}{self._kind}", bounds_of(config)
+        threads = min(16, len(os.sched_getaffinity(0))) if config.device == "cuda" else 1
+        run = partial(self._processes.run, timeout=self._timeout)
+        how = f"one CPU rank in float64, and in {rounded}, with the same weights"
+        try:
+            (expected,) = run(reference, (one_rank(in_float64(config)), folder, precision, threads), 1)
+            (on_cpu,) = run(compared, (one_rank(on_cpus(config)), folder, nullcontext, threads), 1)
+        except RanksFailed as error:
+            yield self._failed("reference", how, error)
+            return
+        yield self._row("reference", how, "equal", None, f"{STEPS} steps")
+        how = f"in {rounded} on {self._ranks} {'rank' if self._ranks == 1 else 'ranks'}"
+        try:
+            found: list[Record] = run(compared, (config, folder, self._around), self._ranks)
+        except RanksFailed as error:
+            yield self._failed(config.device, how, error)
+            return
+        memory = max(x.memory for x in found)
+        how += f"; {found[0].graphs}"
+        yield self._row(config.device, how, "equal", None, f"{memory:.1f} GiB" if memory else "")
+        names = names_in(folder / INITIAL)
+        how = f"rounded to {precision}, root mean square of a tensor"
+        initial, cast = (relative([x.initial for x in records], names) for records in (found, [on_cpu]))
+        yield self._within("initial weights", how, SAME, initial, cast)
+        yield self._within("losses", f"{STEPS} steps, and norms", bounds.losses, _steps(found, expected),
+                           _steps([on_cpu] * self._ranks, expected))  # fmt: skip
+        noise = noise_of(x.gradients for x in found)
+        trained = [name for name in names_in(folder / GRADIENTS) if name not in noise]
+        without = f"; without {', '.join(sorted(noise))}, whose gradients are zero but for rounding" if noise else ""
+        how = f"of the first step, root mean square of a tensor{without}"
+        gradients, cast = (relative([x.gradients for x in records], trained) for records in (found, [on_cpu]))
+        yield self._within("gradients", how, bounds.gradients, gradients, cast)
+        how = f"after {STEPS} steps, root mean square, relative to that of a tensor's change"
+        names = [f"model.{name}" for name in trained]
+        change, cast = (relative([x.state for x in records], names) for records in (found, [on_cpu]))
+        yield self._within("weights", how, bounds.weights, change, cast)
+
+
+def _steps(found: Sequence[Record], expected: Sequence[Step]) -> dict[str, float]:
+    """Relative differences of losses and norms of all ranks, by name."""
+    return {
+        f"{name} {number} of rank {rank}": (abs(a - b) / abs(b) if b else abs(a)) if math.isfinite(a) else math.inf
+        for number, step in enumerate(expected)
+        for rank, record in enumerate(found)
+        for name, a, b in zip(("loss", "further loss", "norm"), record.steps[number], step, strict=True)
+    }

@@ -1,0 +1,379 @@
+"""`prove`: a config, shrunk, in its layout on local ranks, against one rank."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from megafp8.config import Config, ConfigError, MoeFfnConfig, check_layout
+from megafp8.prove import export, on_gpus, runs
+from megafp8.prove.certificate import Certificate, Row, Status
+from megafp8.prove.local_ranks import LocalRanks, RanksFailed
+from megafp8.prove.random_data import write_data
+from megafp8.prove.runs import Comparison, Context, Microbatch, Record, Step
+from megafp8.prove.shrink import SPECIAL_TOKENS, STEPS, one_rank, shrink
+from megafp8.training.fp8_config import build_fp8
+
+EXACT = 1e-10
+"""Largest difference of what is summed in float64 in two orders, relative to a tensor's largest value."""
+IN_FP32 = 1e-4
+"""Largest difference of logits that are computed in fp32, relative to the largest."""
+LEAST_SHARE = 1e-4
+"""Tensors whose largest value is below this share of that of all of their kind are held to it: gradients that are zero
+but for rounding."""
+ROUNDING = 1e-12
+"""Gradients whose largest value is below this share of the largest of all are zero but for rounding."""
+EXPERTS = f"*.{MoeFfnConfig.tensor_prefix}.experts.*"
+"""Names of the linear layers of experts."""
+RELATIVE = f"to {EXACT:g} of a tensor's largest value"
+
+
+def prove(
+    config: Config,
+    ranks: int | None = None,
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    begun: Callable[[Certificate], None] = lambda certificate: None,
+    show: Callable[[Row], None] = lambda row: None,
+    local_ranks: LocalRanks | None = None,
+    **options: Any,
+) -> Certificate:
+    """The certificate of `config` on `ranks` ranks, by default the fewest with data parallelism.
+
+    `device`: cpu for the layout in float64 (`checks`), cuda for the GPUs that are here, in the config's precision
+    (`on_gpus`). `begun` gets the certificate before the first check, `show` each row when it is there. `local_ranks`:
+    processes to use, instead of new ones. `options`: of `checks`. Raises ConfigError if the config cannot run on
+    `ranks`, or there are no GPUs.
+    """
+    start, cpu = time.monotonic(), time.process_time()
+    small = on_gpus.shrunk(config, ranks) if device == "cuda" else shrink(config, ranks)
+    content = small.config.model_dump(mode="json")
+    certificate = Certificate(config.name, (small.original_ranks, small.ranks), content, small.changes)
+    begun(certificate)
+    processes = local_ranks or LocalRanks(on_gpus=device == "cuda")
+    cpu_before = processes.cpu_seconds
+    prove_on = on_gpus.checks if device == "cuda" else checks
+    try:
+        for row in prove_on(config, ranks, local_ranks=processes, **options):
+            certificate.rows.append(row)
+            show(row)
+    finally:
+        if local_ranks is None:
+            processes.close()
+    certificate.seconds = time.monotonic() - start
+    certificate.cpu_seconds = time.process_time() - cpu + processes.cpu_seconds - cpu_before
+    return certificate
+
+
+def checks(
+    config: Config,
+    ranks: int | None = None,
+    *,
+    local_ranks: LocalRanks,
+    timeout: float = 600.0,
+    around: Context = nullcontext,
+) -> Iterator[Row]:
+    """Rows of the certificate, each when it is there; not all of them need be taken.
+
+    A run on all ranks that takes longer than `timeout` seconds is ended. `around`: makes what the layout's runs take
+    place in; tests plant faults so.
+    """
+    small = shrink(config, ranks)
+    with tempfile.TemporaryDirectory(prefix="megafp8-prove-") as folder:
+        yield from _Proof(small.config, small.ranks, Path(folder), local_ranks, timeout, around).rows()
+
+
+class Fp8Subject(NamedTuple):
+    """A config whose FP8 recipe computes the same on `ranks` ranks as on one; `notes`: what it took for that."""
+
+    config: Config
+    ranks: int
+    notes: list[str]
+
+
+def comparable_fp8(config: Config, ranks: int) -> Fp8Subject:
+    """`config` on `ranks` ranks without what makes scales those of a rank's part of a tensor."""
+    p, notes = config.parallel, list[str]()
+    recipe = build_fp8(config, None).recipe
+    assert recipe is not None
+    capabilities = recipe.capabilities
+    axes = {}
+    if not capabilities.per_tensor and p.tensor > 1:
+        axes["tensor"] = 1
+        notes.append("without tensor parallelism, which cuts what has one scale")
+    if capabilities.shard_alignment != 1 and p.context > 1:
+        axes["context"] = 1
+        notes.append("without context parallelism, which cuts what has one scale")
+    parallel, fp8 = p.model_copy(update=axes), config.fp8
+    for axis in axes:
+        ranks //= getattr(p, axis)
+    while (ranks // p.pipeline) % parallel.expert_ranks:  # experts were on ranks of these axes
+        ranks *= 2
+    of_several = (parallel.tensor * parallel.context) % parallel.expert_ranks > 0
+    if config.model.moe is not None and of_several and EXPERTS not in fp8.exclude:
+        fp8 = fp8.model_copy(update={"exclude": [*fp8.exclude, EXPERTS]})
+        notes.append("without FP8 in experts, which receive tokens of several micro-batches")
+    return Fp8Subject(config.model_copy(update={"parallel": parallel, "fp8": fp8}), ranks, notes)
+
+
+def with_experts_of_one_microbatch(config: Config) -> Config | None:
+    """`config` with its experts on tensor-parallel ranks and no data parallelism; None where it cannot run so, or has
+    scales that tensor parallelism cuts."""
+    recipe = build_fp8(config, None).recipe
+    if recipe is None or not recipe.capabilities.per_tensor:
+        return None
+    ranks = config.parallel.expert_ranks
+    axes = {"tensor": ranks, "context": 1, "fsdp_replicas": 1}
+    changed = config.model_copy(update={"parallel": config.parallel.model_copy(update=axes)})
+    try:
+        check_layout(changed, ranks * config.parallel.pipeline)
+    except ConfigError:
+        return None
+    return changed
+
+
+class Difference(NamedTuple):
+    """The largest one, and where it is; if there are several, the largest of them."""
+
+    value: float
+    where: str
+
+    def status(self, limit: float) -> Status:
+        return "equal" if self.value <= limit else "DIFFERENT"
+
+
+class _Proof:
+    """The checks of a small config, which has `ranks` ranks."""
+
+    def __init__(
+        self, small: Config, ranks: int, folder: Path, processes: LocalRanks, timeout: float, around: Context
+    ) -> None:
+        self._ranks, self._folder, self._timeout = ranks, folder, timeout
+        self._processes, self._around = processes, around
+        self._start = time.monotonic()
+        vocabulary, samples = small.model.vocab_size, STEPS * small.training.global_batch_size
+        assert vocabulary is not None
+        self._small = write_data(small, folder / "data", vocabulary - SPECIAL_TOKENS, samples)
+
+    def _run(self, function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
+        return self._processes.run(function, args, ranks, self._timeout)
+
+    def _row(
+        self, check: str, how: str, status: Status, difference: float | None = None, where: str = "", details: str = ""
+    ) -> Row:
+        now = time.monotonic()
+        seconds, self._start = now - self._start, now
+        return Row(check, how, status, difference, where, seconds, details)
+
+    def _compared(self, check: str, how: str, limit: float, *differences: Difference) -> Row:
+        """`differences`: of which each names where it is, if it is above `limit`."""
+        largest = max(differences, key=lambda x: x.value)
+        named = dict.fromkeys(x.where for x in differences if x.value > limit)
+        return self._row(check, how, largest.status(limit), largest.value, "; ".join(named) or largest.where)
+
+    def _failed(self, check: str, how: str, error: RanksFailed) -> Row:
+        lines = [line for line in str(error).splitlines() if line]
+        where = f"ranks {', '.join(map(str, error.hung))} did not finish" if error.hung else lines[-1]
+        return self._row(check, how, "FAILED", None, where, str(error))
+
+    def rows(self) -> Iterator[Row]:
+        """All checks, each when it is done."""
+        small, folder = self._small, self._folder
+        plain = small.model_copy(update={"fp8": type(small.fp8)()})
+        has_fp8 = small.fp8.recipe != "none"
+        alone, own = folder / "one-rank", folder / "layout"
+        p, t = small.parallel, small.training
+        microbatches = t.global_batch_size * p.tensor * p.pipeline * p.context // (t.micro_batch_size * self._ranks)
+        schedule = f"{p.schedule}: {microbatches} micro-batches through {p.pipeline * p.virtual_pipeline} stages"
+        try:
+            (expected,) = self._run(runs.reference, one_rank(plain), alone, ranks=1)
+        except RanksFailed as error:
+            yield self._failed("one rank", "the reference runs", error)
+            return
+        try:
+            found = self._run(runs.layout, plain, alone, None if has_fp8 else own, self._around, ranks=self._ranks)
+        except RanksFailed as error:
+            yield self._failed("schedule", schedule, error)
+            return
+        yield self._row("schedule", schedule, "equal", None, f"{self._ranks} ranks finished")
+        yield self._data_order("data order", found, expected.batches)
+        gradients = worst([x.gradients for x in found], runs.names_in(alone / runs.GRADIENTS))
+        first = steps_apart(found, expected.steps[:1])
+        yield self._compared("loss and gradients", f"a step, of one rank, {RELATIVE}", EXACT, first, gradients)
+        noise = noise_of(x.gradients for x in found)
+        state = worst([x.state for x in found], runs.names_in(alone / runs.STATE), noise)
+        curve = steps_apart(found, expected.steps[: runs.STEPS])
+        how = f"{runs.STEPS} steps: losses, norms, weights and optimizer state of one rank, {RELATIVE}"
+        how += f"; without {', '.join(sorted(noise))}, whose gradients are zero but for rounding" if noise else ""
+        yield self._compared("optimizer steps", how, EXACT, curve, state)
+        if has_fp8:
+            yield from self._fp8()
+            try:
+                found = self._run(runs.layout, small, None, own, self._around, ranks=self._ranks)
+            except RanksFailed as error:
+                yield self._failed("checkpoint", "the layout trains in FP8 and saves", error)
+                return
+        yield from self._checkpoints(own, found, expected, has_fp8)
+        yield self._export(own)
+
+    def _data_order(
+        self, check: str, found: Sequence[Record], expected: Sequence[Sequence[Microbatch]], first: int = 0
+    ) -> Row:
+        """`first`: number of the first step."""
+        how = "micro-batches of one rank: each sample once, in its place"
+        copies = {x.data_rank: x for x in found}
+        for rank, record in enumerate(found):
+            if record.batches != copies[record.data_rank].batches:
+                return self._row(
+                    check, how, "DIFFERENT", None, f"rank {rank} reads other samples than its model's others"
+                )
+        for step, (read, wanted) in enumerate(zip(runs.microbatches(found), expected), first):
+            for microbatch, wanted_microbatch in zip(read, wanted, strict=True):
+                if microbatch != wanted_microbatch:
+                    where = f"step {step}: samples {microbatch[0]} in place of {wanted_microbatch[0]}"
+                    return self._row(check, how, "DIFFERENT", None, where)
+        return self._row(check, how, "equal")
+
+    def _fp8(self) -> Iterator[Row]:
+        """The recipe, in the layout or the part of it in which it computes what one rank computes."""
+        small, name = self._small, self._small.fp8.recipe
+        subject = comparable_fp8(small, self._ranks)
+        yield self._fp8_row(f"FP8, {name}", *subject)
+        has_experts = subject.config.fp8.exclude == small.fp8.exclude
+        experts = None if has_experts else with_experts_of_one_microbatch(small)
+        if experts is not None:
+            p = experts.parallel
+            notes = [f"experts over {p.tensor} tensor-parallel ranks, which have tokens of one micro-batch"]
+            yield self._fp8_row(f"FP8 experts, {name}", experts, p.tensor * p.pipeline, notes)
+
+    def _fp8_row(self, check: str, config: Config, ranks: int, notes: Sequence[str]) -> Row:
+        how = f"{runs.STEPS} steps with float64 sums: all that is compared above, and scales"
+        how, folder = "; ".join([how, *notes]), self._folder / check
+        try:
+            (expected,) = self._run(runs.reference, one_rank(config), folder, ranks=1)
+            found = self._run(runs.layout, config, folder, None, self._around, ranks=ranks)
+        except RanksFailed as error:
+            return self._failed(check, how, error)
+        return self._compared(
+            check, how, EXACT, steps_apart(found, expected.steps[: runs.STEPS]),
+            worst([x.gradients for x in found], runs.names_in(folder / runs.GRADIENTS)),
+            worst([x.state for x in found], runs.names_in(folder / runs.STATE), noise_of(x.gradients for x in found)),
+        )  # fmt: skip
+
+    def _checkpoints(self, own: Path, found: Sequence[Record], expected: Record, has_fp8: bool) -> Iterator[Row]:
+        """`found`: of the layout's run that saved in `own`; `expected`: of one rank without FP8."""
+        names, back = runs.names_in(own), self._folder / "back"
+        written = worst([x.saved for x in found], names)
+        how = "what ranks hold is what is saved; one rank loads it, bit for bit"
+        try:
+            ((alone,),) = self._run(runs.resume, one_rank(self._small), [own], back, ranks=1)
+        except RanksFailed as error:
+            yield self._failed("checkpoint", how, error)
+            return
+        differences = [written, worst([alone.saved], names)]
+        yield self._compared("checkpoint", how, 0.0, *differences)
+        if not has_fp8 or comparable_fp8(self._small, self._ranks).config == self._small:
+            how = f"one rank goes on as the layout: losses and norms to {EXACT:g}"
+            apart = steps_apart([alone], found[0].steps[runs.STEPS :])
+            yield self._compared("resumed on one rank", how, EXACT, apart)
+        how = "the layout goes on as if it had not stopped, from its own checkpoint and from one rank's, bit for bit"
+        try:
+            resumed = self._run(runs.resume, self._small, [own, back], None, self._around, ranks=self._ranks)
+        except RanksFailed as error:
+            yield self._failed("resumed in the layout", how, error)
+            return
+        resumed_alone = [x[0] for x in resumed]
+        yield self._data_order("data after resuming", resumed_alone, expected.batches[runs.STEPS :], runs.STEPS)
+        after = found[0].steps[runs.STEPS :]
+        differences = [
+            difference
+            for source in range(2)
+            for difference in (
+                worst([x[source].saved for x in resumed], names),
+                steps_apart([x[source] for x in resumed], after),
+            )
+        ]
+        yield self._compared("resumed in the layout", how, 0.0, *differences)
+
+    def _export(self, own: Path) -> Row:
+        how = f"logits of transformers, to {IN_FP32:g} of the largest, in fp32"
+        reason = export.why_not(self._small)
+        if reason is not None:
+            return self._row("export", how, "skipped", None, reason)
+        plain = one_rank(self._small).model_copy(update={"fp8": type(self._small.fp8)()})
+        try:
+            (difference,) = self._run(export.logits_difference, plain, own, self._folder / "hugging-face", ranks=1)
+        except RanksFailed as error:
+            return self._failed("export", how, error)
+        if isinstance(difference, str):
+            return self._row("export", how, "skipped", None, difference)
+        return self._compared("export", how, IN_FP32, Difference(difference, ""))
+
+
+def steps_apart(found: Sequence[Record], expected: Sequence[Step]) -> Difference:
+    """The largest relative difference of losses and norms of all ranks, and the first that is no rounding error."""
+    differences = [Difference(0.0, "")]
+    for number, step in enumerate(expected):
+        for rank, record in enumerate(found):
+            for name, a, b in zip(Step._fields, record.steps[number], step, strict=True):
+                apart = 0.0 if a == b else abs(a - b) / abs(b) if b and math.isfinite(a) else math.inf
+                what = {"more": "further loss"}.get(name, name)
+                differences.append(Difference(apart, f"{what} {number} of rank {rank}"))
+    largest = max(differences, key=lambda x: x.value)
+    return Difference(largest.value, next((x.where for x in differences if x.value > EXACT), largest.where))
+
+
+def _kind(name: str) -> str:
+    """What a tensor's values may be compared with: weights, a moment, gradients."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "optimizer" else parts[0] if parts[0] in ("model", "fp8") else ""
+
+
+def noise_of(gradients: Iterable[Comparison]) -> set[str]:
+    """The weights whose gradients, of one rank, are zero but for rounding: what an optimizer makes of them is, too."""
+    largest = {name: x.largest for comparison in gradients for name, x in comparison.items()}
+    most = max(largest.values(), default=0.0)
+    return {name for name, value in largest.items() if 0 < value <= ROUNDING * most}
+
+
+def worst(comparisons: Iterable[Comparison], names: Iterable[str], noise: Collection[str] = ()) -> Difference:
+    """The tensor with the largest relative difference on any rank; `names`: of those that ranks must hold together.
+    `noise`: weights that are left out, with their state."""
+    differences, largest, covered = dict[str, float](), dict[str, float](), dict[str, torch.Tensor]()
+    for comparison in comparisons:
+        for name, x in comparison.items():
+            differences[name] = max(differences.get(name, 0.0), x.difference)
+            largest[name] = x.largest
+            mask = covered.setdefault(name, torch.zeros(x.shape, dtype=torch.bool))
+            for offset, shape in x.parts:
+                mask[tuple(slice(o, o + n) for o, n in zip(offset, shape))] = True
+    for name in names:
+        if name not in covered or not covered[name].all():
+            return Difference(math.inf, f"{name} is not, or not all of it, on any rank")
+    of_kind: dict[str, float] = {}
+    for name, value in largest.items():
+        of_kind[_kind(name)] = max(of_kind.get(_kind(name), 0.0), value)
+    relative = {
+        name: x / max(largest[name], LEAST_SHARE * of_kind[_kind(name)], 1e-300) if x else 0.0
+        for name, x in differences.items()
+        if not any(name.endswith(f".{weight}") for weight in noise)
+    }
+    return _named(relative)
+
+
+def _named(relative: Mapping[str, float]) -> Difference:
+    """The largest, with its name and those of the largest besides where these are no rounding errors."""
+    names = sorted(relative, key=lambda name: -relative[name])
+    if not names:
+        return Difference(0.0, "")
+    others = [name for name in names[1:] if relative[name] > EXACT]
+    more = f", {', '.join(others[:2])}" if others else ""
+    count = f" and {len(others) - 2} more" if len(others) > 2 else ""
+    return Difference(relative[names[0]], f"{names[0]}{more}{count}" if relative[names[0]] else "")

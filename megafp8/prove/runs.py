@@ -1,0 +1,226 @@
+"""What ranks do to prove a config: train a few steps, compare with one rank, save, resume, export.
+
+Functions here run on every rank (`local_ranks`) and return plain values. One rank writes its gradients and its state
+as checkpoints; the ranks of a layout compare the rectangles that they hold with these, wherever they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megafp8.batch import Batch
+from megafp8.checkpoint import CheckpointReader, Rectangles, collect_shards, newest_readable, save
+from megafp8.checkpoint.rectangles import as_rectangles
+from megafp8.config import Config
+from megafp8.data_parallel.grad_buffer import gradient_of
+from megafp8.distributed.sharding import Shape
+from megafp8.parallel_state import ParallelState, initialize_distributed
+from megafp8.training.history import History
+from megafp8.training.inputs import open_inputs
+from megafp8.training.parallel import build_parallel
+from megafp8.training.state import checkpoint_folder, load_state, save_state, tensors
+from megafp8.training.trainer import Trainer
+
+STEPS, CONTINUED = 3, 2
+"""Steps before the checkpoint, and after it."""
+
+GRADIENTS, STATE = "gradients", "state"
+"""Folders of what one rank saves."""
+
+Context = Callable[[], AbstractContextManager[None]]
+"""Makes what a run takes place in: tests plant faults so."""
+
+
+class Step(NamedTuple):
+    """Loss, with those of multi-token prediction or the binary head, and gradient norm."""
+
+    loss: float
+    more: float
+    norm: float
+
+
+class Compared(NamedTuple):
+    """A tensor that a rank holds parts of: their largest difference from the reference, of which `largest` is the
+    largest value in all, and where in the tensor they are. A difference is infinite where a value is not finite."""
+
+    difference: float
+    largest: float
+    shape: Shape
+    parts: tuple[tuple[Shape, Shape], ...]
+
+
+Comparison = Mapping[str, Compared]
+Microbatch = tuple[tuple[int, ...], str]
+"""The numbers of its samples, and a hash of its tensors."""
+
+
+@dataclass
+class Record:
+    """What a rank hands back of a run. `batches`: micro-batches by step."""
+
+    data_rank: int
+    steps: list[Step] = field(default_factory=list)
+    batches: list[list[Microbatch]] = field(default_factory=list)
+    gradients: Comparison = field(default_factory=dict)
+    state: Comparison = field(default_factory=dict)
+    saved: Comparison = field(default_factory=dict)
+
+
+class Run:
+    """A trainer on the ranks that are here, and what it reads."""
+
+    def __init__(self, config: Config, parallel: ParallelState) -> None:
+        self.config, self.parallel = config, parallel
+        self.inputs = open_inputs(config, "config")
+        self.trainer = Trainer(self.inputs.config, parallel)
+        for stage in self.trainer.stages:
+            if stage.offload is not None:
+                stage.offload.smallest = 0
+        self.history, self.step = History(), 0
+        self.record = Record(parallel.data.rank)
+        self._stream: Iterator[list[Batch]] | None = None
+
+    def train(self, steps: int, after_first: Callable[[], object] = lambda: None) -> None:
+        """Steps from where the run is."""
+        for batches in self.read(steps):
+            loss, result = self.trainer.train_step(self.step, batches)
+            assert not result.skipped, f"gradients of step {self.step} are not finite"
+            self.record.steps.append(Step(loss.mean, loss.more or 0.0, result.grad_norm))
+            if not self.step:
+                after_first()
+            self.step += 1
+
+    def read(self, steps: int) -> list[list[Batch]]:
+        """The micro-batches of the next steps."""
+        if self._stream is None:
+            samples = self.history.samples_at(self.step, self.config)
+            self._stream = self.inputs.batches(self.inputs.train, self.parallel, samples)
+        found = list(itertools.islice(self._stream, steps))
+        self.record.batches += [[_described(batch) for batch in batches] for batches in found]
+        return found
+
+    def gradients(self) -> dict[str, Rectangles]:
+        """Those of the latest step that this rank updates weights by, as they were clipped."""
+        shards = self.trainer.strategy.shards
+        return collect_shards([(shard, gradient_of(shard)) for shard in shards], "")
+
+    def save(self, folder: Path) -> None:
+        samples = self.history.samples_at(self.step, self.config)
+        save_state(self.trainer, folder, self.step, None, data=self.inputs.record(samples), history=self.history)
+
+    @torch.no_grad()
+    def load(self, reader: CheckpointReader) -> None:
+        """Resume from a checkpoint; what it lacks is NaN."""
+        for rectangles in as_rectangles(tensors(self.trainer)).values():
+            for part in rectangles.parts:
+                if part.view.is_floating_point():
+                    part.view.fill_(math.nan)
+        self.step = load_state(self.trainer, reader)
+        self.history = History.resumed(reader.metadata, self.config)
+        self.inputs, _ = self.inputs.resumed(reader.metadata)
+
+
+def _described(batch: Batch) -> Microbatch:
+    assert batch.samples is not None
+    content = b"".join(x.contiguous().numpy().tobytes() for x in batch.tensors)
+    return tuple(batch.samples.tolist()), hashlib.sha256(content).hexdigest()[:16]
+
+
+def begin(config: Config) -> ParallelState:
+    """The grid of the ranks that are here. Collective."""
+    return build_parallel(config, initialize_distributed(config.device))
+
+
+def reader_of(folder: Path) -> CheckpointReader:
+    """The checkpoint that a run saved in `folder`."""
+    reader = newest_readable(checkpoint_folder(folder))
+    assert reader is not None, f"no checkpoint in {folder}"
+    return reader
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names of the tensors that a run saved in `folder`."""
+    return list(reader_of(folder).tensors)
+
+
+def compare(found: Mapping[str, Rectangles | Tensor], reader: CheckpointReader) -> Comparison:
+    """What this rank holds, with the tensors of the same names in a checkpoint."""
+    compared = {}
+    for name, rectangles in as_rectangles(found).items():
+        known = name in reader.tensors
+        whole = reader.read(name).double() if known else torch.full(rectangles.global_shape, math.nan)
+        difference = 0.0 if known else math.inf
+        for offset, view in rectangles.parts:
+            part = whole[tuple(slice(o, o + n) for o, n in zip(offset, view.shape))]
+            if part.numel():
+                difference = max(difference, _largest(part - view.double()))
+        parts = tuple((offset, tuple(view.shape)) for offset, view in rectangles.parts)
+        compared[name] = Compared(difference, _largest(whole), tuple(whole.shape), parts)
+    return compared
+
+
+def _largest(x: Tensor) -> float:
+    """The largest magnitude; infinite if one is not finite."""
+    return float(x.abs().nan_to_num(nan=math.inf).max()) if x.numel() else 0.0
+
+
+def reference(config: Config, folder: Path) -> Record:
+    """One rank trains, and saves gradients of the first step and the state after the last; reads what comes then."""
+    run = Run(config, begin(config))
+    run.train(STEPS, lambda: save(checkpoint_folder(folder / GRADIENTS), 1, run.gradients(), {}))
+    run.save(folder / STATE)
+    run.read(CONTINUED)
+    return run.record
+
+
+def layout(config: Config, one_rank: Path | None, own: Path | None, around: Context = nullcontext) -> Record:
+    """The ranks of a layout train, compare with what one rank saved in `one_rank`, save in `own`, and go on."""
+    with around():
+        run = Run(config, begin(config))
+
+        def compare_gradients() -> None:
+            if one_rank is not None:
+                run.record.gradients = compare(run.gradients(), reader_of(one_rank / GRADIENTS))
+
+        run.train(STEPS, compare_gradients)
+        state = tensors(run.trainer)
+        if one_rank is not None:
+            run.record.state = compare(state, reader_of(one_rank / STATE))
+        if own is not None:
+            run.save(own)
+            run.record.saved = compare(tensors(run.trainer), reader_of(own))
+            run.train(CONTINUED)
+    return run.record
+
+
+def resume(config: Config, sources: Iterable[Path], back: Path | None, around: Context = nullcontext) -> list[Record]:
+    """Resume from the checkpoint in each of `sources`, compare with it bit for bit, save it in `back`, and go on."""
+    records = []
+    with around():
+        parallel = begin(config)
+        for source in sources:
+            reader, run = reader_of(source), Run(config, parallel)
+            run.load(reader)
+            run.record.saved = compare(tensors(run.trainer), reader)
+            if back is not None:
+                run.save(back)
+            run.train(CONTINUED)
+            records.append(run.record)
+    return records
+
+
+def microbatches(records: Sequence[Record]) -> list[list[Microbatch]]:
+    """By step, the micro-batches of all data-parallel ranks in the order of the samples."""
+    ranks = {record.data_rank: record.batches for record in records}
+    steps = zip(*(ranks[rank] for rank in sorted(ranks)), strict=True)
+    return [list(itertools.chain.from_iterable(zip(*step, strict=True))) for step in steps]

@@ -1,0 +1,449 @@
+"""A small config with everything of a large one but its size, as a pure function.
+
+What stays: every kind of layer, pipeline stages with different numbers of layers, every axis of the layout, every
+option. What shrinks: numbers, in proportion (`numbers`) to others of the same quantity, which their declaration names
+(`megafp8.section.Quantity`); layers (`layers`); the layout (`layout`); batches, to as many micro-batches as the
+pipeline needs to be full. What a CPU does not have, what rounds, and what other files hold is replaced. All of it is
+said: each change has a reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+from pydantic import BaseModel
+
+from megafp8.config import Config, ConfigError, check_layout, fewest_ranks
+from megafp8.config.parts.base import PartConfig
+from megafp8.prove.layers import keep_layers, layer_keys, patterns_of, renumbered
+from megafp8.prove.layout import MOST_RANKS, Layout, fold
+from megafp8.prove.numbers import in_proportion
+from megafp8.section import Quantity, Section
+from megafp8.training.pipeline import num_microbatches, plan_pipeline
+
+STEPS = 8
+"""Steps of the run, of which the first ones are made."""
+UNKNOWN_VOCABULARY = 2**15
+"""Size of a vocabulary that only the tokenizer knows."""
+SPECIAL_TOKENS = 16
+"""Last ids of the vocabulary, which the data does not contain."""
+
+
+class Sizes(NamedTuple):
+    """How small a config becomes: numbers are about as large as these, or as in the config if that is less.
+
+    `unit`: channels are multiples of it, times the ranks that divide them. `kept`: channels up to this number stay, as
+    kernels are compiled for them. `chosen`: tokens that are chosen of many.
+    """
+
+    unit: int
+    kept: int
+    tokens: int
+    chosen: int
+    vocabulary: int
+
+
+SIZES = {"cpu": Sizes(4, 0, 32, 3, 96), "cuda": Sizes(128, 512, 256, 64, 512)}
+"""By device. Kernels of GPUs want widths of their tiles, and sequences of several of these."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key of the config with its value, and that in the small config."""
+
+    key: str
+    before: Any
+    after: Any
+    reason: str
+
+
+class Small(NamedTuple):
+    """A small config, the ranks that it and the original run on, and what is different in it."""
+
+    config: Config
+    ranks: int
+    original_ranks: int
+    changes: list[Change]
+
+
+class Number(NamedTuple):
+    """An integer of a config: its key, with dots, quantity and value."""
+
+    key: str
+    quantity: Quantity
+    value: int
+
+
+def shrink(
+    config: Config, ranks: int | None = None, most_ranks: int = MOST_RANKS, device: Literal["cpu", "cuda"] = "cpu"
+) -> Small:
+    """The small config of `config`, on up to `most_ranks` of its `ranks`.
+
+    `ranks` defaults to the fewest that it runs on, or twice as many if data parallelism would have one rank only.
+    `device`: cpu for sums in float64; cuda for the precision, kernels and CUDA graphs of the config. Raises ConfigError
+    if the config cannot run on them.
+    """
+    ranks = ranks or default_ranks(config)
+    check_layout(config, ranks)
+    if config.model.vocab_size is None:  # the tokenizer's, which need not be here
+        config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": UNKNOWN_VOCABULARY})})
+    original, sizes = Layout.of(config, ranks), SIZES[device]
+    layout = fold(original, most_ranks, keeps_pipeline=_is_file(config.parallel.schedule) and device == "cpu")
+    scale = 1
+    while True:
+        edit = _Edit(config)
+        _execution(edit)
+        if device == "cuda":
+            edit.set("device", device, "the ranks are GPUs")
+        else:
+            _in_float64(edit)
+        _data(layout, sizes, edit)
+        _layout(original, layout, edit)
+        _batch(original, layout, edit)
+        _layers(layout, edit)
+        _numbers(layout, sizes, scale, edit)
+        try:
+            small = edit.config()
+            check_layout(small, layout.ranks)
+            plan_pipeline(small, num_microbatches(small, layout.ranks))
+            return Small(small, layout.ranks, original.ranks, edit.changes(original, layout))
+        except ConfigError:
+            # Numbers that are products or fractions of others: a part of a head, groups of groups.
+            if scale == 16:
+                raise
+            scale *= 2
+
+
+def _is_file(schedule: str) -> bool:
+    """Whether it is a table for one number of ranks and micro-batches."""
+    return schedule.endswith(".csv")
+
+
+def default_ranks(config: Config) -> int:
+    """Ranks of a run of `config`, which does not say how many there are."""
+    ranks = fewest_ranks([config])
+    if Layout.of(config, ranks).data == 1:
+        try:
+            check_layout(config, 2 * ranks)
+            return 2 * ranks
+        except ConfigError:
+            pass
+    return ranks
+
+
+class _Edit:
+    """A config being changed: `set` replaces values, and remembers why."""
+
+    def __init__(self, config: Config) -> None:
+        self.before = config
+        self._tree: dict[str, Any] = config.model_dump(mode="json")
+        self._original = dict(_leaves(config.model_dump(mode="json")))
+        self._reasons: dict[str, str] = {}
+
+    def set(self, key: str, value: Any, reason: str, *, default: Any = None) -> None:
+        """`default`: the value of a key that the config does not write."""
+        self._original.setdefault(key, default)
+        *sections, name = key.split(".")
+        section = self._tree
+        for part in sections:
+            section = section[part]
+        section[name] = value
+        self._reasons[key] = reason
+
+    def set_all(self, values: Mapping[str, Any], reason: str) -> None:
+        for key, value in values.items():
+            self.set(key, value, reason)
+
+    def get(self, key: str) -> Any:
+        value: Any = self._tree
+        for part in key.split("."):
+            value = None if value is None else value.get(part)
+        return value
+
+    def config(self) -> Config:
+        return Config.model_validate(self._tree)
+
+    def changes(self, original: Layout, layout: Layout) -> list[Change]:
+        now = dict(_leaves(self._tree))
+        found = [
+            Change(key, self._original.get(key), now.get(key), self._reason(key))
+            for key in dict.fromkeys([*self._original, *now])
+            if self._original.get(key) != now.get(key)
+        ]
+        if original.data != layout.data:
+            found.insert(0, Change("data-parallel ranks", original.data, layout.data, "fewer ranks"))
+        return found
+
+    def _reason(self, key: str) -> str:
+        known = [name for name in self._reasons if key == name or key.startswith(f"{name}.")]
+        return self._reasons[max(known, key=len)]
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys, with dots, and values that are no sections."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value and not prefix.startswith("data.train"):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+# --- what is not a number --------------------------------------------------------------------------------------------
+
+
+def in_float64(config: Config) -> Config:
+    """The same computation on CPUs in float64."""
+    edit = _Edit(config)
+    _in_float64(edit)
+    return edit.config()
+
+
+def on_cpus(config: Config) -> Config:
+    """The same computation on CPUs in the config's precision."""
+    edit = _Edit(config)
+    _on_cpus(edit)
+    return edit.config()
+
+
+def one_rank(config: Config) -> Config:
+    """The same computation without a layout: the ordinary path of one rank."""
+    fp8 = config.fp8.model_copy(update={"param_gather": False})
+    return config.model_copy(update={"parallel": type(config.parallel)(), "fp8": fp8})
+
+
+def _on_cpus(edit: _Edit) -> None:
+    """What a CPU does not have."""
+    edit.set("device", "cpu", "the ranks are processes on CPUs")
+    edit.set_all({"training.cuda_graphs": False, "fp8.gemm_backend": "auto", "fp8.gemm_autotune": None}, _GPUS)
+    if edit.before.parallel.overlap_tensor == "symmetric":
+        edit.set("parallel.overlap_tensor", "auto", _GPUS)
+
+
+def _in_float64(edit: _Edit) -> None:
+    """What a CPU does not have, and what rounds."""
+    config = edit.before
+    _on_cpus(edit)
+    edit.set("training.precision", "fp64", "sums are the same in every order to 1e-10")
+    of_16_bits = "it is for precisions of 16 bits"
+    edit.set("training.loss_scale", _defaults(config.training.loss_scale), of_16_bits)
+    edit.set("optimizer.store_param_remainders", False, of_16_bits)
+    edit.set("optimizer.reduce_dtype", "fp32", "sums that are rounded depend on their order")
+    if config.optimizer.moments_dtype == "fp8":
+        edit.set("optimizer.moments_dtype", "fp32", "the noise of FP8 moments depends on how they are sharded")
+
+
+def _execution(edit: _Edit) -> None:
+    """What depends on speed or on the layout, and what does not bear on what is computed."""
+    config = edit.before
+    edit.set("fp8.auto_filter", "none", "it chooses by the speed of a GPU, or measures that")
+    moe = config.model.moe
+    if moe is not None and moe.capacity_factor is not None and config.parallel.tensor * config.parallel.context > 1:
+        reason = "the capacity of an expert is counted over a rank's tokens, so which are dropped depends on the layout"
+        edit.set("model.moe.capacity_factor", None, reason)
+    watching: dict[str, Any] = {
+        "logging": _defaults(config.logging), "resilience": _defaults(config.resilience), "profile": None,
+        "training.eval_interval": 0, "training.evaluate": None, "data.validation": {},
+        "data.validation_by_source": False,
+    }  # fmt: skip
+    edit.set_all(watching, "it watches a run, and changes nothing that is computed")
+    edit.set("stages", [], "one stage of a run is proven at a time")
+    places = {"checkpoint": _defaults(config.checkpoint), "run_dir": "runs"}
+    edit.set_all(places, "checkpoints are in a temporary folder, and weights are random")
+
+
+_GPUS = "it is for GPUs"
+
+
+def _defaults(section: Section) -> dict[str, Any]:
+    return type(section)().model_dump(mode="json")
+
+
+def _data(layout: Layout, sizes: Sizes, edit: _Edit) -> None:
+    """Random tokens of a small vocabulary, in as many data sets, up to three."""
+    config, reason = edit.before, "the data is random, of a small vocabulary"
+    data, model = config.data, config.model
+    multiple = max(8, sizes.unit) * layout.tensor
+    padded = -(-sizes.vocabulary // multiple) * multiple
+    assert model.vocab_size is not None
+    size = padded if model.vocab_size % model.vocab_multiple == 0 else padded - 3
+    edit.set_all({"model.vocab_multiple": multiple, "model.vocab_size": size}, reason)
+    sets = [f"set-{i}" for i in range(min(3, len(data.train)))]
+    weights = [*data.train.values()] if isinstance(data.train, dict) else None
+    train = {
+        "train": sets if weights is None else dict(zip(sets, weights)), "split": "1,0,0", "restart_changed": False,
+        "tokenizer": None, "streams": _defaults(data.streams), "num_workers": 0, "index_cache": None,
+        "object_cache": _defaults(data.object_cache),
+    }  # fmt: skip
+    edit.set_all({f"data.{key}": value for key, value in train.items()}, reason)
+    special = [*range(size - SPECIAL_TOKENS, size)]
+    used = {"gpt": (), "bert": ("cls", "sep", "mask", "pad"), "t5": ("sep", "pad")}[model.architecture]
+    ids: dict[str, Any] = {name: special[i] for i, name in enumerate(used)}
+    if model.architecture == "t5":
+        ids["sentinels"] = special[:3:-1]
+    edit.set("data.special_tokens", _defaults(data.special_tokens) | ids, reason)
+    edit.set("training.decoder_seq_length", None, "as many tokens as the spans need")
+    edit.set("data.masked_lm.whole_words", False, "a tokenizer says where words begin")
+    if data.fill_in_the_middle is not None:
+        marks = dict(zip(("prefix", "middle", "suffix"), special))
+        edit.set_all({f"data.fill_in_the_middle.{name}": mark for name, mark in marks.items()}, reason)
+
+
+def _layout(original: Layout, layout: Layout, edit: _Edit) -> None:
+    names = {"tensor": "tensor", "context": "context", "pipeline": "pipeline", "expert": "expert",
+             "expert_tensor": "expert_tensor", "fsdp_replicas": "replicas"}  # fmt: skip
+    lost = any(getattr(layout, name) == 1 < getattr(original, name) for name in names.values())
+    reason = f"{layout.ranks} of {original.ranks} ranks" + ("" if lost else ", with every axis")
+    for key, name in names.items():
+        edit.set(f"parallel.{key}", getattr(layout, name), reason)
+    if layout.pipeline == 1 and not isinstance(edit.before.parallel.layers_per_stage, str):
+        edit.set("parallel.layers_per_stage", type(edit.before.parallel)().layers_per_stage, reason)
+    edit.set("parallel.virtual_pipeline", min(2, edit.before.parallel.virtual_pipeline), reason)
+    edit.set("parallel.bucket_mib", min(0.01, edit.before.parallel.bucket_mib), "several buckets")
+
+
+def _batch(original: Layout, layout: Layout, edit: _Edit) -> None:
+    """Two micro-batches more than fill the pipeline, a multiple of its ranks where these have several stages."""
+    t = edit.before.training
+    count = t.global_batch_size // (t.micro_batch_size * original.data)
+    more = 2 if edit.before.parallel.virtual_pipeline == 1 and layout.pipeline > 1 else layout.pipeline
+    few = max(2, layout.pipeline + (more if count > original.pipeline else 0))
+    small = count if _is_file(edit.before.parallel.schedule) else min(count, few)
+    size, reason = min(2, t.micro_batch_size), "as many micro-batches as fill the pipeline"
+    edit.set("training.micro_batch_size", size, reason)
+    edit.set("training.global_batch_size", small * size * layout.data, reason)
+
+
+def _layers(layout: Layout, edit: _Edit) -> None:
+    config = edit.before
+    kept = keep_layers(config, layout.pipeline * min(2, config.parallel.virtual_pipeline))
+    reason = f"layers {', '.join(map(str, kept.layers))} of {config.model.num_blocks}: every kind, in uneven stages too"
+    for key, value in layer_keys(config, kept):
+        edit.set(key, value, reason)
+    for number in numbers_of(config):
+        if number.quantity is Quantity.LAYER:  # lists of them are in layer_keys
+            edit.set(number.key, kept.number(number.value), reason)
+    if any(renumbered(pattern, kept) != pattern for pattern in patterns_of(config)):
+        _renumber(edit, partial(renumbered, kept=kept), reason)
+
+
+def _renumber(edit: _Edit, new: Callable[[str], str], reason: str) -> None:
+    """Patterns that name layers by number."""
+    f = edit.before.fp8
+    edit.set("fp8.include", [*map(new, f.include)], reason)
+    edit.set("fp8.exclude", [*map(new, f.exclude)], reason)
+    edit.set("fp8.static_amax", {new(name): value for name, value in f.static_amax.items()}, reason)
+    edit.set("fp8.custom", [rule.model_dump() | {"layers": new(rule.layers)} for rule in f.custom], reason)
+    groups = [x.model_dump(mode="json") | {"match": [*map(new, x.match)]} for x in edit.before.optimizer.groups]
+    edit.set("optimizer.groups", groups, reason)
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def quantity_of(annotation: Any, metadata: Any = ()) -> Quantity | None:
+    """The quantity that a field's type names."""
+    for found in (*metadata, *get_args(annotation)):
+        if isinstance(found, Quantity):
+            return found
+        if get_args(found) and (inside := quantity_of(found)) is not None:
+            return inside
+    return None
+
+
+def numbers_of(config: Config) -> list[Number]:
+    """The numbers of a config that have a quantity; of records of layers' parts those that are their own."""
+
+    def walk(section: BaseModel, prefix: str) -> Iterator[Number]:
+        resolved = section.resolved(config.model) if isinstance(section, PartConfig) else section
+        for name, field in type(section).model_fields.items():
+            value, key = getattr(section, name), f"{prefix}{name}"
+            quantity = quantity_of(field.annotation, field.metadata)
+            inherits = isinstance(section, PartConfig) and name not in section.given
+            if inherits and (field.default is None or getattr(resolved, name) != field.default):
+                continue
+            if isinstance(value, BaseModel):
+                yield from walk(value, f"{key}.")
+            elif isinstance(value, dict):
+                for inner, item in value.items():
+                    if isinstance(item, BaseModel):
+                        yield from walk(item, f"{key}.{inner}.")
+            elif quantity is not None and isinstance(value, int):
+                yield Number(key, quantity, value)
+
+    return [*walk(config, "")]
+
+
+def _numbers(layout: Layout, sizes: Sizes, scale: int, edit: _Edit) -> None:
+    """`scale`: how much larger than necessary the numbers are."""
+    config = edit.before
+    numbers = [x for x in numbers_of(config) if edit.get(x.key.rpartition(".")[0]) is not None]
+    values = {quantity: sorted({x.value for x in numbers if x.quantity is quantity}) for quantity in Quantity}
+    heads = _heads(values[Quantity.HEADS], config, layout)
+    small = {
+        Quantity.HEADS: heads,
+        Quantity.EXPERTS: _experts(values[Quantity.EXPERTS], config, layout, scale),
+        Quantity.CHANNELS: _channels(values[Quantity.CHANNELS], config, layout, sizes, scale, heads),
+        Quantity.TOKENS: _tokens(values[Quantity.TOKENS], config, layout, sizes, scale),
+        Quantity.CHOSEN: {value: min(value, sizes.chosen) for value in values[Quantity.CHOSEN]},
+        Quantity.STEPS: {value: STEPS // 4 * 4**i for i, value in enumerate(x for x in values[Quantity.STEPS] if x)},
+    }
+    if sizes.kept and config.model.head_dim is None and config.model.latent_attention is None:
+        edit.set("model.head_dim", config.model.channels, "heads are as wide as in the config")
+    for number in numbers:
+        if number.value in small.get(number.quantity, {}):
+            value = min(number.value, small[number.quantity][number.value])
+            edit.set(number.key, value, f"{number.quantity.value} in proportion", default=number.value)
+    _functions_of_widths(edit)
+
+
+def _heads(values: list[int], config: Config, layout: Layout) -> dict[int, int]:
+    units = {value: layout.tensor for value in values if value % config.parallel.tensor == 0}
+    return in_proportion(values, units, 2)
+
+
+def _experts(values: list[int], config: Config, layout: Layout, scale: int) -> dict[int, int]:
+    """Ranks have several experts each where they do in the config."""
+    moe, units = config.model.moe, dict[int, int]()
+    if moe is not None:
+        units = {moe.num_experts: layout.expert * (1 + (moe.num_experts > config.parallel.expert))}
+    return in_proportion(values, units, 2 * min(scale, 2))
+
+
+def _channels(
+    values: list[int], config: Config, layout: Layout, sizes: Sizes, scale: int, heads: Mapping[int, int]
+) -> dict[int, int]:
+    model, unit = config.model, sizes.unit * max(layout.tensor, layout.expert_tensor) * scale
+    if sizes.kept:  # larger ones are the next multiples: in order, and as small as that allows
+        large = [value for value in values if value > sizes.kept]
+        return {value: (sizes.kept // unit + 1 + i) * unit for i, value in enumerate(large)}
+    units = dict.fromkeys(values, unit)
+    if model.head_dim is None and model.latent_attention is None:
+        units[model.hidden_size] = unit * heads[model.num_attention_heads]
+    return in_proportion(values, units, 2 * unit)
+
+
+def _tokens(values: list[int], config: Config, layout: Layout, sizes: Sizes, scale: int) -> dict[int, int]:
+    """Those of a sample, which all axes can cut, and what is shorter or longer."""
+    length, p = config.training.seq_length, config.parallel
+    parts = 2 * layout.context * (layout.tensor if p.sequence_parallel else 1)
+    small = -(-sizes.tokens * scale // parts) * parts
+    shorter = in_proportion([value for value in values if value < length], {}, sizes.tokens // 8)
+    longer = [value for value in values if value > length]
+    return shorter | {length: small} | {value: small * (2 + i) for i, value in enumerate(longer)}
+
+
+def _functions_of_widths(edit: _Edit) -> None:
+    """Keys that are no widths and follow from them."""
+    model = edit.before.model
+    hidden, heads = edit.get("model.hidden_size"), edit.get("model.num_attention_heads")
+    if math.isclose(model.embedding_multiplier, math.sqrt(model.hidden_size), rel_tol=1e-4):
+        edit.set("model.embedding_multiplier", math.sqrt(hidden), "it is the root of model.hidden_size")
+    if model.longrope is not None:
+        pairs = int((edit.get("model.head_dim") or hidden // heads) * model.partial_rotary_factor) // 2
+        longrope = model.longrope.with_pairs(pairs)
+        for key in ("short_factor", "long_factor"):
+            edit.set(f"model.longrope.{key}", getattr(longrope, key), "one for each pair of channels")

@@ -1,0 +1,117 @@
+"""Prove a config before it is run: its layout on CPU ranks against one rank, in float64.
+
+    megafp8 prove configs/llama3-8b.yaml
+    megafp8 prove configs/deepseek-v3.yaml --ranks 1024 parallel.schedule=zb-h1
+    megafp8 prove my.yaml --out my.certificate.json
+    megafp8 prove my.yaml --device cuda             # on the GPUs of a node, before the job
+
+Takes a config as it is and makes a small one of it, with every kind of layer, every axis of the layout and every
+option; says what it changed. Then up to 16 processes on this machine train it: loss, gradients, optimizer steps, FP8
+recipe, checkpoint, resumption and order of the data are those of one rank, and the export is that of transformers. The
+certificate is a table, and JSON beside the config. Needs neither GPUs nor data; a minute or a few. What it shows and
+what it does not: docs/prove.md.
+
+With --device cuda, a small config with the precision, kernels and CUDA graphs of the given one runs on the GPUs of this
+machine, as many as its layout takes, through NCCL. Losses, gradients and weights are those of one CPU rank in float64,
+up to what rounding gives.
+
+Exit code: 0 if nothing differs, 1 if something does, 2 for a config that cannot run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):  # started as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megafp8.arguments import ArgumentParser, at_least
+from megafp8.commands.common import add_config_flags, parse_with_config, run_tool
+
+
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
+    add_config_flags(parser)
+    parser.add_argument("--ranks", type=at_least(1), help="ranks of the run; default: the fewest with data parallelism")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu",
+        help="cpu: the layout, in float64; cuda: the GPUs that are here, in the config's precision (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--stage", help="name of a stage of the run to prove; default: its beginning")
+    file = "<config>.certificate.json, on GPUs <config>.cuda.certificate.json"
+    parser.add_argument("--out", type=Path, help=f"file for the certificate; default: {file}")
+    parser.add_argument(
+        "--timeout", type=at_least(1), default=600, metavar="SECONDS", help="of each run of the ranks (%(default)s)"
+    )
+    return parser
+
+
+def certificate_path(config: str, out: Path | None, device: str) -> Path:
+    """Where the certificate goes. Raises ValueError if something else is there, or nothing can be written there."""
+    file = Path(config)  # of a shipped config there is only a name, and its certificate is here
+    kind = "certificate" if device == "cpu" else f"{device}.certificate"
+    path = out or Path(f"{file.with_suffix('') if file.exists() else file.name}.{kind}.json")
+    if path.exists():
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            content = None
+        if not isinstance(content, dict) or not {"passed", "rows"} <= content.keys():
+            raise ValueError(f"{path} exists and is no certificate; choose another file by --out")
+    if not path.parent.is_dir():
+        raise ValueError(f"--out: there is no folder {path.parent}")
+    return path
+
+
+def run(arguments: argparse.Namespace) -> bool:
+    """Prove, and print and write the certificate; returns whether it has passed."""
+    from megafp8.config import ConfigError, Problem, load_config, planned_stages
+    from megafp8.prove.certificate import Certificate, Row, describe_changes, row_line
+    from megafp8.prove.proof import prove
+    from megafp8.training.init_from import complete_model
+
+    out = certificate_path(arguments.config, arguments.out, arguments.device)
+    config = load_config(arguments.config, arguments.overrides, complete_model)
+    if arguments.stage is not None:
+        stages = {stage.name: stage.config for stage in planned_stages(config, arguments.config)}
+        if arguments.stage not in stages:
+            known = ", ".join(name for name in stages if name) or "no stages"
+            raise ConfigError(arguments.config, [Problem("stages", arguments.stage, "not a stage of the run", known)])
+        config = stages[arguments.stage]
+
+    def begun(certificate: Certificate) -> None:
+        before, after = certificate.ranks
+        print(f"{config.name}: {before} ranks, as {after} processes of a small config. It differs in:")
+        print("\n".join(describe_changes(certificate.changes)), flush=True)
+        print(f"\n{'check':<22} {'result':<10} {'largest':>8} {'time':>8}  how", flush=True)
+
+    def show(row: Row) -> None:
+        print(row_line(row), flush=True)
+        if row.details:
+            print(row.details, file=sys.stderr, flush=True)
+
+    device, timeout = arguments.device, arguments.timeout
+    certificate = prove(config, arguments.ranks, device=device, timeout=timeout, begun=begun, show=show)
+    out.write_text(certificate.as_json(), encoding="utf-8")
+    result = "nothing differs" if certificate.passed else "NOT PROVEN"
+    print(f"\n{result}; {certificate.seconds:.0f} s, {certificate.cpu_seconds:.0f} CPU seconds; {out}")
+    return certificate.passed
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0, 1 if something differs, 2 for bad input."""
+    arguments = parse_with_config(make_parser(), argv)
+    passed = False
+
+    def tool() -> None:
+        nonlocal passed
+        passed = run(arguments)
+
+    return run_tool(tool) or int(not passed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
