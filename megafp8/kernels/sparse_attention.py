@@ -301,8 +301,8 @@ def keys_backward_kernel(
     do_bsav, q_bsac, p_bsak, ds_bsak, chosen_bsk, count_bs, dkv, p_bsk, s, t, k, a,
     ATOMIC: tl.constexpr, V: tl.constexpr, R: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """What N keys get from a query, W channels at a time: sums over its heads, whose probabilities and gradients of
-    scores are read once; M heads at a time. `dkv`: of keys, or of pairs of a query and a key. `p_bsk`: sums of
+    """Gradients of N keys from one query, W channels at a time: sums over its heads, whose probabilities and gradients
+    of scores are read once; M heads at a time. `dkv`: of keys, or of pairs of a query and a key. `p_bsk`: sums of
     probabilities over heads."""
     tiles = tl.cdiv(k, N)
     row = (tl.program_id(0) // tiles).to(tl.int64)

@@ -35,9 +35,9 @@ _copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_g
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 HEADS = 64
-"""Of a program."""
+"""Heads of a query that a program computes."""
 _KEYS = 64
-"""Of a tile."""
+"""Keys that a program multiplies at a time."""
 _SHARED_BYTES = 227 * 1024
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LN2 = gl.constexpr(0.6931471805599453)

@@ -206,7 +206,7 @@ _SHARED_NORM, _SHARED_OUTPUT_NORM = "shared_norm", "shared_output_norm"
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """What a layer with experts reads of its tokens, `[n]`.
+    """Token ids and padding mask that a layer with experts reads, one element a token, `[n]`.
 
     `ids_n`: int64, where these choose experts. `padding_n`: bool, those that are padding.
     """
@@ -373,7 +373,7 @@ class MoE(FeedForward):
         return tokens.once(key, lambda: RoutedTokens(self._own(ids_bs), self._own(tokens.padding_bs)))
 
     def _own(self, x_bs: Tensor | None) -> Tensor | None:
-        """Of the tokens of this rank's residual stream, `[n]`."""
+        """The elements of `x_bs` for the tokens of this rank's residual stream, `[n]`."""
         if x_bs is None:
             return None
         x_sb = x_bs.t()

@@ -48,7 +48,7 @@ _INDEX_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class SparseInputs:
-    """What sparse attention reads: rotary tables, how its tokens reach keys, and which are padding, `[b, s]`."""
+    """Inputs of sparse attention besides hidden states: rotary tables, how tokens reach keys, and the padding mask."""
 
     rotary: tuple[Tensor, Tensor]
     to_keys: AttendToKeys

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from megafp8.config import Config
 from megafp8.data_parallel.plan import DataParallelPlan
+from megafp8.dtypes import DTYPES, state_dtype, sum_dtype
 from megafp8.models.costs import ELEMENT, MicroBatch, fp8_bytes
 from megafp8.models.norms import NORMS
 from megafp8.models.recompute import block_memory
@@ -111,13 +112,13 @@ def _state_memory(config: Config, parameters: Sequence[Parameter], plan: DataPar
 
 
 def sum_bytes(config: Config) -> int:
-    """Bytes of an element of gradients and masters, as `megafp8.dtypes.sum_dtype` has it."""
-    return max(4, ELEMENT[config.training.precision])
+    """Bytes of an element of gradients and masters."""
+    return sum_dtype(DTYPES[config.training.precision]).itemsize
 
 
 def state_bytes(config: Config, dtype: str) -> int:
-    """Bytes of an element of what the config names a dtype for, as `megafp8.dtypes.state_dtype` has it."""
-    return sum_bytes(config) if dtype == "fp32" else ELEMENT[dtype]
+    """Bytes of an element of gradients or state whose dtype the config names."""
+    return state_dtype(dtype, DTYPES[config.training.precision]).itemsize
 
 
 def least_moment_bytes(config: Config) -> int:

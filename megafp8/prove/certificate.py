@@ -1,4 +1,4 @@
-"""What was shown of a config: a row for each check, as a table and as JSON."""
+"""Certificates of configs: a row for each check of a proof, as a table and as JSON."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class RanksFailed(AssertionError):
 
 
 class _Rank:
-    """One process, its pipe, and the file that its stack is written to if it hangs."""
+    """A rank of `LocalRanks`: its process, the pipe to it, and the file that its stack is written to if it hangs."""
 
     def __init__(self, stack_path: Path, context: BaseContext) -> None:
         self.stack_path = stack_path
