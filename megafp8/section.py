@@ -60,7 +60,9 @@ NonNegative = Annotated[float, Field(ge=0), FLOAT, IN_FP32]
 PositiveFloat = Annotated[float, Field(gt=0), FLOAT, IN_FP32]
 Decay = Annotated[float, Field(ge=0, lt=1), FLOAT]
 Dropout = Annotated[float, Field(ge=0, lt=1), FLOAT]
-Pattern = Annotated[str, StringConstraints(min_length=1)]
+Pattern = Annotated[
+    str, StringConstraints(min_length=1), Field(examples=["*", "layers.0.*", "*.mlp.*", "*.attention.*"])
+]
 
 
 class Quantity(Enum):

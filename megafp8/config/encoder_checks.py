@@ -18,7 +18,7 @@ def model(m: ModelConfig) -> Iterator[Problem]:
                 yield Problem(f"model.{key}", value, rule, f"leave it out, or try model.architecture={wants}")
     else:
         rule = f"model.architecture is {m.architecture}, which attends to all tokens and has no next one"
-        for key, default in (("sliding_window", None), ("mtp_num_layers", 0)):
+        for key, default in (("sliding_window", None), ("attention_chunk", None), ("mtp_num_layers", 0)):
             if (value := getattr(m, key)) != default:
                 yield Problem(f"model.{key}", value, rule, "leave it out, or try model.architecture=gpt")
     if (m.position_embedding == "relative") != (m.architecture == "t5"):

@@ -25,6 +25,7 @@ from megafp8.config.parts.moe import MoeConfig, MoeFfnConfig
 from megafp8.config.parts.per_layer_embedding import PerLayerEmbeddingConfig
 from megafp8.config.parts.sparse_attention import SparseAttentionConfig, SparseLatentMixerConfig
 from megafp8.optimizer.config import OptimizerConfig
+from megafp8.pipeline_parallel.registry import SCHEDULES
 from megafp8.section import (
     FLOAT,
     IN_FP32,
@@ -461,7 +462,7 @@ class ParallelConfig(Section):
     """Pipeline-parallel size: number of ranks over which the model's blocks are divided."""
     virtual_pipeline: PositiveInt = 1
     """Number of stages (of consecutive blocks) that each pipeline rank holds."""
-    schedule: str = "1f1b"
+    schedule: Annotated[str, Field(examples=[*SCHEDULES])] = "1f1b"
     """Pipeline schedule: a built-in one (README has a table; one file each in megafp8/pipeline_parallel/schedules), the
     path of a .csv file with one row per rank and cells such as F3, B3, W3, F3.1 for micro-batch 3 and chunk 1, or
     module:function, called with placement and number of micro-batches. megafp8 plot-schedule draws them."""

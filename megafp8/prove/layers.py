@@ -102,10 +102,13 @@ def layer_keys(config: Config, kept: Kept) -> Iterator[tuple[str, Any]]:
     layers, blocks = kept.layers, len(kept.layers)
     decoder = sum(model.is_decoder(i) for i in layers)
     yield "model.num_layers", blocks - decoder
-    if decoder and model.num_decoder_layers is not None:
+    if decoder and (model.num_decoder_layers is not None or 2 * decoder != blocks):
         yield "model.num_decoder_layers", decoder
     if model.pattern:
-        yield "model.pattern", [model.kind_name(i) for i in layers]
+        names = [model.kind_name(i) for i in layers]  # of kinds that are equal one may be left
+        yield "model.pattern", names
+        kinds = model.model_dump(mode="json")["layer_kinds"]
+        yield "model.layer_kinds", {name: kind for name, kind in kinds.items() if name in names}
     if model.full_attention_layers:
         yield "model.full_attention_layers", [kept.number(i) for i in layers if i in model.full_attention_layers]
     if model.moe is not None and (model.moe.first_dense_layers or model.moe.layer_interval > 1):

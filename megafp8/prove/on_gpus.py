@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from megafp8.checkpoint import CheckpointReader, Rectangles, save
+from megafp8.checkpoint import Rectangles
 from megafp8.checkpoint.rectangles import as_rectangles
 from megafp8.config import Config, ConfigError, Problem
 from megafp8.distributed.sharding import Shape
@@ -31,15 +32,15 @@ from megafp8.prove.certificate import Row, Status
 from megafp8.prove.layout import MOST_RANKS
 from megafp8.prove.local_ranks import LocalRanks, RanksFailed
 from megafp8.prove.random_data import write_data
-from megafp8.prove.runs import GRADIENTS, STATE, STEPS, Context, Run, Step, begin, names_in, reader_of
+from megafp8.prove.runs import GRADIENTS, STATE, STEPS, Context, Run, Step, begin, read_tensors, write_tensors
 from megafp8.prove.shrink import SPECIAL_TOKENS, Small, in_float64, on_cpus, one_rank, shrink
 from megafp8.training.cuda_graphs import describe
-from megafp8.training.state import checkpoint_folder, tensors, weights
+from megafp8.training.state import tensors, weights
 
 ROUNDING = 1e-12
 """Gradients whose root mean square is below this share of the largest are zero but for rounding."""
-INITIAL = "initial"
-"""Folder of the weights that the reference begins with, beside those of `runs`."""
+INITIAL = "initial.pt"
+"""File of the weights that the reference begins with, beside those of `runs`."""
 
 
 class Squares(NamedTuple):
@@ -64,16 +65,16 @@ class Record:
 
 
 def squares(
-    held: Mapping[str, Rectangles | torch.Tensor], reader: CheckpointReader, before: CheckpointReader | None = None
+    held: Mapping[str, Rectangles | Tensor], expected: Mapping[str, Tensor], before: Mapping[str, Tensor] | None = None
 ) -> dict[str, Squares]:
-    """What this rank holds, with the tensors of the same names in a checkpoint. `before`: a checkpoint from which these
-    have changed; differences are then held to the change."""
+    """What this rank holds, with the whole tensors of the same names. `before`: those from which these have changed;
+    differences are then held to the change."""
     compared = {}
     for name, rectangles in as_rectangles(held).items():
-        if name not in reader.tensors:
+        if name not in expected:
             continue
-        whole = reader.read(name).double()
-        scale = whole if before is None else whole - before.read(name).double()
+        whole = expected[name].double()
+        scale = whole if before is None else whole - before[name].double()
         parts = {}
         for offset, view in rectangles.parts:
             part = whole[tuple(slice(o, o + n) for o, n in zip(offset, view.shape))]
@@ -90,9 +91,9 @@ def reference(config: Config, folder: Path, precision: str, threads: int = 1) ->
     with torch.no_grad():
         for weight in run.trainer.model.parameters():
             weight.copy_(weight.to(DTYPES[precision]))
-    save(checkpoint_folder(folder / INITIAL), 1, weights(run.trainer), {})
-    run.train(STEPS, lambda: save(checkpoint_folder(folder / GRADIENTS), 1, run.gradients(), {}))
-    save(checkpoint_folder(folder / STATE), 1, weights(run.trainer), {})
+    write_tensors(weights(run.trainer), folder / INITIAL)
+    run.train(STEPS, lambda: write_tensors(run.gradients(), folder / GRADIENTS))
+    write_tensors(weights(run.trainer), folder / STATE)
     return run.record.steps
 
 
@@ -102,13 +103,13 @@ def compared(config: Config, folder: Path, around: Context = nullcontext, thread
     record = Record()
     with around():
         run = Run(config, begin(config))
-        record.initial = squares(weights(run.trainer), reader_of(folder / INITIAL))
+        record.initial = squares(weights(run.trainer), read_tensors(folder / INITIAL))
 
         def compare_gradients() -> None:
-            record.gradients = squares(run.gradients(), reader_of(folder / GRADIENTS))
+            record.gradients = squares(run.gradients(), read_tensors(folder / GRADIENTS))
 
         run.train(STEPS, compare_gradients)
-        record.state = squares(_masters(run), reader_of(folder / STATE), reader_of(folder / INITIAL))
+        record.state = squares(_masters(run), read_tensors(folder / STATE), read_tensors(folder / INITIAL))
     record.steps, record.graphs = run.record.steps, describe(run.trainer.why_no_graphs)
     if config.device == "cuda":
         record.memory = torch.cuda.max_memory_allocated() / 2**30
@@ -116,7 +117,7 @@ def compared(config: Config, folder: Path, around: Context = nullcontext, thread
     return record
 
 
-def _masters(run: Run) -> dict[str, Rectangles | torch.Tensor]:
+def _masters(run: Run) -> dict[str, Rectangles | Tensor]:
     """This rank's parts of the weights as the optimizer has them, under the names of weights."""
     state, prefix = tensors(run.trainer), "optimizer.master."
     if DTYPES[run.config.training.precision].itemsize > 2:
@@ -284,14 +285,14 @@ class _Comparison:
         memory = max(x.memory for x in found)
         how += f"; {found[0].graphs}"
         yield self._row(config.device, how, "equal", None, f"{memory:.1f} GiB" if memory else "")
-        names = names_in(folder / INITIAL)
+        names = [*read_tensors(folder / INITIAL)]
         how = f"rounded to {precision}, root mean square of a tensor"
         initial, cast = (relative([x.initial for x in records], names) for records in (found, [on_cpu]))
         yield self._within("initial weights", how, SAME, initial, cast)
         yield self._within("losses", f"{STEPS} steps, and norms", bounds.losses, _steps(found, expected),
                            _steps([on_cpu] * self._ranks, expected))  # fmt: skip
         noise = noise_of(x.gradients for x in found)
-        trained = [name for name in names_in(folder / GRADIENTS) if name not in noise]
+        trained = [name for name in read_tensors(folder / GRADIENTS) if name not in noise]
         without = f"; without {', '.join(sorted(noise))}, whose gradients are zero but for rounding" if noise else ""
         how = f"of the first step, root mean square of a tensor{without}"
         gradients, cast = (relative([x.gradients for x in records], trained) for records in (found, [on_cpu]))

@@ -79,15 +79,16 @@ def checks(
     local_ranks: LocalRanks,
     timeout: float = 600.0,
     around: Context = nullcontext,
+    checkpoints: bool = True,
 ) -> Iterator[Row]:
     """Rows of the certificate, each when it is there; not all of them need be taken.
 
     A run on all ranks that takes longer than `timeout` seconds is ended. `around`: makes what the layout's runs take
-    place in; tests plant faults so.
+    place in; tests plant faults so. `checkpoints`: also the rows of checkpoints, and of the export of one.
     """
     small = shrink(config, ranks)
     with tempfile.TemporaryDirectory(prefix="megafp8-prove-") as folder:
-        yield from _Proof(small.config, small.ranks, Path(folder), local_ranks, timeout, around).rows()
+        yield from _Proof(small.config, small.ranks, Path(folder), local_ranks, timeout, around).rows(checkpoints)
 
 
 class Fp8Subject(NamedTuple):
@@ -183,8 +184,8 @@ class _Proof:
         where = f"ranks {', '.join(map(str, error.hung))} did not finish" if error.hung else lines[-1]
         return self._row(check, how, "FAILED", None, where, str(error))
 
-    def rows(self) -> Iterator[Row]:
-        """All checks, each when it is done."""
+    def rows(self, checkpoints: bool) -> Iterator[Row]:
+        """All checks, each when it is done; without `checkpoints` those of training."""
         small, folder = self._small, self._folder
         plain = small.model_copy(update={"fp8": type(small.fp8)()})
         has_fp8 = small.fp8.recipe != "none"
@@ -198,23 +199,27 @@ class _Proof:
             yield self._failed("one rank", "the reference runs", error)
             return
         try:
-            found = self._run(runs.layout, plain, alone, None if has_fp8 else own, self._around, ranks=self._ranks)
+            saves = own if checkpoints and not has_fp8 else None
+            found = self._run(runs.layout, plain, alone, saves, self._around, ranks=self._ranks)
         except RanksFailed as error:
             yield self._failed("schedule", schedule, error)
             return
         yield self._row("schedule", schedule, "equal", None, f"{self._ranks} ranks finished")
         yield self._data_order("data order", found, expected.batches)
-        gradients = worst([x.gradients for x in found], runs.names_in(alone / runs.GRADIENTS))
+        gradients = worst([x.gradients for x in found], runs.read_tensors(alone / runs.GRADIENTS))
         first = steps_apart(found, expected.steps[:1])
         yield self._compared("loss and gradients", f"a step, of one rank, {RELATIVE}", EXACT, first, gradients)
         noise = noise_of(x.gradients for x in found)
-        state = worst([x.state for x in found], runs.names_in(alone / runs.STATE), noise)
+        state = worst([x.state for x in found], runs.read_tensors(alone / runs.STATE), noise)
         curve = steps_apart(found, expected.steps[: runs.STEPS])
         how = f"{runs.STEPS} steps: losses, norms, weights and optimizer state of one rank, {RELATIVE}"
         how += f"; without {', '.join(sorted(noise))}, whose gradients are zero but for rounding" if noise else ""
         yield self._compared("optimizer steps", how, EXACT, curve, state)
         if has_fp8:
             yield from self._fp8()
+        if not checkpoints:
+            return
+        if has_fp8:
             try:
                 found = self._run(runs.layout, small, None, own, self._around, ranks=self._ranks)
             except RanksFailed as error:
@@ -263,13 +268,15 @@ class _Proof:
             return self._failed(check, how, error)
         return self._compared(
             check, how, EXACT, steps_apart(found, expected.steps[: runs.STEPS]),
-            worst([x.gradients for x in found], runs.names_in(folder / runs.GRADIENTS)),
-            worst([x.state for x in found], runs.names_in(folder / runs.STATE), noise_of(x.gradients for x in found)),
+            worst([x.gradients for x in found], runs.read_tensors(folder / runs.GRADIENTS)),
+            worst(
+                [x.state for x in found], runs.read_tensors(folder / runs.STATE), noise_of(x.gradients for x in found)
+            ),
         )  # fmt: skip
 
     def _checkpoints(self, own: Path, found: Sequence[Record], expected: Record, has_fp8: bool) -> Iterator[Row]:
         """`found`: of the layout's run that saved in `own`; `expected`: of one rank without FP8."""
-        names, back = runs.names_in(own), self._folder / "back"
+        names, back = list(runs.reader_of(own).tensors), self._folder / "back"
         written = worst([x.saved for x in found], names)
         how = "what ranks hold is what is saved; one rank loads it, bit for bit"
         try:

@@ -65,7 +65,8 @@ class LatentMixerConfig(PartConfig):
 
     def lora_targets(self, model: ModelSection) -> tuple[str, ...]:
         latent = model.latent_attention
-        assert latent is not None
+        if latent is None:  # which `problems` says
+            return ()
         return "q" if latent.q_rank is None else "q_up", "kv_up", "proj"
 
     def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:

@@ -1,0 +1,210 @@
+"""Random configs that the config's checks accept: a small one in which keys are changed one after another.
+
+A composition is a config file of this folder, overrides as on a command line, and a number of ranks, so that a command
+repeats it: `Composition.command`. Keys and values are drawn from the schema (`values`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from megafp8.config import Config, ConfigError, Fp8Config, check_layout, fewest_ranks, load_config
+from megafp8.config.reader import section_of
+from megafp8.section import Section
+from megafp8.training.fp8_config import build_fp8
+from tests.compositions.values import drawable, value
+
+FOLDER = Path(__file__).parent
+BASES = {"gpt": 8, "bert": 1, "t5": 1}
+"""Config files of this folder, and how often one is drawn among all."""
+LARGEST = (2, 4, 4, 8)
+"""Ranks of a composition, at most."""
+COPIES = (1, 1, 2, 2, 2, 4)
+"""Ranks of a composition, by the fewest that its layout runs on."""
+NOT_PROVEN = {
+    "name", "base", "run_dir", "device", "timeout_seconds", "stages", "checkpoint", "logging", "resilience", "profile",
+    "model.architecture", "model.vocab_size", "model.vocab_multiple", "training.evaluate", "training.stop_after",
+    "data.tokenizer", "data.validation", "data.special_tokens",
+}  # fmt: skip
+"""Keys that do not bear on what is computed, or that `megafp8.prove` gives values of its own."""
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A config file of this folder with changed keys, on some ranks."""
+
+    base: str
+    ranks: int
+    overrides: Mapping[str, Any]
+
+    @property
+    def config(self) -> Config:
+        """Raises ConfigError if there is none."""
+        words = [f"{key}={json.dumps(value)}" for key, value in self.overrides.items()]
+        config = load_config(FOLDER / f"{self.base}.yaml", words)
+        check_layout(config, self.ranks)
+        return config
+
+    @property
+    def command(self) -> str:
+        """What proves it."""
+        file = f"tests/compositions/{self.base}.yaml"
+        words = (f"{key}={json.dumps(value)}" for key, value in self.overrides.items())
+        return " ".join(["megafp8 prove", file, f"--ranks {self.ranks}", *(f"'{word}'" for word in words)])
+
+
+class Key(NamedTuple):
+    """A key of the config with dots, its declaration, and how often it is changed."""
+
+    path: str
+    field: FieldInfo
+    weight: float
+
+
+@cache
+def keys() -> list[Key]:
+    """The keys that are changed: those of sections that are always there; other sections are drawn whole.
+
+    A key that holds more keys, such as a section that may be absent, is changed more often, and so is one that chooses
+    what others mean (`Section.choices`); numbers of ranks have a turn of their own (`axes`).
+    """
+
+    def walk(cls: type[BaseModel], prefix: str) -> Iterator[Key]:
+        for name, field in drawable(cls).items():
+            path, inner = f"{prefix}{name}", section_of(field.annotation)
+            if path in NOT_PROVEN:
+                continue
+            if inner is not None and (isinstance(field.default, Section) or field.is_required()):
+                yield from walk(inner, f"{path}.")
+                continue
+            chooses = issubclass(cls, Section) and name in cls.choices
+            yield Key(path, field, math.sqrt(_size(cls) if chooses else _held(field)))
+
+    return list(walk(Config, ""))
+
+
+def _held(field: FieldInfo) -> int:
+    """Keys of the sections in a field's type, itself among them."""
+    return 1 + sum(_size(cls) for cls in _sections(field.annotation))
+
+
+def _size(cls: type[BaseModel]) -> int:
+    return sum(_held(field) for field in cls.model_fields.values())
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in getattr(annotation, "__args__", ()):
+        yield from _sections(inner)
+
+
+@cache
+def axes() -> list[Key]:
+    """Numbers of ranks and of stages, which are 1 by default."""
+    return [key for key in keys() if key.path.startswith("parallel.") and repr(key.field.default) == "1"]
+
+
+def draw(random: Random) -> Composition:
+    """A composition that the config's checks accept."""
+    base = random.choices([*BASES], [*BASES.values()])[0]
+    tree: dict[str, Any] = yaml.safe_load((FOLDER / f"{base}.yaml").read_text())
+    copies, most = random.choice(COPIES), random.choice(LARGEST)
+    overrides: dict[str, Any] = {}
+    ranks = _ranks(tree, copies, most) or 1
+    refused: dict[str, Any] = {}
+    for change in _changes(random, tree):
+        if all(_at(tree, path) == new for path, new in change.items()):
+            continue
+        # A change may need another one: what was refused last is tried again with the next one.
+        for candidate in ({**refused, **change}, change):
+            changed = _with(tree, candidate)
+            if (found := _ranks(changed, copies, most)) is not None:
+                tree, ranks, refused = changed, found, {}
+                overrides |= candidate
+                break
+        else:
+            refused = change
+    return Composition(base, ranks, overrides)
+
+
+def _changes(random: Random, tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Changes of one key, or of keys that mean nothing alone."""
+
+    def drawn(key: Key) -> Any:
+        return value(random, key.field, _at(tree, key.path))
+
+    for key in random.sample(axes(), len(axes())):
+        if random.random() < 0.5:
+            yield {key.path: drawn(key)}
+    others = [key for key in keys() if key not in axes()]
+    for key in random.choices(others, [key.weight for key in others], k=random.randint(4, 40)):
+        change = {key.path: drawn(key)}
+        if key.path == "model.layer_kinds":  # the pattern names them
+            names = [name for name in change[key.path] for _ in range(random.randint(1, 2))]
+            change["model.pattern"] = random.sample(names, len(names))
+        if key.path != "model.pattern":
+            yield change
+
+
+def _with(tree: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    changed = copy.deepcopy(dict(tree))
+    for path, value_ in change.items():
+        *parents, leaf = path.split(".")
+        node = changed
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value_
+    return changed
+
+
+def _at(tree: Mapping[str, Any], path: str) -> Any:
+    """The value of a key; the default where none is given."""
+    node: Any = tree
+    section: Any = Config
+    for part in path.split("."):
+        field = section.model_fields[part]
+        node = node[part] if isinstance(node, dict) and part in node else field.default
+        section = section_of(field.annotation)
+    return node.model_dump(mode="json") if isinstance(node, BaseModel) else node
+
+
+def _ranks(tree: dict[str, Any], copies: int, most: int) -> int | None:
+    """Ranks of a config: of the numbers up to `copies` times the fewest that it runs on, and up to `most`, the largest
+    that it accepts; None if it accepts none."""
+    try:
+        config = Config.model_validate(tree)
+        least = fewest_ranks([config])
+    except ValidationError:
+        return None
+    for ranks in range(copies * least, 0, -least):
+        if ranks <= most and _is_accepted(config, ranks):
+            return ranks
+    return None
+
+
+def _is_accepted(config: Config, ranks: int) -> bool:
+    """Whether a run would begin, as far as it checks before it makes groups of ranks."""
+    try:
+        check_layout(config, ranks)
+    except ConfigError:
+        return False
+    if config.fp8 == Fp8Config():
+        return True
+    try:
+        build_fp8(config, None)
+    except ValueError:  # patterns of layers that the model lacks
+        return False
+    return True
