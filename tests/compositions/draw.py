@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from megafp8.config import Config, ConfigError, Fp8Config, check_layout, fewest_ranks, load_config
+from megafp8.config import Config, ConfigError, check_layout, fewest_ranks, load_config
 from megafp8.config.reader import section_of
 from megafp8.section import Section
 from megafp8.training.fp8_config import build_fp8
@@ -117,9 +117,9 @@ def axes() -> list[Key]:
     return [key for key in keys() if key.path.startswith("parallel.") and repr(key.field.default) == "1"]
 
 
-def draw(random: Random) -> Composition:
-    """A composition that the config's checks accept."""
-    base = random.choices([*BASES], [*BASES.values()])[0]
+def draw(random: Random, base: str | None = None) -> Composition:
+    """A composition that the config's checks accept; `base`: its config file, drawn too where none is given."""
+    base = base or random.choices([*BASES], [*BASES.values()])[0]
     tree: dict[str, Any] = yaml.safe_load((FOLDER / f"{base}.yaml").read_text())
     copies, most = random.choice(COPIES), random.choice(LARGEST)
     overrides: dict[str, Any] = {}
@@ -137,7 +137,12 @@ def draw(random: Random) -> Composition:
                 break
         else:
             refused = change
-    return Composition(base, ranks, overrides)
+    composition = Composition(base, ranks, overrides)
+    try:
+        build_fp8(composition.config, None)
+    except ValueError:  # patterns of layers that the model lacks, which a run refuses after its config
+        return draw(random, base)
+    return composition
 
 
 def _changes(random: Random, tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -196,15 +201,8 @@ def _ranks(tree: dict[str, Any], copies: int, most: int) -> int | None:
 
 
 def _is_accepted(config: Config, ranks: int) -> bool:
-    """Whether a run would begin, as far as it checks before it makes groups of ranks."""
     try:
         check_layout(config, ranks)
     except ConfigError:
-        return False
-    if config.fp8 == Fp8Config():
-        return True
-    try:
-        build_fp8(config, None)
-    except ValueError:  # patterns of layers that the model lacks
         return False
     return True

@@ -215,7 +215,9 @@ def _attention(
             kh, vh = shared[source][head]
         shared[name].append((kh, vh))
         qh = qh * _query_scales(config, positions)
-        scores = qh @ kh.transpose(-1, -2) * (config.attention_scale or 1 / math.sqrt(d))
+        widened = config.mup is not None and config.mup.base_head_dim is not None
+        usual = math.sqrt(config.mup.base_head_dim) / d if widened else 1 / math.sqrt(d)
+        scores = qh @ kh.transpose(-1, -2) * (config.attention_scale or usual)
         if config.attention_softcap is not None:
             scores = config.attention_softcap * torch.tanh(scores / config.attention_softcap)
         if config.position_embedding == "alibi":
@@ -760,8 +762,8 @@ def _block(
         return x
     if config.parallel_block:
         return x + attention(x) + feed_forward(x)
-    x = x + attention(x)
-    x = x + feed_forward(x)
+    x = norm(x + attention(x), "attention_norm", position == "post")
+    x = norm(x + feed_forward(x), "mlp_norm", position == "post")
     if per_layer is not None:
         vector, activation = per_layer
         gated = _activated(_linear(x, w, f"{name}.per_layer_gate"), activation) * vector
@@ -786,6 +788,8 @@ def _per_layer(x: Tensor, w: Weights, config: ModelConfig, tokens: Tensor) -> li
 def _cross_entropy(x: Tensor, w: Weights, config: ModelConfig, labels: Tensor, z_loss: float) -> Tensor:
     output = w["embedding.word.weight"] if config.tie_embeddings else w["output.weight"]
     logits = (x @ output.T)[..., : config.vocab_size] / config.logits_scaling
+    if config.mup is not None:
+        logits = logits * config.mup.base_hidden_size / config.hidden_size
     if config.logit_softcap is not None:
         logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
     log_z = logits.exp().sum(-1).log()
@@ -849,7 +853,8 @@ def twin_loss(
         )  # fmt: skip
     if config.hyper_connections is not None:
         x = _collapsed(x, w, config)
-    x = _norm(x, w, "final_norm", config, kind)
+    if config.norm_position != "post":
+        x = _norm(x, w, "final_norm", config, kind)
     found = [_cross_entropy(x, w, config, labels, z_loss)]
     b, s = tokens.shape
     for depth in range(1, config.mtp_num_layers + 1):  # sparse and seen are the last layer's
