@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from megafp8.config import Config, ConfigError, MoeFfnConfig, check_layout
+from megafp8.numerics.recipes.base import Capabilities
 from megafp8.prove import export, on_gpus, runs
 from megafp8.prove.certificate import Certificate, Row, Status
 from megafp8.prove.local_ranks import LocalRanks, RanksFailed
@@ -99,17 +100,23 @@ class Fp8Subject(NamedTuple):
     notes: list[str]
 
 
+def _capabilities(config: Config) -> list[Capabilities]:
+    """Those of the recipes of all operands; none without FP8."""
+    recipe = build_fp8(config, None).recipe
+    combinations = () if recipe is None else recipe.combinations
+    return [operand.capabilities for operands in combinations for operand in operands]
+
+
 def comparable_fp8(config: Config, ranks: int) -> Fp8Subject:
     """`config` on `ranks` ranks without what makes scales those of a rank's part of a tensor."""
     p, notes = config.parallel, list[str]()
-    recipe = build_fp8(config, None).recipe
-    assert recipe is not None
-    capabilities = recipe.capabilities
+    capabilities = _capabilities(config)
+    assert capabilities
     axes = {}
-    if not capabilities.per_tensor and p.tensor > 1:
+    if not all(x.per_tensor for x in capabilities) and p.tensor > 1:
         axes["tensor"] = 1
         notes.append("without tensor parallelism, which cuts what has one scale")
-    if capabilities.shard_alignment != 1 and p.context > 1:
+    if any(x.shard_alignment != 1 for x in capabilities) and p.context > 1:
         axes["context"] = 1
         notes.append("without context parallelism, which cuts what has one scale")
     parallel, fp8 = p.model_copy(update=axes), config.fp8
@@ -127,8 +134,8 @@ def comparable_fp8(config: Config, ranks: int) -> Fp8Subject:
 def with_experts_of_one_microbatch(config: Config) -> Config | None:
     """`config` with its experts on tensor-parallel ranks and no data parallelism; None where it cannot run so, or has
     scales that tensor parallelism cuts."""
-    recipe = build_fp8(config, None).recipe
-    if recipe is None or not recipe.capabilities.per_tensor:
+    capabilities = _capabilities(config)
+    if not capabilities or not all(x.per_tensor for x in capabilities):
         return None
     ranks = config.parallel.expert_ranks
     axes = {"tensor": ranks, "context": 1, "fsdp_replicas": 1}

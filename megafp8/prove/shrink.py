@@ -23,6 +23,7 @@ from megafp8.prove.layers import keep_layers, layer_keys, patterns_of, renumbere
 from megafp8.prove.layout import MOST_RANKS, Layout, fold
 from megafp8.prove.numbers import in_proportion
 from megafp8.section import Quantity, Section
+from megafp8.training.fp8_config import check_recipe
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
 
 STEPS = 8
@@ -89,6 +90,7 @@ def shrink(
     """
     ranks = ranks or default_ranks(config)
     check_layout(config, ranks)
+    check_recipe(config, config.name)
     if config.model.vocab_size is None:  # the tokenizer's, which need not be here
         config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": UNKNOWN_VOCABULARY})})
     original, sizes = Layout.of(config, ranks), SIZES[device]
@@ -109,6 +111,7 @@ def shrink(
         try:
             small = edit.config()
             check_layout(small, layout.ranks)
+            check_recipe(small, small.name)
             plan_pipeline(small, num_microbatches(small, layout.ranks))
             return Small(small, layout.ranks, original.ranks, edit.changes(original, layout))
         except ConfigError:

@@ -23,22 +23,34 @@ from pydantic.fields import FieldInfo
 from megafp8.config import Config, ConfigError, check_layout, fewest_ranks, load_config
 from megafp8.config.reader import section_of
 from megafp8.section import Section
-from megafp8.training.fp8_config import build_fp8
+from megafp8.training.fp8_config import build_fp8, check_recipe
 from tests.compositions.values import drawable, value
 
 FOLDER = Path(__file__).parent
-BASES = {"gpt": 8, "bert": 1, "t5": 1}
+BASES = {"gpt": 8, "documents": 2, "bert": 1, "pairs": 1, "t5": 1}
 """Config files of this folder, and how often one is drawn among all."""
-LARGEST = (2, 4, 4, 8)
+LARGEST = (2, 4, 4, 8, 8)
 """Ranks of a composition, at most."""
 COPIES = (1, 1, 2, 2, 2, 4)
 """Ranks of a composition, by the fewest that its layout runs on."""
+SIZES = (2, 2, 2, 3, 4)
+"""Ranks, or stages, of an axis that has several."""
+SEVERAL = 0.4
+"""Probability that an axis is to have several."""
+AT_ONCE = 3
+"""Changes that were refused alone and are tried together with later ones."""
 NOT_PROVEN = {
     "name", "base", "run_dir", "device", "timeout_seconds", "stages", "checkpoint", "logging", "resilience", "profile",
-    "model.architecture", "model.vocab_size", "model.vocab_multiple", "training.evaluate", "training.stop_after",
-    "data.tokenizer", "data.validation", "data.special_tokens",
+    "model.architecture", "model.vocab_size", "model.vocab_multiple",
+    "training.precision", "training.loss_scale", "training.cuda_graphs", "training.eval_interval",
+    "training.eval_steps", "training.evaluate", "training.stop_after", "training.gc_interval",
+    "optimizer.reduce_dtype", "optimizer.store_param_remainders",
+    "fp8.auto_filter", "fp8.gemm_backend", "fp8.gemm_autotune", "fp8.report_interval",
+    "data.tokenizer", "data.validation", "data.validation_by_source", "data.special_tokens", "data.split",
+    "data.restart_changed", "data.num_workers", "data.streams", "data.index_cache", "data.object_cache",
+    "data.masked_lm.whole_words",
 }  # fmt: skip
-"""Keys that do not bear on what is computed, or that `megafp8.prove` gives values of its own."""
+"""Keys that do not bear on what a proof computes, or that `megafp8.prove` gives values of its own."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +62,17 @@ class Composition:
     overrides: Mapping[str, Any]
 
     @property
-    def config(self) -> Config:
-        """Raises ConfigError if there is none."""
+    def unchecked(self) -> Config:
+        """The config, which may break rules between keys. Raises ConfigError if the schema does not have it."""
         words = [f"{key}={json.dumps(value)}" for key, value in self.overrides.items()]
-        config = load_config(FOLDER / f"{self.base}.yaml", words)
+        return load_config(FOLDER / f"{self.base}.yaml", words)
+
+    @property
+    def config(self) -> Config:
+        """Raises ConfigError if it cannot run."""
+        config = self.unchecked
         check_layout(config, self.ranks)
+        check_recipe(config, config.name)
         return config
 
     @property
@@ -117,6 +135,16 @@ def axes() -> list[Key]:
     return [key for key in keys() if key.path.startswith("parallel.") and repr(key.field.default) == "1"]
 
 
+@cache
+def _by_section() -> dict[str, list[Key]]:
+    """Keys but for `axes`, by their first section."""
+    found: dict[str, list[Key]] = {}
+    for key in keys():
+        if key not in axes():
+            found.setdefault(key.path.partition(".")[0], []).append(key)
+    return found
+
+
 def draw(random: Random, base: str | None = None) -> Composition:
     """A composition that the config's checks accept; `base`: its config file, drawn too where none is given."""
     base = base or random.choices([*BASES], [*BASES.values()])[0]
@@ -124,19 +152,19 @@ def draw(random: Random, base: str | None = None) -> Composition:
     copies, most = random.choice(COPIES), random.choice(LARGEST)
     overrides: dict[str, Any] = {}
     ranks = _ranks(tree, copies, most) or 1
-    refused: dict[str, Any] = {}
+    refused: list[dict[str, Any]] = []
     for change in _changes(random, tree):
         if all(_at(tree, path) == new for path, new in change.items()):
             continue
-        # A change may need another one: what was refused last is tried again with the next one.
-        for candidate in ({**refused, **change}, change):
+        together = {path: new for earlier in [*refused, change] for path, new in earlier.items()}
+        for candidate in (change, together):  # keys that need each other are accepted together
             changed = _with(tree, candidate)
             if (found := _ranks(changed, copies, most)) is not None:
-                tree, ranks, refused = changed, found, {}
+                tree, ranks, refused = changed, found, []
                 overrides |= candidate
                 break
         else:
-            refused = change
+            refused = [*refused, change][-AT_ONCE:]
     composition = Composition(base, ranks, overrides)
     try:
         build_fp8(composition.config, None)
@@ -152,10 +180,14 @@ def _changes(random: Random, tree: Mapping[str, Any]) -> Iterator[dict[str, Any]
         return value(random, key.field, _at(tree, key.path))
 
     for key in random.sample(axes(), len(axes())):
-        if random.random() < 0.5:
-            yield {key.path: drawn(key)}
-    others = [key for key in keys() if key not in axes()]
-    for key in random.choices(others, [key.weight for key in others], k=random.randint(4, 40)):
+        if random.random() < SEVERAL:
+            yield {key.path: random.choice(SIZES)}
+    chosen = list[Key]()
+    for of_section in _by_section().values():
+        weights = [key.weight for key in of_section]
+        chosen += random.choices(of_section, weights, k=random.randint(0, 2 * round(math.sqrt(sum(weights)))))
+    random.shuffle(chosen)
+    for key in chosen:
         change = {key.path: drawn(key)}
         if key.path == "model.layer_kinds":  # the pattern names them
             names = [name for name in change[key.path] for _ in range(random.randint(1, 2))]
@@ -203,6 +235,7 @@ def _ranks(tree: dict[str, Any], copies: int, most: int) -> int | None:
 def _is_accepted(config: Config, ranks: int) -> bool:
     try:
         check_layout(config, ranks)
+        check_recipe(config, config.name)
     except ConfigError:
         return False
     return True

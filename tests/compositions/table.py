@@ -23,7 +23,7 @@ def table(lines: Iterable[Mapping[str, Any]]) -> str:
         failures[line["failure"]] += 1
         checks.update(name.split(",")[0] for name in line["rows"])
         seconds, cpu = seconds + line["seconds"], cpu + line["cpu_seconds"]
-        config = composition.config
+        config = composition.unchecked
         values.update({("config file", composition.base), *_choices(config.model_dump(mode="json"))})
         pairs.update(combinations(sorted(_axes(config, composition.ranks)), 2))
     failed = count - failures.pop("", 0)
@@ -46,7 +46,7 @@ def _table(header: tuple[str, str], rows: Iterable[tuple[Any, Any]]) -> list[str
 
 
 def _choices(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Keys whose values are words or truth values, with these; of sections that may be absent, whether they are set."""
+    """Keys whose values are words or truth values, with these."""
     for name, value in tree.items():
         path = f"{prefix}{name}"
         if name == "layer_kinds":

@@ -1,0 +1,50 @@
+"""The smallest configs of what `python -m tests.compositions` has found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megafp8.config import ConfigError
+from tests.compositions.draw import Composition
+from tests.compositions.trial import PASSED, trial
+from tests.world import Ranks
+
+MENDED = [
+    # A kind of layer that equals another one was left out of the small pattern, and stayed in layer_kinds.
+    Composition("gpt", 1, {"model.layer_kinds": {"a": {}, "b": {}}, "model.pattern": ["b", "b", "a"]}),
+    # The small decoder had as many blocks as the encoder.
+    Composition("t5", 3, {"parallel.pipeline": 3}),
+    # Recipes by operand have no capabilities of their own.
+    Composition(
+        "gpt", 2,
+        {"fp8.recipe": "custom", "fp8.custom": [{"layers": "*", "input": "current", "weight": "delayed",
+                                                 "grad_output": "current"}]},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("composition", MENDED, ids=lambda x: x.command.partition("compositions/")[2])
+def test_mended(rank_processes: Ranks, composition: Composition) -> None:
+    found = trial(composition, rank_processes, whole=False)
+    assert found.failure == PASSED, found.where
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    # Was ignored, and failed under context parallelism.
+    ("bert", {"model.attention_chunk": 8}, "model.attention_chunk"),
+    # Was a traceback.
+    (
+        "gpt",
+        {"lora": {}, "model.layer_kinds": {"a": {"mixer": {"kind": "latent_attention"}}}, "model.pattern": ["a"]},
+        "model.layer_kinds.a.mixer.kind",
+    ),
+]
+
+
+@pytest.mark.parametrize(("base", "overrides", "key"), REFUSED)
+def test_refused(base: str, overrides: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        _ = Composition(base, 1, overrides).config
+    assert [problem.path for problem in error.value.problems] == [key]
