@@ -84,11 +84,13 @@ class Composition:
 
 
 class Key(NamedTuple):
-    """A key of the config with dots, its declaration, and how often it is changed."""
+    """A key of the config with dots, its declaration, how often it is changed, and whether it chooses what others
+    mean."""
 
     path: str
     field: FieldInfo
     weight: float
+    chooses: bool
 
 
 @cache
@@ -108,7 +110,7 @@ def keys() -> list[Key]:
                 yield from walk(inner, f"{path}.")
                 continue
             chooses = issubclass(cls, Section) and name in cls.choices
-            yield Key(path, field, math.sqrt(_size(cls) if chooses else _held(field)))
+            yield Key(path, field, math.sqrt(_size(cls) if chooses else _held(field)), chooses)
 
     return list(walk(Config, ""))
 
@@ -187,6 +189,7 @@ def _changes(random: Random, tree: Mapping[str, Any]) -> Iterator[dict[str, Any]
         weights = [key.weight for key in of_section]
         chosen += random.choices(of_section, weights, k=random.randint(0, 2 * round(math.sqrt(sum(weights)))))
     random.shuffle(chosen)
+    chosen.sort(key=lambda key: not key.chooses)
     for key in chosen:
         change = {key.path: drawn(key)}
         if key.path == "model.layer_kinds":  # the pattern names them
