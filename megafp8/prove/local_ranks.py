@@ -59,6 +59,8 @@ def _serve(pipe: Connection, stack_path: str) -> None:
             finally:
                 faulthandler.cancel_dump_traceback_later()
             pipe.send((*result, time.process_time() - begin))
+    if dist.is_initialized():  # NCCL warns of groups that a process leaves behind
+        dist.destroy_process_group()
 
 
 def _reset(environment: dict[str, str]) -> None:
