@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -29,8 +29,6 @@ IN_FP32 = 1e-4
 LEAST_SHARE = 1e-4
 """Tensors whose largest value is below this share of that of all of their kind are held to it: gradients that are zero
 but for rounding."""
-ROUNDING = 1e-12
-"""Gradients whose largest value is below this share of the largest of all are zero but for rounding."""
 EXPERTS = f"*.{MoeFfnConfig.tensor_prefix}.experts.*"
 """Names of the linear layers of experts."""
 RELATIVE = f"to {EXACT:g} of a tensor's largest value"
@@ -213,14 +211,14 @@ class _Proof:
             return
         yield self._row("schedule", schedule, "equal", None, f"{self._ranks} ranks finished")
         yield self._data_order("data order", found, expected.batches)
-        gradients = worst([x.gradients for x in found], runs.read_tensors(alone / runs.GRADIENTS))
+        of_one_rank = runs.read_tensors(alone / runs.GRADIENTS)
+        gradients = worst([x.gradients for x in found], of_one_rank)
         first = steps_apart(found, expected.steps[:1])
         yield self._compared("loss and gradients", f"a step, of one rank, {RELATIVE}", EXACT, first, gradients)
-        noise = noise_of(x.gradients for x in found)
-        state = worst([x.state for x in found], runs.read_tensors(alone / runs.STATE), noise)
+        state = worst([x.state for x in found], runs.read_tensors(alone / runs.STATE))
         curve = steps_apart(found, expected.steps[: runs.STEPS])
         how = f"{runs.STEPS} steps: losses, norms, weights and optimizer state of one rank, {RELATIVE}"
-        how += f"; without {', '.join(sorted(noise))}, whose gradients are zero but for rounding" if noise else ""
+        how += _without(runs.noise_in(of_one_rank))
         yield self._compared("optimizer steps", how, EXACT, curve, state)
         if has_fp8:
             yield from self._fp8()
@@ -276,9 +274,7 @@ class _Proof:
         return self._compared(
             check, how, EXACT, steps_apart(found, expected.steps[: runs.STEPS]),
             worst([x.gradients for x in found], runs.read_tensors(folder / runs.GRADIENTS)),
-            worst(
-                [x.state for x in found], runs.read_tensors(folder / runs.STATE), noise_of(x.gradients for x in found)
-            ),
+            worst([x.state for x in found], runs.read_tensors(folder / runs.STATE)),
         )  # fmt: skip
 
     def _checkpoints(self, own: Path, found: Sequence[Record], expected: Record, has_fp8: bool) -> Iterator[Row]:
@@ -344,22 +340,22 @@ def steps_apart(found: Sequence[Record], expected: Sequence[Step]) -> Difference
     return Difference(largest.value, next((x.where for x in differences if x.value > EXACT), largest.where))
 
 
+def _without(noise: Mapping[str, torch.Tensor]) -> str:
+    """What is said of elements that are not compared."""
+    elements = sum(int(mask.sum()) for mask in noise.values())
+    if not elements:
+        return ""
+    return f"; without {elements} elements of {', '.join(sorted(noise))}, whose gradients are zero but for rounding"
+
+
 def _kind(name: str) -> str:
     """What a tensor's values may be compared with: weights, a moment, gradients."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "optimizer" else parts[0] if parts[0] in ("model", "fp8") else ""
 
 
-def noise_of(gradients: Iterable[Comparison]) -> set[str]:
-    """The weights whose gradients, of one rank, are zero but for rounding: what an optimizer makes of them is, too."""
-    largest = {name: x.largest for comparison in gradients for name, x in comparison.items()}
-    most = max(largest.values(), default=0.0)
-    return {name for name, value in largest.items() if 0 < value <= ROUNDING * most}
-
-
-def worst(comparisons: Iterable[Comparison], names: Iterable[str], noise: Collection[str] = ()) -> Difference:
-    """The tensor with the largest relative difference on any rank; `names`: of those that ranks must hold together.
-    `noise`: weights that are left out, with their state."""
+def worst(comparisons: Iterable[Comparison], names: Iterable[str]) -> Difference:
+    """The tensor with the largest relative difference on any rank; `names`: of those that ranks must hold together."""
     differences, largest, covered = dict[str, float](), dict[str, float](), dict[str, torch.Tensor]()
     for comparison in comparisons:
         for name, x in comparison.items():
@@ -377,7 +373,6 @@ def worst(comparisons: Iterable[Comparison], names: Iterable[str], noise: Collec
     relative = {
         name: x / max(largest[name], LEAST_SHARE * of_kind[_kind(name)], 1e-300) if x else 0.0
         for name, x in differences.items()
-        if not any(name.endswith(f".{weight}") for weight in noise)
     }
     return _named(relative)
 

@@ -1,0 +1,139 @@
+"""Final validation loss of runs by FP8 recipe with confidence intervals, and when each recipe reaches the loss of bf16.
+
+    megafp8 sweep benchmarks/time_to_loss.yaml seed=1,2,3,4,5 fp8.recipe=none,delayed,current,blockwise
+    python -m benchmarks.time_to_loss runs/time-to-loss-sweep/*/ --png loss.png
+
+Runs of one seed have the same initial weights and read the same samples in the same order, so recipes are compared by
+the differences of runs with the same seed. An interval is that of the mean of these differences, by Student's t with
+95%: a gap whose interval has zero in it cannot be told from noise with so many seeds. Time is that of steps, without
+evaluation and the start: the median step, times the step at which the mean curve first is at bf16's last loss.
+Run folders of several sweeps may be given together, if they are of one kind of GPU: times are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median, stdev
+
+import yaml
+
+from megafp8.commands.common import pyplot
+from megafp8.training.metrics import read_metrics
+
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Student's t for two-sided 95%, by degrees of freedom from 1."""
+BASELINE = "none"
+"""fp8.recipe of the runs that the others are compared with."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: validation losses by step, and the median of its steps in seconds."""
+
+    recipe: str
+    seed: int
+    losses: Mapping[int, float]
+    seconds: float
+
+    @property
+    def final(self) -> float:
+        return self.losses[max(self.losses)]
+
+
+def read(folder: Path) -> Run:
+    """The run in a folder. ValueError if it has no validation losses."""
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    steps = read_metrics(folder / "metrics.jsonl")
+    losses = {x["step"]: x["validation_loss"] for x in steps if x["validation_loss"] is not None}
+    if not losses:
+        raise ValueError(f"{folder} has no validation loss; set training.eval_interval")
+    return Run(config["fp8"]["recipe"], config["seed"], losses, median(x["step_seconds"] for x in steps))
+
+
+def interval(values: Sequence[float]) -> float:
+    """Half of the 95% confidence interval of the mean; infinite for one value."""
+    if len(values) < 2:
+        return math.inf
+    return T_95[min(len(values) - 1, len(T_95)) - 1] * stdev(values) / math.sqrt(len(values))
+
+
+def mean_curve(runs: Iterable[Run]) -> dict[int, float]:
+    """The mean loss at each step that all runs have."""
+    curves = [run.losses for run in runs]
+    return {step: fmean(x[step] for x in curves) for step in curves[0] if all(step in x for x in curves)}
+
+
+def step_at(curve: Mapping[int, float], loss: float) -> float:
+    """The step, between those of the curve, at which it first is at `loss`; infinite if it never is."""
+    steps = sorted(curve)
+    if curve[steps[0]] <= loss:
+        return steps[0]
+    for a, b in pairwise(steps):
+        if curve[b] <= loss:
+            return a + (b - a) * (curve[a] - loss) / (curve[a] - curve[b])
+    return math.inf
+
+
+def table(runs: Sequence[Run]) -> str:
+    """A Markdown table, a line for each recipe. ValueError without a run of the baseline."""
+    by_recipe: dict[str, dict[int, Run]] = {}
+    for run in runs:
+        by_recipe.setdefault(run.recipe, {})[run.seed] = run
+    if BASELINE not in by_recipe:
+        raise ValueError("no run has fp8.recipe none, with which the others are compared")
+    baseline = by_recipe[BASELINE]
+    target, seconds = fmean(x.final for x in baseline.values()), median(x.seconds for x in baseline.values())
+    whole = max(next(iter(baseline.values())).losses) * seconds
+    lines = ["| recipe | seeds | final loss | against bf16, same seeds | ms a step | time to bf16's final loss |"]
+    lines.append("|:--|--:|--:|--:|--:|--:|")
+    for recipe, of_seed in sorted(by_recipe.items(), key=lambda item: item[0] != BASELINE):
+        finals = [run.final for run in of_seed.values()]
+        apart = [run.final / baseline[seed].final - 1 for seed, run in of_seed.items() if seed in baseline]
+        gap = "" if recipe == BASELINE or not apart else f"{fmean(apart):+.2%} ± {interval(apart):.2%}"
+        step = median(run.seconds for run in of_seed.values())
+        reached = step_at(mean_curve(of_seed.values()), target) * step
+        share = "not reached" if math.isinf(reached) else f"{reached:.0f} s, {reached / whole:.2f} of bf16's run"
+        name = "bf16" if recipe == BASELINE else recipe
+        lines.append(
+            f"| {name} | {len(of_seed)} | {fmean(finals):.4f} ± {interval(finals):.4f} | {gap} | {step * 1e3:.1f} "
+            f"| {share} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(runs: Sequence[Run], png: Path) -> None:
+    """Mean curves over the time of steps, with the range of the seeds."""
+    figure, axes = (plt := pyplot()).subplots(figsize=(8, 5))
+    for recipe in dict.fromkeys(run.recipe for run in runs):
+        same = [run for run in runs if run.recipe == recipe]
+        curve, seconds = mean_curve(same), median(run.seconds for run in same)
+        times = [step * seconds for step in curve]
+        (line,) = axes.plot(times, [*curve.values()], label="bf16" if recipe == BASELINE else recipe)
+        least, most = ([f(run.losses[step] for run in same) for step in curve] for f in (min, max))
+        axes.fill_between(times, least, most, color=line.get_color(), alpha=0.2, linewidth=0)
+    axes.set(xlabel="seconds of training steps", ylabel="validation loss", yscale="log")
+    axes.legend()
+    figure.savefig(png, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="+", help="run folders")
+    parser.add_argument("--png", type=Path, help="draw curves over time, too")
+    options = parser.parse_args()
+    runs = [read(folder) for folder in options.folders]
+    print(table(runs))
+    if options.png is not None:
+        plot(runs, options.png)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
