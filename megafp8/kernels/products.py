@@ -3,13 +3,16 @@
     out = alpha · scale · a·b + beta · addend + gamma · I
 
 Newton-Schulz iterations of Muon consist of these: Gram matrices X·Xᵀ, and polynomials of them, which commute, so that
-their products are symmetric, too. A program computes a tile on or below the diagonal, and stores it and its mirror
-image: half the products. So results are exactly symmetric but for tiles on the diagonal, which are up to rounding. The
-polynomial's other terms are added to the sums in registers.
+their products are symmetric, too. Of a symmetric result tiles on and below the diagonal are computed, and stored with
+their mirror images: half the products. So results are exactly symmetric but for tiles on the diagonal, which are up to
+rounding. The polynomial's other terms are added to the sums in registers.
+
+A program computes two square tiles, one below the other. In a symmetric result both are on or below the diagonal, for
+each second row of tiles, which leaves the other tiles on the diagonal: these are computed alone, at last. With sides of
+4,096 that are 256 pairs and 16 tiles, all of which 132 multiprocessors compute in the time of two pairs.
 
 Sums are fp32, over k in one order, whatever the number of matrices: a matrix has the same bits alone and among others.
-Operands are read and results written through tensor descriptors (TMA). Two programs of four warps share a
-multiprocessor, so that one stores while the other multiplies.
+Operands are read and results written through tensor descriptors (TMA).
 
 Shapes: b matrices; results p × q, sums over k.
 """
@@ -25,23 +28,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div
 from megafp8.kernels.grouped_gemm import tile_at
 
-_TILE, _TILE_K, _WARPS, _STAGES = 128, 64, 4, 3
+_TILE, _TILE_K, _WARPS, _STAGES = 128, 64, 8, 4
 ALIGNMENT = 8
-"""All sides are multiples of it: rows of a tensor descriptor are 16 bytes apart."""
+"""All sides are multiples of it: rows of a tensor descriptor are multiples of 16 bytes."""
 
 
 @triton.jit
-def _lower_tile(index):
-    """Row and column of a tile on or below the diagonal, counted row by row."""
-    row = ((tl.sqrt(8.0 * index + 1.0) - 1.0) * 0.5).to(tl.int32)
-    row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
-    row = tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
-    return row, index - row * (row + 1) // 2
-
-
-@triton.jit
-def _tiles(a, b, i0, j0, k0, batch, p, q, k, A_COLUMNS: tl.constexpr, B_COLUMNS: tl.constexpr):
-    """Tiles `[TILE, TILE_K]` of a and `[TILE_K, TILE]` of b."""
+def _operands(a, b, i0, j0, k0, batch, p, q, k, A_COLUMNS: tl.constexpr, B_COLUMNS: tl.constexpr):
+    """Tiles of a, `[rows, TILE_K]`, and of b, `[TILE_K, TILE]`."""
     if A_COLUMNS:
         x = a.load([batch * k + k0, i0]).T
     else:
@@ -54,49 +48,78 @@ def _tiles(a, b, i0, j0, k0, batch, p, q, k, A_COLUMNS: tl.constexpr, B_COLUMNS:
 
 
 @triton.jit
-def _add_product(x, y, sums, INTERPRETED: tl.constexpr):
+def _dot(x, y, sums, INTERPRETED: tl.constexpr):
     if INTERPRETED:
         return sums + tl.dot(x.to(tl.float32), y.to(tl.float32))
     return tl.dot(x, y, sums)
 
 
-@triton.jit(do_not_specialize=["alpha", "beta", "gamma"])
-def product_kernel(a, b, addend, out, scale_b, p, q, k, alpha, beta, gamma, A_COLUMNS: tl.constexpr,
-                   B_COLUMNS: tl.constexpr, SYMMETRIC: tl.constexpr, INTERPRETED: tl.constexpr, GROUP: tl.constexpr,
-                   TILE: tl.constexpr, TILE_K: tl.constexpr):  # fmt: skip
-    """A tile of the result of one matrix, and where SYMMETRIC its mirror image.
+@triton.jit
+def _sums(a, b, i0, j0, batch, p, q, k, A_COLUMNS: tl.constexpr, B_COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
+          ROWS: tl.constexpr, TILE: tl.constexpr, TILE_K: tl.constexpr):  # fmt: skip
+    """Sums of products `[ROWS, TILE]`.
 
-    `a`, `b`: matrices one below the other, `[b·p, k]` and `[b·q, k]`, or with A_COLUMNS, B_COLUMNS `[b·k, p]` and
-    `[b·k, q]`. What a tile reads of the next matrix is multiplied by zero, or belongs to rows that are not stored.
+    What operands have of the next matrix is multiplied by zero, or belongs to rows that are not stored.
     """
-    batch = tl.program_id(1)
-    if SYMMETRIC:
-        i, j = _lower_tile(tl.program_id(0))
-    else:
-        i, j = tile_at(tl.program_id(0), tl.cdiv(p, TILE), tl.cdiv(q, TILE), GROUP)
-    i0, j0 = i * TILE, j * TILE
-    sums = tl.zeros([TILE, TILE], tl.float32)
+    sums = tl.zeros([ROWS, TILE], tl.float32)
     whole = k // TILE_K * TILE_K
     for k0 in range(0, whole, TILE_K):
-        x, y = _tiles(a, b, i0, j0, k0, batch, p, q, k, A_COLUMNS, B_COLUMNS)
-        sums = _add_product(x, y, sums, INTERPRETED)
+        x, y = _operands(a, b, i0, j0, k0, batch, p, q, k, A_COLUMNS, B_COLUMNS)
+        sums = _dot(x, y, sums, INTERPRETED)
     if whole < k:
-        x, y = _tiles(a, b, i0, j0, whole, batch, p, q, k, A_COLUMNS, B_COLUMNS)
+        x, y = _operands(a, b, i0, j0, whole, batch, p, q, k, A_COLUMNS, B_COLUMNS)
         inside = whole + tl.arange(0, TILE_K) < k
         x, y = tl.where(inside[None, :], x, 0.0), tl.where(inside[:, None], y, 0.0)
-        sums = _add_product(x, y, sums, INTERPRETED)
-    if scale_b is not None:
-        alpha = alpha * tl.load(scale_b + batch)
+        sums = _dot(x, y, sums, INTERPRETED)
+    return sums
+
+
+@triton.jit
+def _store(sums, addend, out, i, j, batch, alpha, beta, gamma, SYMMETRIC: tl.constexpr, TILE: tl.constexpr):
+    """Store tile (i, j) of the result, and where SYMMETRIC its mirror image."""
     sums = sums * alpha
     if addend is not None:
-        sums += beta * addend.load([batch, i0, j0]).reshape(TILE, TILE).to(tl.float32)
-        diagonal = (i0 + tl.arange(0, TILE))[:, None] == (j0 + tl.arange(0, TILE))[None, :]
+        sums += beta * addend.load([batch, i * TILE, j * TILE]).reshape(TILE, TILE).to(tl.float32)
+        diagonal = (i * TILE + tl.arange(0, TILE))[:, None] == (j * TILE + tl.arange(0, TILE))[None, :]
         sums += tl.where(diagonal, gamma, 0.0)
     result = sums.to(out.dtype)
-    out.store([batch, i0, j0], result.reshape(1, TILE, TILE))
+    out.store([batch, i * TILE, j * TILE], result.reshape(1, TILE, TILE))
     if SYMMETRIC:  # noqa: SIM102 -- known when compiled
         if i != j:
-            out.store([batch, j0, i0], result.T.reshape(1, TILE, TILE))
+            out.store([batch, j * TILE, i * TILE], result.T.reshape(1, TILE, TILE))
+
+
+@triton.jit(do_not_specialize=["alpha", "beta", "gamma"])
+def product_kernel(a, a_single, b, addend, out, scale_b, p, q, k, alpha, beta, gamma, A_COLUMNS: tl.constexpr,
+                   B_COLUMNS: tl.constexpr, SYMMETRIC: tl.constexpr, INTERPRETED: tl.constexpr, GROUP: tl.constexpr,
+                   TILE: tl.constexpr, TILE_K: tl.constexpr):  # fmt: skip
+    """Two tiles of the result of one matrix, or one on the diagonal.
+
+    `a`, `b`: matrices one below the other, `[b·p, k]` and `[b·q, k]`, or with A_COLUMNS, B_COLUMNS `[b·k, p]` and
+    `[b·k, q]`. `a_single`: a, for single tiles.
+    """
+    batch, index = tl.program_id(1), tl.program_id(0)
+    if scale_b is not None:
+        alpha = alpha * tl.load(scale_b + batch)
+    pairs = tl.cdiv(p, 2 * TILE)
+    if SYMMETRIC:
+        pair = tl.sqrt(index.to(tl.float32)).to(tl.int32)
+        pair = tl.where(pair * pair > index, pair - 1, pair)
+        pair = tl.where((pair + 1) * (pair + 1) <= index, pair + 1, pair)
+        j = index - pair * pair
+    else:
+        pair, j = tile_at(index, pairs, tl.cdiv(q, TILE), GROUP)
+    if pair < pairs:
+        sums = _sums(a, b, 2 * pair * TILE, j * TILE, batch, p, q, k, A_COLUMNS, B_COLUMNS, INTERPRETED, 2 * TILE,
+                     TILE, TILE_K)  # fmt: skip
+        upper, lower = sums.reshape(2, TILE, TILE).permute(1, 2, 0).split()
+        _store(upper, addend, out, 2 * pair, j, batch, alpha, beta, gamma, SYMMETRIC, TILE)
+        _store(lower, addend, out, 2 * pair + 1, j, batch, alpha, beta, gamma, SYMMETRIC, TILE)
+    else:
+        i = 2 * (index - pairs * pairs) + 1
+        single = _sums(a_single, b, i * TILE, i * TILE, batch, p, q, k, A_COLUMNS, B_COLUMNS, INTERPRETED, TILE, TILE,
+                     TILE_K)  # fmt: skip
+        _store(single, addend, out, i, i, batch, alpha, beta, gamma, SYMMETRIC, TILE)
 
 
 def product(
@@ -115,13 +138,16 @@ def product(
     assert b.is_contiguous()
     assert not (symmetric and p != q)
     out = torch.empty(count, p, q, dtype=out_dtype, device=a.device)
-    down, across = ceil_div(p, _TILE), ceil_div(q, _TILE)
-    flat = (x.view(-1, x.shape[-1]) for x in (a, b))
-    blocks = ([_TILE_K, _TILE] if columns else [_TILE, _TILE_K] for columns in (a_columns, b_columns))
+    pairs, across = ceil_div(p, 2 * _TILE), ceil_div(q, _TILE)
+    programs = pairs * pairs + across // 2 if symmetric else pairs * across
+
+    def operand(x: Tensor, columns: bool, rows: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [_TILE_K, rows] if columns else [rows, _TILE_K])
+
     results = (x if x is None else TensorDescriptor.from_tensor(x, [1, _TILE, _TILE]) for x in (addend, out))
-    product_kernel[(down * (down + 1) // 2 if symmetric else down * across, count)](
-        *map(TensorDescriptor.from_tensor, flat, blocks), *results, scale_b, p, q, k, alpha, beta, gamma,
-        A_COLUMNS=a_columns, B_COLUMNS=b_columns, SYMMETRIC=symmetric, INTERPRETED=INTERPRETED, GROUP=16, TILE=_TILE,
-        TILE_K=_TILE_K, num_warps=_WARPS, num_stages=_STAGES,
+    product_kernel[(programs, count)](
+        operand(a, a_columns, 2 * _TILE), operand(a, a_columns, _TILE), operand(b, b_columns, _TILE), *results,
+        scale_b, p, q, k, alpha, beta, gamma, A_COLUMNS=a_columns, B_COLUMNS=b_columns, SYMMETRIC=symmetric,
+        INTERPRETED=INTERPRETED, GROUP=16, TILE=_TILE, TILE_K=_TILE_K, num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     return out

@@ -38,6 +38,9 @@ EPS = 1e-7
 SPANS = (3, 2)
 """Iterations between which `gram_newton_schulz` computes the matrix itself."""
 
+LARGE = 2048
+"""Shorter side of matrices from which cuBLAS multiplies one at a time; its sums may depend on how many there are."""
+
 
 class Muon(MatrixUpdate):
     """Muon (Jordan et al. 2024), which updates the weights of blocks that are matrices; AdamW updates all others."""
@@ -164,5 +167,11 @@ def gram_newton_schulz(x_bnm: Tensor) -> Tensor:
             q = polynomial(gram, scale_of[i])
             last: dict[str, Any] = {"out_dtype": dtype, "scale_b": norm_b} if i == end - 1 else {}
             total = product_of(q, total, **last)
-        x = product(x, total, dtype) if tall else product(total, x, dtype, b_columns=True)
+        if min(n, m) >= LARGE:
+            factors = (x, total) if tall else (total, x)
+            x = torch.empty_like(x)
+            for *pair, result in zip(*factors, x):
+                torch.mm(*pair, out=result)
+        else:
+            x = product(x, total, dtype) if tall else product(total, x, dtype, b_columns=True)
     return x
