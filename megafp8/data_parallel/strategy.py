@@ -261,7 +261,7 @@ class FullySharded(DataParallelStrategy):
             group=group,
             **options,
         )
-        self.stages, self._whole, self._replicas, self._one_host = stages, whole, replicas, one_host
+        self.stages, self.whole, self._replicas, self._one_host = stages, whole, replicas, one_host
         self._fp8_gather: Fp8WeightGather | None = None
         if fp8_weights:
             units = [[(rows_of[x], *fp8_weights[x]) for x in unit if x in fp8_weights] for unit in stages.units]
@@ -312,8 +312,8 @@ class FullySharded(DataParallelStrategy):
         for count in {rows.ranks for rows in self.stages.row_shards.values() if spec_of(rows.param).expert}:
             as_values = ", and gathered in high precision" if in_fp8 else ""
             lines.append(f"parallel.fsdp: weights of experts have {count} shard{'s' if count > 1 else ''}{as_values}")
-        if self._whole:
-            nbytes = sum(param.nbytes for param in self._whole)
+        if self.whole:
+            nbytes = sum(param.nbytes for param in self.whole)
             lines.append(f"parallel.fsdp: weights of experts are not sharded, {nbytes / gib:.3f} GiB more")
         if self._replicas > 1:
             hosts = "one host" if self._one_host else "several hosts"
