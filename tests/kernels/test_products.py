@@ -18,7 +18,7 @@ def _close(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("side", "k"), [(264, 72), (8, 136)])
+@pytest.mark.parametrize(("side", "k"), [(264, 72), (8, 24)])
 @pytest.mark.parametrize("columns", [False, True])
 def test_symmetric_products(dtype: torch.dtype, side: int, k: int, columns: bool) -> None:
     """More tiles than one, partial ones, and of the next matrix what a tile reads beyond its own."""
