@@ -73,7 +73,10 @@ def assert_close_to_one_rank(runs: Runs, preset: Preset, steps: int = 2) -> None
             assert a == pytest.approx(b, rel=exact[i] if step < sharp[i] else LOOSE[i]), what
 
 
-WHOLE_STEPS = [MUON | TP2 | DP2 | ZERO, DELAYED | MOE | DP2 | FSDP, PP2 | DP2 | CLIP | AVERAGE, TP2 | CP2 | QK_CLIP]
+WHOLE_STEPS = [
+    MUON | TP2 | DP2 | ZERO, DELAYED | MOE | DP2 | FSDP, MOE | DP2 | EP2 | FSDP, PP2 | DP2 | CLIP | AVERAGE,
+    TP2 | CP2 | QK_CLIP,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("preset", slow_but(WHOLE_STEPS, WHOLE_STEPS[0]))
