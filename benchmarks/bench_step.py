@@ -19,6 +19,7 @@ affects all alike. Columns:
     tok/s/gpu   and TFLOP/s: model FLOPs, 6·N_matmul + 6·L·s·h_attn per token (causal attention as half, windows as
                 what they show, documents not subtracted, output layer in, embedding look-up out); MFU against the
                 precision's dense peak, 989 bf16, 1979 fp8 on H100 and H200
+    update      milliseconds of the optimizer's step, which is part of the step
     exposed     exposed communication as a fraction of a step (see benchmarks/profiling.py), mean of all ranks
     bubble      of pipelines: measured in a traced step, and simulated with the mean times of each stage's actions
     GiB         the largest peak of torch's allocator of any rank, and the prediction of megafp8.planner.memory
@@ -42,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import Table, machine, new_parser, release, write_json
+from benchmarks.common import Table, machine, milliseconds, new_parser, now, release, write_json
 from benchmarks.compiled_step import CompiledTrainer, why_not
 from benchmarks.profiling import Kernel, StepProfile, by_name, record, step_profile
 from megafp8.batch import Batch
@@ -92,6 +93,7 @@ class Result:
     bubble: float | None = None
     simulated_bubble: float | None = None
     profile: StepProfile | None = None
+    update_ms: float | None = None
     kernels: list[Kernel] = field(default_factory=list)
     failure: str = ""
 
@@ -182,9 +184,22 @@ def time_steps(
         profiles = all_gather_objects(step_profile(events, duration), parallel.world.group)
         result.profile = StepProfile(*(statistics.fmean(x) for x in zip(*(asdict(p).values() for p in profiles))))
     trainer.train_step(warmup + steps + 1, batches)
+    if isinstance(trainer, Trainer):
+        result.update_ms = statistics.median(update_ms(trainer) for _ in range(3))
     if trainer.timeline is not None:
         result.bubble = trainer.timeline.bubble_fraction
         result.simulated_bubble = simulated_bubble(trainer.plan, trainer.timeline)
+
+
+def update_ms(trainer: Trainer) -> float:
+    """Milliseconds of the optimizer's step from the last gradients; with a learning rate of 0 weights stay."""
+    device = trainer.parallel.device
+    start = now(device)
+    trainer.optimizer.step(0.0)
+    end = now(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return milliseconds(start, end)
 
 
 def measure(
@@ -241,6 +256,7 @@ COLUMNS = {  # heading: key of a row, format
     "tok/s/gpu": ("tokens_per_second_per_gpu", ",.0f"),
     "TFLOP/s": ("tflops_per_gpu", ".1f"),
     "MFU": ("mfu", ".1%"),
+    "update": ("update_ms", ".1f"),
     "exposed": ("exposed", ".1%"),
     "bubble": ("bubble", ".1%"),
     "simulated": ("simulated_bubble", ".1%"),
@@ -269,6 +285,7 @@ def row_of(result: Result, config: Config, world_size: int) -> dict[str, Any]:
         "tokens_per_second_per_gpu": rate,
         "tflops_per_gpu": flops / 1e12,
         "mfu": flops / peak if peak else None,
+        "update_ms": result.update_ms,
         "exposed": result.profile and result.profile.exposed,
         "bubble": result.bubble,
         "simulated_bubble": result.simulated_bubble,

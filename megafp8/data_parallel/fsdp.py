@@ -25,7 +25,8 @@ do it after every backward, or, with `set_requires_all_reduce`, sum micro-batche
 
 *Experts* of expert parallelism are held by other ranks than the rest of their block. So a module of a unit may be an
 inner unit with groups of its own. torch gathers both at the same time (`_gather_inner_too`): an inner unit is called
-late, after tokens have been exchanged, and in a block's backward it is needed first.
+late, after tokens have been exchanged, and in a block's backward it is needed first. Weights that a rank would have all
+rows of are left out (`whole`): torch would cast and copy them for each pass, and their gradients.
 
 *Weights gathered in FP8* are in `megafp8.data_parallel.fp8_weight_gather`. torch asks the tensor that it shards what to
 send and how to convert the result (`fsdp_pre_all_gather`, `fsdp_post_all_gather`; it looks for them again right before
@@ -40,6 +41,7 @@ except while computing with them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -119,7 +121,7 @@ class ShardedStages:
     the others: its weights that are not theirs stay gathered from the beginning of a forward pass to the end of its
     backward. Parameters on the meta device are allocated on `device`, uninitialized. `dtype`: of gathered weights and
     computation; `reduce_dtype`: of gradients sent to other ranks. `replicate_group`: the ranks that hold the same
-    shards.
+    shards. `whole`: parameters that are left as they are, but for their values.
 
     `row_shards`: by the parameter that the module had; `units`: these by what one all-gather gathers; `params`: their
     `RowShard.param`s in order, of which `trained` are not frozen; `flat`: all gradients.
@@ -133,6 +135,7 @@ class ShardedStages:
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         device: torch.device,
+        whole: AbstractSet[nn.Parameter] = frozenset(),
     ) -> None:
         self.row_shards: dict[nn.Parameter, RowShard] = {}
         self.units: list[list[nn.Parameter]] = []
@@ -141,20 +144,21 @@ class ShardedStages:
         sharded: dict[nn.Parameter, DTensor] = {}
         for stage in stages:
             root = stage[-1].module
-            whole = list(root.parameters())
-            for param in whole:
+            before = [param for param in root.parameters() if param not in whole]
+            for param in before:
                 param.data = param.data.to(sum_dtype(dtype)) if param.requires_grad else param.data
             for part in (part for unit in stage for part in unit.parts):
-                self.units.append([param for param in part.module.parameters() if not isinstance(param, DTensor)])
-                self._modules.append(_shard(part, dtype, reduce_dtype, device))
+                own = [param for param in part.module.parameters() if not isinstance(param, DTensor)]
+                self.units.append([param for param in own if param not in whole])
+                self._modules.append(_shard(part, dtype, reduce_dtype, device, whole))
             _gather_inner_too(stage)
             self._roots[self._modules[-1]] = 0
             root.register_forward_pre_hook(self._count)
-            now = [cast(DTensor, param) for param in root.parameters()]
-            for old, new in zip(whole, now, strict=True):
+            now = [cast(DTensor, param) for param in root.parameters() if param not in whole]
+            for old, new in zip(before, now, strict=True):
                 self.row_shards[old] = _row_shard(old, new, dtype)
                 old.data = old.data.new_empty(0)  # only a key from here on; would keep its values alive
-            sharded |= zip(whole, now, strict=True)
+            sharded |= zip(before, now, strict=True)
         self.params = [rows.param for rows in self.row_shards.values()]
         self.trained = [param for param in self.params if param.requires_grad]
         units = [[param for param in unit if self.row_shards[param].param.requires_grad] for unit in self.units]
@@ -288,14 +292,17 @@ class _ReduceScatter:
         collectives.reduce_scatter_into(output_tensor, input_tensor, self._group)
 
 
-def _shard(unit: Unit, dtype: torch.dtype, reduce_dtype: torch.dtype, device: torch.device) -> FSDPModule:
-    """`fully_shard` for those parameters of the unit's module that are not sharded yet; returns the module."""
+def _shard(
+    unit: Unit, dtype: torch.dtype, reduce_dtype: torch.dtype, device: torch.device, whole: AbstractSet[nn.Parameter]
+) -> FSDPModule:
+    """`fully_shard` for those parameters of the unit's module that are not sharded yet, without `whole`; the module."""
     module, groups = unit.module, unit.groups
     on_meta = any(param.is_meta for param in module.parameters())
     if groups.gather.size() == 1:
         reduce_dtype = sum_dtype(dtype)  # nothing is sent
     policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
-    fully_shard(module, mesh=DeviceMesh.from_group(groups.gather, device.type), mp_policy=policy)
+    mesh = DeviceMesh.from_group(groups.gather, device.type)
+    fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=set(whole))
     assert isinstance(module, FSDPModule)
     if on_meta:
         module.to_empty(device=device)
@@ -303,7 +310,7 @@ def _shard(unit: Unit, dtype: torch.dtype, reduce_dtype: torch.dtype, device: to
         module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)  # else a multiplication by 1, which gloo lacks
     module.set_custom_reduce_scatter(cast(Any, _ReduceScatter(groups.reduce)))
-    _set_grad_dtype_before_forward(module, reduce_dtype)
+    _set_grad_dtype_before_forward(module, reduce_dtype, whole)
     return module
 
 
@@ -316,13 +323,14 @@ def _gather_inner_too(stage: Sequence[Unit]) -> None:
             cast(FSDPModule, following.module).set_modules_to_backward_prefetch([module, *inner])
 
 
-def _set_grad_dtype_before_forward(module: nn.Module, dtype: torch.dtype) -> None:
+def _set_grad_dtype_before_forward(module: nn.Module, dtype: torch.dtype, whole: AbstractSet[nn.Parameter]) -> None:
     """Set `grad_dtype` of the gathered parameters, which exist right before the first forward only."""
 
     def set_grad_dtype(*_: Any) -> None:
         handle.remove()
         for param in module.parameters():
-            if param.requires_grad and not isinstance(param, DTensor):  # a DTensor is another module's, not gathered
+            # A DTensor is another module's, not gathered.
+            if param.requires_grad and not isinstance(param, DTensor) and param not in whole:
                 param.grad_dtype = dtype
 
     handle = module.register_forward_pre_hook(set_grad_dtype)

@@ -4,6 +4,7 @@
     Replicated      all                 all                 all                 sums of gradients
     Zero1           all                 all, then a shard   a shard             sums of a shard; updated weights
     FullySharded    a shard             a shard             a shard             weights of each block, twice; likewise
+                    (experts of one rank: as Replicated)
 
 The training loop, checkpoints, the optimizer and the replica check know the interface only (`DataParallelStrategy`).
 
@@ -229,14 +230,17 @@ class Zero1(DataParallelStrategy):
 class FullySharded(DataParallelStrategy):
     """Each rank holds a shard of everything; weights are gathered block by block (ZeRO stage 3, `ShardedStages`).
 
-    FP8 layers keep no copies of weights that are gathered as values: these would be as large as what sharding saves.
+    Weights of experts that a rank would share with no other of its replica are held whole, as by `Replicated`. FP8
+    layers keep no copies of weights: these would be as large as what sharding saves.
     """
 
-    param_axis = state_axis = "fsdp_replicate"  # of parameters only frozen ones have values
+    param_axis = state_axis = "fsdp_replicate"  # of parameters only frozen and whole ones have values
 
     def __init__(
         self,
         stages: ShardedStages,
+        whole: Sequence[nn.Parameter],
+        whole_gradients: Sequence[GradBuffer],
         *,
         tied: Sequence[nn.Parameter],
         fp8_weights: Fp8Weights,
@@ -245,18 +249,19 @@ class FullySharded(DataParallelStrategy):
         one_host: bool,
         **options: Any,
     ) -> None:
-        """`tied`, `fp8_weights`: by the parameters that `stages` had. `group`: the ranks with the shards of one of
+        """`whole`: parameters that are not in `stages`, and the gradients of those that are trained. `tied`,
+        `fp8_weights`: by the parameters that `stages` had. `group`: the ranks with the shards of one of
         `replicas`, on `one_host` or several. `options`: as of `DataParallelStrategy`. Collective."""
         rows_of, device = stages.row_shards, stages.flat.device
         super().__init__(
-            stages.params,
-            [stages],
+            [*stages.params, *whole],
+            [stages, *whole_gradients],
             tied=[rows_of[param].param for param in tied],
             fp8_weights={rows_of[param].param: how for param, how in fp8_weights.items()},
             group=group,
             **options,
         )
-        self.stages, self._replicas, self._one_host = stages, replicas, one_host
+        self.stages, self.whole, self._replicas, self._one_host = stages, whole, replicas, one_host
         self._fp8_gather: Fp8WeightGather | None = None
         if fp8_weights:
             units = [[(rows_of[x], *fp8_weights[x]) for x in unit if x in fp8_weights] for unit in stages.units]
@@ -271,7 +276,7 @@ class FullySharded(DataParallelStrategy):
 
     @property
     def released(self) -> AbstractSet[nn.Parameter]:
-        return set(self.trained)
+        return set(self.stages.trained)
 
     @property
     def masters(self) -> Mapping[nn.Parameter, Tensor]:
@@ -301,12 +306,15 @@ class FullySharded(DataParallelStrategy):
         in_fp8 = len(self.fp8_weights)
         instead = f", {in_fp8} of them in FP8, instead of {values / gib:.3f} without" if in_fp8 else ""
         lines = [
-            f"parallel.fsdp: this rank holds {held / gib:.3f} GiB of {len(self.params)} weights; all of them "
+            f"parallel.fsdp: this rank holds {held / gib:.3f} GiB of {len(self.stages.params)} weights; all of them "
             f"gathered are {gathered / gib:.3f} GiB received{instead}"
         ]
         for count in {rows.ranks for rows in self.stages.row_shards.values() if spec_of(rows.param).expert}:
             as_values = ", and gathered in high precision" if in_fp8 else ""
             lines.append(f"parallel.fsdp: weights of experts have {count} shard{'s' if count > 1 else ''}{as_values}")
+        if self.whole:
+            nbytes = sum(param.nbytes for param in self.whole)
+            lines.append(f"parallel.fsdp: weights of experts are not sharded, {nbytes / gib:.3f} GiB more")
         if self._replicas > 1:
             hosts = "one host" if self._one_host else "several hosts"
             lines.append(

@@ -80,7 +80,7 @@ def _scaled(sums, a_scale_inv, b_scale_inv, i, j, p, q):
 
 
 @triton.jit
-def _tile_at(index, down, across, GROUP: tl.constexpr):
+def tile_at(index, down, across, GROUP: tl.constexpr):
     """Row and column of a tile: GROUP tiles down, then the next column of them."""
     group = index // (GROUP * across)
     height = tl.minimum(down - group * GROUP, GROUP)
@@ -110,7 +110,7 @@ def rows_kernel(a_mk, b, out_mn, ends_e, a_scale_inv, b_scale_inv, m, n, k, e, a
         start = tl.max(tl.where(done, ends, 0), axis=0)
         end = tl.min(tl.where(done, m, ends), axis=0)
         first = tl.max(tl.where(done, tiles, 0), axis=0)
-        down, right = _tile_at(tile - first, tl.cdiv(end - start, TILE_M), across, GROUP)
+        down, right = tile_at(tile - first, tl.cdiv(end - start, TILE_M), across, GROUP)
         i0, j0 = start + down * TILE_M, right * TILE_N
         sums = tl.zeros([TILE_M, TILE_N], tl.float32)
         for k0 in range(0, k, TILE_K):
@@ -145,7 +145,7 @@ def sums_kernel(a, b, out_epq, ends_e, a_scale_inv, b_scale_inv, p, q, a_stride,
     """
     down, across = tl.cdiv(p, TILE_M), tl.cdiv(q, TILE_N)
     expert = tl.program_id(0) // (down * across)
-    i, j = _tile_at(tl.program_id(0) % (down * across), down, across, GROUP)
+    i, j = tile_at(tl.program_id(0) % (down * across), down, across, GROUP)
     i0, j0 = i * TILE_M, j * TILE_N
     start = tl.load(ends_e + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_e + expert)

@@ -72,12 +72,20 @@ class MatrixUpdate(Update):
         """The dtype in which momentum and result travel between ranks, given that of the masters."""
         raise NotImplementedError
 
-    def direction(self, momentum: Tensor, gradient: Tensor) -> Tensor:
-        """What is transformed, elementwise."""
-        return momentum
+    def accumulate(
+        self, momentum_n: Tensor, gradient_n: Tensor, direction_n: Tensor | None, skip: Tensor | None
+    ) -> None:
+        """Update the momentum, flat and in place, and write what is transformed, elementwise, into `direction_n`.
 
-    def transform(self, x_nm: Tensor) -> Tensor:
-        """The update of a whole matrix but for its scale, from its direction, in the same dtype."""
+        Where `skip`, a bool scalar on the device, is true, the momentum stays as it is.
+        """
+        raise NotImplementedError
+
+    def transform(self, x_bnm: Tensor) -> Tensor:
+        """The updates of whole matrices but for their scale, from their directions, in the same dtype.
+
+        A matrix has the same bits alone and among others.
+        """
         raise NotImplementedError
 
     def scale(self, shape: Shape) -> float:

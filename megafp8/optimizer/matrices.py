@@ -12,7 +12,7 @@ of a part (data parallelism without ZeRO) are sent once; all receive the result,
 *Cost.* The momentum is rounded to `dtype` (for Muon bf16 in torch and by the authors) before it is used at all, and the
 result is in it. So parts travel in it without further loss: with ZeRO or FSDP a rank sends and receives 2 bytes of each
 of its elements, twice. Memory: 4 bytes an element for the momentum, beside the master; in a step as much as a batch
-needs.
+needs. Matrices of a batch that have one shape are transformed together.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from megafp8.distributed.sharding import FlatShard, Shape, boxes_of
 from megafp8.optimizer.base import MatrixUpdate
 from megafp8.optimizer.layer_norms import Watch
 
-BATCH = 1 << 24
+BATCH = 1 << 26
 """Elements of matrices that a rank transforms between two exchanges; or one matrix, if it has more."""
 
 (MOMENTUM,) = MatrixUpdate.moments
@@ -74,7 +75,9 @@ Held = Sequence[tuple[Part, Shape]]
 
 
 def assign_owners(held: Sequence[Held], cost: Callable[[Shape], int]) -> list[Matrix]:
-    """All matrices of which the ranks hold `held`, those with most work first. Needs the same input on all ranks.
+    """All matrices of which the ranks hold `held`, those with most work first, then by shape.
+
+    Needs the same input on all ranks.
 
     `cost`: work for a matrix of a shape.
     """
@@ -88,7 +91,7 @@ def assign_owners(held: Sequence[Held], cost: Callable[[Shape], int]) -> list[Ma
             ranks.append(rank)
     load = [0] * len(held)
     matrices = []
-    for name in sorted(shapes, key=lambda name: (-cost(shapes[name]), name)):
+    for name in sorted(shapes, key=lambda name: (-cost(shapes[name]), shapes[name], name)):
         parts_of, shape = holders[name], shapes[name]
         assert sum(part.numel for part in parts_of) == math.prod(shape), f"{name}: parts do not add up to the matrix"
         owner = min({rank for ranks in parts_of.values() for rank in ranks}, key=lambda rank: (load[rank], rank))
@@ -160,13 +163,17 @@ class _Place(NamedTuple):
 class MatrixOptimizer(Optimizer):
     """An optimizer of flat masters, this rank's shards of matrices. With momentum M, gradients G and decay μ:
 
-        M ← μ M + (1 - μ) G        W ← (1 - lr · weight_decay) W - lr · scale · transform(direction(M, G))
+        M ← μ M + (1 - μ) G        W ← (1 - lr · weight_decay) W - lr · scale · transform(direction of M and G)
 
     `groups`: torch's parameter groups, each with its `weight_decay`; the `lr` of each is set before every step.
     `shards`: by master. `group`: ranks which together hold all parts of the matrices that this rank has parts of; all
     of them construct it, and call `step`, at the same time. State: `MOMENTUM`, fp32 and flat, to be set before the
-    first step. `matrices`: those of all ranks of `group`.
+    first step. `matrices`: those of all ranks of `group`. `found_inf`: where it is set, and not zero on the device, a
+    step changes nothing, as in torch's fused optimizers.
     """
+
+    _step_supports_amp_scaling = True  # torch's name for that
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -198,51 +205,85 @@ class MatrixOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None, *, watch: Watch | None = None) -> None:  # type: ignore[override]
         """One update. `watch`: makes a context for the update of each batch."""
-        for group in self.param_groups:
-            for master in group["params"]:
-                assert master.grad is not None
-                self.state[master][MOMENTUM].lerp_(master.grad, 1 - self._rule.momentum)
+        skip = None if self.found_inf is None else self.found_inf != 0
         for exchange in self._exchanges:
-            self._update(exchange, watch)
+            self._update(exchange, skip, watch)
 
-    def _update(self, exchange: Exchange, watch: Watch | None) -> None:
-        """Transform the matrices of a batch that this rank owns, and update its parts of all."""
-        directions = [(owner, self._direction(part)) for owner, part in exchange.to_owners]
-        whole = {name: self._empty(shape) for name, shape in exchange.own.items()}
-        for part, direction in self._send(directions, exchange.from_senders):
-            part.view(whole[part.name]).copy_(direction)
-        for name, matrix in whole.items():
-            whole[name] = self._rule.transform(matrix)
-        results = [(holder, part.view(whole[part.name])) for holder, part in exchange.to_holders]
-        received = self._send(results, exchange.from_owners)
-        places = [self._places[part] for part, _ in received]
+    def _update(self, exchange: Exchange, skip: Tensor | None, watch: Watch | None) -> None:
+        """Update the momentum of this rank's parts of a batch, transform its own matrices, and update its parts."""
+        directions = self._empty(sum(part.numel for _, part in exchange.to_owners))
+        sent = dict(_divided(directions, exchange.to_owners))
+        for _, part in exchange.from_owners:  # all that this rank has
+            place = self._places[part]
+            elements = slice(place.start, place.end)
+            assert place.master.grad is not None
+            momentum, gradient = self.state[place.master][MOMENTUM][elements], place.master.grad[elements]
+            self._rule.accumulate(momentum, gradient, sent.get(part), skip)
+        whole = self._transform(exchange, self._send(directions, exchange.to_owners, exchange.from_senders))
+        parts = [part.view(whole[part.name]).reshape(-1) for _, part in exchange.to_holders]
+        if self._alone:
+            updates = list(zip((part for _, part in exchange.from_owners), parts, strict=True))
+        else:
+            results = self._send(torch.cat([self._empty(0), *parts]), exchange.to_holders, exchange.from_owners)
+            updates = _divided(results, exchange.from_owners)
+        places = [self._places[part] for part, _ in updates]
         values = [place.master[place.start : place.end] for place in places]
         watched = list(zip((place.shard for place in places), values))
         with nullcontext() if watch is None else watch(watched):
-            for place, x, (part, update) in zip(places, values, received):
+            for place, x_n, (_, update_n) in zip(places, values, updates):
                 lr, decay = place.group["lr"], place.group["weight_decay"]
-                x.mul_(1 - lr * decay).view(part.shape).add_(update, alpha=-lr * place.scale)
+                _decayed_add_(x_n, update_n, 1 - lr * decay, -lr * place.scale, skip)
 
-    def _empty(self, shape: Shape) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+    def _transform(self, exchange: Exchange, received: Tensor) -> dict[str, Tensor]:
+        """The updates of the matrices that this rank owns, from the received parts of their directions."""
+        if [part.name for _, part in exchange.from_senders] == list(exchange.own):  # whole matrices, in order
+            flat = received
+        else:
+            flat = self._empty(sum(map(math.prod, exchange.own.values())))
+            sizes = map(math.prod, exchange.own.values())
+            whole = {name: x.view(exchange.own[name]) for name, x in zip(exchange.own, flat.split(list(sizes)))}
+            for part, direction in _divided(received, exchange.from_senders):
+                part.view(whole[part.name]).copy_(direction.view(part.shape))
+        updates: dict[str, Tensor] = {}
+        start = 0
+        for shape, matrices in groupby(exchange.own.items(), key=lambda matrix: matrix[1]):
+            names = [name for name, _ in matrices]
+            end = start + len(names) * math.prod(shape)
+            updates |= zip(names, self._rule.transform(flat[start:end].view(-1, *shape)), strict=True)
+            start = end
+        return updates
 
-    def _direction(self, part: Part) -> Tensor:
-        """This rank's part of N, shaped like the part."""
-        place = self._places[part]
-        rows = slice(place.start, place.end)
-        assert place.master.grad is not None
-        direction = self._rule.direction(self.state[place.master][MOMENTUM][rows], place.master.grad[rows])
-        return direction.to(self._dtype).view(part.shape)
+    @property
+    def _alone(self) -> bool:
+        return self._group is None or self._group.size() == 1
 
-    def _send(self, parts: Sequence[tuple[int, Tensor]], expected: Transfers) -> list[tuple[Part, Tensor]]:
-        """Send parts, in the order of the ranks they are for; returns those that come."""
-        flat = torch.cat([self._empty((0,)), *(values.reshape(-1) for _, values in parts)])
-        if self._group is not None and self._group.size() > 1:
-            sent, received = [0] * self._group.size(), [0] * self._group.size()
-            for rank, values in parts:
-                sent[rank] += values.numel()
-            for rank, part in expected:
-                received[rank] += part.numel
-            flat = collectives.all_to_all_rows(flat.unsqueeze(1), sent, received, self._group).squeeze(1)
-        values_of = flat.split([part.numel for _, part in expected])
-        return [(part, values.view(part.shape)) for (_, part), values in zip(expected, values_of, strict=True)]
+    def _empty(self, elements: int) -> Tensor:
+        return torch.empty(elements, dtype=self._dtype, device=self._device)
+
+    def _send(self, flat: Tensor, parts: Transfers, expected: Transfers) -> Tensor:
+        """Send parts, which are in `flat` in the order of the ranks they are for; returns those that come, flat."""
+        if self._alone:
+            return flat
+        assert self._group is not None
+        sent, received = [0] * self._group.size(), [0] * self._group.size()
+        for rank, part in parts:
+            sent[rank] += part.numel
+        for rank, part in expected:
+            received[rank] += part.numel
+        return collectives.all_to_all_rows(flat.unsqueeze(1), sent, received, self._group).squeeze(1)
+
+
+def _divided(flat: Tensor, parts: Transfers) -> list[tuple[Part, Tensor]]:
+    """Parts with their elements in `flat`, which has one after the other."""
+    elements = flat.split([part.numel for _, part in parts])
+    return [(part, x) for (_, part), x in zip(parts, elements, strict=True)]
+
+
+def _decayed_add_(x_n: Tensor, update_n: Tensor, shrink: float, factor: float, skip: Tensor | None) -> None:
+    """x ← shrink · x + factor · update, but not where `skip`, a bool scalar on the device, is true."""
+    if x_n.is_cuda and x_n.itemsize == 4:
+        from megafp8.kernels import momentum  # needs Triton, which comes with torch's CUDA builds
+
+        momentum.decayed_add_(x_n, update_n, shrink, factor, skip=skip)
+    elif skip is None or not skip:
+        x_n.mul_(shrink).add_(update_n, alpha=factor)

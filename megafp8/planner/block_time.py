@@ -277,14 +277,16 @@ def gather_seconds(
     p, gpu, e = config.parallel, cluster.gpu, ELEMENT[config.training.precision]
     others, experts = data_parallel_plans(config, cluster.gpus // (p.tensor * p.pipeline))
     sent = ELEMENT[config.optimizer.reduce_dtype]
-    parts = ((others, elements.others, elements.fp8), (experts, elements.experts, 0))
+    parts = [(others, elements.others, elements.fp8)]
+    parts += [(experts, elements.experts, 0)] if experts.gathers_blocks else []
     gathered = sum(plan.gathered(values * e + in_fp8 * FP8) for plan, values, in_fp8 in parts)
     reduced = sum(plan.gathered((values + in_fp8) * sent) for plan, values, in_fp8 in parts)
     shards = sum((values + in_fp8) / plan.weight_shards for plan, values, in_fp8 in parts)
     whole = sum(values + in_fp8 for plan, values, in_fp8 in parts if plan.weight_shards == 1)
     gather = cluster.collective(others.weight_shards, others.stride, gathered)
     reduce = cluster.collective(others.weight_shards, others.stride, reduced)
-    copy, every = gpu.ceilings.bandwidth * gpu.elementwise, sum(elements)
+    copy = gpu.ceilings.bandwidth * gpu.elementwise
+    every = sum(values + in_fp8 for _, values, in_fp8 in parts)
     # A shard is read in fp32 and written as it travels, and what has arrived copied once; gradients are copied into the
     # buffer that is reduced. Where a rank has all of a weight, torch copies that buffer, in fp32.
     once = (shards * (4 + e) + (every - elements.fp8) * 2 * e + quantized * (e + 2 * FP8)) / copy

@@ -82,7 +82,8 @@ def state_memory(config: Config, parameters: Sequence[Parameter], data: int) -> 
     trained = [x for x in parameters if x.trained]
     if len(trained) < len(parameters):
         state = _state_memory(config, trained, others_plan)
-        frozen = sum(-(-x.elements // others_plan.weight_shards) for x in parameters if not x.trained)
+        held = ((x.elements, experts_plan if x.expert else others_plan) for x in parameters if not x.trained)
+        frozen = sum(-(-elements // plan.weight_shards) for elements, plan in held)
         return replace(state, weights=state.weights + frozen * ELEMENT[config.training.precision])
     experts = [x for x in parameters if x.expert]
     if not experts or experts_plan.ranks == data:
@@ -203,7 +204,7 @@ def rank_memory(outline: ModelOutline, data: int, stages: Sequence[range], actio
         workspace=_WORKSPACES,
     )
     overlaps = p.overlap_grad_reduce and any(action.microbatch for action in actions)
-    return _peak(static, [_chunk(outline, layers, overlaps) for layers in stages], actions)
+    return _peak(static, [_chunk(outline, layers, data, overlaps) for layers in stages], actions)
 
 
 class _Chunk(NamedTuple):
@@ -250,14 +251,16 @@ class _Gathered(NamedTuple):
     end: int
 
 
-def _gathered(outline: ModelOutline, layers: range, overlaps: bool) -> _Gathered:
-    """`overlaps`: what is sent last of a micro-batch stays until the next one's backward has begun."""
+def _gathered(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _Gathered:
+    """`data`: ranks that sum their gradients. `overlaps`: what is sent last of a micro-batch stays until the next one's
+    backward has begun."""
     config = outline.config
     if not gathers_blocks(config):
         return _Gathered([0] * len(layers), 0, 0)
     e, sent = ELEMENT[config.training.precision], state_bytes(config, config.optimizer.reduce_dtype)
     tied, table = config.model.tie_embeddings, _table(config)
-    parameters = [outline.layers[index].parameters for index in layers]
+    gathers_experts = data_parallel_plans(config, data)[1].gathers_blocks
+    parameters = [[p for p in outline.layers[i].parameters if gathers_experts or not p.expert] for i in layers]
     elements = [sum(p.elements for p in block) for block in parameters]
     in_fp8 = [sum(p.elements for p in block if p.only_fp8) for block in parameters]
     values = [(count - fp8_count) * e for count, fp8_count in zip(elements, in_fp8)]
@@ -280,9 +283,9 @@ def _gathered(outline: ModelOutline, layers: range, overlaps: bool) -> _Gathered
     return _Gathered(blocks, loss, ends_with_table * end + stays + buffers)
 
 
-def _chunk(outline: ModelOutline, layers: range, overlaps: bool) -> _Chunk:
+def _chunk(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _Chunk:
     config = outline.config
-    gathered, h, e = _gathered(outline, layers, overlaps), config.model.hidden_size, outline.batch.element
+    gathered, h, e = _gathered(outline, layers, data, overlaps), config.model.hidden_size, outline.batch.element
     memory = block_memory(config.parallel, len(layers))
     saved = [outline.saved(i, own) for i, own in zip(layers, memory)]
     on_device = [0 if own.offload else size for size, own in zip(saved, memory)]

@@ -29,11 +29,18 @@ def stages_of(config: Config) -> tuple[Placement, list[range]]:
 
 
 def data_parallel_plans(config: Config, data: int) -> tuple[DataParallelPlan, DataParallelPlan]:
-    """The plans of parameters whose gradients `data` ranks sum, and of those of experts."""
+    """The plans of parameters whose gradients `data` ranks sum, and of those of experts.
+
+    Experts of which FSDP would give one rank all rows are not sharded.
+    """
     p = config.parallel
     bucket_elements, of_experts = max(1, int(p.bucket_mib * 2**20 / 4)), max(1, data * p.tensor // p.expert_ranks)
     kind, replicas = plan_type(p.zero, p.fsdp), p.fsdp_replicas
-    return kind(data, p.tensor, bucket_elements, replicas), kind(of_experts, p.expert_ranks, bucket_elements, replicas)
+    others = kind(data, p.tensor, bucket_elements, replicas)
+    experts = kind(of_experts, p.expert_ranks, bucket_elements, replicas)
+    if experts.gathers_blocks and experts.weight_shards == 1 < others.weight_shards:
+        experts = DataParallelPlan(of_experts, p.expert_ranks, bucket_elements, replicas)
+    return others, experts
 
 
 def gathers_blocks(config: Config) -> bool:

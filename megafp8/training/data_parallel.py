@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from megafp8.config import Config
@@ -18,7 +19,7 @@ from megafp8.data_parallel.fp8_weight_shards import gathered_format
 from megafp8.data_parallel.fsdp import ShardedStages, ShardGroups, Unit
 from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.data_parallel.strategy import DataParallelStrategy, FullySharded, Replicated, Zero1
-from megafp8.distributed.sharding import spec_of
+from megafp8.distributed.sharding import set_spec, spec_of
 from megafp8.dtypes import DTYPES, state_dtype, sum_dtype
 from megafp8.linear.deferred_wgrad import WgradStore
 from megafp8.models.gpt import GPTStage
@@ -48,9 +49,31 @@ def build_data_parallel(
     options: dict[str, Any] = {
         "tied": tied, "fp8_weights": fp8_weights, "expert_group": expert_group, "amax_group": parallel.amax.group,
     }  # fmt: skip
+
+    def grad_buffer(
+        members: Sequence[nn.Parameter], group: ProcessGroup | None, *, sharded: bool = False
+    ) -> GradBuffer:
+        return GradBuffer(
+            members,
+            data_parallel_group=group,
+            bucket_elements=int(p.bucket_mib * 2**20 / 4),
+            device=parallel.device,
+            sharded=sharded,
+            own_bucket=tied,
+            fp8_bucket=fp8_weights.keys(),
+            dtype=sum_dtype(dtype),
+            reduce_dtype=state_dtype(config.optimizer.reduce_dtype, dtype),
+            wgrads=wgrads,
+        )
+
     if p.fsdp:
+        whole = _experts_of_one_rank(stages, parallel)
+        sharded = _sharded(config, parallel, stages, whole)
+        learning = [param for param in whole if param.requires_grad]
         return FullySharded(
-            _sharded(config, parallel, stages),
+            sharded,
+            whole,
+            [grad_buffer(learning, parallel.expert_data.group)] if learning else [],
             group=parallel.fsdp_shard.group,
             replicas=parallel.fsdp_replicate.size,
             one_host=on_one_host(parallel.fsdp_shard, environment),
@@ -62,29 +85,40 @@ def build_data_parallel(
     if expert_group is not None:
         others = [param for param in trained if not spec_of(param).expert]
         reduced = [(group, others), (expert_group, [param for param in trained if spec_of(param).expert])]
-    buffers = [
-        GradBuffer(
-            members,
-            data_parallel_group=members_group,
-            bucket_elements=int(p.bucket_mib * 2**20 / 4),
-            device=parallel.device,
-            sharded=p.zero == 1,
-            own_bucket=tied,
-            fp8_bucket=fp8_weights.keys(),
-            dtype=sum_dtype(dtype),
-            reduce_dtype=state_dtype(config.optimizer.reduce_dtype, dtype),
-            wgrads=wgrads,
-        )
-        for members_group, members in reduced
-    ]
+    buffers = [grad_buffer(members, of_members, sharded=p.zero == 1) for of_members, members in reduced]
     if p.zero == 0:
         return Replicated(params, buffers, **options)
     units = [unit for stage in stages for unit in stage.units] if p.overlap_param_gather else []
     return Zero1(params, buffers, overlapped=units, **options)
 
 
-def _sharded(config: Config, parallel: ParallelState, stages: Sequence[GPTStage]) -> ShardedStages:
-    """`stages` sharded with FSDP, with initial values."""
+def _experts_are_apart(parallel: ParallelState) -> bool:
+    """Whether other ranks than those of the rest of a block hold shards of its experts."""
+    return parallel.expert_shard.group != parallel.fsdp_shard.group
+
+
+def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
+    """Those that have weights of experts themselves."""
+    return [m for m in module.modules() if any(spec_of(param).expert for param in m.parameters(recurse=False))]
+
+
+def _experts_of_one_rank(stages: Sequence[GPTStage], parallel: ParallelState) -> list[nn.Parameter]:
+    """The weights of experts which this rank would share with no other, on its device, without values."""
+    if not _experts_are_apart(parallel) or parallel.expert_shard.size > 1:
+        return []
+    found = []
+    for module in (m for stage in stages for m in _modules_of_experts(stage)):
+        for name, old in list(module.named_parameters(recurse=False)):
+            new = nn.Parameter(torch.empty_like(old, device=parallel.device), requires_grad=old.requires_grad)
+            setattr(module, name, set_spec(new, spec_of(old)))
+            found.append(new)
+    return found
+
+
+def _sharded(
+    config: Config, parallel: ParallelState, stages: Sequence[GPTStage], whole: Sequence[nn.Parameter]
+) -> ShardedStages:
+    """`stages` sharded with FSDP but for `whole`, with initial values."""
     dtype = DTYPES[config.training.precision]
     sharded = ShardedStages(
         [_units(stage, parallel) for stage in stages],
@@ -92,7 +126,10 @@ def _sharded(config: Config, parallel: ParallelState, stages: Sequence[GPTStage]
         dtype=dtype,
         reduce_dtype=state_dtype(config.optimizer.reduce_dtype, dtype),
         device=parallel.device,
+        whole=frozenset(whole),
     )
+    for param in whole:
+        initialize(param, param, config.seed)
     for rows in sharded.row_shards.values():
         rounded = torch.empty(rows.values.shape, dtype=dtype, device=parallel.device)
         initialize(rows.param, rounded, config.seed)
@@ -108,14 +145,13 @@ def _sharded(config: Config, parallel: ParallelState, stages: Sequence[GPTStage]
 
 def _units(stage: GPTStage, parallel: ParallelState) -> list[Unit]:
     """Embedding, blocks and output layer but for those with a shared weight, and the stage; experts are inner units if
-    they are on other ranks."""
+    they are sharded over other ranks."""
     groups = ShardGroups(parallel.fsdp_shard.group, parallel.fsdp_shard_backward.group)
     of_experts = ShardGroups(parallel.expert_shard.group, parallel.expert_shard_backward.group)
 
     def unit(module: nn.Module) -> Unit:
-        parts = module.modules() if of_experts != groups else ()
-        experts = [m for m in parts if any(spec_of(param).expert for param in m.parameters(recurse=False))]
-        return Unit(module, groups, [Unit(m, of_experts) for m in experts])
+        inner = _experts_are_apart(parallel) and of_experts.gather.size() > 1
+        return Unit(module, groups, [Unit(m, of_experts) for m in _modules_of_experts(module) if inner])
 
     def has_shared_weight(module: nn.Module) -> bool:
         return any(param is stage.shared_weight for param in module.parameters())

@@ -207,6 +207,21 @@ def test_equals_the_formulas_in_float64() -> None:
             np.testing.assert_allclose(master.double().numpy(), w[name], rtol=2e-5, atol=2e-6, err_msg=name)
 
 
+def test_a_step_that_the_device_skips_changes_nothing() -> None:
+    params = _params(torch.bfloat16)
+    optimizer = _optimizer([FlatShard(p, 0, p.numel()) for p in params.values()], Muon())
+    keys = ("master", "momentum_buffer")
+    for step, skip in enumerate([False, True, False], start=1):
+        before = [x.clone() for key in keys for x in _pieces(optimizer, params, key).values()]
+        _set_gradients(params, step)
+        if skip:
+            for param in params.values():
+                main_grad_of(param).fill_(math.nan)
+        optimizer.step(0.02, skip=torch.tensor(skip))
+        after = [x for key in keys for x in _pieces(optimizer, params, key).values()]
+        assert all(torch.equal(*pair) == skip for pair in zip(before, after, strict=True))
+
+
 # --- matrices in parts -----------------------------------------------------------------------------------------------
 
 

@@ -313,8 +313,10 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
         rows = strategy.stages.row_shards.values()
         fp8 = sum(shard.values.numel() for shard in rows if shard.param in strategy.fp8_weights)
         frozen = sum(shard.values.nbytes for shard in rows if not shard.param.requires_grad)
+        whole = sum(param.nbytes for param in strategy.whole)
         masters = sum(shard.values.nbytes for shard in rows) - frozen
-        return [fp8 + frozen, strategy.stages.flat.nbytes, masters, moments, 0], planned
+        masters += sum(trainer.optimizer.state_tensors(param)["master"].nbytes for param in strategy.whole)
+        return [fp8 + frozen + whole, sum(x.nbytes for x in strategy.gradients), masters, moments, 0], planned
     weights = []
     for module in trainer.model.modules():
         layers = [(module.state, module.weight)] if getattr(module, "state", None) is not None else []
@@ -388,7 +390,13 @@ def test_state_of_a_rank(world4: World, name: str, ranks: int) -> None:
         ["training.precision=bf16", "fp8.recipe=delayed", "fp8.param_gather=true", "model.tie_embeddings=true"],
         ["parallel.tensor=2", "optimizer.moments_dtype=fp8", "fp8.recipe=current", *GPT2],
         ["parallel.fsdp_replicas=2", "fp8.recipe=current", "fp8.param_gather=true", "optimizer.moments_dtype=bf16"],
-        ["parallel.fsdp_replicas=2", "parallel.context=2", "parallel.expert=2", "model.moe={num_experts: 8}"],
+        [
+            "parallel.fsdp_replicas=2",
+            "parallel.context=2",
+            "parallel.expert=2",
+            "model.moe={num_experts: 8}",
+            "training.precision=bf16",
+        ],
         *(
             pytest.param(options, marks=pytest.mark.slow)
             for options in (

@@ -73,7 +73,10 @@ def assert_close_to_one_rank(runs: Runs, preset: Preset, steps: int = 2) -> None
             assert a == pytest.approx(b, rel=exact[i] if step < sharp[i] else LOOSE[i]), what
 
 
-WHOLE_STEPS = [MUON | TP2 | DP2 | ZERO, DELAYED | MOE | DP2 | FSDP, PP2 | DP2 | CLIP | AVERAGE, TP2 | CP2 | QK_CLIP]
+WHOLE_STEPS = [
+    MUON | TP2 | DP2 | ZERO, DELAYED | MOE | DP2 | FSDP, MOE | DP2 | EP2 | FSDP, PP2 | DP2 | CLIP | AVERAGE,
+    TP2 | CP2 | QK_CLIP,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("preset", slow_but(WHOLE_STEPS, WHOLE_STEPS[0]))
@@ -170,13 +173,13 @@ SLOW_CASES = [
     MOE | DP4 | ETP2 | FSDP,
     *product([MOE, DEEPSEEK], [DP2 | EP2, TP2 | DP2 | EP2, TP2 | DP2 | EP4, DP4 | EP2 | FULL], [FSDP]),
     MOE | DP2 | FSDP,
-    MOE | DP4 | EP2 | HSDP, MOE | TP2 | DP4 | EP2 | HSDP, MOE | FP64 | DELAYED | TP2 | EP2 | FSDP,
+    MOE | FP64 | DP4 | EP2 | HSDP, MOE | TP2 | DP4 | EP2 | HSDP, MOE | FP64 | DELAYED | TP2 | EP2 | FSDP,
     MOE | DP4 | EP2 | DELAYED | FSDP | FP8_GATHER,
     LAYERS_4 | MOE | PP2 | DP2 | EP2 | INTERLEAVED | FSDP, LAYERS_4 | MOE | PP2 | DP2 | EP2 | TIED | FSDP,
     MOE | BF16 | DP4 | EP2 | FSDP,
-    MOE | BF16 | TP2 | DP2 | FSDP | GRAPHS, MOE | DP4 | EP2 | ZERO,
+    MOE | BF16 | TP2 | DP2 | FSDP | GRAPHS, MOE | BF16 | DP2 | EP2 | FSDP | GRAPHS, MOE | DP4 | EP2 | ZERO,
     *product([DROPPING | DP2], [NONE, EP2, EP2 | ALL_TO_ALL, ETP2]), *product([GLOBAL_BALANCE], [DP2, CP2 | EP2]),
-    MOE | DP2 | EP2 | FSDP | MASKED | DOCUMENTS, MOE | DP4 | EP2 | BF16_REDUCE | FSDP,
+    MOE | FP64 | DP2 | EP2 | FSDP | MASKED | DOCUMENTS, MOE | DP4 | EP2 | BF16_REDUCE | FSDP,
     MOE | DP4 | EP2 | FP8_MOMENTS | FSDP | LATE_REDUCE,
     *product([*LAYOUTS[:3], *LAYOUTS[4:], *UNEVEN], [NONE]), *product(LAYOUTS, [TIED, GPT2]),
     *product([TP2, PP2, LAYERS_4 | PP4 | SAMPLES_4, DP2, DP2 | FSDP, TP2 | DP2 | FSDP], [GPT2 | TIED]),
