@@ -722,7 +722,8 @@ class TrainingConfig(Section):
     precision: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     """Dtype of weights and activations outside FP8. Master weights, gradients and Adam state are fp32 (see
     optimizer.moments_dtype). fp16 has 3 more bits than bf16 and a far smaller range, so the loss is scaled
-    (loss_scale). fp64 is for comparing layouts without rounding noise: what is fp32 otherwise is float64 then."""
+    (loss_scale). fp64 is for comparing layouts without rounding noise: what is fp32 otherwise is float64 then, and
+    gradients below 1e-12 of their norm are zero."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """Dynamic loss scale, with precision fp16."""
     cuda_graphs: bool | Literal["auto"] = "auto"

@@ -17,6 +17,8 @@ parallelism and between stages are of equal shards there (`buckets` ensures it),
 parallelism too. The updated weights are gathered by the caller (`ParamBuffer`), since those gathered in FP8 need the
 next step's scales.
 
+*In float64*, in which layouts are compared, gradients that are zero but for rounding are set to zero.
+
 *Rows of weights* may be multiplied after the update (QK-clip), in the masters, before these are averaged.
 
 *The host waits once*, for the norm, when all of the step is queued: the device clips and skips by the norm that it has
@@ -41,6 +43,9 @@ from megafp8.distributed.sharding import FlatShard, ParamSpec, spec_of
 from megafp8.optimizer.layer_norms import GRADIENT, KINDS, StepNorms, norms
 from megafp8.optimizer.loss_scale import LossScaler
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
+
+ROUNDING = 1e-12
+"""In float64, gradients of at most this share of the norm are zero but for rounding."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,8 @@ class OptimizerStep:
         measured = StepNorms(self.layers, self._counts, self.buffer.owned[0].device) if measure else None
         norm = self.global_norm(measured)
         on_host = _OnHost(norm)
+        if norm.dtype == torch.float64:
+            _zero_rounding_(self.buffer.owned, norm)
         if self.scaler is not None:
             self.scaler.update(norm.isfinite(), None if grad_scale is None else ~grad_scale.isnan())
         on_device = self.optimizer.skips_on_device
@@ -225,6 +232,12 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     1 where the norm is not finite: the step is skipped, and gradients still tell whose were not.
     """
     return torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
+
+
+def _zero_rounding_(tensors: Sequence[Tensor], norm: Tensor) -> None:
+    """Set what is zero but for rounding to zero, in place: an optimizer may make a whole step of it (Lion)."""
+    for tensor in tensors:
+        tensor.masked_fill_(tensor.abs() <= ROUNDING * norm, 0.0)
 
 
 def multiply_(tensors: Sequence[Tensor], factor: Tensor) -> None:

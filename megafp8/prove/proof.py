@@ -211,14 +211,12 @@ class _Proof:
             return
         yield self._row("schedule", schedule, "equal", None, f"{self._ranks} ranks finished")
         yield self._data_order("data order", found, expected.batches)
-        of_one_rank = runs.read_tensors(alone / runs.GRADIENTS)
-        gradients = worst([x.gradients for x in found], of_one_rank)
+        gradients = worst([x.gradients for x in found], runs.read_tensors(alone / runs.GRADIENTS))
         first = steps_apart(found, expected.steps[:1])
         yield self._compared("loss and gradients", f"a step, of one rank, {RELATIVE}", EXACT, first, gradients)
         state = worst([x.state for x in found], runs.read_tensors(alone / runs.STATE))
         curve = steps_apart(found, expected.steps[: runs.STEPS])
         how = f"{runs.STEPS} steps: losses, norms, weights and optimizer state of one rank, {RELATIVE}"
-        how += _without(runs.noise_in(of_one_rank))
         yield self._compared("optimizer steps", how, EXACT, curve, state)
         if has_fp8:
             yield from self._fp8()
@@ -338,14 +336,6 @@ def steps_apart(found: Sequence[Record], expected: Sequence[Step]) -> Difference
                 differences.append(Difference(apart, f"{what} {number} of rank {rank}"))
     largest = max(differences, key=lambda x: x.value)
     return Difference(largest.value, next((x.where for x in differences if x.value > EXACT), largest.where))
-
-
-def _without(noise: Mapping[str, torch.Tensor]) -> str:
-    """What is said of elements that are not compared."""
-    elements = sum(int(mask.sum()) for mask in noise.values())
-    if not elements:
-        return ""
-    return f"; without {elements} elements of {', '.join(sorted(noise))}, whose gradients are zero but for rounding"
 
 
 def _kind(name: str) -> str:

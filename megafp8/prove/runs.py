@@ -34,9 +34,6 @@ from megafp8.training.trainer import Trainer
 STEPS, CONTINUED = 3, 2
 """Steps before the checkpoint, and after it."""
 
-ROUNDING = 1e-12
-"""Gradients of at most this share of the largest of all are zero but for rounding."""
-
 GRADIENTS, STATE = "gradients.pt", "state.pt"
 """Files of what one rank writes (`write_tensors`)."""
 
@@ -173,31 +170,16 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     return torch.load(file, weights_only=True, mmap=True)
 
 
-def noise_in(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By weight, which elements have gradients that are zero but for rounding: what an optimizer makes of these is
-    rounding, too, be it a step of Lion in a random direction. Weights without any are left out."""
-    most = max(map(_largest, gradients.values()), default=0.0)
-    masks = {name: (x != 0) & (x.abs() <= ROUNDING * most) for name, x in gradients.items()}
-    return {name: mask for name, mask in masks.items() if mask.any()}
-
-
-def compare(
-    found: Mapping[str, Rectangles | Tensor], expected: Mapping[str, Tensor], noise: Mapping[str, Tensor] | None = None
-) -> Comparison:
-    """What this rank holds, with the whole tensors of the same names. `noise`: by weight, elements that are not
-    compared, in its state neither."""
+def compare(found: Mapping[str, Rectangles | Tensor], expected: Mapping[str, Tensor]) -> Comparison:
+    """What this rank holds, with the whole tensors of the same names."""
     compared = {}
     for name, rectangles in as_rectangles(found).items():
-        left_out = next((mask for weight, mask in (noise or {}).items() if name.endswith(f".{weight}")), None)
         known = name in expected
         whole = expected[name].double() if known else torch.full(rectangles.global_shape, math.nan)
         difference = 0.0 if known else math.inf
         for offset, view in rectangles.parts:
-            here = tuple(slice(o, o + n) for o, n in zip(offset, view.shape))
-            apart = whole[here] - view.double()
-            if left_out is not None and left_out.shape == whole.shape:
-                apart = apart.masked_fill(left_out[here], 0.0)
-            difference = max(difference, _largest(apart))
+            part = whole[tuple(slice(o, o + n) for o, n in zip(offset, view.shape))]
+            difference = max(difference, _largest(part - view.double()))
         parts = tuple((offset, tuple(view.shape)) for offset, view in rectangles.parts)
         compared[name] = Compared(difference, _largest(whole), tuple(whole.shape), parts)
     return compared
@@ -229,8 +211,7 @@ def layout(config: Config, one_rank: Path | None, own: Path | None, around: Cont
         run.train(STEPS, compare_gradients)
         state = tensors(run.trainer)
         if one_rank is not None:
-            noise = noise_in(read_tensors(one_rank / GRADIENTS))
-            run.record.state = compare(state, read_tensors(one_rank / STATE), noise)
+            run.record.state = compare(state, read_tensors(one_rank / STATE))
         if own is not None:
             run.save(own)
             run.record.saved = compare(state, saved_tensors(own, state))

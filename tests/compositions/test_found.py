@@ -22,6 +22,9 @@ MENDED = [
         {"fp8.recipe": "custom", "fp8.custom": [{"layers": "*", "input": "current", "weight": "delayed",
                                                  "grad_output": "current"}]},
     ),
+    # Lion took whole steps in the direction of gradients that were zero but for rounding.
+    Composition("bert", 2, {"parallel.context": 2, "optimizer.name": "lion", "model.moe": {"num_experts": 8}}),
+    Composition("gpt", 2, {"parallel.tensor": 2, "optimizer.name": "lion", "model.hyper_connections": {}}),
 ]  # fmt: skip
 
 
