@@ -40,6 +40,7 @@ except while computing with them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -112,6 +113,11 @@ class Unit(NamedTuple):
     def parts(self) -> list[Unit]:
         """The inner units and the unit itself."""
         return [*self.inner, self]
+
+
+# torch 2.13 warns of modules that return views, since a write into one would drop its hooks. Blocks with experts or
+# hyper-connections return views, into which nothing writes.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 class ShardedStages:
