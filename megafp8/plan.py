@@ -30,11 +30,12 @@ class PerGemm(NamedTuple):
 class Neighbor:
     """The operation before or after a linear layer, and which quantization its kernel can do for the layer.
 
-    `fuses`: "any" granularity, "per_tensor" only, or "none", for the `reason`.
+    `fuses`: "any" granularity; "per_tensor or blocks", one scale per tensor or for 128 neighbours; "per_tensor" only;
+    or "none", for the `reason`.
     """
 
     name: str
-    fuses: Literal["any", "per_tensor", "none"] = "none"
+    fuses: Literal["any", "per_tensor or blocks", "per_tensor", "none"] = "none"
     reason: str = ""
 
 
@@ -44,6 +45,7 @@ UNKNOWN = Neighbor("", "none", "nothing is known of its neighbor")
 class Quantization(NamedTuple):
     """What a plan needs to know of how one operand is quantized.
 
+    `per_tensor`: with one scale; `blocks`: with one for 128 neighbours.
     `shard_alignment`: ranks that hold slices of the tokens can quantize these alone where each is a multiple of so many
     tokens; None where they cannot. `gatherable_weight`: data-parallel ranks can quantize any part of a weight alone, so
     that it can be gathered in FP8 (`fp8.param_gather`).
@@ -53,6 +55,7 @@ class Quantization(NamedTuple):
     per_tensor: bool
     shard_alignment: int | None
     gatherable_weight: bool
+    blocks: bool = False
 
 
 class LinearPrecision(NamedTuple):
@@ -254,6 +257,8 @@ def _cannot_quantize(neighbor: Neighbor, operand: Quantization) -> str:
         return neighbor.reason or f"{neighbor.name} does not quantize"
     if neighbor.fuses == "per_tensor" and not operand.per_tensor:
         return f"{neighbor.name} quantizes with one scale per tensor only, and {operand.recipe} has finer ones"
+    if neighbor.fuses == "per_tensor or blocks" and not (operand.per_tensor or operand.blocks):
+        return f"{neighbor.name} quantizes with one scale per tensor or block of 128, and {operand.recipe} has others"
     return ""
 
 

@@ -29,16 +29,17 @@ from megafp8.numerics.smoothing import SmoothingState
 from megafp8.numerics.step import State
 from megafp8.numerics.step import end_step as end_step_of_states
 from megafp8.numerics.stochastic_rounding import NoiseClock
-from megafp8.numerics.tensor import TENSOR
+from megafp8.numerics.tensor import BLOCK_1X128, TENSOR
 from megafp8.plan import LinearPlan, LinearPrecision, LinearSite, PerGemm, Quantization
 
 
 def quantization(recipe: Fp8Recipe, operand: OperandName) -> Quantization:
     """What a plan needs to know of how `recipe` quantizes `operand`."""
-    capabilities = recipe.capabilities
+    capabilities, granularity = recipe.capabilities, recipe.granularity(operand)
     return Quantization(
-        recipe.name, recipe.granularity(operand) is TENSOR, capabilities.shard_alignment, capabilities.per_tensor
-    )
+        recipe.name, granularity is TENSOR, capabilities.shard_alignment, capabilities.per_tensor,
+        blocks=granularity is BLOCK_1X128,
+    )  # fmt: skip
 
 
 class ContextGroups(NamedTuple):

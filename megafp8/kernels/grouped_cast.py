@@ -4,7 +4,8 @@ Rowwise copies have the rows where the source has them. In the columnwise copy, 
 each expert are padded with zeros to a multiple of 128 (`RowGroups.padded_ends_e`): so no product reaches the rows of
 another expert, and addresses are aligned whatever the sizes. A program casts a tile of one expert,
 as `cast` does it for one matrix; how many rows the experts have is read on the device. Blocks of 128 rows begin where
-the expert's rows begin, as those of a matrix do.
+the expert's rows begin, as those of a matrix do. Scales of 1×128 blocks of both copies are padded like the columnwise
+one, so that the copy engine reads them in aligned vectors.
 
 Reference: the functions of these names in `megafp8.numerics.groups`.
 
@@ -25,7 +26,7 @@ from megafp8.distributed.collectives import all_reduce
 from megafp8.kernels.arithmetic import INTERPRETED, atomic_amax, ceil_div, magnitude_bits, next_power_of_2
 from megafp8.kernels.cast import cast
 from megafp8.kernels.launch import Kernel
-from megafp8.kernels.quantize import TILES, Inputs, Tile, inputs_of, tile_group
+from megafp8.kernels.quantize import TILES, Inputs, Tile, inputs_of, tile_group, whole_blocks
 from megafp8.kernels.tiles import column_amax, compute, compute_quads, part_columns
 from megafp8.numerics.formats import Format
 from megafp8.numerics.groups import ALIGNMENT, RowGroups
@@ -57,7 +58,7 @@ def groups_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, co
     """One tile of each part of the source, from one expert's rows.
 
     SCALES is "tensor": scales and amaxes of experts, `scale_stride` and `amax_stride` apart. "vectors": of rows, and of
-    the columns of one expert after the other. "1x128": scales of blocks, as `cast` has them.
+    the columns of one expert after the other. "1x128": scales of blocks, those of rows where the padded rows are.
     """
     p0, j0 = tl.program_id(1) * TILE_R, tl.program_id(0) * TILE_C
     expert, i0, end_r, first = _rows_at(p0, ends_e, padded_ends_e, e, EXPERTS)
@@ -71,6 +72,8 @@ def groups_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, co
         elif SCALES == "vectors":
             columnwise_scale += expert * c
             columnwise_amax += expert * c
+        elif SCALES == "1x128":
+            scale += p0 - i0
         for part in tl.static_range(2 if SOURCE == "gated_grad" else 1):
             at, end, width = part_columns(j0, c, part, SOURCE, 0)
             cast(parts[part], parts[part], rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0,
@@ -154,12 +157,13 @@ def cast_groups_rows(
 def cast_groups_1x128(
     source: Source, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
 ) -> QuantizedTensor:
-    (r, c), device = source.shape, source.device
-    scale_inv = torch.empty(ceil_div(c, ALIGNMENT), r, dtype=torch.float32, device=device)
+    source = whole_blocks(source, head=None)
+    c, device = source.shape[1], source.device
+    scale_inv = torch.empty(ceil_div(c, ALIGNMENT), groups.capacity, dtype=torch.float32, device=device)
     columnwise_scale_inv = torch.empty(groups.capacity // ALIGNMENT, c, dtype=torch.float32, device=device)
     data, transposed = _cast(
-        source, "1x128", fmt, groups, (scale_inv, columnwise_scale_inv, scale_inv, scale_inv), r, rowwise=rowwise,
-        columnwise=columnwise, power_of_two=power_of_two, eps=eps,
+        source, "1x128", fmt, groups, (scale_inv, columnwise_scale_inv, scale_inv, scale_inv), groups.capacity,
+        rowwise=rowwise, columnwise=columnwise, power_of_two=power_of_two, eps=eps,
     )  # fmt: skip
     return QuantizedTensor(
         None if data is None else ScaledTensor(data, scale_inv.t(), BLOCK_1X128),
@@ -179,7 +183,7 @@ def _cast(
     transposed = torch.empty(c, groups.capacity, dtype=fmt.dtype, device=device) if columnwise else None
     if r * c:
         inputs, tile, constants = _launch(source, "per_tensor" if scales == "tensor" else scales, groups)
-        assert scales == "tensor" or inputs.kind != "gated_grad", "its parts are apart in a row"
+        assert scales != "vectors" or inputs.kind != "gated_grad", "its parts are apart in a row"
         bound = groups_kernel.bind(
             **constants, SCALES=scales, ROWWISE=rowwise, COLUMNWISE=columnwise, RECORD=record, FORMAT=fmt.name,
             FP8_MAX=fmt.max, POWER_OF_TWO=power_of_two, EPS=eps,

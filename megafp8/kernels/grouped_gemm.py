@@ -4,7 +4,8 @@ The rows of one operand are those of the experts, one expert after the other. Th
 matrix of their expert (fprop, dgrad), for which bf16 has `torch.nn.functional.grouped_mm`; and for each expert the sum
 over its rows of outer products (wgrad), added to fp32 in place. Sums are fp32. FP8 operands have one scale an expert,
 or one for each row of the operand and expert, by which finished sums are multiplied; or blocks of 128 summands have
-scales, by which each block's product is multiplied before it is added.
+scales, by which each block's product is multiplied before it is added. On Hopper these have kernels of their own
+(`megafp8.kernels.grouped_gemm_hopper`); those here are for other GPUs.
 
 Operands are read through tensor descriptors, by the GPU's copy engine for tiles (TMA); a descriptor covers the rows of
 all experts. A tile that reaches beyond the rows of its expert therefore reads those of the next. In products of rows
@@ -33,6 +34,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megafp8.kernels import grouped_gemm_hopper as hopper
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, next_power_of_2
 from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, ScaledTensor
 
@@ -95,7 +97,8 @@ def rows_kernel(a_mk, b, out_mn, ends_e, a_scale_inv, b_scale_inv, m, n, k, e, a
                 TILE_K: tl.constexpr):  # fmt: skip
     """Tiles of rows times matrices; that of expert i, `[n, k]`, begins at row i·row_step and column i·column_step of b.
 
-    EXPERTS: e rounded up to a power of two. `a_stride`, `b_stride`: from the scale of an expert to the next; with
+    EXPERTS: e rounded up to a power of two. Scales of a's blocks lie where the rows lie in the columnwise copy.
+    `a_stride`, `b_stride`: from the scale of an expert to the next; with
     blocks, which are 1 × TILE_K in a and square in b, from a block of k to the next in a, of rows in b. Scales of rows
     are contiguous.
     """
@@ -110,14 +113,15 @@ def rows_kernel(a_mk, b, out_mn, ends_e, a_scale_inv, b_scale_inv, m, n, k, e, a
         start = tl.max(tl.where(done, ends, 0), axis=0)
         end = tl.min(tl.where(done, m, ends), axis=0)
         first = tl.max(tl.where(done, tiles, 0), axis=0)
+        padded = tl.sum(tl.where(done, tl.cdiv(ends - starts, 128), 0), axis=0) * 128
         down, right = tile_at(tile - first, tl.cdiv(end - start, TILE_M), across, GROUP)
         i0, j0 = start + down * TILE_M, right * TILE_N
         sums = tl.zeros([TILE_M, TILE_N], tl.float32)
         for k0 in range(0, k, TILE_K):
             row, column = expert * row_step + j0, expert * column_step + k0
             if SCALES == "1x128":
-                i = i0 + tl.arange(0, TILE_M)
-                a_scale = tl.load(a_scale_inv + k0 // TILE_K * a_stride + i, mask=i < m, other=0.0)
+                i = padded + down * TILE_M + tl.arange(0, TILE_M)
+                a_scale = tl.load(a_scale_inv + k0 // TILE_K * a_stride + i)
                 b_scale = tl.load(b_scale_inv + row // TILE_K * b_stride + column // TILE_K)
                 product = _product(a_mk.load([i0, k0]), b.load([row, column]).T, INTERPRETED)
                 sums += product * (a_scale * b_scale)[:, None]
@@ -222,8 +226,11 @@ def rows_times_matrices(
     if not out_mn.numel():
         return out_mn
     _check(a_mk, b, n, k)
-    tile, tile_k, constants = _launched(a_mk.data.dtype, a_mk.granularity.name, fast=fast)
     row_step, column_step = (0, b.data.shape[1] // experts) if columnwise else (n, 0)
+    if a_mk.granularity is BLOCK_1X128 and hopper.takes(out_mn.device):
+        hopper.rows_times_matrices(a_mk, b, ends_e, out_mn, row_step, column_step)
+        return out_mn
+    tile, tile_k, constants = _launched(a_mk.data.dtype, a_mk.granularity.name, fast=fast)
     most = (m // tile.rows + experts) * ceil_div(n, tile.columns)
     rows_kernel[(min(most, _programs(out_mn.device, tile)),)](
         TensorDescriptor.from_tensor(a_mk.data, [tile.rows, tile_k]),
@@ -253,6 +260,9 @@ def sums_over_rows(
         return
     if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
         _check(a, b, p, q)
+        if a.granularity is BLOCK_1X128 and hopper.takes(out_epq.device):
+            hopper.sums_over_rows(a, b, ends_e, out_epq, accumulate=accumulate)
+            return
     tile, tile_k, constants = _launched(a_data.dtype, scales, fast=fast)
     shapes = ([tile_k, size] if scales == "none" else [size, tile_k] for size in tile[:2])
     operands = map(TensorDescriptor.from_tensor, (a_data, b_data), shapes)

@@ -293,7 +293,7 @@ def cast_1x128(
     scale_inv = torch.empty((ceil_div(c, 128), r), dtype=torch.float32, device=source.device)
     columnwise_scale_inv = torch.empty((ceil_div(r, 128), c), dtype=torch.float32, device=source.device)
     return _cast(
-        _whole_blocks(source, head=128), "1x128", fmt, BLOCK_1X128,
+        whole_blocks(source, head=128), "1x128", fmt, BLOCK_1X128,
         (scale_inv, columnwise_scale_inv, scale_inv, scale_inv), scale_inv.t(), columnwise_scale_inv.t(),
         rowwise=rowwise, columnwise=columnwise, power_of_two=power_of_two, eps=eps,
     )  # fmt: skip
@@ -308,13 +308,13 @@ def cast_128x128(
     scale_inv = torch.empty((down, across + -across % 4), dtype=torch.float32, device=source.device)
     columnwise_scale_inv = torch.empty((across, down + -down % 4), dtype=torch.float32, device=source.device)
     return _cast(
-        _whole_blocks(source, head=None), "128x128", fmt, BLOCK_128X128,
+        whole_blocks(source, head=None), "128x128", fmt, BLOCK_128X128,
         (scale_inv, columnwise_scale_inv, scale_inv, scale_inv), scale_inv[:, :across], columnwise_scale_inv[:, :down],
         rowwise=rowwise, columnwise=columnwise, power_of_two=power_of_two, eps=eps,
     )  # fmt: skip
 
 
-def _whole_blocks(source: Source, *, head: int | None) -> Source:
+def whole_blocks(source: Source, *, head: int | None) -> Source:
     """`source`, or its values where its two parts would share a block; a head `head` wide is a block itself."""
     split = isinstance(source, GatedGrad) and source.shape[1] % 256
     split = split or (isinstance(source, QKVGrad) and source.dq_sbad.shape[3] != head)

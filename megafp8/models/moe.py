@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -78,9 +78,8 @@ class Experts(nn.Module):
         first = ("gate", "up") if self.activation.gated else ("up",)
         into = [shard_dim(f"{name}.{e}.{layer}.weight", (f, h), 0, part, parts) for e in own for layer in first]
         out_of = [shard_dim(f"{name}.{e}.down.weight", (h, f), 1, part, parts) for e in own]
-        between = Neighbor(
-            self.kind, "per_tensor" if self.activation.fused else "none", f"{self.kind} has no fused kernel"
-        )
+        fuses: Literal["per_tensor or blocks", "none"] = "per_tensor or blocks" if self.activation.fused else "none"
+        between = Neighbor(self.kind, fuses, f"{self.kind} has no fused kernel")
         up_names, down_names = ([f"{name}.{e}.{layer}" for e in own] for layer in (self.activation.up_layer, "down"))
         biased = config.linear_bias
         up_width = self.activation.up_width(f) // parts

@@ -4,8 +4,9 @@ How many rows an expert has is known on the device only. `megafp8.kernels.groupe
 knowing it.
 
 The FP8 data of all experts is one `QuantizedTensor`: rowwise `[r, c]`, columnwise `[c, capacity]` (`RowGroups`).
-`scale_inv` is as its granularity says, but fp32 `[e]` with one scale per tensor; and columnwise with one per row
-`[e·c, 1]`, one expert after the other.
+`scale_inv` is as its granularity says, but fp32 `[e]` with one scale per tensor; columnwise with one per row
+`[e·c, 1]`, one expert after the other; and rowwise with 1×128 blocks `[capacity, c / 128]`, where the rows lie in
+columnwise copies.
 
 Shapes: e experts, r rows of all of them, c columns.
 """
@@ -125,11 +126,11 @@ def cast_groups_1x128(
     by_rows = [cast(rows) for rows in _rows_of(source.values(), groups)]
     by_columns = [cast(rows.t()) for rows in _rows_of(source.values(), groups)]
     data = _joined([scaled.data for scaled in by_rows])
-    scale_inv = torch.cat([scaled.scale_inv for scaled in by_rows])
+    scale_inv = _padded([scaled.scale_inv.t() for scaled in by_rows], 1, groups)
     transposed = _padded([scaled.data.view(torch.uint8) for scaled in by_columns], 1, groups).view(fmt.dtype)
     columnwise_scale_inv = _padded([scaled.scale_inv for scaled in by_columns], ALIGNMENT, groups)
     return QuantizedTensor(
-        ScaledTensor(data, scale_inv.t().contiguous().t(), BLOCK_1X128) if rowwise else None,
+        ScaledTensor(data, scale_inv.t(), BLOCK_1X128) if rowwise else None,
         ScaledTensor(transposed, columnwise_scale_inv.t().contiguous().t(), BLOCK_1X128) if columnwise else None,
     )
 

@@ -81,7 +81,7 @@ def test_casts_by_blocks(sizes: list[int], fmt: Format, power_of_two: bool, modu
     for size, end in zip(sizes, groups.padded_ends_e.tolist(), strict=True):
         expected = cast_1x128(Plain(x[start : start + size]), fmt, **options)
         for whole, alone in (
-            ((rowwise.data[start : start + size], rowwise.scale_inv[start : start + size]), expected.required_rowwise),
+            ((rowwise.data[start : start + size], rowwise.scale_inv[place : place + size]), expected.required_rowwise),
             (
                 (columnwise.data[:, place : place + size], columnwise.scale_inv[:, place // 128 : end // 128]),
                 expected.required_columnwise,
@@ -91,6 +91,24 @@ def test_casts_by_blocks(sizes: list[int], fmt: Format, power_of_two: bool, modu
             assert torch.equal(whole[1], alone.scale_inv)
         assert not columnwise.data[:, place + size : end].view(torch.uint8).any()
         start, place = start + size, end
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "swiglu_grad"])
+def test_an_activation_casts_by_blocks(kind: str) -> None:
+    """The same bits as of the values; a gated gradient has two parts in a row."""
+    x, grad = torch.randn(12, 256, generator=torch.Generator().manual_seed(6)).bfloat16() * 3, torch.ones(12, 128)
+    source = SwiGLU(x) if kind == "swiglu" else SwiGLUGrad(x, grad)
+    groups = RowGroups.of(torch.tensor([3, 3, 12], dtype=torch.int32), len(x))
+    options: dict[str, Any] = {"power_of_two": True, "eps": 1e-4, "rowwise": True, "columnwise": True}
+    found, expected = (module.cast_groups_1x128(source, E4M3, groups, **options) for module in (kernels, reference))
+    for (data, scale_inv, *_), (expected_data, expected_scale_inv, *_) in zip(found, expected, strict=True):
+        used = slice(None) if len(data) == len(x) else slice(int(groups.padded_ends_e[-1]))
+        assert torch.equal(data[:, used].view(torch.uint8), expected_data[:, used].view(torch.uint8))
+        assert scale_inv.shape == expected_scale_inv.shape
+    for start, stop, place in ((0, 3, 0), (3, 12, 128)):
+        rows = slice(place, place + stop - start)
+        assert torch.equal(found.required_rowwise.scale_inv[rows], expected.required_rowwise.scale_inv[rows])
+    assert torch.equal(found.required_columnwise.scale_inv[:, :2], expected.required_columnwise.scale_inv[:, :2])
 
 
 @CASES

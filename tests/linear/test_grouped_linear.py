@@ -231,13 +231,18 @@ class _Steps:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_activation_quantizes_for_both_layers(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(), pytest.param(BlockwiseScaling(), marks=pytest.mark.slow)], ids=["delayed", "blockwise"]
+)
+def test_the_activation_quantizes_for_both_layers(
+    recipe: Fp8Recipe, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two layers of experts and SwiGLU between them, which leaves no values: amaxes are those before rounding to bf16.
 
     Against float64 the error is that of quantizing values.
     """
     monkeypatch.setattr(group_state, "has_kernels", lambda x, *_: x.dtype == torch.bfloat16)
-    sizes, h, f = [3, 0, 40, 5], 32, 48
+    sizes, (h, f) = [3, 0, 40, 5], (128, 128) if recipe.name == "blockwise" else (32, 48)
     generator = torch.Generator().manual_seed(2)
 
     def random(*shape: int) -> Tensor:
@@ -246,9 +251,9 @@ def test_the_activation_quantizes_for_both_layers(device: str, monkeypatch: pyte
     x, dout = random(sum(sizes), h), random(sum(sizes), h)
     up, down = (nn.Parameter(random(len(sizes) * n, k) * 0.2) for n, k in ((2 * f, h), (h, f)))
     groups = RowGroups.of(torch.tensor(sizes, device=device).cumsum(0, dtype=torch.int32), sum(sizes))
-    between, results = Neighbor("swiglu", "per_tensor"), []
+    between, results = Neighbor("swiglu", "per_tensor or blocks"), []
     for fused in (False, True):
-        manager = Fp8Manager(DelayedScaling(), amax_group=None)
+        manager = Fp8Manager(recipe, amax_group=None)
         sites = {"up": {"after": between}, "down": {"before": between}} if fused else {"up": {}, "down": {}}
         states = [
             manager.group([manager.linear(LinearSite(f"{name}.{e}", expert=True, **at)) for e in range(len(sizes))])
@@ -263,7 +268,7 @@ def test_the_activation_quantizes_for_both_layers(device: str, monkeypatch: pyte
         y = grouped_linear(x, up, groups, states[0], handoff)
         out = grouped_linear(activation("swiglu", y, None, form, handoff), down, groups, states[1])
         out.backward(dout)
-        if fused:
+        if fused and recipe.name == "delayed":
             recorded = [manager.state_dict()[f"fp8.down.{e}.input.amax_history"][0] for e in range(len(sizes))]
             assert torch.equal(torch.stack(recorded), amax_of_groups(SwiGLU(y.detach()), groups))
         results.append([out.detach(), x.grad, up.grad, down.grad])

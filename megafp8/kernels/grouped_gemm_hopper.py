@@ -1,0 +1,380 @@
+"""Matrix products of many experts with scales of blocks on Hopper's warpgroup tensor cores, in Gluon.
+
+Same functions in `kernels.grouped_gemm`. With scales of blocks a product of 128 summands is multiplied by its scales
+and added to sums in fp32, by the threads that wait for the tensor cores. In Triton all warps of a program do the same
+at the same time, so the tensor cores wait meanwhile. Here, in the language below it, warps have roles:
+
+    producer    one warp: copies operands and scales of the next blocks to shared memory, as far as there is room
+    consumers   two warpgroups, each with 64 of a tile's 128 rows: while one scales and adds, the tensor cores compute
+                for the other
+
+A program has a multiprocessor for itself and takes tile after tile. The producer goes on to the next tile while the
+results of the last are stored.
+
+*Rows times matrices*: a consumer begins two blocks before it waits for the first. It is bound by shared memory, which
+80 KB a block of 128 × 128 × 128 pass.
+
+*Sums over rows*: of small experts, bound by the fp32 sums. What is added to is copied to shared memory while products
+are computed, and results leave from there by the copy engine, which nobody waits for.
+
+The copy engine reads vectors of scales from multiples of 16 bytes only. So scales of rows lie where the rows lie in the
+columnwise copy (`megafp8.numerics.groups`), which begins at a multiple of 128 for each expert.
+
+Shapes as in `kernels.grouped_gemm`; n and k, p and q are multiples of 128.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from megafp8.kernels.arithmetic import INTERPRETED
+from megafp8.numerics.tensor import ScaledTensor
+
+# Gluon's names before Triton 3.9, and since.
+_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+_BLOCK = gl.constexpr(128)
+"""Summands that share a scale, read at once."""
+_SIDE = gl.constexpr(64)
+"""Rows of an instruction of a warpgroup, whose other side is 128."""
+_GROUP = gl.constexpr(16)
+"""Tiles next to each other in a column, before the next column of them: their operands stay in the L2 cache."""
+_DATA, _SCALES = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 2)
+_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)  # of a thread
+
+
+@gluon.constexpr_function
+def _sums():
+    """How a warpgroup holds the sums of a product of 64 × 128."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+
+
+@gluon.jit
+def _vector(block, first, N: gl.constexpr, LAYOUT: gl.constexpr):
+    """N scales from `first` on of a block `[1, ...]` in shared memory."""
+    return block.reshape([block.shape[1]]).slice(first, N).load(LAYOUT)
+
+
+@gluon.jit
+def _begin(x, y):
+    """Begin x·yᵀ of a block; `warpgroup_mma_wait` waits for it."""
+    zeros = gl.zeros([_SIDE, 128], gl.float32, _sums())
+    return warpgroup_mma(x, y.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _tile_at(index, down, across):
+    """Row and column of a tile: _GROUP tiles down, then the next column of them."""
+    group = index // (_GROUP * across)
+    height = min(down - group * _GROUP, _GROUP)
+    within = index % (_GROUP * across)
+    return group * _GROUP + within % height, within // height
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Barriers of stages: filled by the copy engine, and emptied by all consumers."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    fence_async_shared()
+    return full, empty
+
+
+# --- rows times matrices ---------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _expert_of(tile, expert, start, end, padded, first, stop, ends_e, e, across):
+    """The expert of a tile, from that of a tile before.
+
+    Its rows begin at `start`, in the columnwise copy at `padded`, and end before `end`; its tiles begin at `first` and
+    end before `stop`.
+    """
+    while (stop <= tile) & (expert + 1 < e):
+        expert += 1
+        padded += (end - start + 127) // 128 * 128
+        start = end
+        end = gl.load(ends_e + expert)
+        first = stop
+        stop = first + (end - start + 127) // 128 * across
+    return expert, start, end, padded, first, stop
+
+
+@gluon.jit
+def _copy_rows(a, b, a_scale_inv, a_s, b_s, a_scale_s, full, empty, ends_e, n, k, e, row_step, column_step,
+               STAGES: gl.constexpr):  # fmt: skip
+    """The producer of `rows_kernel`."""
+    across = n // 128
+    expert, start, padded, first = 0, 0, 0, 0
+    end = gl.load(ends_e)
+    stop = (end + 127) // 128 * across
+    tile, block = gl.program_id(0), 0
+    expert, start, end, padded, first, stop = _expert_of(
+        tile, expert, start, end, padded, first, stop, ends_e, e, across
+    )
+    while tile < stop:
+        down, right = _tile_at(tile - first, (end - start + 127) // 128, across)
+        i0, row, column = start + down * 128, expert * row_step + right * 128, expert * column_step
+        for i in range(k // _BLOCK):
+            stage = block % STAGES
+            mbarrier.wait(empty.index(stage), (block // STAGES + 1) & 1)
+            arrived = full.index(stage)
+            mbarrier.expect(arrived, 256 * _BLOCK + 512)
+            for side in gl.static_range(2):
+                to = a_s.index(2 * stage + side)
+                _load_tile(a, [i0 + side * _SIDE, i * _BLOCK], arrived, to)
+            _load_tile(b, [row, column + i * _BLOCK], arrived, b_s.index(stage))
+            _load_tile(a_scale_inv, [i, padded + down * 128], arrived, a_scale_s.index(stage))
+            block += 1
+        tile += gl.num_programs(0)
+        expert, start, end, padded, first, stop = _expert_of(
+            tile, expert, start, end, padded, first, stop, ends_e, e, across
+        )
+
+
+@gluon.jit
+def _multiply_rows(out_mn, b_scale_inv, a_s, b_s, a_scale_s, full, empty, ends_e, n, k, e, row_step, column_step,
+                   b_stride, CONSUMER: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """A consumer of `rows_kernel`: half of the tile's rows, two blocks at a time."""
+    layout: gl.constexpr = _sums()
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    across, blocks = n // 128, k // _BLOCK
+    expert, start, padded, first = 0, 0, 0, 0
+    end = gl.load(ends_e)
+    stop = (end + 127) // 128 * across
+    tile, block = gl.program_id(0), 0
+    expert, start, end, padded, first, stop = _expert_of(
+        tile, expert, start, end, padded, first, stop, ends_e, e, across
+    )
+    while tile < stop:
+        down, right = _tile_at(tile - first, (end - start + 127) // 128, across)
+        b_row = (expert * row_step + right * 128) // _BLOCK
+        b_scales = b_scale_inv + b_row * b_stride + expert * column_step // _BLOCK
+        b_scale, b_scale2 = gl.load(b_scales), gl.load(b_scales + min(1, blocks - 1))
+        sums = gl.zeros([_SIDE, 128], gl.float32, layout)
+        for i in range(blocks // 2):
+            stage, stage2 = block % STAGES, (block + 1) % STAGES
+            mbarrier.wait(full.index(stage), (block // STAGES) & 1)
+            product = _begin(a_s.index(2 * stage + CONSUMER), b_s.index(stage))
+            mbarrier.wait(full.index(stage2), ((block + 1) // STAGES) & 1)
+            product2 = _begin(a_s.index(2 * stage2 + CONSUMER), b_s.index(stage2))
+            scale = _vector(a_scale_s.index(stage), CONSUMER * _SIDE, _SIDE, rows) * b_scale
+            scale2 = _vector(a_scale_s.index(stage2), CONSUMER * _SIDE, _SIDE, rows) * b_scale2
+            b_scale = gl.load(b_scales + min(2 * i + 2, blocks - 1))
+            b_scale2 = gl.load(b_scales + min(2 * i + 3, blocks - 1))
+            product = warpgroup_mma_wait(1, deps=(product,))
+            mbarrier.arrive(empty.index(stage), count=1)
+            sums += product * gl.expand_dims(scale, 1)
+            product2 = warpgroup_mma_wait(0, deps=(product2,))
+            mbarrier.arrive(empty.index(stage2), count=1)
+            sums += product2 * gl.expand_dims(scale2, 1)
+            block += 2
+        if blocks % 2 == 1:
+            stage = block % STAGES
+            mbarrier.wait(full.index(stage), (block // STAGES) & 1)
+            product = _begin(a_s.index(2 * stage + CONSUMER), b_s.index(stage))
+            scale = _vector(a_scale_s.index(stage), CONSUMER * _SIDE, _SIDE, rows) * b_scale
+            product = warpgroup_mma_wait(0, deps=(product,))
+            mbarrier.arrive(empty.index(stage), count=1)
+            sums += product * gl.expand_dims(scale, 1)
+            block += 1
+        to: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])  # 16 bytes of a row
+        i = start + down * 128 + CONSUMER * _SIDE + gl.arange(0, _SIDE, layout=gl.SliceLayout(1, to))
+        j = right * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, to))
+        at = gl.expand_dims(i.to(gl.int64) * n, 1) + gl.expand_dims(j, 0)
+        results = gl.convert_layout(sums.to(out_mn.dtype.element_ty), to)
+        gl.store(out_mn + at, results, mask=gl.expand_dims(i < end, 1))
+        tile += gl.num_programs(0)
+        expert, start, end, padded, first, stop = _expert_of(
+            tile, expert, start, end, padded, first, stop, ends_e, e, across
+        )
+
+
+@gluon.jit(do_not_specialize=["e"])
+def rows_kernel(a, b, a_scale_inv, out_mn, b_scale_inv, ends_e, n, k, e, row_step, column_step, b_stride,
+                STAGES: gl.constexpr):  # fmt: skip
+    """Tiles of rows of a times matrices; that of expert i begins at row i·row_step and column i·column_step of b.
+
+    `b_stride`: from the scales of 128 rows of b to the next.
+    """
+    a_s = gl.allocate_shared_memory(a.dtype, [2 * STAGES, _SIDE, _BLOCK], a.layout)
+    b_s = gl.allocate_shared_memory(b.dtype, [STAGES, 128, _BLOCK], b.layout)
+    a_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], a_scale_inv.layout)
+    full, empty = _barriers(STAGES, 2)
+    gl.warp_specialize(
+        [
+            (_multiply_rows, (out_mn, b_scale_inv, a_s, b_s, a_scale_s, full, empty, ends_e, n, k, e, row_step,
+                              column_step, b_stride, gl.constexpr(0), STAGES)),
+            (_multiply_rows, (out_mn, b_scale_inv, a_s, b_s, a_scale_s, full, empty, ends_e, n, k, e, row_step,
+                              column_step, b_stride, gl.constexpr(1), STAGES)),
+            (_copy_rows, (a, b, a_scale_inv, a_s, b_s, a_scale_s, full, empty, ends_e, n, k, e, row_step, column_step,
+                          STAGES)),
+        ],
+        [4, 1],
+        [_REGISTERS, _PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+# --- sums over rows --------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _sum_at(tile, ends_e, down, across):
+    """The expert of a tile, the tile's first row and column, and the blocks of rows that are summed."""
+    expert = tile // (down * across)
+    i, j = _tile_at(tile % (down * across), down, across)
+    start = gl.load(ends_e + expert - 1, mask=expert > 0, other=0)
+    end = gl.load(ends_e + expert)
+    return expert, i * 128, j * 128, start // _BLOCK, end // _BLOCK
+
+
+@gluon.jit
+def _copy_sums(a, b, a_scale_inv, b_scale_inv, out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored,
+               ends_e, p, q, e, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr):  # fmt: skip
+    """The producer of `sums_kernel`. What is added to follows the last block, when the tile before is stored."""
+    down, across, block, count = p // 128, q // 128, 0, 0
+    for tile in range(gl.program_id(0), e * down * across, gl.num_programs(0)):
+        expert, i0, j0, first, stop = _sum_at(tile, ends_e, down, across)
+        for k in range(first, stop):
+            stage = block % STAGES
+            mbarrier.wait(empty.index(stage), (block // STAGES + 1) & 1)
+            arrived = full.index(stage)
+            mbarrier.expect(arrived, 256 * _BLOCK + 1024)
+            for side in gl.static_range(2):
+                to = a_s.index(2 * stage + side)
+                _load_tile(a, [i0 + side * _SIDE, k * _BLOCK], arrived, to)
+            _load_tile(b, [j0, k * _BLOCK], arrived, b_s.index(stage))
+            _load_tile(a_scale_inv, [k, i0], arrived, a_scale_s.index(stage))
+            _load_tile(b_scale_inv, [k, j0], arrived, b_scale_s.index(stage))
+            block += 1
+        if ACCUMULATE:  # noqa: SIM102 -- known when the kernel is compiled
+            if first < stop:
+                for side in gl.static_range(2):
+                    mbarrier.wait(stored.index(side), (count + 1) & 1)
+                    mbarrier.expect(old.index(side), _SIDE * 128 * 4)
+                    row = expert * p + i0 + side * _SIDE
+                    _load_tile(out, [row, j0], old.index(side), out_s.index(side))
+                count += 1
+
+
+@gluon.jit
+def _multiply_sums(out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored, ends_e, p, q, e,
+                   CONSUMER: gl.constexpr, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr):  # fmt: skip
+    """A consumer of `sums_kernel`: half of the tile's rows."""
+    layout: gl.constexpr = _sums()
+    down, across, block, count = p // 128, q // 128, 0, 0
+    results = out_s.index(CONSUMER)
+    for tile in range(gl.program_id(0), e * down * across, gl.num_programs(0)):
+        expert, i0, j0, first, stop = _sum_at(tile, ends_e, down, across)
+        sums = gl.zeros([_SIDE, 128], gl.float32, layout)
+        for k in range(first, stop):
+            stage = block % STAGES
+            mbarrier.wait(full.index(stage), (block // STAGES) & 1)
+            product = _begin(a_s.index(2 * stage + CONSUMER), b_s.index(stage))
+            rows = _vector(a_scale_s.index(stage), CONSUMER * _SIDE, _SIDE, gl.SliceLayout(1, layout))
+            columns = _vector(b_scale_s.index(stage), 0, 128, gl.SliceLayout(0, layout))
+            if ACCUMULATE:  # noqa: SIM102
+                if (k == first) & (count > 0):
+                    tma.store_wait(0)
+                    _barrier()
+                    mbarrier.arrive(stored.index(CONSUMER), count=1)
+            product = warpgroup_mma_wait(0, deps=(product,))
+            mbarrier.arrive(empty.index(stage), count=1)
+            sums += product * gl.expand_dims(columns, 0) * gl.expand_dims(rows, 1)
+            block += 1
+        if (not ACCUMULATE) or first < stop:
+            if ACCUMULATE:
+                mbarrier.wait(old.index(CONSUMER), count & 1)
+                sums += results.load(layout)
+            else:
+                tma.store_wait(0)
+            _barrier()
+            results.store(sums.to(out.dtype))
+            fence_async_shared()
+            _barrier()
+            _store_tile(out, [expert * p + i0 + CONSUMER * _SIDE, j0], results)
+            count += 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["e"])
+def sums_kernel(a, b, a_scale_inv, b_scale_inv, out, ends_e, p, q, e, STAGES: gl.constexpr,
+                ACCUMULATE: gl.constexpr):  # fmt: skip
+    """Each expert's sum over its rows of a's row times b's: into `out` `[e·p, q]`, or added to it (ACCUMULATE)."""
+    a_s = gl.allocate_shared_memory(a.dtype, [2 * STAGES, _SIDE, _BLOCK], a.layout)
+    b_s = gl.allocate_shared_memory(b.dtype, [STAGES, 128, _BLOCK], b.layout)
+    a_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], a_scale_inv.layout)
+    b_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], b_scale_inv.layout)
+    out_s = gl.allocate_shared_memory(out.dtype, [2, _SIDE, 128], out.layout)
+    full, empty = _barriers(STAGES, 2)
+    old, stored = _barriers(2, 1)
+    gl.warp_specialize(
+        [
+            (_multiply_sums, (out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored, ends_e, p, q, e,
+                              gl.constexpr(0), STAGES, ACCUMULATE)),
+            (_multiply_sums, (out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored, ends_e, p, q, e,
+                              gl.constexpr(1), STAGES, ACCUMULATE)),
+            (_copy_sums, (a, b, a_scale_inv, b_scale_inv, out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old,
+                          stored, ends_e, p, q, e, STAGES, ACCUMULATE)),
+        ],
+        [4, 1],
+        [_REGISTERS, _PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def takes(device: torch.device) -> bool:
+    """Whether `device` has the instructions that these kernels are written in."""
+    return not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def _programs(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def rows_times_matrices(
+    a_mk: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_mn: Tensor, row_step: int, column_step: int
+) -> None:
+    """Rows times the transpose of their expert's matrix, into `out_mn`."""
+    k, n, experts = a_mk.data.shape[1], out_mn.shape[1], len(ends_e)
+    rows_kernel[(_programs(out_mn.device),)](
+        TensorDescriptor.from_tensor(a_mk.data, [64, 128], _DATA),
+        TensorDescriptor.from_tensor(b.data, [128, 128], _DATA),
+        TensorDescriptor.from_tensor(a_mk.scale_inv.t(), [1, 128], _SCALES), out_mn, b.scale_inv, ends_e, n, k, experts,
+        row_step, column_step, b.scale_inv.stride(0), STAGES=6, num_warps=4,
+    )  # fmt: skip
+
+
+def sums_over_rows(a: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_epq: Tensor, *, accumulate: bool) -> None:
+    """Each expert's sum over its rows of outer products, into `out_epq` or added to it."""
+    experts, p, q = out_epq.shape
+    results = gl.NVMMASharedLayout(128, 8 * out_epq.element_size(), 2)
+    sums_kernel[(_programs(out_epq.device),)](
+        TensorDescriptor.from_tensor(a.data, [64, 128], _DATA), TensorDescriptor.from_tensor(b.data, [128, 128], _DATA),
+        TensorDescriptor.from_tensor(a.scale_inv.t(), [1, 128], _SCALES),
+        TensorDescriptor.from_tensor(b.scale_inv.t(), [1, 128], _SCALES),
+        TensorDescriptor.from_tensor(out_epq.flatten(0, 1), [64, 128], results), ends_e, p, q, experts, STAGES=4,
+        ACCUMULATE=accumulate, num_warps=4,
+    )  # fmt: skip

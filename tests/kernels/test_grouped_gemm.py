@@ -1,0 +1,93 @@
+"""Products of many experts with scales of blocks, against those of dequantized operands in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from megafp8.kernels.grouped_cast import cast_groups_1x128
+from megafp8.kernels.grouped_gemm import rows_times_matrices, sums_over_rows
+from megafp8.kernels.quantize import cast_128x128
+from megafp8.numerics.formats import E4M3, E5M2, Format
+from megafp8.numerics.groups import RowGroups, row_slices
+from megafp8.numerics.sources import Plain
+from megafp8.numerics.tensor import QuantizedTensor, ScaledTensor
+
+
+def _cast(x: Tensor, fmt: Format, groups: RowGroups) -> tuple[QuantizedTensor, Tensor]:
+    """The cast of rows, and their values in float64."""
+    quantized = cast_groups_1x128(Plain(x), fmt, groups, rowwise=True, columnwise=True, power_of_two=False, eps=0.0)
+    data, scale_inv, *_ = quantized.required_rowwise
+    starts = [0, *groups.padded_ends_e.tolist()]
+    scales = [
+        scale_inv[start : start + rows.stop - rows.start] for rows, start in zip(row_slices(groups.ends_e), starts)
+    ]
+    return quantized, data.double() * torch.cat(scales).double().repeat_interleave(128, 1)
+
+
+def _columnwise(x: ScaledTensor, groups: RowGroups) -> list[Tensor]:
+    """The values of each expert `[c, rows]`, in float64."""
+    values, ends = x.dequantize(torch.float64), groups.padded_ends_e.tolist()
+    return [values[:, start:end] for start, end in zip([0, *ends], ends)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("sizes", "k", "n", "fmt"),
+    [
+        ([3, 0, 130, 16], 256, 384, E4M3),
+        ([1, 257, 0, 128, 7], 128, 128, E5M2),
+        ([0, 900, 64], 896, 640, E4M3),
+        ([40] * 70, 384, 256, E5M2),
+    ],
+    ids=str,
+)
+def test_products_of_blocks(sizes: list[int], k: int, n: int, fmt: Format) -> None:
+    """All three, with more and fewer tiles than multiprocessors; wgrad added and written, also without rows."""
+    torch.manual_seed(len(sizes))
+    ends = torch.tensor(sizes, device="cuda").cumsum(0, dtype=torch.int32)
+    groups, e, m = RowGroups.of(ends, sum(sizes)), len(sizes), sum(sizes)
+    x8, x = _cast(torch.randn(m, k, device="cuda").bfloat16(), E4M3, groups)
+    dy8, dy = _cast(torch.randn(m, n, device="cuda").bfloat16(), fmt, groups)
+    w8 = cast_128x128(
+        Plain(torch.randn(e * n, k, device="cuda").bfloat16()), E4M3, rowwise=True, columnwise=True, power_of_two=False,
+        eps=0.0,
+    )  # fmt: skip
+    w_enk = w8.required_rowwise.dequantize(torch.float64).view(e, n, k)
+    y = rows_times_matrices(
+        x8.required_rowwise, w8.required_rowwise, ends, n, torch.bfloat16, columnwise=False, fast=False
+    )
+    dx = rows_times_matrices(
+        dy8.required_rowwise, w8.required_columnwise, ends, k, torch.bfloat16, columnwise=True, fast=False
+    )
+    for rows, w in zip(row_slices(ends), w_enk):
+        torch.testing.assert_close(y[rows], (x[rows] @ w.t()).bfloat16(), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(dx[rows], (dy[rows] @ w).bfloat16(), rtol=1e-2, atol=1e-2)
+    expected = torch.stack(
+        [
+            a @ b.t()
+            for a, b in zip(_columnwise(dy8.required_columnwise, groups), _columnwise(x8.required_columnwise, groups))
+        ]
+    )
+    for accumulate, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.bfloat16)):
+        dw = torch.full((e, n, k), 3.0, dtype=dtype, device="cuda")
+        sums_over_rows(dy8.required_columnwise, x8.required_columnwise, groups.padded_ends_e, dw, accumulate=accumulate)
+        tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(dw.double() - 3.0 * accumulate, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["rows", "sums"])
+def test_compiles_for_hopper(name: str) -> None:
+    """In no more shared memory than there is."""
+    command = [sys.executable, "-m", "tests.kernels.compile_grouped_gemm", name]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.split()[1]) <= 227 * 1024, done.stdout
