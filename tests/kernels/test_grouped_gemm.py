@@ -36,6 +36,11 @@ def _columnwise(x: ScaledTensor, groups: RowGroups) -> list[Tensor]:
     return [values[:, start:end] for start, end in zip([0, *ends], ends)]
 
 
+def _assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """In root mean square: Hopper adds the products of a block in 14 bits."""
+    assert (found.double() - expected).norm() <= tolerance * expected.norm()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("sizes", "k", "n", "fmt"),
@@ -45,7 +50,7 @@ def _columnwise(x: ScaledTensor, groups: RowGroups) -> list[Tensor]:
         ([0, 900, 64], 896, 640, E4M3),
         ([40] * 70, 384, 256, E5M2),
     ],
-    ids=str,
+    ids=["uneven", "E5M2", "more blocks", "many experts"],
 )
 def test_products_of_blocks(sizes: list[int], k: int, n: int, fmt: Format) -> None:
     """All three, with more and fewer tiles than multiprocessors; wgrad added and written, also without rows."""
@@ -66,19 +71,14 @@ def test_products_of_blocks(sizes: list[int], k: int, n: int, fmt: Format) -> No
         dy8.required_rowwise, w8.required_columnwise, ends, k, torch.bfloat16, columnwise=True, fast=False
     )
     for rows, w in zip(row_slices(ends), w_enk):
-        torch.testing.assert_close(y[rows], (x[rows] @ w.t()).bfloat16(), rtol=1e-2, atol=1e-2)
-        torch.testing.assert_close(dx[rows], (dy[rows] @ w).bfloat16(), rtol=1e-2, atol=1e-2)
-    expected = torch.stack(
-        [
-            a @ b.t()
-            for a, b in zip(_columnwise(dy8.required_columnwise, groups), _columnwise(x8.required_columnwise, groups))
-        ]
-    )
+        _assert_close(y[rows], x[rows] @ w.t(), 4e-3)
+        _assert_close(dx[rows], dy[rows] @ w, 4e-3)
+    operands = (_columnwise(q.required_columnwise, groups) for q in (dy8, x8))
+    expected = torch.stack([a @ b.t() for a, b in zip(*operands, strict=True)])
     for accumulate, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.bfloat16)):
         dw = torch.full((e, n, k), 3.0, dtype=dtype, device="cuda")
         sums_over_rows(dy8.required_columnwise, x8.required_columnwise, groups.padded_ends_e, dw, accumulate=accumulate)
-        tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-4
-        torch.testing.assert_close(dw.double() - 3.0 * accumulate, expected, rtol=tolerance, atol=tolerance)
+        _assert_close(dw - 3.0 * accumulate, expected, 4e-3 if dtype == torch.bfloat16 else 1e-3)
 
 
 @pytest.mark.slow
