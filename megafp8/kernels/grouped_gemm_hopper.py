@@ -237,12 +237,11 @@ def rows_kernel(a, b, a_scale_inv, out_mn, b_scale_inv, ends_e, n, k, e, row_ste
 
 
 @gluon.jit
-def _sum_at(tile, ends_e, down, across, e):
-    """The expert of a tile, its first row and column, and the blocks of rows that are summed; of the last tile behind.
+def _sum_at(tile, ends_e, down, across):
+    """The expert of a tile, the tile's first row and column, and the blocks of rows that are summed.
 
-    Asked for while the tile before is computed, as it waits for memory.
+    Not asked for a tile ahead: Triton 3.6 then takes the rows of the first tile for those of all.
     """
-    tile = min(tile, e * down * across - 1)
     expert = tile // (down * across)
     i, j = _tile_at(tile % (down * across), down, across)
     start = gl.load(ends_e + expert - 1, mask=expert > 0, other=0)
@@ -255,9 +254,8 @@ def _copy_sums(a, b, a_scale_inv, b_scale_inv, out, a_s, b_s, a_scale_s, b_scale
                ends_e, p, q, e, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr):  # fmt: skip
     """The producer of `sums_kernel`. What is added to follows the last block, when the tile before is stored."""
     down, across, block, count = p // 128, q // 128, 0, 0
-    expert, i0, j0, first, stop = _sum_at(gl.program_id(0), ends_e, down, across, e)
     for tile in range(gl.program_id(0), e * down * across, gl.num_programs(0)):
-        expert2, i2, j2, first2, stop2 = _sum_at(tile + gl.num_programs(0), ends_e, down, across, e)
+        expert, i0, j0, first, stop = _sum_at(tile, ends_e, down, across)
         for k in range(first, stop):
             stage = block % STAGES
             mbarrier.wait(empty.index(stage), (block // STAGES + 1) & 1)
@@ -278,7 +276,6 @@ def _copy_sums(a, b, a_scale_inv, b_scale_inv, out, a_s, b_s, a_scale_s, b_scale
                     row = expert * p + i0 + side * _SIDE
                     _load_tile(out, [row, j0], old.index(side), out_s.index(side))
                 count += 1
-        expert, i0, j0, first, stop = expert2, i2, j2, first2, stop2
 
 
 @gluon.jit
@@ -288,9 +285,8 @@ def _multiply_sums(out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old,
     layout: gl.constexpr = _sums()
     down, across, block, count = p // 128, q // 128, 0, 0
     results = out_s.index(CONSUMER)
-    expert, i0, j0, first, stop = _sum_at(gl.program_id(0), ends_e, down, across, e)
     for tile in range(gl.program_id(0), e * down * across, gl.num_programs(0)):
-        expert2, i2, j2, first2, stop2 = _sum_at(tile + gl.num_programs(0), ends_e, down, across, e)
+        expert, i0, j0, first, stop = _sum_at(tile, ends_e, down, across)
         sums = gl.zeros([_SIDE, 128], gl.float32, layout)
         for k in range(first, stop):
             stage = block % STAGES
@@ -319,7 +315,6 @@ def _multiply_sums(out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old,
             _barrier()
             _store_tile(out, [expert * p + i0 + CONSUMER * _SIDE, j0], results)
             count += 1
-        expert, i0, j0, first, stop = expert2, i2, j2, first2, stop2
     tma.store_wait(0)
 
 
