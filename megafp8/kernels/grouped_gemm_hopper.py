@@ -25,6 +25,7 @@ Shapes as in `kernels.grouped_gemm`; n and k, p and q are multiples of 128.
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 
 import torch
@@ -42,6 +43,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megafp8.kernels.arithmetic import INTERPRETED
 from megafp8.numerics.tensor import ScaledTensor
+
+logger = logging.getLogger(__name__)
 
 # Gluon's names before Triton 3.9, and since.
 _load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -348,8 +351,14 @@ def sums_kernel(a, b, a_scale_inv, b_scale_inv, out, ends_e, p, q, e, STAGES: gl
 
 @cache
 def takes(device: torch.device) -> bool:
-    """Whether `device` has the instructions that these kernels are written in."""
-    return not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    """Whether `device` has the instructions that these kernels are written in; says so once if it has not."""
+    if INTERPRETED or device.type != "cuda":
+        return False
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        return True
+    name = torch.cuda.get_device_name(device)
+    logger.info("blockwise experts: Triton's kernels, since those for Hopper do not run on %s", name)
+    return False
 
 
 @cache
