@@ -171,18 +171,16 @@ def _multiply_rows(out_mn, b_scale_inv, a_s, b_s, a_scale_s, full, empty, ends_e
         down, right = _tile_at(tile - first, (end - start + 127) // 128, across)
         b_row = (expert * row_step + right * 128) // _BLOCK
         b_scales = b_scale_inv + b_row * b_stride + expert * column_step // _BLOCK
-        b_scale, b_scale2 = gl.load(b_scales), gl.load(b_scales + min(1, blocks - 1))
         sums = gl.zeros([_SIDE, 128], gl.float32, layout)
         for i in range(blocks // 2):
             stage, stage2 = block % STAGES, (block + 1) % STAGES
+            b_scale, b_scale2 = gl.load(b_scales + 2 * i), gl.load(b_scales + 2 * i + 1)
             mbarrier.wait(full.index(stage), (block // STAGES) & 1)
             product = _begin(a_s.index(2 * stage + CONSUMER), b_s.index(stage))
             mbarrier.wait(full.index(stage2), ((block + 1) // STAGES) & 1)
             product2 = _begin(a_s.index(2 * stage2 + CONSUMER), b_s.index(stage2))
             scale = _vector(a_scale_s.index(stage), CONSUMER * _SIDE, _SIDE, rows) * b_scale
             scale2 = _vector(a_scale_s.index(stage2), CONSUMER * _SIDE, _SIDE, rows) * b_scale2
-            b_scale = gl.load(b_scales + min(2 * i + 2, blocks - 1))
-            b_scale2 = gl.load(b_scales + min(2 * i + 3, blocks - 1))
             product = warpgroup_mma_wait(1, deps=(product,))
             mbarrier.arrive(empty.index(stage), count=1)
             sums += product * gl.expand_dims(scale, 1)
@@ -192,6 +190,7 @@ def _multiply_rows(out_mn, b_scale_inv, a_s, b_s, a_scale_s, full, empty, ends_e
             block += 2
         if blocks % 2 == 1:
             stage = block % STAGES
+            b_scale = gl.load(b_scales + blocks - 1)
             mbarrier.wait(full.index(stage), (block // STAGES) & 1)
             product = _begin(a_s.index(2 * stage + CONSUMER), b_s.index(stage))
             scale = _vector(a_scale_s.index(stage), CONSUMER * _SIDE, _SIDE, rows) * b_scale
