@@ -142,7 +142,9 @@ def _lora(config: Config) -> Iterator[Problem]:
         yield Problem("lora", "set", f"model.architecture is {m.architecture}", without)
     if m.mtp_num_layers > 0:
         yield Problem("lora", "set", "the model has model.mtp_num_layers", without)
-    if unknown := sorted({*config.lora_targets} - {*m.lora_targets}):
+    if not m.lora_targets:
+        yield Problem("lora", "set", "no layer of the model has projections that can be adapted", without)
+    elif unknown := sorted({*config.lora_targets} - {*m.lora_targets}):
         rule = f"the model has no {', '.join(unknown)} that can be adapted"
         rule += "" if m.moe is None else "; adapters of experts are not offered"
         known = [target for target in m.lora_targets if target in config.lora_targets] or list(m.lora_targets)

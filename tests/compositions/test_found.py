@@ -43,7 +43,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"lora": {}, "model.layer_kinds": {"a": {"mixer": {"kind": "latent_attention"}}}, "model.pattern": ["a"]},
         "model.layer_kinds.a.mixer.kind",
     ),
-]
+    # Had nothing to train.
+    (
+        "gpt",
+        {
+            "model.layer_kinds": {"c": {"mixer": {"kind": "short_convolution"}, "ffn": {"kind": "none"}}},
+            "model.pattern": ["c"], "lora": {},
+        },
+        "lora",
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("base", "overrides", "key"), REFUSED)
