@@ -27,7 +27,7 @@ from megafp8.training.fp8_config import build_fp8, check_recipe
 from tests.compositions.values import drawable, value
 
 FOLDER = Path(__file__).parent
-BASES = {"gpt": 8, "documents": 2, "bert": 1, "pairs": 1, "t5": 1}
+BASES = {"gpt": 6, "experts": 4, "latent": 2, "documents": 2, "bert": 1, "pairs": 1, "t5": 1}
 """Config files of this folder, and how often one is drawn among all."""
 LARGEST = (2, 4, 4, 8, 8)
 """Ranks of a composition, at most."""
@@ -37,8 +37,8 @@ SIZES = (2, 2, 2, 3, 4)
 """Ranks, or stages, of an axis that has several."""
 SEVERAL = 0.4
 """Probability that an axis is to have several."""
-AT_ONCE = 3
-"""Changes that were refused alone and are tried together with later ones."""
+REMEMBERED = 6
+"""Changes that were refused and are tried again, after others and together with them."""
 NOT_PROVEN = {
     "name", "base", "run_dir", "device", "timeout_seconds", "stages", "checkpoint", "logging", "resilience", "profile",
     "model.architecture", "model.vocab_size", "model.vocab_multiple",
@@ -116,8 +116,8 @@ def keys() -> list[Key]:
 
 
 def _held(field: FieldInfo) -> int:
-    """Keys of the sections in a field's type, itself among them."""
-    return 1 + sum(_size(cls) for cls in _sections(field.annotation))
+    """Keys of the sections in a field's type, itself among them; examples, if there are more."""
+    return max(1 + sum(_size(cls) for cls in _sections(field.annotation)), len(field.examples or ()))
 
 
 def _size(cls: type[BaseModel]) -> int:
@@ -147,27 +147,40 @@ def _by_section() -> dict[str, list[Key]]:
     return found
 
 
+class _Draft:
+    """A config being changed, as long as it is accepted."""
+
+    def __init__(self, base: str, copies: int, most: int) -> None:
+        self.tree: dict[str, Any] = yaml.safe_load((FOLDER / f"{base}.yaml").read_text())
+        self.overrides: dict[str, Any] = {}
+        self._limits = copies, most
+        self.ranks = _ranks(self.tree, *self._limits) or 1
+
+    def accepts(self, change: Mapping[str, Any]) -> bool:
+        """Whether the config is accepted with the change, which then is made."""
+        changed = _with(self.tree, change)
+        ranks = _ranks(changed, *self._limits)
+        if ranks is None:
+            return False
+        self.tree, self.ranks = changed, ranks
+        self.overrides |= change
+        return True
+
+
 def draw(random: Random, base: str | None = None) -> Composition:
     """A composition that the config's checks accept; `base`: its config file, drawn too where none is given."""
     base = base or random.choices([*BASES], [*BASES.values()])[0]
-    tree: dict[str, Any] = yaml.safe_load((FOLDER / f"{base}.yaml").read_text())
-    copies, most = random.choice(COPIES), random.choice(LARGEST)
-    overrides: dict[str, Any] = {}
-    ranks = _ranks(tree, copies, most) or 1
+    draft = _Draft(base, random.choice(COPIES), random.choice(LARGEST))
     refused: list[dict[str, Any]] = []
-    for change in _changes(random, tree):
-        if all(_at(tree, path) == new for path, new in change.items()):
+    for change in _changes(random, draft.tree):
+        if all(_at(draft.tree, path) == new for path, new in change.items()):
             continue
-        together = {path: new for earlier in [*refused, change] for path, new in earlier.items()}
-        for candidate in (change, together):  # keys that need each other are accepted together
-            changed = _with(tree, candidate)
-            if (found := _ranks(changed, copies, most)) is not None:
-                tree, ranks, refused = changed, found, []
-                overrides |= candidate
-                break
-        else:
-            refused = [*refused, change][-AT_ONCE:]
-    composition = Composition(base, ranks, overrides)
+        if draft.accepts(change):
+            refused = [earlier for earlier in refused if not draft.accepts(earlier)]  # they may have needed this one
+            continue
+        needed = next((earlier for earlier in refused if draft.accepts({**earlier, **change})), None)  # or each other
+        refused = [x for x in refused if x is not needed] if needed else [*refused, change][-REMEMBERED:]
+    composition = Composition(base, draft.ranks, draft.overrides)
     try:
         build_fp8(composition.config, None)
     except ValueError:  # patterns of layers that the model lacks, which a run refuses after its config

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from megafp8.config import Config
 from megafp8.config.reader import members
-from tests.compositions.draw import BASES, Composition, axes, keys
+from tests.compositions.draw import BASES, NOT_PROVEN, Composition, axes, keys
 
 
 def table(lines: Iterable[Mapping[str, Any]]) -> str:
@@ -46,9 +46,11 @@ def _table(header: tuple[str, str], rows: Iterable[tuple[Any, Any]]) -> list[str
 
 
 def _choices(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Keys whose values are words or truth values, with these."""
+    """Keys that are drawn and whose values are words or truth values, with these."""
     for name, value in tree.items():
         path = f"{prefix}{name}"
+        if path in NOT_PROVEN:
+            continue
         if name == "layer_kinds":
             for kind in value.values():
                 yield from _choices({k: v for k, v in kind.items() if v is not None}, f"{prefix}layer_kinds.*.")
