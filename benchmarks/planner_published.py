@@ -95,11 +95,11 @@ def layout(config: Config) -> str:
     p, t = config.parallel, config.training
     sizes = {"TP": p.tensor, "PP": p.pipeline, "VP": p.virtual_pipeline, "CP": p.context, "EP": p.expert}
     sizes["ETP"] = p.expert_tensor
-    parts = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["DP"]
+    parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
     parts += [p.schedule] if p.pipeline > 1 and p.schedule not in ("1f1b", "interleaved") else []
     parts += [f"FSDP×{p.fsdp_replicas}" if p.fsdp_replicas > 1 else "FSDP"] if p.fsdp else []
     parts += [f"recompute {p.recompute}"] if p.recompute != "none" else []
-    return f"{' '.join(parts)}, MBS {t.micro_batch_size}, GBS {t.global_batch_size:,}, s {t.seq_length:,}"
+    return f"{' '.join(parts) or 'DP'}, MBS {t.micro_batch_size}, GBS {t.global_batch_size:,}, s {t.seq_length:,}"
 
 
 def _speed(prediction: Prediction) -> str:
