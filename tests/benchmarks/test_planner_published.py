@@ -12,7 +12,7 @@ from benchmarks.planner_published import layout, main, predicted, published
 def test_every_published_run_has_a_config_that_runs() -> None:
     layouts = {(run.model, run.source): layout(run.resolved()) for run in published()}
     assert layouts["Llama-3.1-405B", "Megatron Bridge 26.06"] == "TP8 PP8 VP8 CP2, MBS 1, GBS 1,536, s 8,192"
-    assert layouts["gpt-oss-20b", "NeMo AutoModel 25.11"] == "EP8 FSDP, MBS 2, GBS 256, s 4,096"
+    assert layouts["gpt-oss-20b", "NeMo AutoModel of October 2025"] == "EP8 FSDP, MBS 2, GBS 256, s 4,096"
 
 
 def test_dense_models_are_predicted() -> None:
