@@ -258,7 +258,8 @@ class _Block:
             return Phases()
         near = self.cluster.ranks_of_node(sent.ranks, 1) == sent.ranks
         copies = sent.gathered and near and self.config.parallel.overlap_tensor in ("auto", "symmetric")
-        each = self.cluster.collective(sent.ranks, 1, sent.received)
+        send = self.cluster.collective if sent.gathered else self.cluster.all_to_all
+        each = send(sent.ranks, 1, sent.received)
         each *= (1 + self.gpu.hidden_copies) / 2 if copies else 1.0
         each += 2 * (sent.received + sent.tokens) / self.copy  # written and read once more on either side
         return Phases(2 * each, 2 * each)

@@ -34,6 +34,18 @@ class Cluster:
         bandwidth = min(self.gpu.nvlink, here * self.gpu.network)
         return received / bandwidth + self.gpu.network_latency
 
+    def all_to_all(self, size: int, stride: int, received: float) -> float:
+        """Seconds of an all-to-all in which each of `size` ranks receives `received` bytes, as many from each.
+
+        What comes from other nodes comes through the rank's own adapter: unlike in a gather, no two ranks of a node
+        receive the same.
+        """
+        here = self.ranks_of_node(size, stride)
+        if size == 1 or here >= size:
+            return self.collective(size, stride, received)
+        far = received * (size - here) / (size - 1)
+        return max(far / self.gpu.network, (received - far) / self.gpu.nvlink) + self.gpu.network_latency
+
     def ranks_of_node(self, size: int, stride: int) -> int:
         """How many of a group's ranks are in one node, at least one."""
         return max(1, min(size, self.gpus_per_node // stride))

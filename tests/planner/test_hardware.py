@@ -28,6 +28,19 @@ def test_ranks_of_a_node_share_their_adapters(size: int, stride: int, seconds: f
     assert Cluster(GPU, 1024).collective(size, stride, 500.0) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(("size", "seconds"), [(1, 0.0), (8, 1 + 5.0), (16, 2 + 500 * 8 / 15 / 10)])
+def test_in_an_all_to_all_a_rank_has_one_adapter(size: int, seconds: float) -> None:
+    assert Cluster(GPU, 1024).all_to_all(size, 1, 500.0) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("ranks", "microseconds"), [(8, 1265), (16, 5774), (32, 8059), (64, 9164)])
+def test_all_to_all_of_published_measurements(ranks: int, microseconds: float) -> None:
+    """arXiv 2603.07685, table 7: dispatch on H100 of 4,096 tokens, 7,168 wide, in bf16, each to 8 of 256 experts."""
+    received = 4096 * 8 * 7168 * 2 * (ranks - 1) / ranks
+    seconds = Cluster(GPUS["h100-80gb"], ranks).all_to_all(ranks, 1, received)
+    assert seconds * 1e6 == pytest.approx(microseconds, rel=0.12)
+
+
 def test_transfers_leave_the_node_where_the_other_rank_is_elsewhere() -> None:
     cluster = Cluster(GPU, 1024)
     assert cluster.transfer(4, 500.0) == pytest.approx(1 + 5)
