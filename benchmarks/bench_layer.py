@@ -18,8 +18,8 @@ counted). The private pools of CUDA graphs are in neither.
 
 Every variant starts from the weights of the eager reference, and its gradients are compared with the reference's: "dx"
 is |dx - dx'| / |dx'|, "dw" the largest such difference of any weight. Rows with a NaN or a difference above
-0.15·√layers, about twice that of correct FP8, are marked WRONG, and the exit code is 1. The output gradient is as small
-as that of a mean loss, so FP8 without correct scales gives zeros.
+0.15·√layers (nvfp4: 0.5·√layers), about twice that of a correct cast, are marked WRONG, and the exit code is 1. The
+output gradient is as small as that of a mean loss, so FP8 without correct scales gives zeros.
 
 Shapes: s sequence, b micro-batch (one sample), h hidden.
 """
@@ -65,6 +65,7 @@ from megafp8.parallel_state import (
 BASELINE = "compiled"
 WARM_UP = 4  # delayed scaling needs three: an amax is known only when the gradients behind it no longer underflow
 LARGEST_DIFFERENCE = 0.15  # of one layer's gradients; rounding errors of several add up like a random walk
+LARGEST_DIFFERENCE_OF_FOUR_BITS = 0.5
 GRADIENT_STD = 1e-6  # below E5M2's least subnormal, 1.5e-5
 
 
@@ -98,7 +99,8 @@ class Result:
 
     def wrong(self, layers: int) -> bool:
         """Whether a difference is too large, NaN or missing."""
-        limit, differences = LARGEST_DIFFERENCE * layers**0.5, (self.dx_difference, self.dw_difference)
+        largest = LARGEST_DIFFERENCE_OF_FOUR_BITS if "nvfp4" in self.variant else LARGEST_DIFFERENCE
+        limit, differences = largest * layers**0.5, (self.dx_difference, self.dw_difference)
         return not all(value is not None and value <= limit for value in differences)
 
 

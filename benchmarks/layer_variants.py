@@ -132,8 +132,7 @@ def variants() -> dict[str, Builder]:
             ours = {f"megafp8:{recipe}": plain, f"megafp8:{recipe}+fast": fast}
             known |= {name + FLOOR: build for name, build in ours.items()}  # timed by `floor_of`
         known |= ours
-        if recipe != "nvfp4":  # the host draws its noise
-            known |= {name + GRAPH: partial(build, graphed=True) for name, build in ours.items()}
+        known |= {name + GRAPH: partial(build, graphed=True) for name, build in ours.items()}
     known |= {f"torchao:{recipe}": partial(build_torchao, recipe=recipe) for recipe in TORCHAO_RECIPES}
     known |= {f"te:{recipe}": partial(build_te, recipe=recipe) for recipe in TE_RECIPES}
     return known

@@ -572,8 +572,8 @@ class Fp8Config(Section):
     """How scales are computed. none: no FP8. delayed: one scale per tensor from its amax history. current: one scale
     per tensor from its current amax. rowwise: one scale per row of each operand. blockwise: one scale per 128
     neighbours, per 128 × 128 block of weights. static: given or calibrated scales. mxfp8: a power of two per 32
-    neighbours. nvfp4: 4 bits, a scale per 16 neighbours. mxfp8 and nvfp4 are emulated except on Blackwell, where they
-    have not been run yet. custom: by layer and operand."""
+    neighbours. nvfp4: 4 bits, a scale per 16 neighbours. mxfp8 and nvfp4 are multiplied in bf16, with the same
+    values, except on Blackwell, where they have not been run yet. custom: by layer and operand."""
     format: Literal["hybrid", "e4m3"] | None = None
     """hybrid: E4M3 in forward, E5M2 for gradients. e4m3: E4M3 for both. Default: hybrid for delayed, current and
     static, else e4m3."""
@@ -729,7 +729,7 @@ class TrainingConfig(Section):
     cuda_graphs: bool | Literal["auto"] = "auto"
     """Record the forward and backward passes of a step, with their communication, as a CUDA graph and replay it, so
     that the GPU never waits for the host. The loss is the same. auto: wherever a graph can hold them; not on a CPU, nor
-    with parallel.offload, nvfp4 gradients or experts whose sizes the host reads. true: an error there
+    with parallel.offload or experts whose sizes the host reads. true: an error there
     (docs/decisions/0011-cuda-graphs.md)."""
     gc_interval: Count = 100
     """Steps between runs of Python's garbage collector, which all ranks run after the same step so that none waits for

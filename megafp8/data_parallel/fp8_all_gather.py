@@ -99,7 +99,7 @@ def _why_not(state: LinearState, rows: int, layer: StandaloneLinear) -> str:
         return "scales are calibrated in high precision"
     if state.precision is None or not state.plan.fp8 or any(state.high_precision[:2]):
         return "fprop or dgrad in high precision needs the values"
-    granularity = _quantizer(state).granularity
+    granularity = _quantizer(state).recipe.granularity("weight")
     if granularity is BLOCK_128X128:
         return f"{rows} rows a rank are no multiple of 128, a block of scales" if rows % 128 else ""
     if granularity is not TENSOR:

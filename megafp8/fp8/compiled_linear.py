@@ -40,6 +40,7 @@ from megafp8.numerics.tensor import (
     BLOCK_1X16,
     BLOCK_1X32,
     BLOCK_1X128,
+    DEQUANTIZED,
     ROW,
     TENSOR,
     Granularity,
@@ -47,7 +48,9 @@ from megafp8.numerics.tensor import (
     ScaledTensor,
 )
 
-_GRANULARITIES = {granularity.name: granularity for granularity in (TENSOR, ROW, BLOCK_1X128, BLOCK_1X32, BLOCK_1X16)}
+_GRANULARITIES = {
+    granularity.name: granularity for granularity in (TENSOR, ROW, BLOCK_1X128, BLOCK_1X32, BLOCK_1X16, DEQUANTIZED)
+}
 
 
 def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: StandaloneLinear, training: bool) -> Tensor:
@@ -96,7 +99,7 @@ def _as_tensors(x: ScaledTensor) -> list[Tensor]:
     """Data, scale_inv in an order of its own that does not depend on the device, and the tensor's scale, if any."""
     scale_inv = x.scale_inv.t() if x.granularity is BLOCK_1X128 else x.scale_inv  # kernels write it so
     made = [x.data, scale_inv.contiguous()]
-    return made if x.tensor_scale is None else [*made, x.tensor_scale]
+    return made if x.tensor_scale_inv is None else [*made, x.tensor_scale_inv]
 
 
 @torch.library.custom_op("megafp8::standalone_linear", mutates_args=())
@@ -132,8 +135,8 @@ def _forward(
         assert not x.numel(), "a layer began to calibrate within a step"
         return [y, *(torch.ones_like(kept) for kept in _saved_of(x_mk, saved_format))]
     assert x_km.granularity.name == saved_format
-    data, scale_inv, *tensor_scale = _as_tensors(x_km)
-    return [y, data, scale_inv.clone() if x_km.granularity is TENSOR else scale_inv, *tensor_scale]
+    data, scale_inv, *tensor_scale_inv = _as_tensors(x_km)
+    return [y, data, scale_inv.clone() if scale_inv.dim() == 0 else scale_inv, *tensor_scale_inv]
 
 
 def _saved_of(x_mk: Tensor, saved_format: str) -> list[Tensor]:
@@ -142,7 +145,10 @@ def _saved_of(x_mk: Tensor, saved_format: str) -> list[Tensor]:
     shape = granularity.grid(k, m)
     if granularity is BLOCK_1X128:
         shape = (shape[1], shape[0])
-    kept = [x_mk.new_empty((k, m), dtype=E4M3.dtype), x_mk.new_empty(shape, dtype=torch.float32)]
+    data = x_mk.new_empty((k, m), dtype=E4M3.dtype)
+    if granularity is DEQUANTIZED:  # in memory as x is
+        data = torch.empty_like(x_mk, dtype=torch.bfloat16).t()
+    kept = [data, x_mk.new_empty(shape, dtype=torch.float32)]
     return [*kept, x_mk.new_empty((), dtype=torch.float32)] if granularity.two_level else kept
 
 

@@ -42,10 +42,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megafp8.numerics.formats import E4M3
 from megafp8.numerics.quantize import amax, scale_from_amax
 from megafp8.numerics.quantizers import Quantizer
 from megafp8.numerics.sources import Source
-from megafp8.numerics.tensor import QuantizedTensor, ScaledTensor, expand
+from megafp8.numerics.tensor import DEQUANTIZED, QuantizedTensor, ScaledTensor, expand
 from megafp8.text_file import JsonLines
 
 FILE_NAME = "fp8_report.jsonl"
@@ -67,18 +68,20 @@ def statistics(x_rc: Tensor, q: ScaledTensor) -> Tensor:
 
     amax: largest magnitude, inf if x has an inf or a NaN. scale: multiplies x before the cast; the median over blocks.
     underflow: fraction of the non-zero elements that are zero in FP8. saturated: fraction of all elements clamped,
-    `|x| · scale > format's max` (0 for NVFP4, stored in a wider format). snr_db: 10·log10(Σx² / Σ(x - y)²) with y = q
-    dequantized, exact to 0.01 dB; at most `EXACT_DB`, that of a lossless cast; NaN where x is not finite.
+    `|x| · scale > format's max` (0 for NVFP4 and what is dequantized, stored in a wider format). snr_db: 10·log10(Σx² /
+    Σ(x - y)²) with y = q dequantized, exact to 0.01 dB; at most `EXACT_DB`, that of a lossless cast; NaN where x is not
+    finite. Of a dequantized matrix scale is the one that is left for the tensor.
     """
     assert x_rc.shape == q.data.shape
     assert x_rc.numel()
     amax_x = amax(x_rc)
     # Squares of gradients leave fp32's range, so sums are in about the units of q.data; a power of two keeps all bits.
-    unit = scale_from_amax(amax_x, torch.finfo(q.data.dtype).max, power_of_two=True)
+    unit = scale_from_amax(amax_x, E4M3.max if q.granularity is DEQUANTIZED else _most(q.data), power_of_two=True)
     sums = torch.stack([_sums(x_band, q_band, unit) for x_band, q_band in _bands(x_rc, q)]).sum(dim=0)
     signal, noise, nonzero, lost, clamped = sums.unbind()
     snr_db = torch.where(noise == 0, EXACT_DB, 10 * (signal.log10() - noise.log10())).clamp(max=EXACT_DB)
-    scale = q.scale_inv.flatten().median().reciprocal()
+    scale_inv = q.scale_inv if q.tensor_scale_inv is None else q.scale_inv * q.tensor_scale_inv
+    scale = scale_inv.flatten().median().reciprocal()
     return torch.stack([amax_x, scale, lost / nonzero.clamp(min=1), clamped / x_rc.numel(), snr_db]).float()
 
 
@@ -89,16 +92,21 @@ def _bands(x_rc: Tensor, q: ScaledTensor) -> Iterator[tuple[Tensor, ScaledTensor
     rows = max(1, _BAND_ELEMENTS // (block * c)) * block
     for i in range(0, r, rows):
         scale_inv = q.scale_inv if q.granularity.rows is None else q.scale_inv[i // block : (i + rows) // block]
-        yield x_rc[i : i + rows], ScaledTensor(q.data[i : i + rows], scale_inv, q.granularity)
+        yield x_rc[i : i + rows], q._replace(data=q.data[i : i + rows], scale_inv=scale_inv)
+
+
+def _most(data: Tensor) -> float:
+    """The largest number of its dtype."""
+    return torch.finfo(data.dtype).max
 
 
 def _sums(x_rc: Tensor, q: ScaledTensor, unit: Tensor) -> Tensor:
     """Float64 `[5]` of a band: unit² Σx², unit² Σ(x - y)², and counts: non-zero, of these zero in FP8, clamped."""
     r, c = x_rc.shape
     values = x_rc * unit.view(1, 1)  # fp32: a unit `[]` would leave bf16 as it is
-    scale_inv = q.scale_inv * unit
+    scale_inv = q.scale_inv * (unit if q.tensor_scale_inv is None else q.tensor_scale_inv * unit)
     # A scale_inv of zero (NVFP4 has them) makes zeros, it does not clamp.
-    limits = (scale_inv * (torch.finfo(q.data.dtype).max * _ROUNDING)).masked_fill(scale_inv == 0, torch.inf)
+    limits = (scale_inv.double() * (_most(q.data) * _ROUNDING)).masked_fill(scale_inv == 0, torch.inf).float()
     data = q.data.float()
     nonzero = x_rc != 0
     lost = nonzero & (data == 0)

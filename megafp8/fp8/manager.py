@@ -238,7 +238,8 @@ class Fp8Manager:
         if self.recipe is None:
             return
         quantizers: dict[str, Quantizer] = {}
-        clock = NoiseClock(self.seed, *self.data_parallel)
+        clock = NoiseClock(self.seed, *self.data_parallel, device)
+        gemm = Fp8Gemm(self.gemm_backend, device, autotune=self.gemm_autotune)
         groups = {name: self._groups(state) for name, state in self._layers.items()}
         for recipe, operands in by_recipe(self.recipe, groups).items():
             tensors = [
@@ -248,6 +249,7 @@ class Fp8Manager:
                     groups[layer][operand],
                     None if operand == "weight" else self._layers[layer].token_group,
                     self._amax_groups.get(layer),
+                    gemm.block_scaled,
                 )
                 for layer, operand in operands
             ]
@@ -258,7 +260,6 @@ class Fp8Manager:
         smoothing = self._smoothing(device)
         if smoothing is not None:
             self._states.append(smoothing)
-        gemm = Fp8Gemm(self.gemm_backend, device, autotune=self.gemm_autotune)
         for name, layer in self._layers.items():
             x, w, dy = (quantizers[f"{name}.{operand}"] for operand in Quantizers._fields)
             scales = None if smoothing is None else smoothing.channel_scales.get(name)

@@ -66,7 +66,8 @@ def predict(
 ) -> LinearSeconds:
     """The time of a layer of this size, in bf16 and as `recipe` has `layer`.
 
-    `micro_batches` of an optimizer step share one cast of the weight. ValueError for a recipe whose GEMMs are emulated.
+    `micro_batches` of an optimizer step share one cast of the weight. ValueError for a recipe whose blocks
+    Hopper's tensor cores do not take.
     """
     recipes = recipe.operands(layer)
     assert recipes is not None, f"{layer} is no FP8 layer"
@@ -94,7 +95,7 @@ def granularities(recipes: PerOperand[Fp8Recipe], operands: tuple[OperandName, O
     granularities = [recipe.granularity(operand) for recipe, operand in zip(own, operands)]
     if not all(on_hopper(granularity) for granularity in granularities):
         names = " and ".join(dict.fromkeys(recipe.name for recipe in own))
-        raise ValueError(f"the speed of {names} cannot be predicted: its GEMMs are emulated, and slower than bf16")
+        raise ValueError(f"the speed of {names} cannot be predicted: without Blackwell its GEMMs are those of bf16")
     return "·".join(granularity.name for granularity in granularities)
 
 

@@ -131,6 +131,9 @@ class Plan:
         self._alpha, self._beta = ctypes.c_float(1.0), ctypes.c_float(float(problem.accumulate))
         self._pointer = ctypes.c_int64(0)
         self._addresses = tuple(ctypes.addressof(x) for x in (self._alpha, self._beta, self._pointer))
+        self._beta_on_device: Tensor | None = None
+        if problem.scaled:  # then both numbers are on the device
+            self._beta_on_device = torch.tensor(self._beta.value, device=torch.cuda.current_device())
 
         attribute = lt.MatmulDescAttribute
         self._desc = lt.matmul_desc_create(_COMPUTE_FP32, _FP32)
@@ -142,6 +145,8 @@ class Plan:
             settings[attribute.FAST_ACCUM] = problem.fast
             settings[attribute.A_SCALE_MODE] = lt.MatmulMatrixScale[_SCALE_MODES[problem.b_scaling]]
             settings[attribute.B_SCALE_MODE] = lt.MatmulMatrixScale[_SCALE_MODES[problem.a_scaling]]
+        if problem.scaled:
+            settings[attribute.POINTER_MODE] = lt.PointerMode.DEVICE
         if problem.bias:
             settings[attribute.EPILOGUE] = lt.Epilogue.BIAS
             settings[attribute.BIAS_DATA_TYPE] = _CUDA_TYPES[problem.out_dtype]
@@ -163,9 +168,11 @@ class Plan:
             pointer.value = bias
             set_attribute(self._desc, self._bias, at, 8)
 
-    def launch(self, a: int, b: int, out: int, workspace: int, stream: int) -> None:
-        """Launch the chosen algorithm on these addresses."""
+    def launch(self, a: int, b: int, out: int, workspace: int, stream: int, factor: int = 0) -> None:
+        """Launch the chosen algorithm on these addresses; `factor`: of a scaled problem."""
         alpha, beta, _ = self._addresses
+        if self._beta_on_device is not None:
+            alpha, beta = factor, self._beta_on_device.data_ptr()
         layout = self._out_layout
         self._lt.matmul(
             self._handle, self._desc, alpha, b, self._b_layout, a, self._a_layout, beta, out, layout, out, layout,
@@ -269,22 +276,25 @@ class CublasLt:
         plan.set_pointers(*pointers)
         self._launch(plan, a8, b8, out_mn)
 
-    def matmul(self, a_mk: Tensor, b_kn: Tensor, out_mn: Tensor, *, accumulate: bool) -> None:
+    def matmul(
+        self, a_mk: Tensor, b_kn: Tensor, out_mn: Tensor, *, accumulate: bool, factor: Tensor | None = None
+    ) -> None:
         """`out = a · b`, or `out += a · b`, of bf16 matrices that are each row-major or the transpose of such.
 
-        `out_mn` is row-major, bf16 or fp32; accumulated in bf16, the product is rounded before it is added.
+        `out_mn` is row-major, bf16 or fp32; accumulated in bf16, the product is rounded before it is added. `factor`:
+        fp32 `[]` that multiplies the product before it is rounded or added.
         """
         key = (
             a_mk.shape, a_mk.stride(), b_kn.shape, b_kn.stride(), out_mn.shape, a_mk.dtype, b_kn.dtype, out_mn.dtype,
-            accumulate,
+            accumulate, factor is None,
         )  # fmt: skip
         plan = self._plans.get(key)
         if plan is None:
-            problem = Problem.of_unscaled(a_mk, b_kn, out_mn, accumulate=accumulate)
-            plan = self._plans[key] = self._make_plan(problem, a_mk, b_kn, None)
-        self._launch(plan, a_mk, b_kn, out_mn)
+            problem = Problem.of_unscaled(a_mk, b_kn, out_mn, accumulate=accumulate, scaled=factor is not None)
+            plan = self._plans[key] = self._make_plan(problem, a_mk, b_kn, None, factor)
+        self._launch(plan, a_mk, b_kn, out_mn, factor)
 
-    def _launch(self, plan: Plan, a: Tensor, b: Tensor, out_mn: Tensor) -> None:
+    def _launch(self, plan: Plan, a: Tensor, b: Tensor, out_mn: Tensor, factor: Tensor | None = None) -> None:
         assert out_mn.is_contiguous()
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         workspace = self._workspaces.get(stream)
@@ -293,9 +303,13 @@ class CublasLt:
             self._workspaces[stream] = workspace
         at_a, at_b, at_out = a.data_ptr(), b.data_ptr(), out_mn.data_ptr()
         assert (at_a | at_b | at_out) % ALIGNMENT == 0
-        plan.launch(at_a, at_b, at_out, workspace.data_ptr(), stream)
+        at_factor = 0 if factor is None else factor.data_ptr()
+        plan.launch(at_a, at_b, at_out, workspace.data_ptr(), stream, at_factor)
 
-    def _make_plan(self, problem: Problem, a: Tensor, b: Tensor, pointers: tuple[int, int, int] | None) -> Plan:
+    def _make_plan(
+        self, problem: Problem, a: Tensor, b: Tensor, pointers: tuple[int, int, int] | None,
+        factor: Tensor | None = None,
+    ) -> Plan:  # fmt: skip
         """A plan with its algorithm: the stored one, the fastest on these operands, or the first.
 
         `pointers`: as for `Plan.set_pointers`.
@@ -311,7 +325,7 @@ class CublasLt:
                 raise ValueError(f"{self.machine} has no algorithm for {problem}")
             algorithm = candidates[0]
             if self._autotune:
-                algorithm = self._fastest(plan, candidates, problem, a, b)
+                algorithm = self._fastest(plan, candidates, problem, a, b, factor)
                 if self._file is not None:
                     algorithm = self._file.store_first(str(problem), algorithm)
         if not plan.accepts(algorithm):
@@ -320,7 +334,9 @@ class CublasLt:
         plan.choose(algorithm)
         return plan
 
-    def _fastest(self, plan: Plan, candidates: list[bytes], problem: Problem, a: Tensor, b: Tensor) -> bytes:
+    def _fastest(
+        self, plan: Plan, candidates: list[bytes], problem: Problem, a: Tensor, b: Tensor, factor: Tensor | None
+    ) -> bytes:
         """The algorithm with the least median time; it writes to a scratch result."""
         assert not torch.cuda.is_current_stream_capturing(), "compute a problem once before capturing it"
         out_mn = torch.zeros(problem[:2], dtype=problem.out_dtype, device=self.device)
@@ -336,7 +352,7 @@ class CublasLt:
                 flush.zero_()
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
-                self._launch(plan, a, b, out_mn)
+                self._launch(plan, a, b, out_mn, factor)
                 end.record()
                 events.append((start, end))
             # Wait for this stream only: in a pipeline a receive posted early is on the device too, and runs until the

@@ -66,6 +66,7 @@ class Problem(NamedTuple):
 
     `*_order`: an operand's dims, the contiguous one last. `*_scaling`: the name of its granularity, or "none". `fast`:
     sums are accumulated in the tensor cores' 14 bits. `bias`: a vector `[n]` is added before the result is rounded.
+    `scaled`: sums of operands without scales are multiplied by a number on the device before they are rounded.
     """
 
     m: int
@@ -81,6 +82,7 @@ class Problem(NamedTuple):
     accumulate: bool
     fast: bool
     bias: bool = False
+    scaled: bool = False
 
     @staticmethod
     def of_scaled(
@@ -99,8 +101,8 @@ class Problem(NamedTuple):
         )  # fmt: skip
 
     @staticmethod
-    def of_unscaled(a_mk: Tensor, b_kn: Tensor, out_mn: Tensor, *, accumulate: bool) -> Problem:
-        """`out (+)= a · b`, each operand row-major or the transpose of such."""
+    def of_unscaled(a_mk: Tensor, b_kn: Tensor, out_mn: Tensor, *, accumulate: bool, scaled: bool) -> Problem:
+        """`out (+)= a · b`, or a factor times that, each operand row-major or the transpose of such."""
         (m, k), n = a_mk.shape, b_kn.shape[1]
         assert b_kn.shape[0] == k
         assert out_mn.shape == (m, n)
@@ -109,7 +111,8 @@ class Problem(NamedTuple):
         assert a_order == "mk" or a_mk.t().is_contiguous()
         assert b_order == "kn" or b_kn.t().is_contiguous()
         return Problem(
-            m, n, k, a_mk.dtype, a_order, "none", b_kn.dtype, b_order, "none", out_mn.dtype, accumulate, False
+            m, n, k, a_mk.dtype, a_order, "none", b_kn.dtype, b_order, "none", out_mn.dtype, accumulate, False,
+            scaled=scaled,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -118,7 +121,7 @@ class Problem(NamedTuple):
         b = f"{self.b_order}:{self.b_dtype}:{self.b_scaling}"
         size = f"m={self.m} n={self.n} k={self.k}"
         text = f"{size} {a} {b} {'+=' if self.accumulate else '='}:{self.out_dtype} {'fast' if self.fast else 'split'}"
-        return text.replace("torch.", "") + (" bias" if self.bias else "")
+        return text.replace("torch.", "") + (" bias" if self.bias else "") + (" scaled" if self.scaled else "")
 
     def require_supported(self) -> None:
         """ValueError where cuBLASLt has nothing for the problem on Hopper."""

@@ -1,7 +1,7 @@
 """How a recipe's GEMMs are computed on a device, in a line for the log: tensor cores or emulation.
 
-mxfp8 and nvfp4 run on Blackwell's tensor cores, where a trial product comes out right, and are emulated elsewhere. They
-have not run on Blackwell yet, so this line is what to look at there first.
+mxfp8 and nvfp4 run on Blackwell's tensor cores, where a trial product comes out right, and elsewhere in bf16. They have
+not run on Blackwell yet, so this line is what to look at there first.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from megafp8.gemm.dispatch import GemmBackend
-from megafp8.gemm.scaled_mm_check import why_emulated
+from megafp8.gemm.scaled_mm_check import why_not_block_scaled
 from megafp8.numerics.recipes.base import GEMMS, Fp8Recipe
 from megafp8.numerics.tensor import BLACKWELL_PAIRS, HOPPER_PAIRS, on_hopper
 
@@ -25,23 +25,27 @@ def describe_path(recipe: Fp8Recipe | None, device: torch.device, backend: GemmB
         return f"fp8: {name}, GEMMs emulated on {device.type}: the same FP8 values, products in fp32"
     if not fine:
         return f"fp8: {name}, GEMMs on {'FP8 tensor cores' if device.type == 'cuda' else f'{device.type} by {backend}'}"
-    why = why_emulated(device)
+    why = why_not_block_scaled(device)
     if why is not None:
-        which = f"those GEMMs with {' or '.join(fine)}" if len(fine) < len(parts) else "GEMMs"
-        return f"fp8: {name}, {which} emulated in fp32: {why}"
+        which = f"those GEMMs of {' and '.join(fine)}" if len(fine) < len(parts) else "GEMMs"
+        return _with_emulated(f"fp8: {name}, {which} in bf16, with the same values: {why}", recipe, in_bf16=True)
     formats = dict.fromkeys(f"FP{part.capabilities.bits}" for part in parts)
     fine_parts = f", {' and '.join(fine)}" if len(fine) < len(parts) else ""
     line = f"fp8: {name}, GEMMs on {' and '.join(formats)} tensor cores{fine_parts} by scaled_mm"
-    pairs = _emulated_pairs(recipe)
-    return f"{line}, but {', '.join(pairs)} emulated in fp32: no tensor core multiplies such a pair" if pairs else line
+    return _with_emulated(line, recipe, in_bf16=False)
 
 
-def _emulated_pairs(recipe: Fp8Recipe) -> list[str]:
-    """Names of recipes whose operands meet in a GEMM that no tensor core computes."""
+def _with_emulated(line: str, recipe: Fp8Recipe, *, in_bf16: bool) -> str:
+    """`line`, and which pairs of recipes' operands meet in a GEMM that no tensor core computes.
+
+    `in_bf16`: operands with blocks of 32 and 16 are multiplied in bf16.
+    """
     pairs: dict[str, None] = {}
     for operands in recipe.combinations:
         for (a, b), high in zip(GEMMS.values(), recipe.override_linear_precision, strict=True):
             first, second = getattr(operands, a), getattr(operands, b)
-            if not high and (first.granularity(a), second.granularity(b)) not in HOPPER_PAIRS + BLACKWELL_PAIRS:
+            pair = first.granularity(a), second.granularity(b)
+            multiplied = pair in HOPPER_PAIRS or (not any(map(on_hopper, pair)) if in_bf16 else pair in BLACKWELL_PAIRS)
+            if not high and not multiplied:
                 pairs["·".join(sorted((first.name, second.name)))] = None
-    return list(pairs)
+    return f"{line}, but {', '.join(pairs)} emulated in fp32: no tensor core multiplies such a pair" if pairs else line

@@ -11,8 +11,8 @@ Backends for FP8:
                for a float64 result float64 sums, which lets layouts be compared without the noise of their order
 
 Blocks of 32 and 16 (mxfp8, nvfp4) are Blackwell's. Where its tensor cores are found to multiply them, scaled_mm does,
-under every backend but emulated (`megafp8.gemm.scaled_mm`). Pairs of granularities that the device's tensor cores
-do not take are emulated.
+under every backend but emulated (`megafp8.gemm.scaled_mm`). For others the casts dequantize them, and GEMMs in bf16
+multiply them. Pairs of granularities that the device's tensor cores do not take are emulated.
 
 cuBLASLt wants n and k to be multiples of 16. Others are padded with zeros, which adds nothing to any sum and costs a
 copy; layer sizes and tokens per micro-batch that are multiples of 16 never pay it.
@@ -33,8 +33,17 @@ from torch.nn import functional as F
 from megafp8.gemm.cublaslt import CublasLt, available
 from megafp8.gemm.cublaslt_problem import ALIGNMENT, adds_bias, arranged
 from megafp8.gemm.scaled_mm import block_scaled_mm, multiplies
-from megafp8.gemm.scaled_mm_check import why_emulated
-from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, HOPPER_PAIRS, ROW, TENSOR, ScaledTensor, zero_pad
+from megafp8.gemm.scaled_mm_check import why_not_block_scaled
+from megafp8.numerics.tensor import (
+    BLOCK_1X128,
+    BLOCK_128X128,
+    DEQUANTIZED,
+    HOPPER_PAIRS,
+    ROW,
+    TENSOR,
+    ScaledTensor,
+    zero_pad,
+)
 from megafp8.user_cache import user_cache
 
 GemmBackend = Literal["auto", "cublaslt", "scaled_mm", "emulated"]
@@ -64,6 +73,7 @@ def _shared_cublaslt(index: int, autotune: bool) -> CublasLt:
 class Fp8Gemm:
     """FP8 products with one backend on one device. `backend` "auto" is the fastest there is on the device.
 
+    `block_scaled`: the device multiplies blocks of 32 and 16; where it does not, operands are to be dequantized.
     `autotune`: let cuBLASLt's algorithms be timed when a shape is first met. ValueError where a backend is asked for by
     name and is not there.
     """
@@ -78,7 +88,7 @@ class Fp8Gemm:
         if backend == "auto":
             backend = ("cublaslt" if has_cublaslt else "scaled_mm") if device.type == "cuda" else "emulated"
         self.backend = backend
-        self._has_block_scaled = backend != "emulated" and why_emulated(device) is None
+        self.block_scaled = backend != "emulated" and why_not_block_scaled(device) is None
         self._cublaslt: CublasLt | None = None
         if backend == "cublaslt":
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -101,19 +111,36 @@ class Fp8Gemm:
         """
         if bias is not None and not self._adds(a_mk, b_nk, out_dtype, bias):
             return self.tn(a_mk, b_nk, out_dtype, use_fast_accum=use_fast_accum, out=out).add_(bias)
-        if self._has_block_scaled and multiplies(a_mk, b_nk, out_dtype):
+        if self.block_scaled and multiplies(a_mk, b_nk, out_dtype):
             return _into(out, block_scaled_mm(a_mk, b_nk, out_dtype))
+        if self.backend != "emulated" and _in_bf16(a_mk, b_nk, out_dtype):
+            return self._bf16(a_mk, b_nk, out_dtype, out)
         if self._cublaslt is not None and _fits(a_mk, b_nk):
             if out is None:
                 a8 = a_mk.data
                 out = torch.empty(a8.shape[0], b_nk.data.shape[0], dtype=out_dtype, device=a8.device)
             self._cublaslt.matmul_tn(a_mk, b_nk, out, accumulate=False, use_fast_accum=use_fast_accum, bias=bias)
             return out
-        assert a_mk.data.is_contiguous()
-        assert b_nk.data.is_contiguous()
         if self.backend == "emulated" or (a_mk.granularity, b_nk.granularity) not in HOPPER_PAIRS:
             return _into(out, _emulated(a_mk, b_nk, out_dtype))
+        assert a_mk.data.is_contiguous()
+        assert b_nk.data.is_contiguous()
         return _into(out, _scaled_mm(a_mk, b_nk, out_dtype, use_fast_accum))
+
+    def _bf16(self, a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
+        """The product of dequantized operands on CUDA, `[m, n]` in `out_dtype`.
+
+        Sums are multiplied by the product of both scales. It loses digits below 2^-126: for nvfp4, of tensors whose
+        amaxes' product is below 2^-103.
+        """
+        a, b_kn = a_mk.data, b_nk.data.t()
+        factor = a_mk.scale_inv * b_nk.scale_inv
+        if self._cublaslt is None or out_dtype == torch.float16 or not _fits_bf16(a, b_kn):
+            return _into(out, torch.mm(a, b_kn, out_dtype=torch.float32).mul_(factor).to(out_dtype))
+        if out is None:
+            out = torch.empty(a.shape[0], b_kn.shape[1], dtype=out_dtype, device=a.device)
+        self._cublaslt.matmul(a, b_kn, out, accumulate=False, factor=factor)
+        return out
 
     def _adds(self, a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, bias: Tensor) -> bool:
         """Whether cuBLASLt adds this bias to this product."""
@@ -130,12 +157,27 @@ class Fp8Gemm:
         """Add `a · bᵀ` to `out_mn`, fp32 and contiguous."""
         if self._cublaslt is not None and _fits(a_mk, b_nk):
             self._cublaslt.matmul_tn(a_mk, b_nk, out_mn, accumulate=True, use_fast_accum=use_fast_accum)
+        elif self._cublaslt is not None and _in_bf16(a_mk, b_nk, out_mn.dtype) and _fits_bf16(a_mk.data, b_nk.data.t()):
+            factor = a_mk.scale_inv * b_nk.scale_inv
+            self._cublaslt.matmul(a_mk.data, b_nk.data.t(), out_mn, accumulate=True, factor=factor)
         else:
             out_mn.add_(self.tn(a_mk, b_nk, out_mn.dtype, use_fast_accum=use_fast_accum))
 
 
 def _into(out: Tensor | None, y_mn: Tensor) -> Tensor:
     return y_mn if out is None else out.copy_(y_mn)
+
+
+def _in_bf16(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype) -> bool:
+    """Whether tensor cores multiply these operands in bf16."""
+    dequantized = a_mk.granularity is DEQUANTIZED and b_nk.granularity is DEQUANTIZED
+    return dequantized and a_mk.data.is_cuda and out_dtype != torch.float64
+
+
+def _fits_bf16(a_mk: Tensor, b_kn: Tensor) -> bool:
+    """Whether cuBLASLt takes these matrices as they are: rows of whole 16 bytes, transposed or not."""
+    sizes = (*a_mk.shape, b_kn.shape[1])
+    return min(sizes) > 0 and not any(size * 2 % ALIGNMENT for size in sizes)
 
 
 def _fits(a_mk: ScaledTensor, b_nk: ScaledTensor) -> bool:
@@ -151,7 +193,7 @@ def _fits(a_mk: ScaledTensor, b_nk: ScaledTensor) -> bool:
 
 def _emulated(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(out_dtype, torch.float32)
-    if a_mk.granularity is TENSOR and b_nk.granularity is TENSOR:  # scale_inv multiplies the finished sum
+    if all(x.granularity in (TENSOR, DEQUANTIZED) for x in (a_mk, b_nk)):  # scale_inv multiplies the finished sum
         y_mn = a_mk.data.to(wide) @ b_nk.data.to(wide).t()
         return y_mn.mul_(a_mk.scale_inv).mul_(b_nk.scale_inv).to(out_dtype)
     return (a_mk.dequantize(wide) @ b_nk.dequantize(wide).t()).to(out_dtype)

@@ -17,9 +17,8 @@ It reads data and scales in layouts of its own, into which this file converts:
 A NaN, which four bits cannot hold, becomes its block's scale: it reaches the same row of the result as in emulation.
 
 What it gives up. An operand is rearranged for every product, a few passes over one byte an element, and its cast has no
-fused kernel either: this is correct, and not yet fast. The result is rounded differently than in emulation, where 1/S
-multiplies before the sum. And it has not run on Blackwell yet: tests hold it to the documented layouts, and a GPU must
-first get a known product right (`megafp8.gemm.scaled_mm_check`).
+fused kernel either: this is correct, and not yet fast. And it has not run on Blackwell yet: tests hold it to the
+documented layouts, and a GPU must first get a known product right (`megafp8.gemm.scaled_mm_check`).
 
 Shapes: m, n the result's dims, k the dim summed over; r rows and c columns of a matrix.
 """
@@ -95,9 +94,9 @@ def _mxfp8(data_rk: Tensor, x_rk: ScaledTensor) -> Arranged:
 
 
 def _nvfp4(data_rk: Tensor, x_rk: ScaledTensor) -> Arranged:
-    assert x_rk.tensor_scale is not None
+    assert x_rk.tensor_scale_inv is not None
     (r, k), unpadded_r = data_rk.shape, x_rk.data.shape[0]
-    scales = (x_rk.scale_inv * x_rk.tensor_scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = x_rk.scale_inv.to(torch.float8_e4m3fn).view(torch.uint8)
     if x_rk.granularity is BLOCK_16X16:
         scales = scales.repeat_interleave(16, dim=0)[:unpadded_r]
     scales = F.pad(scales, (0, k // 16 - scales.shape[1], 0, r - unpadded_r))
@@ -106,7 +105,7 @@ def _nvfp4(data_rk: Tensor, x_rk: ScaledTensor) -> Arranged:
     scales = swizzled(scales.masked_fill(broken, _E4M3_NAN), r)
     return Arranged(
         packed(bytes_rk).view(torch.float4_e2m1fn_x2),
-        [scales.view(torch.float8_e4m3fn), x_rk.tensor_scale.reciprocal()],
+        [scales.view(torch.float8_e4m3fn), x_rk.tensor_scale_inv],
         [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise],
         [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE],
     )

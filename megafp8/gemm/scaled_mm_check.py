@@ -4,7 +4,7 @@ A compute capability promises the instruction, not that this torch and this cuBL
 layouts as documented; and scales in the wrong place would train, only worse. So where the capability is there, a small
 product of each kind is computed by the tensor cores and in float64. Its sizes are such that scales fill more than one
 tile both ways and that k, n and the last blocks are padded, and its blocks differ by octaves, so that a scale in the
-wrong place shows. A product that is refused or wrong is a reason to emulate them all.
+wrong place shows. A product that is refused or wrong is a reason to dequantize them all, and to multiply in bf16.
 
 Shapes: m, n the result's dims, k the dim summed over.
 """
@@ -28,10 +28,10 @@ _M, _N, _K = 160, 136, 330
 _SUM, _BF16 = 2.0**-10, 2.0**-8
 
 
-def why_emulated(device: torch.device) -> str | None:
-    """Why products of such blocks are emulated on `device`, in words that follow a colon.
+def why_not_block_scaled(device: torch.device) -> str | None:
+    """Why tensor cores of `device` do not multiply such blocks, in words that follow a colon.
 
-    None where its tensor cores compute them. Waits for the device.
+    None where they do. Waits for the device.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" and not torch.version.hip else None
     if capability is None or capability < _BLACKWELL:

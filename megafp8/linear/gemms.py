@@ -10,7 +10,8 @@ Tensor cores take FP8 operands row-major along the summed dim, so w, x and dy ar
 
     fprop  x8 [m, k], w8 [n, k]        dgrad  dy8 [m, n], w8 [k, n]        wgrad  dy8 [n, m], x8 [k, m]
 
-Values are x `[m, k]`, w `[n, k]` and dy `[m, n]` in all of them.
+Values are x `[m, k]`, w `[n, k]` and dy `[m, n]` in all of them. So are dequantized operands in memory
+(`megafp8.numerics.tensor`): GEMMs in bf16 read those that are columnwise as transposes.
 
 Shapes: m tokens, k inputs, n outputs.
 """
@@ -57,17 +58,17 @@ HIGH_PRECISION = LinearState(LinearSite(), None, high_reason="called without a s
 
 def tensors_of(x: Operand | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The tensors of an operand, to be saved for backward."""
-    return (x.data, x.scale_inv, x.tensor_scale) if isinstance(x, ScaledTensor) else (x, None, None)
+    return (x.data, x.scale_inv, x.tensor_scale_inv) if isinstance(x, ScaledTensor) else (x, None, None)
 
 
 def operand_of(tensors: Sequence[Tensor | None], granularity: Granularity | None) -> Operand:
     """The operand with these `tensors_of`, of that granularity; None for values."""
-    data, scale_inv, tensor_scale = tensors
+    data, scale_inv, tensor_scale_inv = tensors
     assert data is not None
     if granularity is None:
         return data
     assert scale_inv is not None
-    return ScaledTensor(data, scale_inv, granularity, tensor_scale)
+    return ScaledTensor(data, scale_inv, granularity, tensor_scale_inv)
 
 
 def detached(x: Operand) -> Operand:

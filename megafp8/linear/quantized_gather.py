@@ -20,7 +20,8 @@ times those bytes in Llama-3-8B. The count is in docs/decisions/0006-tensor-para
 
 Scales travel as they lie in memory, block after block of the dim summed over, all rows of a block together (see
 `cublaslt_problem`). So those of gathered columnwise data arrive in place, and those of rowwise data, a 32nd of the
-bytes where blocks are 1×128, are put in order by a copy, unless each rank's rows are multiplied on their own.
+bytes where blocks are 1×128, are put in order by a copy, unless each rank's rows are multiplied on their own. Where
+tensor cores do not take a tensor's blocks, what travels is dequantized, in bf16 (`megafp8.numerics.tensor`).
 
 Shapes: r rows (tokens) of a rank's slice, c columns, t ranks.
 """
@@ -35,7 +36,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import DONE, Work, all_gather_async
 from megafp8.distributed.tp_overlap import NO_COMM, TPOverlap
-from megafp8.numerics.tensor import ROW, TENSOR, ScaledTensor
+from megafp8.numerics.tensor import DEQUANTIZED, ROW, TENSOR, ScaledTensor
 
 
 class TPComm(NamedTuple):
@@ -74,8 +75,8 @@ class Rows:
     def __init__(self, shard: ScaledTensor | Tensor, tp_overlap: TPOverlap) -> None:
         self._own, self._gathers_scales = shard, False
         if isinstance(shard, ScaledTensor):
-            self._gathers_scales = tp_overlap.group is not None and shard.granularity is not TENSOR
-            assert shard.tensor_scale is None or not self._gathers_scales, "slices have one level of scales"
+            self._gathers_scales = tp_overlap.group is not None and shard.scale_inv.dim() > 0
+            assert shard.tensor_scale_inv is None or not self._gathers_scales, "slices have one level of scales"
             sent = [shard.data, shard.scale_inv.t().contiguous()] if self._gathers_scales else [shard.data]
         else:
             sent = [shard]
@@ -90,7 +91,7 @@ class Rows:
             r, blocks = shard.data.shape[0], shard.scale_inv.shape[1]
             first, last = part.start // r, part.stop // r
             scale_inv = _joined(self.arriving.gathered[1][first * blocks : last * blocks], last - first).t()
-        elif shard.granularity is TENSOR or part == slice(0, data.shape[0]):
+        elif shard.scale_inv.dim() == 0 or part == slice(0, data.shape[0]):
             scale_inv = shard.scale_inv
         else:
             scale_inv = shard.scale_inv[part].t().contiguous().t()
@@ -128,6 +129,10 @@ def gather_columns(shard: ScaledTensor, group: ProcessGroup | None) -> Columns:
     """Start gathering columnwise data from each rank's `shard` `[c, r]`, which is whole where there is no group."""
     if group is None:
         return Columns(shard, 1, DONE, [])
+    if shard.granularity is DEQUANTIZED:  # in memory the tokens' rows follow each other
+        sent = [shard.data.t()]
+        (data_rc,), work = all_gather_async(sent, group)
+        return Columns(shard._replace(data=data_rc.t()), 1, work, sent)
     same_scales = shard.granularity in (ROW, TENSOR)  # of whole columns, or of the tensor
     wanted = [shard.data] if same_scales else [shard.data, shard.scale_inv.t().contiguous()]
     gathered, work = all_gather_async(wanted, group)

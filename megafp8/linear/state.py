@@ -235,10 +235,11 @@ class LinearState:
     def _check_stored(self, data: ScaledTensor) -> None:
         wanted = self.own_quantizers.weight
         assert isinstance(wanted, RecipeQuantizer)
-        if data.granularity is not wanted.granularity:
+        granularity = wanted.recipe.granularity("weight")
+        if data.granularity is not granularity:
             raise ValueError(
                 f"{self.site.name}: its weight is stored in FP8 with a scale for each {data.granularity.name}, and "
-                f"{wanted.recipe.name} scaling needs one for each {wanted.granularity.name}; give fp8.autocast the "
+                f"{wanted.recipe.name} scaling needs one for each {granularity.name}; give fp8.autocast the "
                 "recipe of fp8.model_init"
             )
 

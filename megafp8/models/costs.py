@@ -18,7 +18,7 @@ from megafp8.config import Config
 from megafp8.dtypes import DTYPES
 from megafp8.linear.state import LinearState
 from megafp8.numerics.recipes.base import OPERANDS, Fp8Recipe, OperandName
-from megafp8.numerics.tensor import Granularity
+from megafp8.numerics.tensor import Granularity, on_hopper
 from megafp8.plan import LinearSite
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -93,8 +93,10 @@ class MicroBatch:
 
 
 def fp8_bytes(granularity: Granularity, r: int, c: int) -> int:
-    """Bytes of an FP8 matrix `[r, c]` with its scales."""
-    return r * c + 4 * (math.prod(granularity.grid(r, c)) + granularity.two_level)
+    """Bytes of an FP8 matrix `[r, c]` with its scales; of one with Blackwell's blocks, dequantized to bf16."""
+    if not on_hopper(granularity):
+        return 2 * r * c + 4
+    return r * c + 4 * math.prod(granularity.grid(r, c))
 
 
 class Work(NamedTuple):

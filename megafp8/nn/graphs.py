@@ -104,8 +104,8 @@ def make_graphed_callables(
         fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching: Older names of these.
 
     ValueError, here, at a call or in backward, for what graphs cannot hold: modules on a CPU, layers of experts, layers
-    sharded over ranks, hooks of modules within a module, gradients rounded stochastically, another order of passes,
-    arguments or contexts other than said here.
+    sharded over ranks, hooks of modules within a module, another order of passes, arguments or contexts other than said
+    here.
     """
     refuse(make_graphed_callables, locals())
     several = modules if isinstance(modules, tuple) else (modules,)
@@ -336,13 +336,6 @@ class GraphedModule:
         key = self.key()
         if key != self._warmed_with:
             self.warm_passes, self._warmed_with = 0, key
-        for state in self.states:
-            quantizer = state.own_quantizers.grad_output
-            if isinstance(quantizer, RecipeQuantizer) and quantizer.recipe.capabilities.stochastic_rounding:
-                raise ValueError(
-                    f"{self.name}: a graph would round the gradients of {quantizer.recipe.name} with the same noise in "
-                    "every step; use another recipe, or leave it out of make_graphed_callables"
-                )
         if self.settled:
             self.weights = self.copies()
             with_grad = [y for y in tree_flatten(outputs)[0] if isinstance(y, Tensor) and y.requires_grad]

@@ -87,9 +87,9 @@ class Calibrating(Protocol):
     def record(self, x: Tensor) -> None: ...
 
 
-def _kernels(source: Source) -> ModuleType | None:
+def _kernels(source: Source, module: str = "quantize") -> ModuleType | None:
     fused = source.device.type == "cuda" and source.dtype != torch.float64
-    return kernels("quantize") if fused else None
+    return kernels(module) if fused else None
 
 
 def casts(source: Source) -> ModuleType:
@@ -97,7 +97,7 @@ def casts(source: Source) -> ModuleType:
     return _kernels(source) or reference
 
 
-def implementation(cast: Callable[P, T], source: Source) -> Callable[P, T]:
-    """`cast`, which is a reference, or where a kernel can cast `source` the one of that name."""
-    fused: Any = _kernels(source)
+def implementation(cast: Callable[P, T], source: Source, module: str = "quantize") -> Callable[P, T]:
+    """`cast`, which is a reference, or where a kernel can cast `source` the one of that name in `module`."""
+    fused: Any = _kernels(source, module)
     return cast if fused is None else getattr(fused, cast.__name__)

@@ -2,13 +2,16 @@
 
 A stateful generator would make a rounding depend on everything drawn before it: a resumed or recomputed step would
 round differently, and so would the CPU that checks the GPU. Here the noise of an element is a word of Philox
-(`megafp8.philox`) keyed by (seed, step, name), whose counter counts groups of four elements. The step is in
-checkpoints, so a resumed run rounds as the uninterrupted one.
+(`megafp8.philox`) keyed by (seed, name), whose counter is the group of four elements, the step and the micro-batch. The
+step is in checkpoints, so a resumed run rounds as the uninterrupted one.
 
-The name says the tensor, the micro-batch, the orientation, and the shard of the tensor that this rank has: were ranks
-to round different shards alike, their errors would not average out. A micro-batch is numbered as in the global batch,
-so a step rounds alike however the batch is split over data-parallel ranks. Each tensor is cast once per micro-batch, in
-backward, so counting casts counts micro-batches.
+The name says the tensor, the orientation, and the shard of the tensor that this rank has: were ranks to round different
+shards alike, their errors would not average out. A micro-batch is numbered as in the global batch, so a step rounds
+alike however the batch is split over data-parallel ranks. Each tensor is cast once per micro-batch, in backward, so
+counting casts counts micro-batches.
+
+Step and micro-batch are numbers on the device, which kernels read and the device advances: a CUDA graph of a step, or
+of a layer, rounds anew whenever it is replayed.
 
 Shapes: r rows, c columns of a matrix.
 """
@@ -16,13 +19,14 @@ Shapes: r rows, c columns of a matrix.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.numerics.step import NewestAmaxes
-from megafp8.philox import Key, key_of, philox
+from megafp8.philox import Key, key_of, philox, philox_of_words
 
 
 def noise_key(seed: int, step: int, name: str) -> Key:
@@ -35,35 +39,52 @@ def words(counters: int, key: Key, device: torch.device) -> Tensor:
     return torch.stack(philox(torch.arange(counters, device=device), key), dim=1)
 
 
-def uniform(r: int, c: int, key: Key, device: torch.device) -> Tensor:
-    """Uniform in [0, 1), fp32 `[r, c]`, multiples of 2^-24. Element i, row by row, is word i mod 4 of counter ⌊i/4⌋."""
-    word = words(-(-r * c // 4), key, device).flatten()[: r * c]
-    return (word >> 8).float().mul_(2.0**-24).view(r, c)
+class Noise(NamedTuple):
+    """The noise of one cast: its key, and the step and the micro-batch, int64 `[]` on the device, as they are by then.
+
+    Both are below 2^32.
+    """
+
+    key: Key
+    step: Tensor
+    microbatch: Tensor
+
+
+def uniform(r: int, c: int, noise: Noise) -> Tensor:
+    """Uniform in [0, 1), fp32 `[r, c]`, multiples of 2^-24.
+
+    Element i, row by row, is word i mod 4 of the counter whose 32-bit words are those of ⌊i/4⌋, step and micro-batch.
+    """
+    key, step, microbatch = noise
+    group = torch.arange(-(-r * c // 4), device=step.device)
+    word = torch.stack(philox_of_words(group & 0xFFFFFFFF, group >> 32, step, microbatch, key), dim=1)
+    return (word.flatten()[: r * c] >> 8).float().mul_(2.0**-24).view(r, c)
 
 
 class TensorNoise:
-    """The keys of one tensor, `name`."""
+    """The noise of one tensor, `name`, rowwise and columnwise, in the micro-batch that is next."""
 
     def __init__(self, clock: NoiseClock, name: str) -> None:
-        self.clock, self.name = clock, name
-        self.microbatch = 0
+        self.microbatch = torch.full_like(clock.step, clock.replica)
+        self.rowwise, self.columnwise = (
+            Noise(key_of(clock.seed, name, part), clock.step, self.microbatch) for part in ("rows", "columns")
+        )
+        self._replicas = clock.replicas
 
-    def next_keys(self, *, advance: bool) -> tuple[Key, Key]:
-        """The rowwise and columnwise keys of the next micro-batch; it stays the next one unless `advance`."""
-        clock = self.clock
-        number = self.microbatch * clock.replicas + clock.replica
-        self.microbatch += advance
-        step = int(clock.step.item())
-        rows, columns = (noise_key(clock.seed, step, f"{self.name}\0{number}\0{part}") for part in ("rows", "columns"))
-        return rows, columns
+    def advance(self) -> None:
+        """Another micro-batch is next."""
+        self.microbatch += self._replicas
 
 
 class NoiseClock:
-    """The step that the noise of all tensors follows; this rank is data-parallel rank `replica` of `replicas`."""
+    """The step that the noise of all tensors follows, on `device`.
 
-    def __init__(self, seed: int, replica: int, replicas: int) -> None:
+    This rank is data-parallel rank `replica` of `replicas`.
+    """
+
+    def __init__(self, seed: int, replica: int, replicas: int, device: torch.device) -> None:
         self.seed, self.replica, self.replicas = seed, replica, replicas
-        self.step = torch.zeros((), dtype=torch.int64)  # on the host, where keys are made
+        self.step = torch.zeros((), dtype=torch.int64, device=device)
         self._tensors: list[TensorNoise] = []
 
     def tensor(self, name: str, group: ProcessGroup | None) -> TensorNoise:
@@ -78,17 +99,18 @@ class NoiseClock:
     def end_step(self, reduced: Sequence[Tensor]) -> None:
         """Begin the next step."""
         self.step += 1
-        for noise in self._tensors:
-            noise.microbatch = 0
+        self.discard_step()
 
     def discard_step(self) -> None:
         """Begin the step again, with the same noise."""
-        for noise in self._tensors:
-            noise.microbatch = 0
+        if self._tensors:
+            microbatches = [noise.microbatch for noise in self._tensors]
+            torch._foreach_zero_(microbatches)
+            torch._foreach_add_(microbatches, self.replica)
 
     def refresh(self) -> None:
         """Nothing is derived from the step."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`fp8.noise_step` `[]`, int64 on the host."""
+        """`fp8.noise_step` `[]`, int64."""
         return {"fp8.noise_step": self.step}

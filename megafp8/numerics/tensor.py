@@ -1,4 +1,4 @@
-"""A quantized matrix: 8-bit data, and the inverse scale of each block of it.
+"""A quantized matrix: its data, and the inverse scale of each block of it.
 
 Recipes differ in how many elements share a scale, from the whole tensor down to 16 neighbours: the `Granularity`.
 Everything else about a quantized matrix is the same for all, so there is one type.
@@ -6,6 +6,15 @@ Everything else about a quantized matrix is the same for all, so there is one ty
 A GEMM sums over the last dim of both operands ("TN"), and a tensor takes part in two GEMMs that sum over different
 dims. So it is wanted rowwise `[r, c]` and columnwise `[c, r]`, its transpose; a `QuantizedTensor` has both or either.
 With one scale per tensor the second is a transposed copy of the first; with blocks they are two different casts.
+
+Blocks of 32 and 16 are Blackwell's. For other tensor cores a matrix is `dequantized`: its block scales are multiplied
+into the data, which bf16 holds exactly, as a value has at most four significant bits and a scale four.
+
+    mxfp8    E4M3 or E5M2 · 2^(e - 127)    4 bits        exact from 2^-130 on; what is smaller, within 2^-134
+    nvfp4    E2M1 · E4M3                   2 + 4 bits    exact: 0, or 2^-10 to 2688
+
+MXFP8's products have the magnitudes of the tensor itself, and bf16 has fp32's range. In NVFP4 the tensor's scale, in
+fp32, is no factor of the data: it is left as scale_inv, and multiplies the finished sums of a GEMM.
 
 Shapes: r rows, c columns of a matrix.
 """
@@ -50,6 +59,8 @@ BLOCK_128X128 = Granularity("128x128", 128, 128)
 BLOCK_1X32 = Granularity("1x32", 1, 32)
 BLOCK_1X16 = Granularity("1x16", 1, 16, two_level=True)
 BLOCK_16X16 = Granularity("16x16", 16, 16, two_level=True)
+DEQUANTIZED = Granularity("dequantized", None, None)
+"""Data in bf16, into which the scales of blocks are multiplied already; one scale for the tensor is left."""
 
 HOPPER_PAIRS = (
     (TENSOR, TENSOR),
@@ -60,7 +71,7 @@ HOPPER_PAIRS = (
 )
 """Granularities of the two operands of a GEMM that Hopper's tensor cores compute."""
 BLACKWELL_PAIRS = ((BLOCK_1X32, BLOCK_1X32), *product((BLOCK_1X16, BLOCK_16X16), repeat=2))
-"""Those that only Blackwell's tensor cores compute. Pairs in neither are emulated."""
+"""Those that only Blackwell's tensor cores compute; elsewhere both are dequantized. Other pairs are emulated."""
 
 
 def on_hopper(granularity: Granularity) -> bool:
@@ -69,21 +80,29 @@ def on_hopper(granularity: Granularity) -> bool:
 
 
 class ScaledTensor(NamedTuple):
-    """`data · scale_inv`: `data` `[r, c]` in an FP8 dtype, row-major.
+    """`data · scale_inv · tensor_scale_inv`: `data` `[r, c]` in an FP8 dtype, row-major, or dequantized in bf16.
 
-    `scale_inv`: fp32, shaped `granularity.grid(r, c)`. `tensor_scale`: fp32 `[]`, the tensor's scale where the
-    granularity is two-level, which `scale_inv` has been divided by (`megafp8.numerics.recipes.nvfp4`); else None.
+    `scale_inv`: fp32, shaped `granularity.grid(r, c)`. `tensor_scale_inv`: fp32 `[]`, the second level of scales where
+    the granularity is two-level; else None. Dequantized data may also be the transpose of a row-major matrix: GEMMs in
+    bf16 take either.
     """
 
     data: Tensor
     scale_inv: Tensor
     granularity: Granularity = TENSOR
-    tensor_scale: Tensor | None = None
+    tensor_scale_inv: Tensor | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values `[r, c]`; exact products need fp32 or wider."""
         r, c = self.data.shape
-        return self.data.to(dtype) * expand(self.scale_inv.to(dtype), self.granularity, r, c)
+        values = self.data.to(dtype) * expand(self.scale_inv.to(dtype), self.granularity, r, c)
+        return values if self.tensor_scale_inv is None else values * self.tensor_scale_inv.to(dtype)
+
+    def dequantized(self) -> ScaledTensor:
+        """The same matrix with block scales multiplied into the data, in bf16 (see above)."""
+        data = self._replace(tensor_scale_inv=None).dequantize().to(torch.bfloat16)
+        left = self.tensor_scale_inv
+        return ScaledTensor(data, self.scale_inv.new_ones(()) if left is None else left, DEQUANTIZED)
 
     def t(self) -> ScaledTensor:
         """The transposed matrix `[c, r]`, row-major again; for one scale per tensor or square block only."""
@@ -104,6 +123,16 @@ class QuantizedTensor(NamedTuple):
     ) -> QuantizedTensor:
         """`cast` of x, and of its transpose."""
         return cls(cast(x_rc) if rowwise else None, cast(x_rc.t().contiguous()) if columnwise else None)
+
+    def dequantized(self) -> QuantizedTensor:
+        """Both dequantized. Data of either lies in memory as the rows of the tensor do: GEMMs in bf16 transpose."""
+        rowwise, columnwise = self.rowwise, self.columnwise
+        if rowwise is not None:
+            rowwise = rowwise.dequantized()
+        if columnwise is not None:
+            columnwise = columnwise.dequantized()
+            columnwise = columnwise._replace(data=columnwise.data.t().contiguous().t())
+        return QuantizedTensor(rowwise, columnwise)
 
     @property
     def required_rowwise(self) -> ScaledTensor:

@@ -32,6 +32,7 @@ from megafp8.dtypes import DTYPES, state_dtype, sum_dtype
 from megafp8.models.costs import ELEMENT, MicroBatch, fp8_bytes
 from megafp8.models.norms import NORMS
 from megafp8.models.recompute import block_memory
+from megafp8.numerics.tensor import BLOCK_16X16
 from megafp8.optimizer.fp8_moments import BLOCK
 from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, split_backwards
 from megafp8.planner.outline import LayerOutline, LinearLayer, ModelOutline, Parameter
@@ -173,6 +174,8 @@ def _fp8_copies(batch: MicroBatch, layer: LinearLayer) -> int:
     if fprop == dgrad == "high":
         return 0
     weight = batch.granularity(layer.plan.name, "weight")
+    if weight is BLOCK_16X16:  # both are views of one
+        return layer.copies * fp8_bytes(weight, n, k)
     rowwise = fp8_bytes(weight, n, k) - (n * k if layer.only_fp8 else 0)
     return layer.copies * (rowwise + (0 if dgrad == "high" else fp8_bytes(weight, k, n)))
 

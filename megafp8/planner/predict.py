@@ -65,7 +65,7 @@ def micro_batches(config: Config, gpus: int) -> int:
 def predict(outline: ModelOutline, cluster: Cluster) -> Prediction:
     """Step time and memory of a model whose config passed `check_layout` on `cluster.gpus` ranks.
 
-    ValueError for LoRA, and for recipes that are emulated on Hopper.
+    ValueError for LoRA, and for recipes with blocks of Blackwell only.
     """
     memory = predicted_memory(outline, cluster)
     training = outline.config.training

@@ -299,7 +299,7 @@ class _Search:
 def search(config: Config, fp8: Fp8Manager, cluster: Cluster, keep: int = 5) -> Found:
     """The `keep` fastest layouts of `config` that fit `cluster`, and why others lose.
 
-    `fp8`: which layers are FP8, as the config says. ValueError for LoRA, and for recipes that are emulated on Hopper.
+    `fp8`: which layers are FP8, as the config says. ValueError for LoRA, and for recipes with blocks of Blackwell only.
     """
     own = _Search(config, fp8, cluster)
     bounds: dict[Layout, _Bound] = {}

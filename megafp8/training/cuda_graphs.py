@@ -21,7 +21,7 @@ in a graph, so without one a rank that hangs would never be noticed.
 - a step that the FP8 report samples is another graph, which computes the statistics too, and so is the batch of an
   evaluation
 - while static scaling calibrates, in high precision, everything is eager
-- stochastic rounding is keyed by numbers of the host: such recipes train without graphs
+- the noise of stochastic rounding is a function of the step and the micro-batch, which are tensors, too
 - how many rows the experts of a rank have differs in every step: a graph has room for some more than were seen before
   it was recorded, and where there are still more its results are discarded (`megafp8.expert_parallel.own_rows`)
 - dropout's masks are a function of the samples' indices in the run, which are tensors of the micro-batch

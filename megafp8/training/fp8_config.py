@@ -105,11 +105,6 @@ def _cuda_graphs(config: Config) -> Iterator[Problem]:
 
 def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     """What keeps a step from being replayed, whatever `training.cuda_graphs` says; `config.checks` has more."""
-    names = _operand_recipes(config.fp8, "grad_output")
-    unfit = [name for name in RECIPES if name in names and RECIPES[name].capabilities.stochastic_rounding]
-    if unfit:
-        rule = f"a graph would round the gradients of {', '.join(unfit)} with the same noise in every step"
-        yield Problem("training.cuda_graphs", True, rule, "try training.cuda_graphs=auto, or another fp8.recipe")
     fp8_experts = config.model.moe is not None and config.fp8.recipe != "none"
     one_by_one = _experts_one_by_one(config) if fp8_experts else ""
     if one_by_one:

@@ -24,6 +24,7 @@ def test_every_field_of_a_problem_tells_in_its_name() -> None:
     other = Problem(
         1, 2, 3, a_dtype=E5M2, a_order="km", a_scaling="row", b_dtype=E5M2, b_order="kn", b_scaling="row",
         out_dtype=FP32, accumulate=True, fast=False, bias=True,
+        scaled=True,
     )  # fmt: skip
     changed = [PROBLEM._replace(**{name: getattr(other, name)}) for name in Problem._fields]
     assert len({str(p) for p in (PROBLEM, *changed)}) == 1 + len(Problem._fields)
@@ -87,7 +88,7 @@ def test_the_problem_of_quantized_operands(granularity: Granularity, fast: bool)
 def test_the_problem_of_operands_without_scales() -> None:
     """The orders of dy [t, m] and x [t, n] as a weight's gradient takes them, and of a row-major product."""
     dy, x = torch.zeros(8, 32, dtype=BF16), torch.zeros(8, 48, dtype=BF16)
-    problem = Problem.of_unscaled(dy.t(), x, torch.zeros(32, 48), accumulate=True)
+    problem = Problem.of_unscaled(dy.t(), x, torch.zeros(32, 48), accumulate=True, scaled=False)
     assert problem == Problem(
         32,
         48,
@@ -102,7 +103,9 @@ def test_the_problem_of_operands_without_scales() -> None:
         accumulate=True,
         fast=False,
     )
-    problem = Problem.of_unscaled(dy, torch.zeros(48, 32, dtype=BF16).t(), torch.zeros(8, 48), accumulate=False)
+    problem = Problem.of_unscaled(
+        dy, torch.zeros(48, 32, dtype=BF16).t(), torch.zeros(8, 48), accumulate=False, scaled=False
+    )
     assert problem == Problem(
         8,
         48,

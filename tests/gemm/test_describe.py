@@ -14,7 +14,9 @@ from megafp8.gemm.describe import describe_path
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 HOPPER, BLACKWELL = (9, 0), (10, 3)
 EVERYWHERE = "the same FP8 values, products in fp32"
-FROM_BLACKWELL = "emulated in fp32: tensor cores for them come with compute capability 10.0, and this is capability 9.0"
+FROM_BLACKWELL = (
+    "in bf16, with the same values: tensor cores for them come with compute capability 10.0, and this is capability 9.0"
+)
 APART = "emulated in fp32: no tensor core multiplies such a pair"
 CURRENT, MX, FOUR = CurrentScaling(), MXFP8Scaling(), NVFP4Scaling()
 MIXED = CustomScaling(rules=(Rule(layers="*", input=CURRENT, weight=CURRENT, grad_output=MX),))
@@ -54,7 +56,11 @@ HIGH_WGRAD = CustomScaling(
             HIGH_WGRAD, CUDA, BLACKWELL, "auto",
             f"custom (nvfp4, mxfp8), GEMMs on FP4 and FP8 tensor cores by scaled_mm, but mxfp8·nvfp4 {APART}",
         ),
-        (MIXED, CUDA, HOPPER, "cublaslt", f"custom (current, mxfp8), those GEMMs with mxfp8 {FROM_BLACKWELL}"),
+        (HIGH_WGRAD, CUDA, HOPPER, "auto", f"custom (nvfp4, mxfp8), GEMMs {FROM_BLACKWELL}"),
+        (
+            MIXED, CUDA, HOPPER, "cublaslt",
+            f"custom (current, mxfp8), those GEMMs of mxfp8 {FROM_BLACKWELL}, but current·mxfp8 {APART}",
+        ),
     ],
 )  # fmt: skip
 def test_a_line_for_the_log(
@@ -63,7 +69,7 @@ def test_a_line_for_the_log(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     if capability == BLACKWELL:  # which is not asked for products here
-        monkeypatch.setattr(describe, "why_emulated", lambda _: None)
+        monkeypatch.setattr(describe, "why_not_block_scaled", lambda _: None)
     assert describe_path(recipe, device, backend) == f"fp8: {expected}"
 
 

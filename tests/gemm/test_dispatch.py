@@ -8,6 +8,8 @@ from torch import Tensor
 
 from megafp8.fp8 import E4M3, E5M2, Format
 from megafp8.gemm.dispatch import Fp8Gemm, GemmBackend, gemm
+from megafp8.numerics.recipes.mxfp8 import quantize_mxfp8
+from megafp8.numerics.recipes.nvfp4 import quantize_nvfp4
 from megafp8.numerics.tensor import ScaledTensor
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -94,6 +96,52 @@ def test_bf16_result_on_hopper(shape: tuple[int, int, int], a_fmt: Format, fast:
     y = product(a, b, torch.bfloat16, "scaled_mm", fast)
     expected, magnitude = exact(a, b)
     assert ((y.double() - expected).abs() <= HOPPER_SUM * magnitude + 2.0**-8 * expected.abs()).all()
+
+
+def fine(kind: str, m: int, n: int, k: int, device: str = "cpu") -> tuple[ScaledTensor, ScaledTensor]:
+    """Operands with blocks of 32, or 16 and 16×16, of rows with very different sizes."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (
+        (torch.randn(r, k, generator=generator) * 10.0 ** torch.randint(-9, 2, (r, 1), generator=generator)).to(device)
+        for r in (m, n)
+    )
+    if kind == "mxfp8":
+        return quantize_mxfp8(a, E5M2), quantize_mxfp8(b)
+    return quantize_nvfp4(a, weight=False, stochastic=None), quantize_nvfp4(b, weight=True, stochastic=None)
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
+def test_dequantized_products_are_those_of_blocks(kind: str) -> None:
+    """In float64 the only difference is where a tensor's scale is rounded."""
+    a, b = fine(kind, 33, 20, 100)
+    product = Fp8Gemm("auto", torch.device("cpu"))
+    y, dequantized = (
+        product.tn(x, w, torch.float64, use_fast_accum=False) for x, w in ((a, b), (a.dequantized(), b.dequantized()))
+    )
+    magnitude = a.dequantize(torch.float64).abs() @ b.dequantize(torch.float64).abs().t()
+    assert ((y - dequantized).abs() <= 2.0**-50 * magnitude).all()
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["auto", "scaled_mm"])
+@pytest.mark.parametrize("shape", [(48, 32, 96), (7, 20, 33)])
+def test_products_in_bf16(kind: str, device: str, backend: GemmBackend, shape: tuple[int, int, int]) -> None:
+    """Row-major and transposed, rounded once to bf16 and added in fp32."""
+    a, b = (x.dequantized() for x in fine(kind, *shape, device))
+    transposed = b._replace(data=b.data.t().contiguous().t())
+    expected = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
+    magnitude = a.dequantize(torch.float64).abs() @ b.dequantize(torch.float64).abs().t()
+    product = Fp8Gemm(backend, torch.device(device))
+    for w in (b, transposed):
+        for dtype, ulp in ((torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-23)):
+            into = torch.full(shape[:2], torch.nan, dtype=dtype, device=device)
+            y = product.tn(a, w, dtype, use_fast_accum=False, out=into)
+            assert y is into
+            assert ((y.double() - expected).abs() <= ulp * expected.abs() + FP32_SUM * magnitude).all()
+        total = expected.float()
+        product.accumulate_tn(a, w, total, use_fast_accum=False)
+        assert ((total.double() - 2 * expected).abs() <= 2.0**-22 * expected.abs() + FP32_SUM * magnitude).all()
 
 
 def test_emulated_rounds_to_bf16_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch.nn import functional as F
 
 from megafp8.gemm import scaled_mm_check as block_scaled_check
 from megafp8.gemm.dispatch import Fp8Gemm
-from megafp8.gemm.scaled_mm_check import why_emulated
+from megafp8.gemm.scaled_mm_check import why_not_block_scaled
+from megafp8.linear.state import Quantizers
 from megafp8.numerics.recipes.mxfp8 import quantize_mxfp8
 from megafp8.numerics.recipes.nvfp4 import quantize_nvfp4
 from megafp8.numerics.tensor import ScaledTensor
@@ -38,12 +40,12 @@ def test_gpus_before_blackwell_are_not_tried(capability: tuple[int, int], gpu: p
     gpu.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     gpu.delattr(F, "scaled_mm")
     here = f"capability {capability[0]}.{capability[1]}"
-    assert why_emulated(CUDA) == f"tensor cores for them come with compute capability 10.0, and this is {here}"
-    assert str(why_emulated(CPU)).endswith("and this is cpu")
+    assert why_not_block_scaled(CUDA) == f"tensor cores for them come with compute capability 10.0, and this is {here}"
+    assert str(why_not_block_scaled(CPU)).endswith("and this is cpu")
 
 
 def test_right_products_are_no_reason(gpu: pytest.MonkeyPatch) -> None:
-    assert why_emulated(CUDA) is None
+    assert why_not_block_scaled(CUDA) is None
 
 
 def test_a_refusal_is_a_reason(gpu: pytest.MonkeyPatch) -> None:
@@ -53,7 +55,7 @@ def test_a_refusal_is_a_reason(gpu: pytest.MonkeyPatch) -> None:
         return blackwell.scaled_mm(*args, **kwargs)
 
     gpu.setattr(F, "scaled_mm", refusing)
-    reason = str(why_emulated(CUDA))
+    reason = str(why_not_block_scaled(CUDA))
     assert reason.startswith("this GPU has tensor cores for them, but mxfp8 into float32 by scaled_mm of torch ")
     assert reason.endswith("was refused (CUBLAS_STATUS_NOT_SUPPORTED)")
 
@@ -71,7 +73,7 @@ def tiles_by_columns(row: int, block: int, blocks: int) -> int:
 @pytest.mark.parametrize("layout", [plain_layout, tiles_by_columns])
 def test_scales_read_in_another_layout_are_found_out(layout: Any, gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(blackwell, "offset", layout)
-    assert str(why_emulated(CUDA)).endswith(" gave a wrong product")
+    assert str(why_not_block_scaled(CUDA)).endswith(" gave a wrong product")
 
 
 def made(kind: str) -> tuple[ScaledTensor, ScaledTensor]:
@@ -125,7 +127,8 @@ def test_a_layer_on_blackwell(case: str, gpu: pytest.MonkeyPatch) -> None:
         return blackwell.scaled_mm(*args, **kwargs)
 
     _, op = managed(CASES[case].recipe)
-    op.state.complete(op.state.quantizers, Fp8Gemm("auto", CUDA), None, None)
+    own = (replace(q, tensor=replace(q.tensor, block_scaled=True)) for q in op.state.quantizers)  # type: ignore[type-var]
+    op.state.complete(Quantizers(*own), Fp8Gemm("auto", CUDA), None, None)
     gpu.setattr(F, "scaled_mm", counted)
     x, weight, dy = tensors()
     results = run(op, x, weight, dy)

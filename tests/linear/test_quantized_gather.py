@@ -30,7 +30,7 @@ from megafp8.numerics.recipes.mxfp8 import quantize_mxfp8
 from megafp8.numerics.recipes.nvfp4 import NVFP4Quantizer
 from megafp8.numerics.recipes.static import StaticQuantizer
 from megafp8.numerics.sources import Plain
-from megafp8.numerics.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTensor
+from megafp8.numerics.tensor import BLOCK_1X128, DEQUANTIZED, ROW, QuantizedTensor, ScaledTensor, on_hopper
 from tests.distributed.chunks import InChunks
 from tests.fp8.reference import bytes_of
 from tests.marks import slow_but
@@ -61,7 +61,11 @@ KINDS: dict[str, tuple[Quantizer, Callable[[Tensor], ScaledTensor]]] = {
         RecipeQuantizer(BlockwiseScaling(), INPUT),
         lambda x: quantize_blocks(x, E4M3, BLOCK_1X128, power_of_two=True, eps=0.0),
     ),
-    "1x32": (RecipeQuantizer(MXFP8Scaling(), INPUT), quantize_mxfp8),
+    "1x32": (
+        RecipeQuantizer(MXFP8Scaling(), Fp8Tensor("layer", "input", None, None, block_scaled=True)),
+        quantize_mxfp8,
+    ),
+    "dequantized": (RecipeQuantizer(MXFP8Scaling(), INPUT), lambda x: quantize_mxfp8(x).dequantized()),
     "current": (RecipeQuantizer(CurrentScaling(), GRADIENT), _one),
     "delayed": (DelayedQuantizer(DelayedScaling(), INPUT, *SCALE), _given),
     "static": (StaticQuantizer(StaticScaling(), INPUT, *SCALE), _given),
@@ -77,9 +81,12 @@ def _whole(r: int, c: int, dtype: torch.dtype) -> Tensor:
 
 def _equal(actual: ScaledTensor, expected: ScaledTensor) -> None:
     assert actual.granularity is expected.granularity
-    assert actual.data.is_contiguous()
+    assert actual.data.is_contiguous() or actual.granularity is DEQUANTIZED
     assert actual.scale_inv.shape == expected.scale_inv.shape
-    assert (bytes_of(actual.data) == bytes_of(expected.data)).all()
+    if actual.granularity is DEQUANTIZED:
+        assert torch.equal(actual.data.nan_to_num(nan=7.0), expected.data.nan_to_num(nan=7.0))
+    else:
+        assert (bytes_of(actual.data) == bytes_of(expected.data)).all()
     assert torch.equal(actual.scale_inv, expected.scale_inv)
 
 
@@ -113,16 +120,16 @@ def _gathered(
     rows, whole = Rows(made.required_rowwise, tp_overlap), reference(x)
     for part in rows.arriving:
         piece = rows.part(part)
-        factors = whole.scale_inv if own.per_tensor else whole.scale_inv[part]
+        factors = whole.scale_inv if whole.scale_inv.dim() == 0 else whole.scale_inv[part]
         _equal(piece, whole._replace(data=whole.data[part], scale_inv=factors))
-        if whole.granularity.columns != 32:
+        if on_hopper(whole.granularity):
             assert is_arranged(piece)
     if own.per_tensor:
         columns = rows.columnwise()
     else:
         columns = gather_columns(made.required_columnwise, tp_overlap.group).wait()
     _equal(columns, reference(x.t().contiguous()))
-    if whole.granularity.columns != 32:
+    if on_hopper(whole.granularity):
         assert is_arranged(columns)
 
 

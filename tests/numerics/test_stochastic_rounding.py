@@ -9,16 +9,24 @@ import torch
 from torch.distributed import ProcessGroup, group
 
 from megafp8.numerics.step import end_step
-from megafp8.numerics.stochastic_rounding import NoiseClock, noise_key, uniform
-from megafp8.philox import Key
+from megafp8.numerics.stochastic_rounding import Noise, NoiseClock, TensorNoise, noise_key, uniform
+from megafp8.philox import Key, key_of
 from tests.test_philox import philox_by_hand
 from tests.world import World
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def uniform_by_hand(r: int, c: int, key: Key) -> list[list[float]]:
-    flat = [(philox_by_hand(i // 4, key)[i % 4] >> 8) / 2**24 for i in range(r * c)]
+CPU = torch.device("cpu")
+
+
+def made_noise(name: str, step: int = 0, microbatch: int = 0, seed: int = 0, part: str = "rows") -> Noise:
+    return Noise(key_of(seed, name, part), torch.tensor(step), torch.tensor(microbatch))
+
+
+def uniform_by_hand(r: int, c: int, key: Key, step: int = 0, microbatch: int = 0) -> list[list[float]]:
+    above = (step << 64) + (microbatch << 96)
+    flat = [(philox_by_hand(i // 4 + above, key)[i % 4] >> 8) / 2**24 for i in range(r * c)]
     return [flat[i * c : (i + 1) * c] for i in range(r)]
 
 
@@ -26,10 +34,11 @@ def uniform_by_hand(r: int, c: int, key: Key) -> list[list[float]]:
 @pytest.mark.parametrize("key", [(0, 0), (0xFFFFFFFF, 0xFFFFFFFF), noise_key(1234, 7, "layers.0.mlp.down")])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 8), (0, 4), (4, 0)])
 def test_equals_python_integers(shape: tuple[int, int], key: Key, device: str) -> None:
-    noise = uniform(*shape, key, torch.device(device))
+    step, microbatch = (torch.tensor(number, device=device) for number in (2**32 - 1, 7))
+    noise = uniform(*shape, Noise(key, step, microbatch))
     assert noise.dtype == torch.float32
     assert noise.shape == shape
-    assert noise.tolist() == uniform_by_hand(*shape, key)
+    assert noise.tolist() == uniform_by_hand(*shape, key, 2**32 - 1, 7)
 
 
 def test_depends_on_seed_step_and_name() -> None:
@@ -39,7 +48,7 @@ def test_depends_on_seed_step_and_name() -> None:
 
 
 def test_is_uniform() -> None:
-    noise = uniform(100, 1000, noise_key(0, 0, "x"), torch.device("cpu")).double()
+    noise = uniform(100, 1000, made_noise("x")).double()
     assert noise.min() >= 0
     assert noise.max() < 1
     n = noise.numel()
@@ -51,37 +60,53 @@ def test_is_uniform() -> None:
         assert abs(correlation) < 5 / math.sqrt(a.numel())
 
 
-def test_every_cast_has_keys_of_its_own() -> None:
-    keys = []
+Place = tuple[Key, int, int]
+
+
+def places(noise: TensorNoise) -> list[Place]:
+    """What the noise of the next micro-batch is a function of."""
+    return [(key, int(step), int(microbatch)) for key, step, microbatch in (noise.rowwise, noise.columnwise)]
+
+
+def test_every_cast_has_noise_of_its_own() -> None:
+    found = []
     for seed in (0, 1):
         for replica in range(2):
-            clock = NoiseClock(seed, replica, 2)
-            for _ in range(2):
-                for noise in [clock.tensor("a", None), clock.tensor("b", None)]:
-                    keys += [key for _ in range(3) for key in noise.next_keys(advance=True)]
+            clock = NoiseClock(seed, replica, 2, CPU)
+            noises = [clock.tensor("a", None), clock.tensor("b", None)]
+            for step in range(2):
+                for noise in noises:
+                    for _ in range(3):
+                        found += places(noise)
+                        noise.advance()
+                if step == 0:
+                    again = places(noises[0])
+                    clock.discard_step()
+                    assert places(noises[0]) == found[-12:-10] != again
                 end_step([(clock, None)])
-    assert len(set(keys)) == len(keys) == 2 * 2 * 2 * 2 * 3 * 2
+            assert clock.state_dict()["fp8.noise_step"] == 2
+    assert len(set(found)) == len(found) == 2 * 2 * 2 * 2 * 3 * 2
 
 
 def test_a_global_batch_rounds_alike_over_any_number_of_replicas() -> None:
-    def of_step(replicas: int) -> set[tuple[int, int]]:
-        noises = [NoiseClock(0, replica, replicas).tensor("a", None) for replica in range(replicas)]
-        return {key for noise in noises for _ in range(6 // replicas) for key in noise.next_keys(advance=True)}
+    def of_step(replicas: int) -> set[Place]:
+        found: set[Place] = set()
+        for replica in range(replicas):
+            noise = NoiseClock(0, replica, replicas, CPU).tensor("a", None)
+            for _ in range(6 // replicas):
+                found |= set(places(noise))
+                noise.advance()
+        return found
 
     assert of_step(1) == of_step(2) == of_step(3)
-    assert noise_key(0, 0, "a\x005\0rows") in of_step(2)
+    assert (key_of(0, "a", "rows"), 0, 5) in of_step(2)
 
 
-def test_a_count_that_does_not_advance() -> None:
-    noise = NoiseClock(0, 0, 1).tensor("a", None)
-    assert noise.next_keys(advance=False) == noise.next_keys(advance=True) != noise.next_keys(advance=True)
-
-
-def _shards() -> list[tuple[int, int]]:
+def _shards() -> list[Key]:
     world = group.WORLD
     assert isinstance(world, ProcessGroup)
-    clock = NoiseClock(0, 0, 1)
-    return [clock.tensor(*of).next_keys(advance=True)[0] for of in (("cut", world), ("whole", None))]
+    clock = NoiseClock(0, 0, 1, CPU)
+    return [clock.tensor(*of).rowwise.key for of in (("cut", world), ("whole", None))]
 
 
 def test_shards_of_a_tensor_differ_and_copies_do_not(world2: World) -> None:
@@ -89,4 +114,4 @@ def test_shards_of_a_tensor_differ_and_copies_do_not(world2: World) -> None:
     assert first[0] != second[0]
     assert first[1] == second[1]
     ((alone, _),) = world2.run(_shards, ranks=1)
-    assert alone == NoiseClock(0, 0, 1).tensor("cut", None).next_keys(advance=True)[0]
+    assert alone == key_of(0, "cut", "rows")

@@ -188,9 +188,9 @@ def test_codes_give_what_values_give(
         elements = s * b * H
         per_token, per_block = {
             "rowwise": (4 / H, 0.0), "rowwise-pow2": (4 / H, 0.0), "blockwise": (4 / 128, 4 / 128),
-            "mxfp8": (4 / 32, 4 / 32), "current": (0.0, 0.0), "delayed": (0.0, 0.0),
+            "mxfp8": (1.0, 1.0), "current": (0.0, 0.0), "delayed": (0.0, 0.0),
         }[name]  # fmt: skip
-        assert sum(forward) == elements * (1 + per_token)
+        assert sum(forward) == elements * (1 + per_token)  # dequantized to bf16, mxfp8 has two bytes an element
         rows, columns = elements * (1 + per_token), 2 * elements * (1 + per_block)  # dy's rows; dy's and x's columns
         assert sum(backward) == (rows if name in ("current", "delayed") else rows + columns)
 

@@ -9,8 +9,8 @@ An operand takes part in two GEMMs and meets another operand in each, so not eve
     fprop  input · weight         dgrad  grad_output · weight         wgrad  grad_output · input
 
 Operands whose granularities both are Hopper's must be a pair that its tensor cores compute: one scale per tensor with
-the same, one per row with the same, blocks of 128 with blocks of 128. Any other granularity goes with all: that GEMM is
-emulated, unless Blackwell's tensor cores compute the pair. A GEMM in high precision makes no demand.
+the same, one per row with the same, blocks of 128 with blocks of 128. Any other granularity goes with all: two such are
+Blackwell's or multiplied in bf16, and one with one of Hopper's is emulated. A GEMM in high precision makes no demand.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """MXFP8: one power of two for each block of 32 neighbours (OCP microscaling formats 1.0).
 
-Blackwell's tensor cores multiply such matrices (`megafp8.gemm.scaled_mm`); elsewhere their product is emulated in
-fp32. scale_inv is one byte, E8M0: the byte e stands for 2^(e-127), there is no sign and no zero, and 255 is NaN.
+Blackwell's tensor cores multiply such matrices (`megafp8.gemm.scaled_mm`); for others the cast multiplies by the scales
+already, and GEMMs are in bf16 (`megafp8.numerics.tensor`). scale_inv is one byte, E8M0: the byte e stands for
+2^(e-127), there is no sign and no zero, and 255 is NaN.
 
 The scale is that of NVIDIA's recipe (Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8", arXiv:2506.08027;
 Transformer Engine's `float_to_e8m0(amax / 448)`): the exponent of amax / 448 rounded **up**, as Blackwell's own
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from megafp8.numerics.formats import E4M3, Format
 from megafp8.numerics.quantize import block_amax, quantize
+from megafp8.numerics.quantizers import implementation
 from megafp8.numerics.recipes.base import Capabilities, Fp8Recipe, Fp8Tensor, PerOperand, format_option
 from megafp8.numerics.sources import Source
 from megafp8.numerics.tensor import BLOCK_1X32, QuantizedTensor, ScaledTensor, expand
@@ -63,6 +65,17 @@ def quantize_mxfp8(x_rc: Tensor, fmt: Format = E4M3) -> ScaledTensor:
     return ScaledTensor(data, e8m0_decode(byte), BLOCK_1X32)
 
 
+def block_scaled_mxfp8(source: Source, fmt: Format, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+    """Cast the rows, and the columns."""
+    cast = partial(quantize_mxfp8, fmt=fmt)
+    return QuantizedTensor.cast_both(source.values(), cast, rowwise=rowwise, columnwise=columnwise)
+
+
+def cast_mxfp8(source: Source, fmt: Format, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+    """`block_scaled_mxfp8`, dequantized."""
+    return block_scaled_mxfp8(source, fmt, rowwise=rowwise, columnwise=columnwise).dequantized()
+
+
 @dataclass(frozen=True, kw_only=True)
 class MXFP8Scaling(Fp8Recipe):
     """A power of two for each 32 neighbours, rounded up as in NVIDIA's recipe (arXiv:2506.08027): nothing saturates."""
@@ -75,5 +88,5 @@ class MXFP8Scaling(Fp8Recipe):
     fp8_format: Literal["hybrid", "e4m3"] = format_option("e4m3")
 
     def cast(self, source: Source, tensor: Fp8Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        to_mxfp8 = partial(quantize_mxfp8, fmt=self.format_of(tensor.operand))  # there is no fused kernel
-        return QuantizedTensor.cast_both(source.values(), to_mxfp8, rowwise=rowwise, columnwise=columnwise)
+        cast = block_scaled_mxfp8 if tensor.block_scaled else implementation(cast_mxfp8, source, "fine_blocks")
+        return cast(source, self.format_of(tensor.operand), rowwise=rowwise, columnwise=columnwise)

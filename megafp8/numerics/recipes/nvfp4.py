@@ -5,10 +5,9 @@ in fp32, which puts the largest block scale at E4M3's maximum. With S = 448·6 /
 
     block scale b = E4M3(amax of the block · S / 6)        value = E2M1(x · S / b)        x ≈ value · b / S
 
-A matrix has b / S in fp32 as its scale_inv, which is what emulation multiplies by, and S beside it. Tensor cores take b
-itself; it is E4M3((b / S) · S), always: the two roundings are below 2^-12, also where b / S is subnormal, and E4M3's is
-below 2^-5. Blackwell's tensor cores multiply such matrices (`megafp8.gemm.scaled_mm`); elsewhere their product is
-emulated in fp32.
+A matrix has b as its scale_inv, and 1 / S beside it. Blackwell's tensor cores multiply such matrices
+(`megafp8.gemm.scaled_mm`). For others the cast multiplies by b already, which bf16 holds exactly, and GEMMs in bf16
+multiply their sums by 1 / S (`megafp8.numerics.tensor`).
 
 Three measures keep training stable at four bits, each where it helps:
   squares of 16×16 on weights, whose forward and backward casts then are transposes of each other, so that the gradient
@@ -32,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -40,11 +40,11 @@ from torch import Tensor
 from megafp8.distributed.collectives import all_reduce
 from megafp8.numerics.formats import E2M1, E4M3
 from megafp8.numerics.quantize import amax, block_amax, quantize, scale_from_amax
+from megafp8.numerics.quantizers import implementation
 from megafp8.numerics.recipes.base import Built, Capabilities, Fp8Recipe, Fp8Tensor, PerOperand, RecipeQuantizer, option
 from megafp8.numerics.sources import Source
-from megafp8.numerics.stochastic_rounding import NoiseClock, TensorNoise, uniform
+from megafp8.numerics.stochastic_rounding import Noise, NoiseClock, TensorNoise, uniform
 from megafp8.numerics.tensor import BLOCK_1X16, BLOCK_16X16, QuantizedTensor, ScaledTensor, expand
-from megafp8.philox import Key
 
 _POINTS = 16
 
@@ -79,12 +79,12 @@ def hadamard_transform(x_rc: Tensor) -> Tensor:
 
 
 def quantize_nvfp4(
-    x_rc: Tensor, whole_amax: Tensor | None = None, *, weight: bool, stochastic: Key | None
+    x_rc: Tensor, whole_amax: Tensor | None = None, *, weight: bool, stochastic: Noise | None
 ) -> ScaledTensor:
-    """x `[r, c]`, any float dtype, to E2M1 values `[r, c]` held in E4M3, scale_inv b / S, and S.
+    """x `[r, c]`, any float dtype, to E2M1 values `[r, c]` held in E4M3, scale_inv b, and 1 / S.
 
     `whole_amax`: the amax, fp32 `[]`, of the tensor that x is a shard of; by default x is all of it. `weight`: blocks
-    of 16×16 instead of 1×16. `stochastic`: round stochastically, with the noise of this key.
+    of 16×16 instead of 1×16. `stochastic`: round stochastically, with this noise.
     """
     x_rc = x_rc.float()
     r, c = x_rc.shape
@@ -95,32 +95,73 @@ def quantize_nvfp4(
     block = quantize(block / torch.full_like(block, E2M1.max), torch.ones_like(block), E4M3).float()
     block_rc = expand(block, granularity, r, c)
     values = torch.where(block_rc == 0, 0.0, x_rc * tensor_scale / block_rc)
-    values = round_to_e2m1(values, None if stochastic is None else uniform(r, c, stochastic, x_rc.device))
-    return ScaledTensor(values.to(E2M1.dtype), block / tensor_scale, granularity, tensor_scale)
+    values = round_to_e2m1(values, None if stochastic is None else uniform(r, c, stochastic))
+    return ScaledTensor(values.to(E2M1.dtype), block, granularity, tensor_scale.reciprocal())
+
+
+def nvfp4_amaxes(source: Source, *, transformed: bool) -> Tensor:
+    """Amaxes, fp32 `[2]`: of the source, and if `transformed` of the Hadamard transform of its columns, else 0."""
+    x_rc = source.values()
+    of_rows = amax(x_rc)
+    if not transformed:
+        return torch.stack([of_rows, torch.zeros_like(of_rows)])
+    return torch.stack([of_rows, amax(hadamard_transform(x_rc.t().contiguous()))])
+
+
+def block_scaled_nvfp4(
+    source: Source, amaxes: Tensor, noise: TensorNoise | None, *, weight: bool, rowwise: bool, columnwise: bool
+) -> QuantizedTensor:
+    """Cast the rows, and the columns; those of an input or a gradient are transformed.
+
+    `amaxes`: `nvfp4_amaxes`, of the tensor that the source is all or a shard of. `noise`: round stochastically.
+    """
+    x_rc, cast = source.values(), partial(quantize_nvfp4, weight=weight)
+    by_rows, by_columns = (None, None) if noise is None else (noise.rowwise, noise.columnwise)
+    made = cast(x_rc, amaxes[0], stochastic=by_rows) if rowwise else None
+    if not columnwise:
+        return QuantizedTensor(made, None)
+    x_cr = x_rc.t().contiguous()
+    if weight:
+        return QuantizedTensor(made, cast(x_cr, amaxes[0], stochastic=None))
+    return QuantizedTensor(made, cast(hadamard_transform(x_cr), amaxes[1], stochastic=by_columns))
+
+
+def cast_nvfp4(
+    source: Source, amaxes: Tensor, noise: TensorNoise | None, *, weight: bool, rowwise: bool, columnwise: bool
+) -> QuantizedTensor:
+    """`block_scaled_nvfp4`, dequantized; a weight's columns are a view of its rows."""
+    made = block_scaled_nvfp4(
+        source, amaxes, noise, weight=weight, rowwise=rowwise or weight, columnwise=columnwise and not weight
+    ).dequantized()
+    if not weight:
+        return made
+    by_rows = made.required_rowwise
+    by_columns = by_rows._replace(data=by_rows.data.t())
+    return QuantizedTensor(by_rows if rowwise else None, by_columns if columnwise else None)
 
 
 @dataclass(eq=False)
 class NVFP4Quantizer(RecipeQuantizer):
-    """Casts under one scale for the whole tensor, of which ranks may hold shards. There is no fused kernel.
+    """Casts under one scale for the whole tensor, of which ranks may hold shards.
 
-    `noise`: round stochastically; it counts casts while `recording`.
+    `noise`: round stochastically; its micro-batches are counted while `recording`.
     """
 
     noise: TensorNoise | None
     recording: bool = True
 
     def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        x_rc, is_weight = source.values(), self.tensor.operand == "weight"
-        row_key, column_key = (None, None) if self.noise is None else self.noise.next_keys(advance=self.recording)
-        by_rows = self._cast(x_rc, row_key) if rowwise else None
-        if not columnwise:
-            return QuantizedTensor(by_rows, None)
-        x_cr = x_rc.t().contiguous()
-        return QuantizedTensor(by_rows, self._cast(x_cr if is_weight else hadamard_transform(x_cr), column_key))
-
-    def _cast(self, x_rc: Tensor, key: Key | None) -> ScaledTensor:
-        whole_amax = all_reduce(amax(x_rc), self.tensor.group, "max")
-        return quantize_nvfp4(x_rc, whole_amax, weight=self.tensor.operand == "weight", stochastic=key)
+        if self.tensor.block_scaled:
+            amaxes_of, cast = nvfp4_amaxes, block_scaled_nvfp4
+        else:
+            amaxes_of = implementation(nvfp4_amaxes, source, "fine_blocks")
+            cast = implementation(cast_nvfp4, source, "fine_blocks")
+        weight = self.tensor.operand == "weight"
+        amaxes = all_reduce(amaxes_of(source, transformed=columnwise and not weight), self.tensor.group, "max")
+        made = cast(source, amaxes, self.noise, weight=weight, rowwise=rowwise, columnwise=columnwise)
+        if self.noise is not None and self.recording:
+            self.noise.advance()
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +175,8 @@ class NVFP4Scaling(Fp8Recipe):
     capabilities: ClassVar[Capabilities] = Capabilities(
         granularity=PerOperand(input=BLOCK_1X16, weight=BLOCK_16X16, grad_output=BLOCK_1X16),
         shard_alignment=None,  # noise and tensor scale are those of the whole
+        cast_passes=2,
         bits=4,
-        stochastic_rounding=True,
     )
 
     fp8_format: Literal["hybrid", "e4m3"] = option(

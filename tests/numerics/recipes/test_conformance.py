@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -43,11 +43,11 @@ from megafp8.fp8 import (
     StaticScaling,
 )
 from megafp8.numerics import reference as per_tensor_casts
-from megafp8.numerics.recipes import blockwise, rowwise
+from megafp8.numerics.recipes import blockwise, mxfp8, nvfp4, rowwise
 from megafp8.numerics.recipes.base import OPERANDS, Fp8Tensor, config_key
 from megafp8.numerics.sources import Plain
-from megafp8.numerics.stochastic_rounding import noise_key
-from megafp8.numerics.tensor import ScaledTensor
+from megafp8.numerics.tensor import DEQUANTIZED, ScaledTensor, on_hopper
+from megafp8.philox import key_of
 from tests.fp8.linear_layer import LinearLayer, Sum
 from tests.fp8.reference import bytes_of, decode, encode, scale_of, spread, to_e2m1
 from tests.fp8.test_manager import Model, copied
@@ -62,14 +62,19 @@ Matrix = NDArray[np.float32]
 
 
 class Cast(NamedTuple):
-    """A matrix as it is to be quantized: FP8 bytes `[r, c]`, and scale_inv of each element."""
+    """A matrix as it is to be quantized: FP8 bytes `[r, c]`, scale_inv of each element, and that of the tensor."""
 
     data: NDArray[np.uint8]
     scale_inv: NDArray[np.float64]
     fmt: Format
+    tensor_scale_inv: float = 1.0
+
+    def dequantized(self) -> NDArray[np.float64]:
+        """Values times the scales of their blocks."""
+        return np.array([decode(code, self.fmt) for code in range(256)])[self.data] * self.scale_inv
 
     def values(self) -> NDArray[np.float64]:
-        return np.array([decode(code, self.fmt) for code in range(256)])[self.data] * self.scale_inv
+        return self.dequantized() * self.tensor_scale_inv
 
 
 def _same(x: Matrix) -> Matrix:
@@ -177,8 +182,8 @@ def nv(weight: bool = False, key: tuple[int, int] | None = None, transform: bool
                     code = encode(np.array([largest * s / np.float32(6)], np.float32), E4M3)[0]
                     block = np.float32(decode(int(code), E4M3))
                     y[here] = x[here] * s / block if block else 0.0
-                scale_inv[here] = block / s
-        return Cast(encode(to_e2m1(y, noise), E4M3), scale_inv, E4M3)
+                scale_inv[here] = block
+        return Cast(encode(to_e2m1(y, noise), E4M3), scale_inv, E4M3, float(np.float32(1) / s))
 
     return Reference(
         cast, E4M3, rows=height, columns=16, mantissa_bits=1, least_exponent=0, most=6.0, nearest=key is None,
@@ -187,7 +192,7 @@ def nv(weight: bool = False, key: tuple[int, int] | None = None, transform: bool
 
 
 def gradient_key(part: str) -> tuple[int, int]:
-    return noise_key(0, 0, f"layer.grad_output\0{0}\0{part}")
+    return key_of(0, "layer.grad_output", part)
 
 
 class Case(NamedTuple):
@@ -291,19 +296,29 @@ def check_cast(made: ScaledTensor | None, x: Tensor, reference: Reference) -> No
     assert made is not None
     expected = reference.cast(x.float().numpy())
     r, c = x.shape
-    assert made.data.dtype == reference.fmt.dtype
-    assert made.data.is_contiguous()
     assert made.scale_inv.dtype == torch.float32
-    down, across = -(-r // reference.rows), -(-c // reference.columns)
-    assert tuple(made.scale_inv.shape) == (() if reference.rows == WHOLE else (down, across))
-    np.testing.assert_array_equal(bytes_of(made.data), expected.data)
     with np.errstate(over="ignore", invalid="ignore"):
-        values = expected.values()
-        np.testing.assert_array_equal(made.dequantize().cpu().numpy(), values.astype(np.float32))
+        values, dequantized = expected.values(), made.dequantize().cpu().numpy()
+        if made.granularity is DEQUANTIZED:
+            data = torch.from_numpy(expected.dequantized()).float().bfloat16()  # exact, but for subnormals
+            assert made.data.dtype == torch.bfloat16
+            assert made.data.is_contiguous() or made.data.t().is_contiguous()
+            assert made.scale_inv.shape == ()
+            assert made.scale_inv.item() == expected.tensor_scale_inv
+            assert torch.equal(made.data.cpu().nan_to_num(nan=7.0), data.nan_to_num(nan=7.0))
+            np.testing.assert_allclose(dequantized, values.astype(np.float32), rtol=0, atol=2.0**-134)
+        else:
+            down, across = -(-r // reference.rows), -(-c // reference.columns)
+            assert made.data.dtype == reference.fmt.dtype
+            assert made.data.is_contiguous()
+            assert tuple(made.scale_inv.shape) == (() if reference.rows == WHOLE else (down, across))
+            np.testing.assert_array_equal(bytes_of(made.data), expected.data)
+            np.testing.assert_array_equal(dequantized, values.astype(np.float32))
         assert made.scale_inv.isfinite().all()
-        y = reference.prepare(x.float().numpy()) / np.where(expected.scale_inv == 0, 1.0, expected.scale_inv)
-        fits = (expected.scale_inv > 0) & (np.abs(y) <= reference.most)
-        error = np.abs(values / np.where(fits, expected.scale_inv, 1.0) - y)[fits]
+        scale_inv = expected.scale_inv * expected.tensor_scale_inv
+        y = reference.prepare(x.float().numpy()) / np.where(scale_inv == 0, 1.0, scale_inv)
+        fits = (scale_inv > 0) & (np.abs(y) <= reference.most)
+        error = np.abs(values / np.where(fits, scale_inv, 1.0) - y)[fits]
     assert (error <= reference.step(y[fits]) * (0.5 if reference.nearest else 1.0) * (1 + 1e-5)).all()
 
 
@@ -354,9 +369,12 @@ def test_zeros_and_what_is_not_finite(name: str) -> None:
     for quantizer, reference in zip(quantizers(name), CASES[name].rowwise, strict=True):
         made = quantizer(Plain(x), rowwise=True, columnwise=False).rowwise
         values, back = made.data.float(), made.dequantize()
+        largest = reference.most
+        if made.granularity is DEQUANTIZED:  # times the scale of a block that is not finite
+            largest = 448 * 2.0**127 if name == "mxfp8" else 6.0 * 448
         assert values[0, 0].isnan()
         assert values.isnan().sum() == 1
-        assert values[0, 1] == -values[200, 200] == reference.most
+        assert values[0, 1] == -values[200, 200] == torch.tensor(largest)
         assert not values[64:80].any()
         assert reference.rows == WHOLE or back[130, 5] == pytest.approx(1, rel=0.1)
 
@@ -369,14 +387,18 @@ def test_empty_matrices(name: str, shape: tuple[int, int]) -> None:
         for matrix, size in ((made.rowwise, shape), (made.columnwise, shape[::-1])):
             assert matrix.data.shape == size
             assert tuple(matrix.scale_inv.shape) == matrix.granularity.grid(*size)
+            assert matrix.granularity is quantizer.granularity
             assert matrix.dequantize().shape == size
 
 
-@pytest.mark.parametrize("module", [per_tensor_casts, rowwise, blockwise], ids=lambda module: module.__name__)
+FINE = (mxfp8, nvfp4)
+
+
+@pytest.mark.parametrize("module", [per_tensor_casts, rowwise, blockwise, *FINE], ids=lambda module: module.__name__)
 def test_every_reference_cast_has_a_kernel_with_its_parameters(module: Any) -> None:
-    kernels = pytest.importorskip("megafp8.kernels.quantize")
+    kernels = pytest.importorskip(f"megafp8.kernels.{'fine_blocks' if module in FINE else 'quantize'}")
     casts = [f for f in vars(module).values() if inspect.isfunction(f) and "source" in inspect.signature(f).parameters]
-    public = [f for f in casts if f.__module__ == module.__name__ and not f.__name__.startswith("_")]
+    public = [f for f in casts if f.__module__ == module.__name__ and not f.__name__.startswith(("_", "block_scaled"))]
     assert public
     for cast in public:
         expected = inspect.signature(cast).parameters
@@ -404,12 +426,15 @@ def _shards_are_cast_as_in_the_whole(case: str) -> bool:
         assert own.for_sharded_input(world) is not None
         made = own(Plain(whole[part].contiguous()), rowwise=True, columnwise=not own.per_tensor)
         expected = of_whole(Plain(whole), rowwise=True, columnwise=True)
-        np.testing.assert_array_equal(bytes_of(made.rowwise.data), bytes_of(expected.rowwise.data[part]))
+        dequantized = own.granularity is DEQUANTIZED
+        if not dequantized:
+            np.testing.assert_array_equal(bytes_of(made.rowwise.data), bytes_of(expected.rowwise.data[part]))
         if own.per_tensor:
             assert torch.equal(made.rowwise.scale_inv, expected.rowwise.scale_inv)
             continue
         assert torch.equal(made.rowwise.dequantize(), expected.rowwise.dequantize()[part])
-        np.testing.assert_array_equal(bytes_of(made.columnwise.data), bytes_of(expected.columnwise.data[:, part]))
+        if not dequantized:
+            np.testing.assert_array_equal(bytes_of(made.columnwise.data), bytes_of(expected.columnwise.data[:, part]))
         assert torch.equal(made.columnwise.dequantize(), expected.columnwise.dequantize()[:, part])
     return aligned is not None
 
@@ -600,16 +625,20 @@ def test_capabilities_are_what_the_quantizers_do(name: str) -> None:
     capabilities = recipe.capabilities
     x = spread(256, 256, seed=1)
     for operand, quantizer in zip(OPERANDS, quantizers(name), strict=True):
-        made, again = (quantizer(Plain(x), rowwise=True, columnwise=True) for _ in range(2))
         granularity = getattr(capabilities.granularity, operand)
+        assert quantizer.granularity is (granularity if on_hopper(granularity) else DEQUANTIZED)
+        dequantized = quantizer(Plain(x), rowwise=True, columnwise=True)
+        assert dequantized.rowwise.granularity is dequantized.columnwise.granularity is quantizer.granularity
+        quantizer = replace(quantizer, tensor=replace(quantizer.tensor, block_scaled=True))  # as on Blackwell
+        made, again = (quantizer(Plain(x), rowwise=True, columnwise=True) for _ in range(2))
         assert made.rowwise.granularity is made.columnwise.granularity is recipe.granularity(operand) is granularity
-        assert granularity.two_level == (made.rowwise.tensor_scale is not None)
+        assert granularity.two_level == (made.rowwise.tensor_scale_inv is not None)
         assert quantizer.per_tensor == capabilities.per_tensor == (made.rowwise.scale_inv.numel() == 1)
         assert quantizer.shard_alignment == (capabilities.shard_alignment or 1)
         is_transpose = torch.equal(made.columnwise.dequantize().t(), made.rowwise.dequantize())
         assert is_transpose == (capabilities.per_tensor or (granularity.rows or 0) > 1)
         differs = not torch.equal(made.rowwise.dequantize(), again.rowwise.dequantize())
-        assert differs == (capabilities.stochastic_rounding and operand == "grad_output")
+        assert differs == (name == "nvfp4" and operand == "grad_output")
         assert made.rowwise.data.float().unique().numel() <= 2**capabilities.bits
     manager = Fp8Manager(recipe, amax_group=None)
     LinearLayer(manager)

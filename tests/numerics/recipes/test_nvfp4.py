@@ -14,10 +14,11 @@ from megafp8.fp8 import E4M3, NVFP4Scaling
 from megafp8.numerics.formats import E2M1
 from megafp8.numerics.quantize import amax
 from megafp8.numerics.recipes.nvfp4 import hadamard_transform, quantize_nvfp4, round_to_e2m1
-from megafp8.numerics.stochastic_rounding import noise_key
+from megafp8.numerics.stochastic_rounding import Noise
 from tests.fp8.reference import E2M1_VALUES, finite_values, spread, to_e2m1
 from tests.linear.test_linear import assert_product, managed, run
 from tests.numerics.recipes.test_conformance import check_cast, nv, tensors
+from tests.numerics.test_stochastic_rounding import made_noise
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WEIGHT = pytest.mark.parametrize("weight", [False, True], ids=["1x16", "16x16"])
@@ -79,8 +80,8 @@ def test_block_scales_at_every_value_and_midpoint(weight: bool, device: str) -> 
     x[0, ::16] = torch.from_numpy(points).float()
     made = quantize_nvfp4(x.to(device), weight=weight, stochastic=None)
     check_cast(made, x, nv(weight))
-    assert made.tensor_scale is not None
-    assert made.tensor_scale.item() == 1
+    assert made.tensor_scale_inv is not None
+    assert made.tensor_scale_inv.item() == 1
 
 
 @WEIGHT
@@ -128,7 +129,8 @@ def test_stochastic_rounding_is_unbiased(device: str) -> None:
     row = torch.tensor([6, 5.9, 5.0, 4.1, 3.7, 3.0, 2.2, 1.9, 1.6, 1.0, 0.6, 0.3, 0.01, 0.0, -0.2, -4.7])
     x = row.repeat(n + 1, 1)
     x[-1] *= 448
-    scaled = quantize_nvfp4(x.to(device), weight=False, stochastic=noise_key(3, 1, "dy"))
+    noise = Noise(*(x if isinstance(x, tuple) else x.to(device) for x in made_noise("dy", step=1, seed=3)))
+    scaled = quantize_nvfp4(x.to(device), weight=False, stochastic=noise)
     assert (scaled.scale_inv[:-1] == 1).all()
     values = scaled.data[:-1].double().cpu()
     step = torch.where(row.abs() < 2, 0.5, torch.where(row.abs() < 4, 1.0, 2.0)).double()
@@ -140,11 +142,11 @@ def test_stochastic_rounding_is_unbiased(device: str) -> None:
     assert ((to_nearest - row).abs() > 5 * deviation)[part > 0].any()
 
 
-def test_noise_is_a_function_of_the_key() -> None:
+def test_noise_is_a_function_of_its_place() -> None:
     x = spread(32, 32, seed=1)
 
     def data(step: int) -> Tensor:
-        scaled = quantize_nvfp4(x, weight=False, stochastic=noise_key(0, step, "dy"))
+        scaled = quantize_nvfp4(x, weight=False, stochastic=made_noise("dy", step))
         return scaled.data.float()
 
     assert torch.equal(data(0), data(0))
@@ -189,8 +191,8 @@ def test_an_outlier_is_spread_over_its_block_and_the_product_stays() -> None:
 
 
 def cast_gradient(dy: Tensor, microbatch: int, step: int = 0, seed: int = 0) -> Tensor:
-    key = noise_key(seed, step, f"layer.grad_output\0{microbatch}\0rows")
-    return quantize_nvfp4(dy, weight=False, stochastic=key).dequantize(torch.float64)
+    noise = made_noise("layer.grad_output", step, microbatch, seed)
+    return quantize_nvfp4(dy, weight=False, stochastic=noise).dequantize(torch.float64)
 
 
 def test_each_microbatch_and_step_is_rounded_anew() -> None:

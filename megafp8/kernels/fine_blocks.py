@@ -1,0 +1,456 @@
+"""Casts by blocks of 16 (NVFP4) and 32 (MXFP8), dequantized to bf16 for tensor cores that do not take such blocks.
+
+References: the functions of these names in `megafp8.numerics.recipes.nvfp4` and `mxfp8`, bit for bit.
+
+A program reads a tile of the source from memory once and writes it twice, in the order in which it lies: with blocks
+along its columns and with blocks along its rows. GEMMs in bf16 take either operand transposed, so nothing is transposed
+here.
+
+NVFP4 transforms 16 rows of a column before it casts them. So its tile is held as 16 tiles of interleaved rows, 0, 16,
+32, ..., then 1, 17, 33, ... and so on: the transform and the amaxes of columns combine whole tiles, element by element,
+in a thread's registers. Blocks along a row belong to a few neighbouring threads; a few rows at a time are read again,
+from the cache, since casting both ways at once would take more registers than there are.
+
+Arithmetic. A value is rounded to a format by adding and subtracting a power of two, 2^23 times the distance of the
+format's values there, which rounds to nearest even as fp32 does. Dividing by a block scale b of NVFP4 takes the
+reciprocal r of b, rounded to nearest, which a block has in common, and three instructions: q = y·r, then
+q + (y - b·q)·r in fused arithmetic, which is y / b rounded to nearest (Markstein 1990). Values beyond the format's
+range are cut off before, so that nothing overflows.
+
+Stochastic rounding takes a word of Philox for each value in either orientation: four neighbours in a row, or in a
+column, share one call.
+
+Shapes: r rows, c columns of a part of the source; q groups of 16 rows.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megafp8.kernels.arithmetic import INTERPRETED, atomic_amax, ceil_div, magnitude_bits, reciprocal, scale_from_amax
+from megafp8.kernels.launch import BoundKernel, Kernel
+from megafp8.kernels.quantize import inputs_of
+from megafp8.kernels.tiles import compute, part_columns, store_rowwise
+from megafp8.numerics.formats import Format
+from megafp8.numerics.sources import GatedGrad, Plain, QKVGrad, Source
+from megafp8.numerics.stochastic_rounding import TensorNoise
+from megafp8.numerics.tensor import DEQUANTIZED, QuantizedTensor, ScaledTensor
+from megafp8.philox import Key
+
+_NOISE_NUMBERS = ("row_key0", "row_key1", "column_key0", "column_key1")
+
+
+@triton.jit
+def _interleaved(inputs, i0, q, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
+                 INTERPRETED: tl.constexpr):  # fmt: skip
+    """Both parts of the source as 16 tiles each, of the rows i0 + 16q, i0 + 16q + 1, ..."""
+    first, second = (), ()
+    for k in tl.static_range(16):
+        y, z = compute(inputs, i0, 16 * q + k, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
+        first += (y,)  # type: ignore[assignment]
+        second += (z,)  # type: ignore[assignment]
+    return first, second
+
+
+@triton.jit
+def _butterflies(z, DISTANCE: tl.constexpr):
+    """Sums and differences of those of 16 tiles that are DISTANCE apart."""
+    w = ()
+    for k in tl.static_range(16):
+        w += (z[k - DISTANCE] - z[k] if k & DISTANCE else z[k] + z[k + DISTANCE],)  # type: ignore[assignment]
+    return w
+
+
+@triton.jit
+def _transformed(y, whole):
+    """The Hadamard transform of 16 tiles, where `whole`; else the tiles."""
+    z = ()
+    for k in tl.static_range(16):
+        z += (y[k] * 0.25,)
+    z = _butterflies(_butterflies(_butterflies(_butterflies(z, 1), 2), 4), 8)
+    w = ()
+    for k in tl.static_range(16):
+        w += (tl.where(whole, z[k], y[k]),)
+    return w
+
+
+@triton.jit
+def _amax_of_tiles(y):
+    """Elementwise maximum of the `magnitude_bits` of tiles."""
+    bits = magnitude_bits(y[0])
+    for k in tl.static_range(1, len(y)):
+        bits = tl.maximum(bits, magnitude_bits(y[k]))
+    return bits
+
+
+@triton.jit
+def _signed(size, x):
+    """Magnitudes with the signs of x."""
+    bits = size.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rounded(size, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
+    """Magnitudes rounded to nearest even: to MANTISSA bits after the first, below 2^LEAST as from 2^LEAST on."""
+    power = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, (LEAST + 127) << 23)
+    shift = (power + ((23 - MANTISSA) << 23)).to(tl.float32, bitcast=True)
+    return (size + shift) - shift
+
+
+@triton.jit
+def _mx_scales(bits, FP8_MAX: tl.constexpr):
+    """2^(127 - e) and 2^(e - 127) of blocks with these amaxes, given as `magnitude_bits`: `mxfp8.quantize_mxfp8`.
+
+    FP8_MAX is 1.75 · 2^EXPONENT, so the exponent of amax / FP8_MAX, rounded up, is the difference of the exponents, one
+    more where amax's mantissa is above 1.75: adding 0.25 less one bit carries then. One amax, the next after
+    FP8_MAX · 2^-127, has a quotient that fp32 rounds to 2^-127.
+    """
+    EXPONENT: tl.constexpr = (15 if FP8_MAX == 57344.0 else 8) << 23
+    bits -= (bits == EXPONENT + 0x600001).to(tl.int32)
+    up = tl.maximum(((bits + 0x1FFFFF) & 0x7F800000) - EXPONENT, 0)
+    up = tl.where(bits >= 0x7F800000, 0x7F000000, up)
+    down = 0x7F000000 - up
+    scale = tl.where(down == 0, 0x00400000, down).to(tl.float32, bitcast=True)
+    return scale, tl.where(up == 0, 0x00400000, up).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mx(x, scale, scale_inv, FP8_MAX: tl.constexpr):
+    """x, cast by its block's scale and back."""
+    MANTISSA: tl.constexpr = 2 if FP8_MAX == 57344.0 else 3
+    LEAST: tl.constexpr = -14 if FP8_MAX == 57344.0 else -6
+    size = tl.minimum(tl.abs(x * scale), FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return _signed(_rounded(size, MANTISSA, LEAST) * scale_inv, x)
+
+
+@triton.jit
+def _quotient(a, b, inverse, INTERPRETED: tl.constexpr):
+    """a / b rounded to nearest; `inverse`: 1 / b, rounded so."""
+    if INTERPRETED:
+        return tl.div_rn(a, b)
+    quotient = a * inverse
+    return tl.fma(tl.fma(-b, quotient, a), inverse, quotient)
+
+
+@triton.jit
+def _nv_scales(bits, tensor_scale, INTERPRETED: tl.constexpr):
+    """b and 1 / b of blocks with these amaxes, given as `magnitude_bits`; 1 / b is 1 where b is 0."""
+    size = tl.minimum(tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True) * tensor_scale, 2688.0)
+    b = _rounded(_quotient(size, 6.0, 0.16666667, INTERPRETED), 3, -6)
+    return b, reciprocal(tl.where(b == 0.0, 1.0, b), INTERPRETED)
+
+
+@triton.jit
+def _nv(x, tensor_scale, b, inverse, word, NOISE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """x · S, cast by its block's scale b, times b. `word`: the upper 24 bits decide how it is rounded, if NOISE."""
+    size = tl.minimum(tl.abs(x * tensor_scale), 6.0 * b, propagate_nan=tl.PropagateNan.ALL)
+    size = _quotient(size, tl.where(b == 0.0, 1.0, b), inverse, INTERPRETED)
+    if NOISE:
+        bits = size.to(tl.int32, bitcast=True)
+        down = tl.where(size < 1.0, tl.where(size < 0.5, 0.0, 0.5), (bits & -0x400000).to(tl.float32, bitcast=True))
+        step = tl.where(size < 2.0, 0.5, tl.where(size < 4.0, 1.0, 2.0))
+        words_per_unit = tl.where(size < 2.0, 33554432.0, tl.where(size < 4.0, 16777216.0, 8388608.0))  # 2^24 / step
+        up = (word >> 8).to(tl.int32, bitcast=True).to(tl.float32) < (size - down) * words_per_unit
+        size = tl.where(size == size, tl.where(up, down + step, down), size)
+    else:
+        size = _rounded(size, 1, 0)
+    return tl.where(b == 0.0, 0.0, _signed(size * b, x))
+
+
+@triton.jit
+def _row_words(row, at, j, width, noise, GROUPED: tl.constexpr):
+    """Words `[q, j]` for the elements of rows `row`, columns at + j, of a matrix with `width` columns."""
+    step, microbatch, key0, key1 = noise
+    COLUMNS: tl.constexpr = j.shape[0]
+    if GROUPED:
+        quad = (at // 4 + tl.arange(0, COLUMNS // 4))[None, :]
+        group = (row[:, None] * (width // 4) + quad).to(tl.uint32, bitcast=True)
+        zero = group * 0
+        w0, w1, w2, w3 = tl.philox_impl(group, zero, zero + step, zero + microbatch, key0, key1)
+        return tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(row.shape[0], COLUMNS)
+    return _word_of(row.to(tl.int64)[:, None] * width + (at + j)[None, :], noise)
+
+
+@triton.jit
+def _column_words(row, column, r, noise, GROUPED: tl.constexpr):
+    """Words `[q, j]` four times, for the elements of rows `row`, row + 1, row + 2, row + 3 of the transposed matrix."""
+    step, microbatch, key0, key1 = noise
+    if GROUPED:
+        group = (column[None, :] * (r // 4) + (row // 4)[:, None]).to(tl.uint32, bitcast=True)
+        zero = group * 0
+        return tl.philox_impl(group, zero, zero + step, zero + microbatch, key0, key1)
+    element = column.to(tl.int64)[None, :] * r + row[:, None]
+    first, second = _word_of(element, noise), _word_of(element + 1, noise)
+    return first, second, _word_of(element + 2, noise), _word_of(element + 3, noise)
+
+
+@triton.jit
+def _word_of(element, noise):
+    """The word of any element, int64."""
+    step, microbatch, key0, key1 = noise
+    group = (element >> 2).to(tl.uint32)
+    zero = group * 0
+    w0, w1, w2, w3 = tl.philox_impl(group, zero, zero + step, zero + microbatch, key0, key1)
+    place = (element & 3).to(tl.int32)
+    return tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3)))
+
+
+@triton.jit
+def _noise(step, microbatch, key0, key1):
+    return (
+        tl.load(step).to(tl.uint32),
+        tl.load(microbatch).to(tl.uint32),
+        key0.to(tl.uint32, bitcast=True),
+        key1.to(tl.uint32, bitcast=True),
+    )
+
+
+def _mx_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, columnwise, scale_inv, r, c, a, g, b,
+               stride_s, stride_b, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
+               ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, FP8_MAX: tl.constexpr, INTERPRETED: tl.constexpr,
+               TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
+    """One tile of each part of the source."""
+    i0, j0 = tl.program_id(1) * TILE_R, tl.program_id(0) * TILE_C
+    i, j = tl.arange(0, TILE_R), tl.arange(0, TILE_C)
+    tl.store(scale_inv, 1.0, mask=i0 + j0 == 0)
+    inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
+    parts = compute(inputs, i0, i, j0, j, r, c, (a, g, b, stride_s, stride_b), SOURCE, FUNCTION, HALF, INTERPRETED)
+    for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
+        y = parts[part]
+        at, end, width = part_columns(j0, c, part, SOURCE, HALF)
+        if ROWWISE:
+            x = y.reshape(TILE_R, TILE_C // 32, 32)
+            scale, inverse = _mx_scales(tl.max(magnitude_bits(x), axis=2, keep_dims=True), FP8_MAX)
+            value = _mx(x, scale, inverse, FP8_MAX).reshape(TILE_R, TILE_C)
+            store_rowwise(rowwise, value.to(rowwise.dtype.element_ty), i0, i, at, j, r, end, width)
+        if COLUMNWISE:
+            x = y.reshape(TILE_R // 32, 32, TILE_C)
+            scale, inverse = _mx_scales(tl.max(magnitude_bits(x), axis=1, keep_dims=True), FP8_MAX)
+            value = _mx(x, scale, inverse, FP8_MAX).reshape(TILE_R, TILE_C)
+            store_rowwise(columnwise, value.to(columnwise.dtype.element_ty), i0, i, at, j, r, end, width)
+
+
+def _nv_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, amaxes, r, c, a, g, b, stride_s, stride_b,
+                    SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr, TRANSFORMED: tl.constexpr,
+                    INTERPRETED: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+                    DOWN: tl.constexpr):  # fmt: skip
+    """DOWN tiles below each other of each part of the source."""
+    i0, j0 = tl.program_id(1) * DOWN * TILE_R, tl.program_id(0) * TILE_C
+    q, j = tl.arange(0, TILE_R // 16), tl.arange(0, TILE_C)
+    inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
+    of_values = tl.zeros([TILE_R // 16, TILE_C], dtype=tl.int32)
+    of_transformed = tl.zeros([TILE_R // 16, TILE_C], dtype=tl.int32)
+    for _ in range(DOWN):
+        parts = _interleaved(inputs, i0, q, j0, j, r, c, (a, g, b, stride_s, stride_b), SOURCE, FUNCTION, HALF,
+                             INTERPRETED)  # fmt: skip
+        for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
+            of_values = tl.maximum(of_values, _amax_of_tiles(parts[part]))
+            if TRANSFORMED:
+                z = _transformed(parts[part], (i0 + 16 * q + 16 <= r)[:, None])
+                of_transformed = tl.maximum(of_transformed, _amax_of_tiles(z))
+        i0 += TILE_R
+    atomic_amax(amaxes, tl.max(of_values), None)
+    if TRANSFORMED:
+        atomic_amax(amaxes + 1, tl.max(of_transformed), None)
+
+
+@triton.jit
+def _nv_rows(y, i, at, j, width, scale, noise, WEIGHT: tl.constexpr, NOISE: tl.constexpr, GROUPED: tl.constexpr,
+             INTERPRETED: tl.constexpr):  # fmt: skip
+    """Values `[i, j]` cast by blocks along rows; by squares of 16×16 if WEIGHT."""
+    ROWS: tl.constexpr = y.shape[0]
+    COLUMNS: tl.constexpr = y.shape[1]
+    HEIGHT: tl.constexpr = 16 if WEIGHT else 1
+    x = y.reshape(ROWS // HEIGHT, HEIGHT, COLUMNS // 16, 16)
+    amax = tl.max(magnitude_bits(x), axis=3, keep_dims=True)
+    if WEIGHT:
+        amax = tl.max(amax, axis=1, keep_dims=True)
+    block, inverse = _nv_scales(amax, scale, INTERPRETED)
+    word = 0
+    if NOISE:
+        word = _row_words(i, at, j, width, noise, GROUPED).reshape(ROWS, 1, COLUMNS // 16, 16)
+    return _nv(x, scale, block, inverse, word, NOISE, INTERPRETED).reshape(ROWS, COLUMNS)
+
+
+def _nv_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, columnwise, scale_inv, amaxes, step,
+               microbatch, r, c, a, g, b, stride_s, stride_b, row_key0, row_key1, column_key0, column_key1,
+               SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr, WEIGHT: tl.constexpr,
+               ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, NOISE: tl.constexpr, ROW_GROUPS: tl.constexpr,
+               COLUMN_GROUPS: tl.constexpr, INTERPRETED: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+               CHUNK: tl.constexpr):  # fmt: skip
+    """One tile of each part of the source, the last first, as the amaxes' kernel has left those in the cache.
+
+    Columns are cast first, then CHUNK rows after the other, which are read from the cache.
+    """
+    i0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE_R
+    j0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_C
+    q, j = tl.arange(0, TILE_R // 16), tl.arange(0, TILE_C)
+    scale = scale_from_amax(tl.load(amaxes), 2688.0, 0.0, False)
+    column_scale = scale_from_amax(tl.load(amaxes + 1), 2688.0, 0.0, False)
+    tl.store(scale_inv, tl.div_rn(1.0, scale), mask=i0 + j0 == 0)
+    tl.store(scale_inv + 1, tl.div_rn(1.0, column_scale), mask=i0 + j0 == 0)
+    inputs, heads = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c), (a, g, b, stride_s, stride_b)
+    if COLUMNWISE:
+        noise = _noise(step, microbatch, column_key0, column_key1)
+        parts = _interleaved(inputs, i0, q, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
+        for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
+            at, end, width = part_columns(j0, c, part, SOURCE, HALF)
+            z = _transformed(parts[part], (i0 + 16 * q + 16 <= r)[:, None])
+            block, inverse = _nv_scales(_amax_of_tiles(z), column_scale, INTERPRETED)
+            for fourth in tl.static_range(4):
+                words = (0, 0, 0, 0)
+                if NOISE:
+                    words = _column_words(i0 + 16 * q + 4 * fourth, at + j, r, noise, COLUMN_GROUPS)
+                for k in tl.static_range(4):
+                    value = _nv(z[4 * fourth + k], column_scale, block, inverse, words[k], NOISE, INTERPRETED)
+                    store_rowwise(columnwise, value.to(columnwise.dtype.element_ty), i0, 16 * q + 4 * fourth + k, at,
+                                  j, r, end, width)  # fmt: skip
+    if ROWWISE:
+        row_noise = _noise(step, microbatch, row_key0, row_key1)
+        for first in range(0, TILE_R, CHUNK):
+            i = first + tl.arange(0, CHUNK)
+            rows = compute(inputs, i0, i, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
+            for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
+                at, end, width = part_columns(j0, c, part, SOURCE, HALF)
+                cast_rows = _nv_rows(rows[part], i0 + i, at, j, width, scale, row_noise, WEIGHT, NOISE, ROW_GROUPS,
+                                 INTERPRETED)  # fmt: skip
+                store_rowwise(rowwise, cast_rows.to(rowwise.dtype.element_ty), i0, i, at, j, r, end, width)
+
+
+_MX, _NV_AMAX, _NV = Kernel(_mx_kernel), Kernel(_nv_amax_kernel), Kernel(_nv_kernel, do_not_specialize=_NOISE_NUMBERS)
+
+
+class Tile(NamedTuple):
+    """Elements of a program's tile for each row of a block, its columns at most, and warps."""
+
+    elements: int
+    columns: int
+    warps: int = 4
+
+
+TILES = {
+    "mx": Tile(128, 128, 2), "mx_parts": Tile(128, 128),
+    "nv_amax": Tile(512, 512), "nv_amax_parts": Tile(256, 256),
+    "nv": Tile(256, 256), "nv_parts": Tile(256, 256, 8),
+}  # fmt: skip
+"""By kernel; "parts": of sources with two parts. Measured on H200 (docs/measurements/2026-11-26-fp4-on-hopper)."""
+
+
+@cache
+def _bound(
+    kernel: Kernel, tile: Tile, block: int, kind: str, function: str, half: int, constants: tuple[tuple[str, Any], ...]
+) -> tuple[BoundKernel, int, int]:
+    """The kernel for sources of this kind; rows and columns of a program."""
+    columns = min(tile.columns, half) if half else tile.columns
+    rows = tile.elements // columns * block
+    if kernel is _NV:
+        constants += (("CHUNK", 16 if dict(constants)["WEIGHT"] else min(rows, max(1, 4 * tile.elements // columns))),)
+    bound = kernel.bind(
+        SOURCE=kind, FUNCTION=function, HALF=half, INTERPRETED=INTERPRETED, TILE_R=rows, TILE_C=columns,
+        num_warps=tile.warps, enable_fp_fusion=False, **dict(constants),
+    )  # fmt: skip
+    return bound, rows, columns
+
+
+def _launch(
+    kernel: Kernel, what: str, block: int, source: Source, tensors: tuple[Tensor, ...], *numbers: int, **constants: Any
+) -> None:
+    """Launch `kernel`, called `what` in `TILES`, on tiles of whole blocks of the source."""
+    kind, inputs, width, function, heads, half = inputs_of(_whole_blocks(source, block))
+    tile = TILES[f"{what}_parts" if kind in ("gated_grad", "qkv_grad") else what]
+    bound, rows, columns = _bound(kernel, tile, block, kind, function, half, tuple(constants.items()))
+    r = source.shape[0]
+    down = ceil_div(r, rows * constants.get("DOWN", 1))
+    bound.launch((ceil_div(width, columns), down), (*inputs, *tensors), (r, width, *heads, *numbers))
+
+
+def _whole_blocks(source: Source, block: int) -> Source:
+    """`source`, or its values where its two parts would share a block."""
+    if isinstance(source, QKVGrad):
+        half = source.dq_sbad.shape[3] // 2
+        split = half % block or half & (half - 1)  # tiles are powers of two wide
+    else:
+        split = isinstance(source, GatedGrad) and source.shape[1] % (2 * block)
+    return Plain(source.values()) if split else source
+
+
+def _outputs(source: Source, rowwise: bool, columnwise: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Matrices to be written, in fp32 for the interpreter, which rounds to bf16 incorrectly."""
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    by_rows, by_columns = (
+        torch.empty(source.shape, dtype=dtype, device=source.device) if wanted else None
+        for wanted in (rowwise, columnwise)
+    )
+    return by_rows, by_columns
+
+
+def _dequantized(data_rc: Tensor | None, scale_inv: Tensor, *, transposed: bool) -> ScaledTensor | None:
+    if data_rc is None:
+        return None
+    data_rc = data_rc.to(torch.bfloat16)
+    return ScaledTensor(data_rc.t() if transposed else data_rc, scale_inv, DEQUANTIZED)
+
+
+def cast_mxfp8(source: Source, fmt: Format, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+    by_rows, by_columns = _outputs(source, rowwise, columnwise)
+    if 0 in source.shape:
+        scale_inv = torch.ones((), dtype=torch.float32, device=source.device)
+    else:
+        scale_inv = torch.empty((), dtype=torch.float32, device=source.device)
+        outputs = tuple(scale_inv if data is None else data for data in (by_rows, by_columns))
+        _launch(
+            _MX, "mx", 32, source, (*outputs, scale_inv), ROWWISE=rowwise, COLUMNWISE=columnwise, FP8_MAX=fmt.max
+        )  # fmt: skip
+    return QuantizedTensor(
+        _dequantized(by_rows, scale_inv, transposed=False), _dequantized(by_columns, scale_inv, transposed=True)
+    )
+
+
+def nvfp4_amaxes(source: Source, *, transformed: bool) -> Tensor:
+    amaxes = torch.zeros(2, dtype=torch.float32, device=source.device)
+    if 0 not in source.shape:
+        _launch(_NV_AMAX, "nv_amax", 16, source, (amaxes.view(torch.int32),), TRANSFORMED=transformed, DOWN=8)
+    return amaxes
+
+
+def cast_nvfp4(
+    source: Source, amaxes: Tensor, noise: TensorNoise | None, *, weight: bool, rowwise: bool, columnwise: bool
+) -> QuantizedTensor:
+    by_rows, by_columns = _outputs(source, rowwise or weight, columnwise and not weight)
+    r, c = source.shape
+    if r * c == 0:
+        scale_inv = torch.ones(2, dtype=torch.float32, device=source.device)
+    else:
+        scale_inv = torch.empty(2, dtype=torch.float32, device=source.device)
+        outputs = tuple(scale_inv if data is None else data for data in (by_rows, by_columns))
+        clocks, keys = (scale_inv, scale_inv), (0, 0, 0, 0)
+        if noise is not None:
+            clocks = noise.rowwise.step, noise.rowwise.microbatch
+            keys = _numbers(noise.rowwise.key, noise.columnwise.key)
+        _launch(
+            _NV, "nv", 16, source, (*outputs, scale_inv, amaxes.view(torch.int32), *clocks), *keys,
+            WEIGHT=weight, ROWWISE=rowwise or weight, COLUMNWISE=columnwise and not weight, NOISE=noise is not None,
+            ROW_GROUPS=c % 4 == 0, COLUMN_GROUPS=r % 4 == 0,
+        )  # fmt: skip
+    if weight:
+        made = _dequantized(by_rows, scale_inv[0], transposed=False)
+        assert made is not None
+        return QuantizedTensor(made if rowwise else None, made._replace(data=made.data.t()) if columnwise else None)
+    return QuantizedTensor(
+        _dequantized(by_rows, scale_inv[0], transposed=False), _dequantized(by_columns, scale_inv[1], transposed=True)
+    )
+
+
+@cache
+def _numbers(rows: Key, columns: Key) -> tuple[int, int, int, int]:
+    """Keys as 32-bit integers with a sign."""
+    a, b, c, d = np.array([*rows, *columns], dtype=np.uint32).view(np.int32).tolist()
+    return a, b, c, d
