@@ -47,7 +47,10 @@ def keep_layers(config: Config, stages: int) -> Kept:
     _, ranges = stages_of(config)
     ranges[-1] = range(ranges[-1].start, model.num_blocks)
     named = {int(number) for pattern in patterns_of(config) for number in _NUMBER.findall(pattern)}
-    kinds = [(model.layer_kind(i), i if i in named else None) for i in range(model.num_blocks)]
+    kinds = [
+        (model.layer_kind(i), i if i in named else None, _keeps_high_precision(config, i))
+        for i in range(model.num_blocks)
+    ]
     sizes = sorted({len(layers) for layers in ranges})
     chosen = _spread(ranges, stages)
     kept = []
@@ -65,6 +68,12 @@ def keep_layers(config: Config, stages: int) -> Kept:
     for numbers in kept:  # whose keys and values others read
         numbers |= {source for source in (_kv_layer(model, i) for i in numbers) if source is not None}
     return Kept(sorted(set[int]().union(*kept)), [len(numbers) for numbers in kept])
+
+
+def _keeps_high_precision(config: Config, layer: int) -> bool:
+    """Whether a layer is one of the first or last ones, which have no FP8."""
+    f = config.fp8
+    return layer < f.first_blocks_bf16 or layer >= config.model.num_blocks - f.last_blocks_bf16
 
 
 def _kv_layer(model: ModelConfig, layer: int) -> int | None:
@@ -128,6 +137,5 @@ def layer_keys(config: Config, kept: Kept) -> Iterator[tuple[str, Any]]:
         yield "parallel.recompute_blocks", min(p.recompute_blocks, max(1, largest - 1))
     if type(p.offload) is int:
         yield "parallel.offload", min(p.offload, max(1, largest - 1))
-    for key in ("first_blocks_bf16", "last_blocks_bf16"):
-        if getattr(config.fp8, key):
-            yield f"fp8.{key}", 1
+    yield "fp8.first_blocks_bf16", sum(i < config.fp8.first_blocks_bf16 for i in layers)
+    yield "fp8.last_blocks_bf16", sum(i >= model.num_blocks - config.fp8.last_blocks_bf16 for i in layers)

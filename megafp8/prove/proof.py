@@ -120,13 +120,16 @@ def comparable_fp8(config: Config, ranks: int) -> Fp8Subject:
     parallel, fp8 = p.model_copy(update=axes), config.fp8
     for axis in axes:
         ranks //= getattr(p, axis)
-    while (ranks // p.pipeline) % parallel.expert_ranks:  # experts were on ranks of these axes
-        ranks *= 2
+    ranks = p.pipeline * math.lcm(ranks // p.pipeline, parallel.expert_ranks)  # experts were on ranks of these axes
     of_several = (parallel.tensor * parallel.context) % parallel.expert_ranks > 0
-    if config.model.moe is not None and of_several and EXPERTS not in fp8.exclude:
+    has_experts = any(config.model.moe_of(layer) is not None for layer in config.model.layers)
+    if has_experts and of_several and EXPERTS not in fp8.exclude:
         fp8 = fp8.model_copy(update={"exclude": [*fp8.exclude, EXPERTS]})
         notes.append("without FP8 in experts, which receive tokens of several micro-batches")
-    return Fp8Subject(config.model_copy(update={"parallel": parallel, "fp8": fp8}), ranks, notes)
+    data = ranks // (parallel.tensor * parallel.context * parallel.pipeline)
+    batch = math.lcm(config.training.global_batch_size, config.training.micro_batch_size * data)
+    training = config.training.model_copy(update={"global_batch_size": batch})
+    return Fp8Subject(config.model_copy(update={"parallel": parallel, "fp8": fp8, "training": training}), ranks, notes)
 
 
 def with_experts_of_one_microbatch(config: Config) -> Config | None:

@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from megafp8.config import Config, ConfigError, check_layout, fewest_ranks, load_config
+from megafp8.config import Config, ConfigError, Problem, check_layout, fewest_ranks, load_config
 from megafp8.config.reader import section_of
 from megafp8.section import Section
 from megafp8.training.fp8_config import build_fp8, check_recipe
@@ -73,6 +73,10 @@ class Composition:
         config = self.unchecked
         check_layout(config, self.ranks)
         check_recipe(config, config.name)
+        try:
+            build_fp8(config, None)
+        except ValueError as error:  # patterns of layers that the model lacks, which a run refuses after its config
+            raise ConfigError(config.name, [Problem("fp8", "set", str(error), "leave it out")]) from None
         return config
 
     @property
@@ -182,8 +186,8 @@ def draw(random: Random, base: str | None = None) -> Composition:
         refused = [x for x in refused if x is not needed] if needed else [*refused, change][-REMEMBERED:]
     composition = Composition(base, draft.ranks, draft.overrides)
     try:
-        build_fp8(composition.config, None)
-    except ValueError:  # patterns of layers that the model lacks, which a run refuses after its config
+        _ = composition.config
+    except ConfigError:
         return draw(random, base)
     return composition
 

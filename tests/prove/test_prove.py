@@ -26,7 +26,8 @@ QUICKEST = TIED | DELAYED | TP2 | MASKED
 
 def first_difference(preset: Preset, ranks: Ranks, fault: str, timeout: float = 60.0) -> Row:
     """The first row that has not passed."""
-    rows = checks(config_of(preset), preset.ranks, timeout=timeout, around=FAULTS[fault], local_ranks=ranks)
+    config = config_of(preset, fp8={"amax_history_len": 1024})  # not all recipes have one
+    rows = checks(config, preset.ranks, timeout=timeout, around=FAULTS[fault], local_ranks=ranks)
     return next(row for row in rows if not row.passed)
 
 

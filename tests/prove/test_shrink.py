@@ -121,7 +121,7 @@ def test_layers_whose_keys_others_read_stay() -> None:
 
 def test_numbers_in_patterns() -> None:
     given_config = config(
-        model={"num_layers": 12}, fp8={"recipe": "current", "exclude": ["layers.7.*", "*.mlp.down"]},
+        model={"num_layers": 12}, fp8={"recipe": "current", "amax_history_len": 1024, "exclude": ["layers.7.*", "*.mlp.down"]},
     )  # fmt: skip
     small = shrink(given_config).config
     kept = keep_layers(given_config, 1)
@@ -214,7 +214,7 @@ def test_a_config_that_cannot_run_is_refused() -> None:
 
 
 def test_fp8_without_the_axes_that_cut_what_has_one_scale() -> None:
-    small = shrink(config_of(MOE | ROWWISE | TP2 | DP2 | EP4), 4)
+    small = shrink(config_of(MOE | ROWWISE | TP2 | DP2 | EP4, fp8={"amax_history_len": 1024}), 4)
     comparable = comparable_fp8(small.config, small.ranks)
     assert comparable.config.parallel.tensor == 1
     assert "without tensor parallelism" in comparable.notes[0]
