@@ -25,8 +25,8 @@ FAULTY = Composition("gpt", 2, {"parallel.tensor": 2, "model.norm_eps": 5e-6, "m
 
 
 def test_draws_are_those_of_the_seed() -> None:
-    found = [draw(Random(f"3/{i}")) for i in range(12)]
-    assert found == [draw(Random(f"3/{i}")) for i in range(12)]
+    found = [draw(Random(f"3/{i}")) for i in range(4)]
+    assert found == [draw(Random(f"3/{i}")) for i in range(4)]
     assert max(x.ranks for x in found) <= max(LARGEST)
     for composition in found:
         check_layout(composition.config, composition.ranks)

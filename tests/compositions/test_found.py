@@ -9,6 +9,7 @@ import pytest
 from megafp8.config import ConfigError
 from tests.compositions.draw import Composition
 from tests.compositions.trial import PASSED, trial
+from tests.marks import slow_but
 from tests.world import Ranks
 
 MENDED = [
@@ -39,7 +40,9 @@ MENDED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("composition", MENDED, ids=lambda x: x.command.partition("compositions/")[2])
+@pytest.mark.parametrize(
+    "composition", slow_but(MENDED, *MENDED[2:5]), ids=lambda x: x.command.partition("compositions/")[2]
+)
 def test_mended(rank_processes: Ranks, composition: Composition) -> None:
     found = trial(composition, rank_processes, whole=False)
     assert found.failure == PASSED, found.where

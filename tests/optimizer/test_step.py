@@ -303,7 +303,7 @@ EVEN_EXPERTS = [name for name in MOE_MODELS if name not in ("ungated", "all-expe
     ("names", "tp", "pp", "ep", "ranks"),
     [
         (DENSE, 2, 1, 1, 2),
-        (EVEN_EXPERTS, 2, 1, 4, 4),
+        pytest.param(EVEN_EXPERTS, 2, 1, 4, 4, marks=pytest.mark.slow),
         (["deepseek"], 1, 1, 2, 4),
         (["qwen", "tied-mtp", "gpt2"], 2, 2, 1, 4),
     ],
