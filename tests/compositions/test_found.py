@@ -27,8 +27,10 @@ MENDED = [
     Composition("bert", 2, {"parallel.context": 2, "optimizer.name": "lion", "model.moe": {"num_experts": 8}}),
     Composition("gpt", 2, {"parallel.tensor": 2, "optimizer.name": "lion", "model.hyper_connections": {}}),
     # Without context parallelism there were fewer samples than ranks that hold experts.
-    Composition("experts", 4, {"parallel.expert_tensor": 2, "parallel.context": 4, "parallel.expert": 2,
-                               "fp8.recipe": "blockwise"}),
+    Composition(
+        "experts", 4,
+        {"parallel.expert_tensor": 2, "parallel.context": 4, "parallel.expert": 2, "fp8.recipe": "blockwise"},
+    ),
     # Only one layer has FP8; the small config had none left, or another one.
     Composition("documents", 1, {"fp8.recipe": "current", "fp8.first_blocks_bf16": 1, "fp8.last_blocks_bf16": 2}),
     # There is a section of experts, which no layer has.

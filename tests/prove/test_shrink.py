@@ -120,9 +120,8 @@ def test_layers_whose_keys_others_read_stay() -> None:
 
 
 def test_numbers_in_patterns() -> None:
-    given_config = config(
-        model={"num_layers": 12}, fp8={"recipe": "current", "amax_history_len": 1024, "exclude": ["layers.7.*", "*.mlp.down"]},
-    )  # fmt: skip
+    fp8 = {"recipe": "current", "amax_history_len": 1024, "exclude": ["layers.7.*", "*.mlp.down"]}
+    given_config = config(model={"num_layers": 12}, fp8=fp8)
     small = shrink(given_config).config
     kept = keep_layers(given_config, 1)
     assert 7 in kept.layers
