@@ -15,11 +15,11 @@ Shapes: s sequence, b micro-batch, h hidden, v vocabulary, t tensor-parallel siz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +54,6 @@ from megafp8.ops.recurrence import Recurrence
 from megafp8.tensor_parallel.layers import VocabParallelEmbedding
 from megafp8.tensor_parallel.lora import freeze
 from megafp8.tensor_parallel.mappings import gather_from_sequence_parallel, scatter_to_sequence_parallel
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,9 +356,9 @@ class GPTStage(nn.Module):
         return torch.cat(hidden, dim=1)
 
     @staticmethod
-    def _run(memory: BlockMemory, offload: Forward | None, block: Callable[..., T], *inputs: object) -> T:
+    def _run(memory: BlockMemory, offload: Forward | None, block: nn.Module, *inputs: object) -> Any:
         """`block(*inputs)`, recomputed and offloaded as its `memory` says."""
-        with offload.block() if offload is not None and memory.offload else nullcontext():
+        with offload.block(block) if offload is not None and memory.offload else nullcontext():
             return recomputed(block, *inputs) if memory.full and torch.is_grad_enabled() else block(*inputs)
 
     def forward(self, x_sbh: Tensor | None, batch: Batch) -> Tensor:

@@ -16,8 +16,8 @@ micro-batch, since allocating them blocks the host: as many bytes as the schedul
 *Cost.* In a pipeline, backward starts with a micro-batch whose last block was offloaded long ago, and waits for its
 copies: better leave the last block of a stage on the device. The host never waits, only streams do.
 
-Not offloaded: parameters, tensors that the caller names, and those below `smallest` bytes, whose copies cost more
-launches than they save. On a CPU the copies are ordinary ones.
+Not offloaded: parameters and views of them, tensors that the caller names, and those below `smallest` bytes, whose
+copies cost more launches than they save. On a CPU the copies are ordinary ones.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 SMALLEST = 2**18
 
@@ -146,9 +147,13 @@ class Forward:
         self._keep = {tensor.untyped_storage().data_ptr() for tensor in keep}
 
     @contextmanager
-    def block(self) -> Iterator[None]:
-        """Context of a block's forward, whose saved tensors are offloaded."""
+    def block(self, module: nn.Module | None = None) -> Iterator[None]:
+        """Context of a block's forward, whose saved tensors are offloaded. `module`: the block, whose weights are kept.
+
+        Autograd saves views of weights too, where these are frozen. FSDP frees what it gathered before it is copied.
+        """
         owner = self._owner
+        kept = nn.Module() if module is None else module
         block = self._last = _Block(owner.host, self._last)
         storages: dict[int, _Storage] = {}
 
@@ -158,6 +163,8 @@ class Forward:
             if isinstance(tensor, nn.Parameter) or address in self._keep or size < owner.smallest:
                 return tensor
             if address not in storages:
+                if any(address == _address(weight) for weight in kept.parameters()):
+                    return tensor
                 flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
                 storages[address] = _Storage(flat, block)
                 block.storages.add(storages[address])
@@ -168,6 +175,11 @@ class Forward:
             yield
         block.offload()
         owner.replace_newest(block)
+
+
+def _address(weight: Tensor) -> int:
+    """Of a weight's storage; 0 for one that is not gathered."""
+    return 0 if isinstance(weight, DTensor) else weight.untyped_storage().data_ptr()
 
 
 def _unpack(saved: Tensor | _Saved) -> Tensor:

@@ -127,6 +127,8 @@ def comparable_fp8(config: Config, ranks: int) -> Fp8Subject:
         fp8 = fp8.model_copy(update={"exclude": [*fp8.exclude, EXPERTS]})
         notes.append("without FP8 in experts, which receive tokens of several micro-batches")
     data = ranks // (parallel.tensor * parallel.context * parallel.pipeline)
+    shards = (data * parallel.context, data * parallel.context * parallel.tensor // parallel.expert_ranks)
+    parallel = parallel.model_copy(update={"fsdp_replicas": math.gcd(parallel.fsdp_replicas, *shards)})
     batch = math.lcm(config.training.global_batch_size, config.training.micro_batch_size * data)
     training = config.training.model_copy(update={"global_batch_size": batch})
     return Fp8Subject(config.model_copy(update={"parallel": parallel, "fp8": fp8, "training": training}), ranks, notes)

@@ -39,11 +39,19 @@ MENDED = [
         {"parallel.expert": 2, "fp8.recipe": "rowwise", "model.layer_kinds": {"a": {"ffn": {"kind": "mlp"}}},
          "model.pattern": ["a"]},
     ),
+    # Offload copied frozen weights, which autograd saves, when FSDP had freed what it gathered: a segmentation fault.
+    Composition("gpt", 2, {"parallel.fsdp": True, "parallel.offload": True, "lora": {}}),
+    # Without context parallelism there were fewer ranks than replicas of shards.
+    Composition(
+        "gpt", 8,
+        {"parallel.pipeline": 2, "parallel.context": 4, "fp8.recipe": "nvfp4", "parallel.fsdp": True,
+         "parallel.fsdp_replicas": 4},
+    ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "composition", slow_but(MENDED, *MENDED[2:5]), ids=lambda x: x.command.partition("compositions/")[2]
+    "composition", slow_but(MENDED, *MENDED[2:5], MENDED[-2]), ids=lambda x: x.command.partition("compositions/")[2]
 )
 def test_mended(rank_processes: Ranks, composition: Composition) -> None:
     found = trial(composition, rank_processes, whole=False)
