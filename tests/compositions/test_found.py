@@ -67,6 +67,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"lora": {}, "model.layer_kinds": {"a": {"mixer": {"kind": "latent_attention"}}}, "model.pattern": ["a"]},
         "model.layer_kinds.a.mixer.kind",
     ),
+    # A convolution of one token has no state.
+    (
+        "documents",
+        {
+            "model.layer_kinds": {"a": {"mixer": {"kind": "short_convolution", "conv_kernel_size": 1}}},
+            "model.pattern": ["a"],
+        },
+        "model.layer_kinds.a.mixer.conv_kernel_size",
+    ),
     # Had nothing to train.
     (
         "gpt",

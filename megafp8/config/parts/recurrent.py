@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
 
 from megafp8.config.errors import Problem
 from megafp8.config.parts.base import PartConfig, RunConfig
-from megafp8.section import PositiveInt
+from megafp8.section import INTEGER
 
 
 class RecurrentConfig(PartConfig):
     """A mixer that passes a state from token to token, after a causal convolution of a few tokens."""
 
-    conv_kernel_size: PositiveInt = 4
+    conv_kernel_size: Annotated[int, Field(ge=2), INTEGER] = 4
     """Tokens that the convolution before the recurrence sees (linear_conv_kernel_dim, conv_kernel, mamba_d_conv)."""
 
     @property
