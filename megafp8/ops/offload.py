@@ -30,7 +30,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 
 SMALLEST = 2**18
 
@@ -179,6 +178,8 @@ class Forward:
 
 def _address(weight: Tensor) -> int:
     """Of a weight's storage; 0 for one that is not gathered."""
+    from torch.distributed.tensor import DTensor  # takes a second, and a dry run has no use for it
+
     return 0 if isinstance(weight, DTensor) else weight.untyped_storage().data_ptr()
 
 
