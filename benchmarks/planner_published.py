@@ -56,7 +56,7 @@ class PublishedRun:
         return config
 
     def error(self, prediction: Prediction) -> float:
-        """Of the speed, relative to the published one."""
+        """Error of the predicted speed, relative to the published one."""
         return prediction.tokens_per_second / self.tokens_per_second - 1
 
 
@@ -76,13 +76,13 @@ def published() -> Iterator[PublishedRun]:
 
 
 def predicted(run: PublishedRun) -> Prediction:
-    """Of the published layout."""
+    """The prediction for the published layout."""
     config = run.resolved()
     return predict(model_outline(config, build_fp8(config, None)), Cluster(GPU, run.gpus))
 
 
 def fastest(run: PublishedRun) -> tuple[Config, Prediction]:
-    """Of all layouts of the same model, recipe and global batch on as many GPUs. ValueError if none fits."""
+    """The fastest layout of the same model, recipe and global batch on as many GPUs. ValueError if none fits."""
     config = run.resolved()
     best = search(config, build_fp8(config, None), Cluster(GPU, run.gpus), keep=1).best
     if not best:

@@ -15,7 +15,7 @@ results of the last are stored.
 80 KB a block of 128 × 128 × 128 pass.
 
 *Sums over rows*: of small experts, bound by the fp32 sums. What is added to is copied to shared memory while products
-are computed, and results leave from there by the copy engine, which nobody waits for.
+are computed, and results leave from there by the copy engine, for which no warp waits.
 
 The copy engine reads vectors of scales from multiples of 16 bytes only. So scales of rows lie where the rows lie in the
 columnwise copy (`megafp8.numerics.groups`), which begins at a multiple of 128 for each expert.

@@ -71,7 +71,7 @@ HOPPER_PAIRS = (
 )
 """Granularities of the two operands of a GEMM that Hopper's tensor cores compute."""
 BLACKWELL_PAIRS = ((BLOCK_1X32, BLOCK_1X32), *product((BLOCK_1X16, BLOCK_16X16), repeat=2))
-"""Those that only Blackwell's tensor cores compute; elsewhere both are dequantized. Other pairs are emulated."""
+"""Pairs that only Blackwell's tensor cores compute; elsewhere both are dequantized. Other pairs are emulated."""
 
 
 def on_hopper(granularity: Granularity) -> bool:

@@ -177,7 +177,7 @@ class Forward:
 
 
 def _address(weight: Tensor) -> int:
-    """Of a weight's storage; 0 for one that is not gathered."""
+    """Address of a weight's storage; 0 for one that is not gathered."""
     from torch.distributed.tensor import DTensor  # takes a second, and a dry run has no use for it
 
     return 0 if isinstance(weight, DTensor) else weight.untyped_storage().data_ptr()

@@ -34,7 +34,7 @@ def test_draws_are_those_of_the_seed() -> None:
 
 
 def test_every_value_of_a_choice_is_drawn() -> None:
-    """Keys are those of the schema; nobody lists them."""
+    """Keys are those of the schema, without a list of them."""
     random = Random(0)
     known = {key.path: key for key in keys()}
     assert {"parallel.schedule", "model.moe", "optimizer.muon.nesterov", "fp8.exclude"} <= known.keys()

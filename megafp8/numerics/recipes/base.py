@@ -269,7 +269,7 @@ class RecipeQuantizer:
 
     @property
     def granularity(self) -> Granularity:
-        """That of what it makes."""
+        """The granularity of the scales of what it makes."""
         own = self.recipe.granularity(self.tensor.operand)
         return own if self.tensor.block_scaled or on_hopper(own) else DEQUANTIZED
 
