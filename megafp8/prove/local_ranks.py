@@ -91,6 +91,13 @@ class RanksFailed(AssertionError):
         super().__init__(text)
         self.hung = hung
 
+    @property
+    def cause(self) -> str:
+        """The failure in one line: the ranks that did not finish, or the last line of the report."""
+        if self.hung:
+            return f"ranks {', '.join(map(str, self.hung))} did not finish"
+        return [line for line in str(self).splitlines() if line][-1]
+
 
 class _Rank:
     """A rank of `LocalRanks`: its process, the pipe to it, and the file that its stack is written to if it hangs."""

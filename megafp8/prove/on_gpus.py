@@ -242,9 +242,7 @@ class _Comparison:
         return Row(check + ("" if not self._kind else ", FP8"), how, status, difference, where, seconds, details)
 
     def _failed(self, check: str, how: str, error: RanksFailed) -> Row:
-        lines = [line for line in str(error).splitlines() if line]
-        where = f"ranks {', '.join(map(str, error.hung))} did not finish" if error.hung else lines[-1]
-        return self._row(check, how, "FAILED", None, where, str(error))
+        return self._row(check, how, "FAILED", None, error.cause, str(error))
 
     def _within(
         self, check: str, how: str, bound: float, differences: Mapping[str, float], rounding: Mapping[str, float]

@@ -190,9 +190,7 @@ class _Proof:
         return self._row(check, how, largest.status(limit), largest.value, "; ".join(named) or largest.where)
 
     def _failed(self, check: str, how: str, error: RanksFailed) -> Row:
-        lines = [line for line in str(error).splitlines() if line]
-        where = f"ranks {', '.join(map(str, error.hung))} did not finish" if error.hung else lines[-1]
-        return self._row(check, how, "FAILED", None, where, str(error))
+        return self._row(check, how, "FAILED", None, error.cause, str(error))
 
     def rows(self, checkpoints: bool) -> Iterator[Row]:
         """All checks, each when it is done; without `checkpoints` those of training."""
