@@ -68,7 +68,7 @@ class LinearState:
     `group`: the tensor-parallel ranks; `sharded_group`: those that hold slices of an activation sharded over them;
     `token_group`: those over which the tokens of other activations are cut, None where this rank has all. The FP8
     copies of the weight live from first use to `invalidate_weight`; under FSDP they are made anew for backward.
-    `frozen_weight`: no step changes the weight, so steps need not invalidate it. `watches_weight`: nobody calls
+    `frozen_weight`: no step changes the weight, so steps do not invalidate it. `watches_weight`: nobody calls
     `invalidate_weight`, and the state sees for itself whether the weight has changed.
     """
 
@@ -198,6 +198,12 @@ class LinearState:
         return QuantizedGradHandoff(self.quantizers.grad_output) if self.plan.grad_output == "fused" else None
 
     # --- weight -----------------------------------------------------------------------------------------------------
+
+    def freeze_weight(self, *, keep_copies: bool) -> None:
+        """Tell the state that no step changes the weight; `keep_copies`: steps need not forget its FP8 copies."""
+        self.frozen_weight = keep_copies
+        if self._own_quantizers is not None and isinstance(self._own_quantizers.weight, RecipeQuantizer):
+            self._own_quantizers.weight.freeze()
 
     def records_weight(self) -> bool:
         """Whether a cast of the weight changes the recipe's state now; not in evaluation."""

@@ -172,9 +172,9 @@ class Trainer:
         if not self.why_no_graphs:
             self.graphs = Graphs(parallel.device)
         for module in self.model.modules():
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and not module.weight.requires_grad:
                 # Each graph has FP8 copies of its own in its memory.
-                module.state.frozen_weight = not module.weight.requires_grad and self.graphs is None
+                module.state.freeze_weight(keep_copies=self.graphs is None)
 
     def _build_update(self) -> OptimizerStep:
         """The optimizer step, with clipping and reductions."""

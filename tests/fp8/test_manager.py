@@ -110,7 +110,7 @@ def copied(manager: Fp8Manager) -> dict[str, Tensor]:
 def test_evaluation_leaves_no_trace() -> None:
     model, untouched = Model(DELAYED), Model(DELAYED)
     for layer in (model.ops[1], untouched.ops[1]):
-        layer.state.frozen_weight = True  # no step drops its FP8 copies
+        layer.state.freeze_weight(keep_copies=True)
     for step in range(5):
         before = copied(model.manager)
         with model.manager.recording(False):

@@ -301,6 +301,10 @@ class RecipeQuantizer:
         """What is to be raised to the amax of what is cast, fp32 `[]`; None where nothing remembers it."""
         return None
 
+    def freeze(self) -> None:
+        """Tell it that no step changes the tensor, which need not be cast in each; nothing to do where none is
+        remembered."""
+
     def record(self, x: Tensor) -> None:
         """Take the amax of x, of any shape, for later scales; nothing to do where none is remembered."""
 

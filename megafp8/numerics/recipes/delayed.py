@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -58,7 +59,8 @@ class DelayedQuantizer(RecipeQuantizer):
 
     All are fp32 `[]`, views of the shared state. While it is `fresh` there is no earlier step: it then scales by the
     tensor's own amax, over the ranks that hold shards of it. The amax is a running maximum, so micro-batches add up and
-    a recomputed forward changes nothing. `recording` is switched off during evaluation.
+    a recomputed forward changes nothing. `recording` is switched off during evaluation. `constant`: no step changes the
+    tensor, so that its amax is that of the step before where it is not cast.
     """
 
     scale: Tensor
@@ -66,6 +68,7 @@ class DelayedQuantizer(RecipeQuantizer):
     newest_amax: Tensor
     fresh: bool = False
     recording: bool = True
+    constant: bool = False
 
     @property
     def known_scale(self) -> tuple[Tensor, Tensor] | None:
@@ -78,6 +81,9 @@ class DelayedQuantizer(RecipeQuantizer):
     @property
     def recorded_amax(self) -> Tensor:
         return self.newest_amax
+
+    def freeze(self) -> None:
+        self.constant = True
 
     def record(self, x: Tensor) -> None:
         if self.recording:
@@ -168,6 +174,12 @@ class DelayedState(TensorScales):
     def newest_amaxes(self) -> list[NewestAmaxes]:
         return self.split(self.history_tl[:, 0]) if self.quantizers else []
 
+    @cached_property
+    def _constant_t(self) -> Tensor | None:
+        """Which tensors no step changes; None if each may change. First asked for when a step ends."""
+        constant = [quantizer.constant for quantizer in self.quantizers.values()]
+        return torch.tensor(constant, device=self.scale_t.device) if any(constant) else None
+
     @torch.no_grad()
     def end_step(self, reduced: Sequence[Tensor]) -> None:
         """Take the step's amaxes, update the scales where due, roll the histories.
@@ -176,7 +188,10 @@ class DelayedState(TensorScales):
         """
         if not self.quantizers:
             return
-        self.history_tl[:, 0] = self.joined(reduced)
+        newest_t = self.joined(reduced)
+        if self._constant_t is not None and self.recipe.amax_history_len > 1:
+            newest_t = torch.where(self._constant_t, torch.maximum(newest_t, self.history_tl[:, 1]), newest_t)
+        self.history_tl[:, 0] = newest_t
         self._advance(update=self.step.item() % self.recipe.interval == 0)
         self.scale_inv_t.copy_(self.scale_t.reciprocal())
         self.step += 1
