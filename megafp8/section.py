@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from decimal import Decimal, InvalidOperation
 from enum import Enum
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     AfterValidator,
@@ -96,6 +96,13 @@ class Section(BaseModel):
     def options(cls, choice: str, values: Mapping[str, Any]) -> Collection[str]:
         """Keys that belong to what the key `choice` has in `values`, without those that all kinds have."""
         raise NotImplementedError
+
+    def __copy__(self) -> Self:
+        """A copy without cached properties, which `model_copy` would keep beside the values that it changes."""
+        copied = super().__copy__()
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
 
 
 class PartialSection(Section):

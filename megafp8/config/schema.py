@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -343,10 +343,22 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     def layer(self, index: int) -> LayerSpec:
         """The parts of a layer: resolved records. Layers of multi-token prediction are like the last one."""
         within = min(index, self.num_layers - 1)
-        name = self.kind_name(within)
+        window = None if within in self.full_attention_layers else self.sliding_window
+        parts = self.kind_name(within), window, self.moe is not None and self.moe.is_sparse(within)
+        if parts not in self._resolved_layers:
+            self._resolved_layers[parts] = self._resolved(*parts)
+        return self._resolved_layers[parts]
+
+    @cached_property
+    def _resolved_layers(self) -> dict[tuple[str, int | None, bool], LayerSpec]:
+        """By the arguments of `_resolved`."""
+        return {}
+
+    def _resolved(self, name: str, window: int | None, sparse: bool) -> LayerSpec:
+        """The parts of layers of this kind, with this sliding window where the kind names no mixer; `sparse`: with
+        experts where it names no ffn."""
         kind = self.layer_kinds[name] if name else LayerKind()
         mixer, ffn = kind.mixer, kind.ffn
-        window = None if within in self.full_attention_layers else self.sliding_window
         if mixer is None and self.latent_attention is None:
             mixer = AttentionConfig.of(self, window)
         elif mixer is None and self.sparse_attention is not None:
@@ -354,7 +366,7 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
         elif mixer is None:
             mixer = LatentMixerConfig(sliding_window=window)
         if ffn is None:
-            ffn = MoeFfnConfig() if self.moe is not None and self.moe.is_sparse(within) else MlpConfig()
+            ffn = MoeFfnConfig() if sparse else MlpConfig()
         return LayerSpec(mixer.resolved(self), ffn.resolved(self), kind.norm_position or self.norm_position)
 
     @property
