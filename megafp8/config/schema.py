@@ -397,8 +397,8 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
             if any(getattr(local, name) != update.get(name) for name in RotaryKeys.model_fields):
                 update["rope_local_theta"] = local.rope_theta
         if self.moe is not None:
-            first = sparse.index(True) if any(sparse) else 0
-            update["moe"] = self.moe.model_copy(update={"first_dense_layers": first})
+            first = sparse.index(True) if any(sparse) else None
+            update["moe"] = None if first is None else self.moe.model_copy(update={"first_dense_layers": first})
         for spec in specs:
             if isinstance(spec.ffn, MlpConfig):
                 update |= {name: getattr(spec.ffn, name) for name in MlpKeys.model_fields}

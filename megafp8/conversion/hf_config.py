@@ -188,6 +188,7 @@ def write_config(family: Family, model: ModelConfig) -> dict[str, Any]:
 def choose(model: ModelConfig) -> Family:
     """The first family that can express `model`. Raises ValueError naming what the nearest one cannot."""
     check_model(model)
+    model = model.without_pattern
     sections = (model.latent_attention, model.sparse_attention, model.hyper_connections)
     present = *(section is not None for section in sections), model.architecture
     lacking: dict[str, list[str]] = {}

@@ -403,6 +403,10 @@ SMALL: dict[str, Any] = {
 }
 COMPRESSED: dict[str, Any] = {"kind": "compressed_attention", "q_rank": 20, "output_groups": 2, "output_rank": 12}
 GEMMA_OF_OURS: dict[str, Any] = SMALL | {
+    "experts that no layer has": (
+        "llama",
+        SMALL | {"moe": {"num_experts": 4}, "layer_kinds": {"a": {"ffn": {"kind": "mlp"}}}, "pattern": ["a"]},
+    ),
     "activation": "geglu_tanh",
     "norm_position": "both",
     "zero_centered_gamma": True,
