@@ -876,14 +876,18 @@ class PrefixLmConfig(ObjectiveConfig):
             rule = f"{given} a prefix is for models that predict the next token"
             yield Problem("model.architecture", m.architecture, rule, f"try gpt, {off}")
             return
-        if m.sliding_window is not None:
-            rule = f"{given} all tokens attend to the whole prefix, which a window would not show them"
-            yield Problem("model.sliding_window", m.sliding_window, rule, f"leave it out, {off}")
-        if m.position_embedding == "alibi":
-            rule = (
-                f"{given} its tokens attend to later ones, while scores of ALiBi fall with the distance to earlier ones"
-            )
-            yield Problem("model.position_embedding", "alibi", rule, f"try rope, {off}")
+        mixers = {f"model.layer_kinds.{name}.mixer": kind.mixer for name, kind in m.layer_kinds.items()}
+        for path, part in {"model": m, **mixers}.items():
+            window = getattr(part, "sliding_window", None)
+            if window is not None:
+                rule = f"{given} all tokens attend to the whole prefix, which a window would not show them"
+                yield Problem(f"{path}.sliding_window", window, rule, f"leave it out, {off}")
+            if getattr(part, "position_embedding", None) == "alibi":
+                rule = (
+                    f"{given} its tokens attend to later ones, while scores of ALiBi fall with the distance to earlier "
+                    "ones"
+                )
+                yield Problem(f"{path}.position_embedding", "alibi", rule, f"try rope, {off}")
         if m.mtp_num_layers:
             rule = f"{given} a token of the prefix would see the embedding of a token that it is to predict"
             yield Problem("model.mtp_num_layers", m.mtp_num_layers, rule, f"try 0, {off}")

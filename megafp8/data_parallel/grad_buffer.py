@@ -109,7 +109,8 @@ class GradBuffer:
         self.group = data_parallel_group
         self._reduce_dtype = dtype if reduce_dtype is None or ranks == 1 else reduce_dtype
         rank = data_parallel_group.rank() if data_parallel_group is not None and self.layout.ranks > 1 else 0
-        self.owned = [self.flat[own.start : own.end] for own in self.layout.owned(rank)]
+        owned = [self.flat[own.start : own.end] for own in self.layout.owned(rank)]
+        self.owned = owned or [self.flat]  # of no elements: a stage may have nothing to train (LoRA)
         self.shards = [FlatShard(self.params[s.param], s.start, s.end) for s in self.layout.shards(rank)]
         self._bucket_of = {i: b for b, bucket in enumerate(self.layout.buckets) for i in bucket.params}
         self._works: list[collectives.Work] = []

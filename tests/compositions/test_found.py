@@ -41,6 +41,14 @@ MENDED = [
     ),
     # Offload copied frozen weights, which autograd saves, when FSDP had freed what it gathered: a segmentation fault.
     Composition("gpt", 2, {"parallel.fsdp": True, "parallel.offload": True, "lora": {}}),
+    # The last stage had nothing to train, and no gradient whose norm it could take; the others waited for it.
+    Composition(
+        "gpt", 3,
+        {"parallel.pipeline": 3, "lora": {}, "model.pattern": ["a", "b"],
+         "model.layer_kinds": {"a": {"mixer": {"kind": "kimi_delta_attention", "num_heads": 1}},
+                               "b": {"mixer": {"kind": "kimi_delta_attention", "num_heads": 3},
+                                     "ffn": {"kind": "none"}}}},
+    ),
     # Without context parallelism there were fewer ranks than replicas of shards.
     Composition(
         "gpt", 8,
@@ -51,7 +59,7 @@ MENDED = [
 
 
 @pytest.mark.parametrize(
-    "composition", slow_but(MENDED, *MENDED[2:5], MENDED[-2]), ids=lambda x: x.command.partition("compositions/")[2]
+    "composition", slow_but(MENDED, *MENDED[2:5], *MENDED[-3:-1]), ids=lambda x: x.command.partition("compositions/")[2]
 )
 def test_mended(rank_processes: Ranks, composition: Composition) -> None:
     found = trial(composition, rank_processes, whole=False)
@@ -75,6 +83,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
             "model.pattern": ["a"],
         },
         "model.layer_kinds.a.mixer.conv_kernel_size",
+    ),
+    # Was a traceback; only a window of all layers was refused.
+    (
+        "gpt",
+        {
+            "data.prefix_lm": {}, "model.pattern": ["a", "b"],
+            "model.layer_kinds": {"a": {}, "b": {"mixer": {"kind": "attention", "sliding_window": 8}}},
+        },
+        "model.layer_kinds.b.mixer.sliding_window",
     ),
     # Had nothing to train.
     (

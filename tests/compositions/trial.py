@@ -53,11 +53,14 @@ def trial(composition: Composition, ranks: LocalRanks, *, whole: bool, around: C
     return Trial(composition, failure, where, rows, time.monotonic() - begin, ranks.cpu_seconds - cpu)
 
 
-def smallest(composition: Composition, fails: Callable[[Composition], bool], most: int = 80) -> Composition:
-    """A composition of as few keys, items and ranks as are found in `most` trials for which `fails` still holds."""
-    tried = 0
+def smallest(
+    composition: Composition, fails: Callable[[Composition], bool], most: int = 80, seconds: float = 300.0
+) -> Composition:
+    """A composition of as few keys, items and ranks as are found for which `fails` still holds, in `most` trials and
+    about so many `seconds`."""
+    tried, end = 0, time.monotonic() + seconds
     again = True
-    while again and tried < most:
+    while again:
         again = False
         for smaller in _smaller(composition):
             try:
@@ -68,8 +71,8 @@ def smallest(composition: Composition, fails: Callable[[Composition], bool], mos
             if fails(smaller):
                 composition, again = smaller, True
                 break
-            if tried >= most:
-                break
+            if tried >= most or time.monotonic() > end:
+                return composition
     return composition
 
 
