@@ -186,7 +186,7 @@ class Blocks:
 
     def results(self) -> list[Tensor]:
         """y, dx and the gradients of all weights."""
-        self.gradients.zero()
+        self.gradients.clear()
         return [*self.run(), self.gradients.flat.clone()]
 
 

@@ -62,6 +62,13 @@ class BufferLayout:
         """Elements of the whole buffer."""
         return self.buckets[-1].end if self.buckets else 0
 
+    @property
+    def gaps(self) -> list[Slot]:
+        """The padding, in buffer order."""
+        ends = [0, *(slot.end for slot in sorted(self.slots))]
+        starts = [*(slot.start for slot in sorted(self.slots)), self.numel]
+        return [Slot(end, start) for end, start in zip(ends, starts) if end < start]
+
     def owned(self, rank: int) -> list[Slot]:
         """The slice of each bucket that `rank` owns, padding included."""
         assert 0 <= rank < self.ranks

@@ -195,9 +195,12 @@ class ShardedStages:
         """The fp32 values of `trained`, flat, live."""
         return {rows.param: rows.values.view(-1) for rows in self.row_shards.values() if rows.param.requires_grad}
 
-    def zero(self) -> None:
+    def clear(self) -> None:
         """Zero all gradients; call before the first backward pass of a step."""
         self.flat.zero_()
+
+    def complete(self) -> None:
+        """Nothing: `clear` has set gradients to zero, since torch's reductions add to them."""
 
     def start_overlap(self, micro_batches: int = 1) -> None:
         """Each stage will run forward and backward `micro_batches` times: wait for reductions after the last only.

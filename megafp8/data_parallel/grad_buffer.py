@@ -5,8 +5,9 @@ Where this says fp32, it is float64 in a model whose dtype is float64 (`megafp8.
 A gradient arrives in one of two ways. A linear layer adds its weight gradient to the sink of the weight, or lets its
 GEMM do so (`megafp8.linear.grad_sink`); so does the embedding. All others (norms, biases, learned positions) come from
 autograd: a hook moves `param.grad` into the buffer and frees it. Either way the sum over micro-batches is in fp32,
-whatever the dtype of the model. Gradients are summed, not averaged: the loss has been divided by the global number of
-tokens.
+whatever the dtype of the model. A step's first gradient of a parameter is written, so that the buffer need not be set
+to zero: only what has no gradient in a step is. Gradients are summed, not averaged: the loss has been divided by the
+global number of tokens.
 
 *Overlap.* `start_overlap` tells how many backward passes are to come, so the buffer knows how often each parameter will
 receive a gradient (a tied weight once for each layer that uses it, `spec.num_uses`). A bucket whose parameters have all
@@ -47,11 +48,22 @@ from megafp8.linear.grad_sink import deliver, set_grad_sink
 
 @dataclass(eq=False)
 class BufferSink:
-    """The `GradSink` of a parameter: its fp32 sum, which counts gradients."""
+    """The `GradSink` of a parameter: its fp32 sum, which counts gradients by `count`."""
 
     main_grad: Tensor
-    added: Callable[[], None]
+    count: Callable[[], None]
     wgrads: WgradStore | None
+    is_empty: bool = False
+
+    def added(self) -> None:
+        self.is_empty = False
+        self.count()
+
+    def complete(self) -> None:
+        """Make the sum zero if there is none."""
+        if self.is_empty:
+            self.main_grad.zero_()
+            self.is_empty = False
 
 
 def main_grad_of(param: nn.Parameter) -> Tensor:
@@ -78,7 +90,7 @@ class GradBuffer:
     gradients are sent, if not that. `owned`: the views of `flat` that hold sums after `finish`; `shards`: the parts of
     parameters in them.
 
-    One step: `zero`, the backward passes with `start_overlap` at any point among them (or never), `finish`.
+    One step: `clear`, the backward passes with `start_overlap` at any point among them (or never), `finish`.
     """
 
     def __init__(
@@ -113,6 +125,7 @@ class GradBuffer:
         self.owned = owned or [self.flat]  # of no elements: a stage may have nothing to train (LoRA)
         self.shards = [FlatShard(self.params[s.param], s.start, s.end) for s in self.layout.shards(rank)]
         self._bucket_of = {i: b for b, bucket in enumerate(self.layout.buckets) for i in bucket.params}
+        self._sinks: list[BufferSink] = []
         self._works: list[collectives.Work] = []
         self._started = 0  # buckets [0, _started) are being, or have been, reduced
         self._overlap = False
@@ -120,6 +133,9 @@ class GradBuffer:
         self._incomplete: list[int] = []  # per bucket: parameters that still expect gradients
         for index, param in enumerate(self.params):
             self._attach(index, param, wgrads)
+        # Slices of other ranks have any values after a reduce-scatter; those between parameters are sent again.
+        gaps = self.layout.gaps if self.layout.ranks > 1 else []
+        self._padding = [self.flat[gap.start : gap.end] for gap in gaps]
 
     def _attach(self, index: int, param: nn.Parameter, wgrads: WgradStore | None) -> None:
         slot = self.layout.slots[index]
@@ -137,16 +153,25 @@ class GradBuffer:
                 deliver(param, param.grad)
                 param.grad = None
 
+        self._sinks.append(sink)
         param.main_grad = sink.main_grad  # type: ignore[attr-defined]
         set_grad_sink(param, sink)
         param.register_post_accumulate_grad_hook(take_autograd_gradient)
 
-    def zero(self) -> None:
-        """Zero all gradients; call before the first backward pass of a step."""
-        assert not self._works, "zero() during a reduction: finish() it first"
-        self.flat.zero_()
+    def clear(self) -> None:
+        """Forget all gradients, whose memory then has any values; call before the first backward pass of a step."""
+        assert not self._works, "clear() during a reduction: finish() it first"
+        for sink in self._sinks:
+            sink.is_empty = True
+        for padding in self._padding:
+            padding.zero_()
         self._started = 0
         self._overlap = False
+
+    def complete(self) -> None:
+        """Set the gradients of parameters that have none in this step to zero. `finish` does so, too."""
+        for sink in self._sinks:
+            sink.complete()
 
     def start_overlap(self, micro_batches: int = 1) -> None:
         """From here on reduce each bucket as soon as it is complete.
@@ -155,7 +180,7 @@ class GradBuffer:
         gradients of the last micro-batch may mix with those of earlier ones (interleaved stages, deferred weight
         gradients), call it before the first with the number of all of them.
         """
-        assert self._started == 0, "start_overlap() after the reduction began: zero() first"
+        assert self._started == 0, "start_overlap() after the reduction began: clear() first"
         self._expected = [spec_of(param).num_uses * micro_batches for param in self.params]
         self._incomplete = [len(bucket.params) for bucket in self.layout.buckets]
         self._overlap = True
@@ -187,6 +212,8 @@ class GradBuffer:
 
     def _start_next(self) -> None:
         bucket = self.layout.buckets[self._started]
+        for index in bucket.params:
+            self._sinks[index].complete()
         self._works.append(self._reduce(self.flat[bucket.start : bucket.end], self.owned[self._started]))
         self._started += 1
 

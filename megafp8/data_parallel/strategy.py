@@ -42,7 +42,7 @@ Fp8Weights = Mapping[nn.Parameter, tuple[LinearState, Format]]
 class DataParallelStrategy:
     """How data-parallel ranks share the parameters, gradients and optimizer state of this rank's stages.
 
-    One step: `gather`, `zero`, the backward passes with `start_overlap` before them or at any point among them (or
+    One step: `gather`, `clear`, the backward passes with `start_overlap` before them or at any point among them (or
     never), `finish`, the update of `shards` by their gradients in `owned`, `end_step`.
 
     Attributes: `params`: this rank's parameters, of which `trained` are not frozen, `tied` are shared by stages, and
@@ -80,10 +80,15 @@ class DataParallelStrategy:
         self.shards = [shard for buffer in buffers for shard in buffer.shards]
         self.owned = [owned for buffer in buffers for owned in buffer.owned]
 
-    def zero(self) -> None:
-        """Zero all gradients; call before the first backward pass of a step."""
+    def clear(self) -> None:
+        """Forget all gradients; call before the first backward pass of a step."""
         for buffer in self._buffers:
-            buffer.zero()
+            buffer.clear()
+
+    def complete(self) -> None:
+        """Set the gradients of parameters that have none in this step to zero; `finish` does so, too."""
+        for buffer in self._buffers:
+            buffer.complete()
 
     def start_overlap(self, micro_batches: int = 1) -> None:
         """From here on reduce gradients as soon as they are complete: after `micro_batches` more backward passes."""

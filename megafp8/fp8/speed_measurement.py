@@ -74,6 +74,7 @@ class _Sum:
 
     def __init__(self, weight: Tensor) -> None:
         self.main_grad = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        self.is_empty = False
 
     def added(self) -> None:
         return

@@ -242,5 +242,5 @@ def gemm(
     if not a_mk.is_cuda:
         a_mk, b_kn = a_mk.to(wide), b_kn.to(wide)
     elif a_mk.dtype != wide and out_dtype == wide:
-        return _into(out, torch.mm(a_mk, b_kn, out_dtype=wide))
+        return torch.mm(a_mk, b_kn, out_dtype=wide, out=out)
     return _into(out, (a_mk @ b_kn).to(out_dtype))

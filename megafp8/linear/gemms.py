@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megafp8.gemm.dispatch import gemm
-from megafp8.linear.grad_sink import deliver, summed_in_place, was_added, wgrad_dtype
+from megafp8.linear.grad_sink import deliver, in_place, was_added, wgrad_dtype
 from megafp8.linear.state import LinearState, Quantizers
 from megafp8.linear.weight_forms import WeightForm
 from megafp8.numerics.sources import Plain
@@ -129,15 +129,18 @@ def dgrad(state: LinearState, dy: Operand, w: Operand, dtype: torch.dtype, *, ou
 
 
 def wgrad(state: LinearState, weight: Tensor, dy: Operand, x: Operand) -> Tensor | None:
-    """dw `[n, k]` added to its sink, by the GEMM itself where possible, and None; or dw.
+    """dw `[n, k]` added to its sink or written there, by the GEMM itself where possible, and None; or dw.
 
     Not by the GEMM with smoothing, where dw is that of the quantized weight, whose columns are divided.
     """
-    smoothing, main_grad = state.smoothing, summed_in_place(weight)
-    if main_grad is None or smoothing is not None:
+    smoothing, found = state.smoothing, in_place(weight)
+    if found is None or smoothing is not None:
         dw_nk = _wgrad(state, dy, x, wgrad_dtype(weight))
         return deliver(weight, dw_nk if smoothing is None else dw_nk.mul_(smoothing.scale_inv_f))
-    add_wgrad(state, dy, x, main_grad)
+    if found.accumulate:
+        add_wgrad(state, dy, x, found.main_grad)
+    else:
+        _wgrad(state, dy, x, torch.float32, found.main_grad)
     was_added(weight)
     return None
 
@@ -156,9 +159,9 @@ def add_wgrad(state: LinearState, dy: Operand, x: Operand, sum_nk: Tensor) -> No
         sum_nk.add_(_wgrad(state, dy, x, sum_nk.dtype))
 
 
-def _wgrad(state: LinearState, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
+def _wgrad(state: LinearState, dy: Operand, x: Operand, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     if isinstance(dy, ScaledTensor):
         assert isinstance(x, ScaledTensor)
-        return state.gemm.tn(dy, x, dtype, use_fast_accum=state.fast_accum.wgrad)
+        return state.gemm.tn(dy, x, dtype, use_fast_accum=state.fast_accum.wgrad, out=out)
     assert not isinstance(x, ScaledTensor)
-    return gemm(dy.t(), x, dtype)
+    return gemm(dy.t(), x, dtype, out)

@@ -1,9 +1,10 @@
 """Gradient sinks: where weight gradients go instead of to autograd.
 
 A weight may have a `GradSink`, given by `set_grad_sink`: dw `[n, k]` is then added to its `main_grad`, by the GEMM
-itself where possible. Autograd sees no gradient for the weight, which saves a bf16 gradient and its rounding. Without a
-sink, dw is returned in the dtype that autograd wants: the weight's own unless its `grad_dtype` says otherwise. While a
-sink's `WgradStore` is open, wgrad is deferred (`megafp8.linear.deferred_wgrad`).
+itself where possible, or written there if it is a step's first. Autograd sees no gradient for the weight, which saves a
+bf16 gradient and its rounding. Without a sink, dw is returned in the dtype that autograd wants: the weight's own unless
+its `grad_dtype` says otherwise. While a sink's `WgradStore` is open, wgrad is deferred
+(`megafp8.linear.deferred_wgrad`).
 
 A sink belongs to a parameter object: tensors that autograd has saved may come back as other objects, without it.
 
@@ -13,7 +14,7 @@ Shapes: k inputs, n outputs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,12 +26,16 @@ from megafp8.linear.deferred_wgrad import WgradStore
 class GradSink(Protocol):
     """Where a weight's gradient goes: into `main_grad`, a sum of its shape, in fp32 mostly.
 
-    `wgrads` takes wgrad for later while it is open; None where there is no later. `added` is called when a gradient has
-    been added to `main_grad`.
+    `is_empty`: there is no sum yet, and `main_grad` has any values: the first gradient is written, not added. `wgrads`
+    takes wgrad for later while it is open; None where there is no later. `added` is called when a gradient has been
+    written or added to `main_grad`.
     """
 
     @property
     def main_grad(self) -> Tensor: ...
+
+    @property
+    def is_empty(self) -> bool: ...
 
     @property
     def wgrads(self) -> WgradStore | None: ...
@@ -61,22 +66,40 @@ def deliver(weight: Tensor, dw: Tensor) -> Tensor | None:
     if sink is None:
         return dw
     assert dw.shape == sink.main_grad.shape, f"a gradient {tuple(dw.shape)} for {tuple(sink.main_grad.shape)}"
-    sink.main_grad.add_(dw.detach())
+    if sink.is_empty:
+        sink.main_grad.copy_(dw.detach())
+    else:
+        sink.main_grad.add_(dw.detach())
     sink.added()
     return None
 
 
-def summed_in_place(weight: Tensor) -> Tensor | None:
-    """The fp32 sum of the weight's gradients, which a kernel may add to, if there is one; then call `was_added`."""
+class InPlace(NamedTuple):
+    """The fp32 memory of a weight's gradient, which a kernel adds to; not `accumulate`: which it writes."""
+
+    main_grad: Tensor
+    accumulate: bool
+
+
+def in_place(weight: Tensor) -> InPlace | None:
+    """Where a kernel is to write the weight's gradient, or add it, if it can; then call `was_added`."""
     sink = grad_sink(weight)
     if sink is None or weight.dtype == torch.float64:
         return None
     main_grad = sink.main_grad
-    return main_grad if main_grad.dtype == torch.float32 else None
+    return InPlace(main_grad, not sink.is_empty) if main_grad.dtype == torch.float32 else None
+
+
+def summed_in_place(weight: Tensor) -> Tensor | None:
+    """As `in_place`, for kernels that can only add: the sum is zero where there was none."""
+    found = in_place(weight)
+    if found is None:
+        return None
+    return found.main_grad if found.accumulate else found.main_grad.zero_()
 
 
 def was_added(weight: Tensor) -> None:
-    """Tell the weight's sink that a gradient has been added to what `summed_in_place` returned."""
+    """Tell the weight's sink that a gradient has been written or added to what `in_place` returned."""
     sink = grad_sink(weight)
     assert sink is not None
     sink.added()
@@ -108,10 +131,13 @@ def wgrad_by(weight: Tensor, experts: int, compute: Callable[..., None]) -> Tens
 
     `compute(dw_enk, accumulate=...)` writes it to `dw_enk` `[e, n, k]`, or adds it to the sink's fp32 sum.
     """
-    main_grad = summed_in_place(weight)
-    dw = torch.empty(weight.shape, dtype=wgrad_dtype(weight), device=weight.device) if main_grad is None else main_grad
-    compute(dw.view(experts, -1, weight.shape[1]), accumulate=main_grad is not None)
-    if main_grad is None:
+    found = in_place(weight)
+    if found is None:
+        dw = torch.empty(weight.shape, dtype=wgrad_dtype(weight), device=weight.device)
+    else:
+        dw = found.main_grad
+    compute(dw.view(experts, -1, weight.shape[1]), accumulate=found is not None and found.accumulate)
+    if found is None:
         return deliver(weight, dw)
     was_added(weight)
     return None

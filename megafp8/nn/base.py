@@ -480,6 +480,10 @@ class MainGradSink:
         weight: Any = self._weight()
         return weight.main_grad
 
+    @property
+    def is_empty(self) -> bool:
+        return False
+
     def added(self) -> None:
         """`grad_added_to_main_grad`, where the weight has it, becomes True."""
         weight: Any = self._weight()

@@ -1,4 +1,4 @@
-"""AdamW: torch's fused kernel over all tensors, on CUDA and CPU, or NVIDIA apex's `FusedAdam` where it is installed."""
+"""AdamW: own kernel on GPUs, torch's on CPUs, or NVIDIA apex's `FusedAdam` where it is installed."""
 
 from __future__ import annotations
 
@@ -25,15 +25,24 @@ class AdamW(Update):
     def decay_rates(self) -> Mapping[str, float]:
         return {"optimizer.beta1": self.beta1, "optimizer.beta2": self.beta2}
 
-    def make(self, groups: list[dict[str, Any]], device: torch.device) -> TensorOptimizer:
+    def updates_stored(self, device: torch.device) -> bool:
+        return device.type == "cuda" and _apex_fused_adam()[0] is None
+
+    def make(self, groups: list[dict[str, Any]], device: torch.device, *, stored: bool) -> TensorOptimizer:
         import torch
 
+        from megafp8.optimizer.fused_adamw import FusedAdamW
+
+        options: dict[str, Any] = {"betas": (self.beta1, self.beta2), "eps": self.eps}
+        if stored:
+            return FusedAdamW(groups, **options)
         chosen, _ = choose_adam(device)
-        options: dict[str, Any] = {"lr": 0.0, "betas": (self.beta1, self.beta2), "eps": self.eps}
-        options |= {"fused": True} if chosen is torch.optim.AdamW else {"adam_w_mode": True}
+        options |= {"lr": 0.0, **({"fused": True} if chosen is torch.optim.AdamW else {"adam_w_mode": True})}
         return chosen(groups, **options)
 
-    def describe(self, device: torch.device) -> str:
+    def describe(self, device: torch.device, *, stored: bool) -> str:
+        if stored:
+            return f"AdamW in one pass: {_apex_fused_adam()[1]}"
         return choose_adam(device)[1]
 
 
@@ -52,7 +61,8 @@ def _apex_fused_adam() -> tuple[type[Optimizer] | None, str]:
 
 
 def choose_adam(device: torch.device) -> tuple[type[Optimizer], str]:
-    """The optimizer class to use on `device`, and the choice with its reason in one line for the log."""
+    """The optimizer class for fp32 or float64 state on `device`, and the choice with its reason in one line for the
+    log."""
     import torch
 
     if device.type != "cuda":

@@ -32,11 +32,19 @@ class Update(Section):
 
     moments: ClassVar[Mapping[str, bool]]
 
-    def make(self, groups: list[dict[str, Any]], device: torch.device) -> TensorOptimizer:
-        """An optimizer of parameter groups, each with its `weight_decay`; `lr` and state are set by the caller."""
+    def updates_stored(self, device: torch.device) -> bool:
+        """Whether it has an optimizer for `device` that updates weights and state as they are stored between steps:
+        fp32 masters or remainders, moments in fp32 or bf16 (`FusedAdamW`)."""
+        return False
+
+    def make(self, groups: list[dict[str, Any]], device: torch.device, *, stored: bool) -> TensorOptimizer:
+        """An optimizer of parameter groups, each with its `weight_decay`; `lr` and state are set by the caller.
+
+        `stored`: one that updates weights and state as they are stored, else all that it is given is fp32 or float64.
+        """
         raise NotImplementedError
 
-    def describe(self, device: torch.device) -> str:
+    def describe(self, device: torch.device, *, stored: bool) -> str:
         """The implementation and why it was chosen, for the log."""
         return type(self).__name__
 

@@ -35,7 +35,7 @@ class Lion(Update):
     def decay_rates(self) -> Mapping[str, float]:
         return {"optimizer.lion.beta2": self.beta2}
 
-    def make(self, groups: list[dict[str, Any]], device: torch.device) -> LionOptimizer:
+    def make(self, groups: list[dict[str, Any]], device: torch.device, *, stored: bool) -> LionOptimizer:
         return LionOptimizer(self, groups)
 
 

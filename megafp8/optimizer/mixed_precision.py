@@ -16,9 +16,10 @@ A parameter may be released: its values are in the masters only, and what needs 
 (FP8 parameters, `megafp8.data_parallel.fp8_weight_shards`; FSDP, `megafp8.data_parallel.fsdp`).
 
 State may be stored in less between steps (`StateStorage`): moments in bf16, as DeepSeek-V3 does (arXiv:2412.19437,
-section 3.3.3), or in FP8 (`fp8_moments`), and masters as remainders of their bf16 parameters (`state_storage`). The
-kernels need fp32, so a batch of shards at a time is loaded in fp32, updated, and stored. A bf16 moment that a step
-shrinks by less than 1/256 might never change; so betas are at most 1 - 1/256 then.
+section 3.3.3), or in FP8 (`fp8_moments`), and masters as remainders of their bf16 parameters (`state_storage`). Some
+optimizers update it as it is stored, and round the masters themselves (`FusedAdamW`). Others need fp32, so a batch of
+shards at a time is loaded in fp32, updated, and stored. A bf16 moment that a step shrinks by less than 1/256 might
+never change; so betas are at most 1 - 1/256 then.
 
 A moving average of the weights may be kept beside the masters, in fp32 (`average_decay`). After n updates
 
@@ -50,6 +51,7 @@ from megafp8.dtypes import state_dtype, sum_dtype
 from megafp8.optimizer.base import MatrixUpdate, TensorOptimizer, Update
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.optimizer.fp8_moments import FIRST, SECOND, Fp8MomentStorage
+from megafp8.optimizer.fused_adamw import PARAM, REMAINDER, FusedAdamW
 from megafp8.optimizer.layer_norms import Watch
 from megafp8.optimizer.matrices import MatrixOptimizer
 from megafp8.optimizer.param_groups import Rates, is_hidden_matrix, rates_of
@@ -88,6 +90,12 @@ def _moments(shard: FlatShard, update: Update, stored: str, seed: int) -> dict[s
     return {name: PlainStorage(torch.zeros(len(shard), dtype=dtype, device=device)) for name in update.moments}
 
 
+def _round(masters: Mapping[Tensor, Tensor]) -> None:
+    """Round masters into the parameters that they are mapped to."""
+    if masters:
+        torch._foreach_copy_([*masters.values()], [*masters])
+
+
 class MixedPrecisionOptimizer:
     """The optimizer of `config` over `shards`, at most one of each parameter, as a `GradBuffer` gives them.
 
@@ -118,6 +126,8 @@ class MixedPrecisionOptimizer:
         self._masters: dict[nn.Parameter, Tensor] = {}
         self.storage: dict[Tensor, dict[str, StateStorage]] = {}  # by master
         rounded: list[FlatShard] = []
+        wide = any(sum_dtype(shard.param.dtype) != torch.float32 for shard in shards)
+        may_be_stored = not wide and config.moments_dtype in ("fp32", "bf16")
         by_update: dict[Update, list[FlatShard]] = {config.update(hidden_matrix=hidden): [] for hidden in (False, True)}
         for shard in shards:
             param, master = shard.param, self._make_master(shard, masters)
@@ -134,10 +144,11 @@ class MixedPrecisionOptimizer:
                 rounded += [] if param in released else [shard]
             storage |= {**_moments(shard, update, config.moments_dtype, seed), **average}
         self._shard_of = {self._masters[shard.param]: shard for shard in shards}
-        self._rounded_params = [shard.view(shard.param.detach()) for shard in rounded]
-        self._rounded_masters = [self._masters[shard.param] for shard in rounded]
-        self._loads_state = config.store_param_remainders or config.moments_dtype != "fp32"
-        assert not (self._loads_state and isinstance(config.chosen, MatrixUpdate))
+        stored = {update: may_be_stored and update.updates_stored(device) for update in by_update}
+        in_less = config.store_param_remainders or config.moments_dtype != "fp32"
+        self._loads_state = in_less and not all(stored.values())
+        assert not (in_less and isinstance(config.chosen, MatrixUpdate))
+        self._rounded = {self._masters[shard.param]: shard.view(shard.param.detach()) for shard in rounded}
         rates = partial(
             rates_of,
             weight_decay=config.weight_decay,
@@ -152,13 +163,28 @@ class MixedPrecisionOptimizer:
                 optimizer = (
                     MatrixOptimizer(update, groups, shard_by_master, matrix_group, device)
                     if isinstance(update, MatrixUpdate)
-                    else update.make(groups, device)
+                    else update.make(groups, device, stored=stored[update])
                 )
                 for master in shard_by_master:
-                    optimizer.state[master] = {} if self._loads_state else self._load_moments(master, update)
+                    optimizer.state[master] = (
+                        self._stored_state(master, update)
+                        if stored[update]
+                        else {}
+                        if self._loads_state
+                        else self._load_moments(master, update)
+                    )
                 self._optimizers.append((update, optimizer))
+        by_others = [
+            master
+            for _, optimizer in self._optimizers
+            if not isinstance(optimizer, FusedAdamW)
+            for group in optimizer.param_groups
+            for master in group["params"]
+            if master in self._rounded
+        ]
+        self._rounded_by_others = {master: self._rounded[master] for master in by_others}
         self._boxes: dict[frozenset[str], list[tuple[FlatShard, list[Box]]]] = {}  # those of tensors with these names
-        self.reason = "; ".join(update.describe(device) for update in by_update)
+        self.reason = "; ".join(update.describe(device, stored=stored[update]) for update in by_update)
         self.step_count = 0
 
     def _param_groups(
@@ -241,13 +267,7 @@ class MixedPrecisionOptimizer:
             for shard, tensor in values:
                 storage, gradient = self.storage[self._masters[shard.param]][key], gradient_of(shard)
                 storage.store(tensor.to(gradient), step_count)
-        self._copy_masters_to_params()
-
-    @torch.no_grad()
-    def _copy_masters_to_params(self) -> None:
-        """Round the masters into the parameters, except released ones and those stored as remainders."""
-        if self._rounded_params:
-            torch._foreach_copy_(self._rounded_params, self._rounded_masters)
+        _round(self._rounded)
 
     @property
     def skips_on_device(self) -> bool:
@@ -255,15 +275,26 @@ class MixedPrecisionOptimizer:
         fused = (getattr(optimizer, "_step_supports_amp_scaling", False) for _, optimizer in self._optimizers)
         return not self._loads_state and all(fused)
 
-    def step(self, lr: float, *, skip: Tensor | None = None, watch: Watch | None = None) -> None:
+    @property
+    def takes_factor(self) -> bool:
+        """Whether `step` takes a `factor`."""
+        return all(isinstance(optimizer, FusedAdamW) for _, optimizer in self._optimizers)
+
+    def step(
+        self, lr: float, *, factor: Tensor | None = None, skip: Tensor | None = None, watch: Watch | None = None
+    ) -> None:
         """One update from the gradients in the buffer, with learning rate `lr` times the scale of each group.
 
-        `skip`: a bool scalar on the device; where it is true nothing changes, and `forget_step` must follow. `watch`:
-        update in batches, each in a context that it makes.
+        `factor`: a scalar on the device that multiplies the gradients, which stay as they are in the buffer. `skip`: a
+        bool scalar on the device; where it is true nothing changes, and `forget_step` must follow. `watch`: update in
+        batches, each in a context that it makes.
         """
         assert skip is None or self.skips_on_device
+        assert factor is None or self.takes_factor
         for update, optimizer in self._optimizers:
-            if skip is not None:
+            if isinstance(optimizer, FusedAdamW):
+                optimizer.count, optimizer.factor, optimizer.skip = self._step_count + 1, factor, skip
+            elif skip is not None:
                 optimizer.found_inf = skip.float()  # type: ignore[attr-defined]  # torch's name, from gradient scaling
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["lr_scale"]
@@ -276,7 +307,7 @@ class MixedPrecisionOptimizer:
             else:
                 self._step_in_batches(optimizer, watch)
         self._step_count += 1
-        self._copy_masters_to_params()
+        _round(self._rounded_by_others)
 
     @torch.no_grad()
     def multiply_rows(self, factors: Mapping[str, Tensor]) -> None:
@@ -323,12 +354,28 @@ class MixedPrecisionOptimizer:
         """Uncount the last step, which the device has skipped."""
         self._step_count -= 1
 
+    def _stored_state(self, master: Tensor, update: Update) -> dict[str, Tensor]:
+        """The live tensors that `FusedAdamW` updates."""
+        storage = self.storage[master]
+        state = {key: storage[key].tensors[0] for key in update.moments}
+        remainder = storage.get("master")
+        if isinstance(remainder, RemainderStorage):
+            shard = self._shard_of[master]
+            return state | {PARAM: shard.view(shard.param.detach()), REMAINDER: remainder.tensors[0]}
+        return state | ({PARAM: self._rounded[master]} if master in self._rounded else {})
+
     def _load_moments(self, master: Tensor, update: Update) -> dict[str, Tensor]:
         return {key: self.storage[master][key].load().to(master.dtype) for key in update.moments}
 
     def _watched(self, masters: Sequence[Tensor], watch: Watch | None) -> AbstractContextManager[None]:
         return nullcontext() if watch is None else watch([(self._shard_of[master], master) for master in masters])
 
+    def _remainders(self, masters: Sequence[Tensor]) -> dict[Tensor, RemainderStorage]:
+        """Storage of those masters that are stored as remainders."""
+        found = ((master, self.storage[master].get("master")) for master in masters)
+        return {master: storage for master, storage in found if isinstance(storage, RemainderStorage)}
+
+    @torch.no_grad()
     def _step_in_batches(self, optimizer: TensorOptimizer, watch: Watch) -> None:
         """`optimizer.step()` of up to `BATCH` elements at a time."""
         groups = [group["params"] for group in optimizer.param_groups]
@@ -339,8 +386,15 @@ class MixedPrecisionOptimizer:
             for group, masters in zip(optimizer.param_groups, groups):
                 group["params"] = [master for master in masters if master in in_batch]
                 group["step"] = self._step_count  # apex counts its calls
+            remainders = self._remainders(chosen)
+            for master, storage in remainders.items():
+                master.data = storage.load()
             with self._watched(chosen, watch):
                 optimizer.step()
+                for master, storage in remainders.items():
+                    master.data.copy_(storage.load())
+            for master in remainders:
+                master.data = master.data.new_empty(0)
         for group, masters in zip(optimizer.param_groups, groups):
             group["params"], group["step"] = masters, self._step_count + 1
 
@@ -349,11 +403,7 @@ class MixedPrecisionOptimizer:
         """`optimizer.step()` with state that is loaded in fp32 and then stored."""
         state = optimizer.state
         masters = [master for group in optimizer.param_groups for master in group["params"]]
-        remainders = {
-            master: storage
-            for master in masters
-            if isinstance(storage := self.storage[master].get("master"), RemainderStorage)
-        }
+        remainders = self._remainders(masters)
         for master in masters:
             state[master] |= self._load_moments(master, update)
             if master in remainders:

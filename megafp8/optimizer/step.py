@@ -103,7 +103,7 @@ class OptimizerStep:
 
         `grad_scale`, the same on all ranks, multiplies the gradients first: nominal / true number of tokens where
         masks made them differ; NaN for a step to be skipped, which says nothing about the loss scale. The caller must
-        `zero` the buffer before the next backward pass. A skipped step changes neither the weights nor the optimizer's
+        `clear` the buffer before the next backward pass. A skipped step changes neither the weights nor the optimizer's
         state. `measure`: compute norms by layer; then the host waits for the update.
         """
         self.reduce_shared_gradients()
@@ -126,11 +126,13 @@ class OptimizerStep:
             return StepResult(
                 on_host.item(), skipped=True, loss_scale=scale, layer_norms=self._by_layer(measured, (GRADIENT,))
             )
-        if self.max_norm is not None:
-            multiply_(self.buffer.owned, clip_factor(norm, self.max_norm))
+        clip = None if self.max_norm is None else clip_factor(norm, self.max_norm)
+        if clip is not None and not self.optimizer.takes_factor:
+            multiply_(self.buffer.owned, clip)
+            clip = None
         watch = None if measured is None else measured.watch
         skip = ~norm.isfinite() if on_device else None
-        self.optimizer.step(lr, skip=skip, watch=watch)
+        self.optimizer.step(lr, factor=clip, skip=skip, watch=watch)
         if self.row_factors is not None:
             factors = self.row_factors()
             self.optimizer.multiply_rows(

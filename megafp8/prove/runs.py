@@ -24,6 +24,7 @@ from megafp8.checkpoint.rectangles import as_rectangles
 from megafp8.config import Config
 from megafp8.data_parallel.grad_buffer import gradient_of
 from megafp8.distributed.sharding import Shape
+from megafp8.optimizer.step import clip_factor
 from megafp8.parallel_state import ParallelState, initialize_distributed
 from megafp8.training.history import History
 from megafp8.training.inputs import open_inputs
@@ -111,8 +112,12 @@ class Run:
 
     def gradients(self) -> dict[str, Rectangles]:
         """Those of the latest step that this rank updates weights by, as they were clipped."""
-        shards = self.trainer.strategy.shards
-        return collect_shards([(shard, gradient_of(shard)) for shard in shards], "")
+        shards, update = self.trainer.strategy.shards, self.trainer.update
+        clip = 1.0 if update.max_norm is None or not update.optimizer.takes_factor else self._clip(update.max_norm)
+        return collect_shards([(shard, gradient_of(shard) * clip) for shard in shards], "")
+
+    def _clip(self, max_norm: float) -> float:
+        return clip_factor(torch.tensor(self.record.steps[-1].norm), max_norm).item()
 
     def save(self, folder: Path) -> None:
         samples = self.history.samples_at(self.step, self.config)

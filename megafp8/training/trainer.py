@@ -395,11 +395,11 @@ class Trainer:
     def _forward_and_backward(
         self, batches: Sequence[Batch], stopwatch: Stopwatch | None = None, *, reduce: bool = True
     ) -> _Passes:
-        """From zeroed gradients to their sums over data parallelism; batches `[b, s]` are on the device.
+        """From no gradients to their sums over data parallelism; batches `[b, s]` are on the device.
 
         `reduce=False` leaves out the sums over data parallelism.
         """
-        self.strategy.zero()
+        self.strategy.clear()
         self.row_bound.exceeded.zero_()
         if self.load_collector is not None:
             self.load_collector.zero()
@@ -416,6 +416,8 @@ class Trainer:
         self.strategy.wait()
         if reduce:
             self.strategy.finish()
+        else:
+            self.strategy.complete()
         recorder = self.fp8.recorder
         return _Passes(self._sum(reports), {} if recorder is None else recorder.observed)
 

@@ -80,7 +80,7 @@ def _case(name: str, folder: str) -> tuple[list[Any], list[Any]]:
             m = weight.rows.padded_rows
             own.view(m, -1).copy_(torch.arange(m)[:, None] + m * group.rank() + 10 * i + 100 * step)
         gather.synchronize()
-        sharded.zero()
+        sharded.clear()
         model(torch.ones(2, requires_grad=True)).sum().backward()
         of = [
             [[row + 10 * (2 * b + i) + 100 * step for row in range(n)] for i, (n, _) in enumerate(SHAPES)]

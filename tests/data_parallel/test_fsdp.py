@@ -119,7 +119,7 @@ def _sums(overlap: bool) -> list[bool]:
     model, sharded = _sharded_model(parallel)
     waited = []
     for _ in range(2):  # steps
-        sharded.zero()
+        sharded.clear()
         if overlap:
             sharded.start_overlap(PASSES)
         for x in _inputs(parallel.rank):
@@ -140,7 +140,7 @@ def _frozen(names: Sequence[str]) -> tuple[int, int]:
     parallel = initialize_model_parallel()
     model, sharded = _sharded_model(parallel, frozen=names)
     expected = _unsharded(parallel.amax.ranks, names)
-    sharded.zero()
+    sharded.clear()
     sharded.start_overlap(PASSES)
     for x in _inputs(parallel.rank):
         model(x).square().sum().backward()
@@ -192,7 +192,7 @@ def _replicated(overlap: bool, reduce_dtype: torch.dtype) -> list[list[int]]:
 
     with mock.patch.object(collectives, "all_reduce_async", counted):
         for _ in range(2):  # steps
-            sharded.zero()
+            sharded.clear()
             if overlap:
                 sharded.start_overlap(PASSES)
             for x in _inputs(parallel.rank):

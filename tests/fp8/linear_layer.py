@@ -20,6 +20,7 @@ class Sum:
     """Gradient sink of a weight: the sum in fp32, and how many gradients were added."""
 
     wgrads: WgradStore | None = None
+    is_empty = False
 
     def __init__(self, weight: Tensor) -> None:
         self.main_grad, self.count = torch.zeros_like(weight, dtype=torch.float32), 0

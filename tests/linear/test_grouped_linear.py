@@ -71,7 +71,7 @@ def test_output_and_gradients(sizes: list[int], dtype: torch.dtype, rtol: float,
     if sink != "none":
         options: Any = {"data_parallel_group": None, "bucket_elements": 1000, "device": torch.device("cpu")}
         buffer = GradBuffer([weight], **options, wgrads=store)
-        buffer.zero()
+        buffer.clear()
     y = grouped_linear(x, weight, RowGroups.of(ends, len(x)))
     if sink == "later":
         with store.collect() as wgrads:

@@ -52,6 +52,8 @@ class Diary:
 class Sink:
     """Takes the weight's gradient as it comes."""
 
+    is_empty = False
+
     def __init__(self, diary: Diary, weight: Tensor) -> None:
         self.events, self.wgrads = diary.events, WgradStore()
         self.main_grad = torch.zeros_like(weight)

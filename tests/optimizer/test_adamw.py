@@ -67,7 +67,7 @@ class _Model:
 
     def train(self, gradients: list[list[np.ndarray]], lrs: list[float]) -> None:
         for per_param, lr in zip(gradients, lrs):
-            self.buffer.zero()
+            self.buffer.clear()
             for param, gradient in zip(self.params, per_param):
                 main_grad_of(param).copy_(torch.from_numpy(gradient))
             self.optimizer.step(lr)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
 from megafp8.data_parallel.param_buffer import ParamBuffer
+from megafp8.linear.grad_sink import deliver
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.optimizer.lion import Lion
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
@@ -66,9 +67,9 @@ def _train(sharded: bool) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     gathered = ParamBuffer(buffer.params, buffer.layout, group) if sharded else None
     optimizer = _optimizer(buffer)
     for step, lr in enumerate(LRS, start=1):
-        buffer.zero()
+        buffer.clear()
         for name, gradient in _values(step).items():  # halves of it from two ranks
-            main_grad_of(params[name]).copy_(torch.from_numpy(gradient) / ranks)
+            deliver(params[name], torch.from_numpy(gradient) / ranks)
         buffer.finish()
         optimizer.step(lr)
         if gathered is not None:

@@ -66,7 +66,7 @@ def _train(overlap: bool, scale: float = 1.0, sharded: bool = False) -> tuple[di
     assert len(step.buffer.layout.buckets) > 1
     norms = []
     for i in range(STEPS):
-        step.buffer.zero()
+        step.buffer.clear()
         tokens = batch(i, ROWS)
         rows = tokens[dist.get_rank() :: dist.get_world_size()]
         for micro_batch, row in enumerate(rows):
@@ -116,7 +116,7 @@ def _nan_case(value: float, dtype: torch.dtype, sharded: bool) -> tuple[StepResu
     step, gather = _data_parallel_step(p.values(), 0.1, 1.0, sharded)
     states, results = [_state(p, step.optimizer)], []
     for i in range(3):
-        step.buffer.zero()
+        step.buffer.clear()
         step.buffer.start_overlap()
         for name, param in p.items():
             bad = (i, name, dist.get_rank()) == (1, "b", 1)
@@ -156,7 +156,7 @@ def test_a_step_waits_for_nothing_but_its_norm() -> None:
     params = [make_param(f"p{i}", np.ones((64, 64)), torch.bfloat16, "cuda", is_copy=i == 2) for i in range(3)]
     step = _step(make_buffer(params, 100))
     step(0.1)
-    step.buffer.zero()
+    step.buffer.clear()
     torch.cuda.set_sync_debug_mode("error")
     try:
         step.buffer.start_overlap()
@@ -324,7 +324,7 @@ def test_the_norm_counts_each_weight_of_a_model_once(
 def _step_case() -> dict[str, Any]:
     _, params, step = _stage()
     step(lr=0.5)
-    step.buffer.zero()
+    step.buffer.clear()
     for i, param in enumerate(step.buffer.params):  # another direction, so that the moments matter
         main_grad_of(param).fill_(0.25 * (-1) ** i if not param.spec.reduce_over_tp else 0.5)
     step(lr=0.25)

@@ -214,7 +214,7 @@ def _step_by_hand(preset: Preset) -> tuple[float, float, float]:
     losses_sb = stage(None, batch)
     main, *later = (losses_sb * batch.loss_mask.T).split(len(batch.tokens), dim=1)
     of_later = [batch.loss_mask[len(batch.tokens) * i :][: len(batch.tokens)].sum() for i in (1, 2)]
-    trainer.strategy.zero()
+    trainer.strategy.clear()
     factor = trainer.config.model.mtp_loss_scaling_factor
     ((main.sum() + factor * (later[0].sum() + later[1].sum()) / 2) / sum(counts)).backward()
     norm = torch.stack([x.double().square().sum() for x in trainer.strategy.gradients]).sum().sqrt()

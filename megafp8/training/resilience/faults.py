@@ -97,14 +97,15 @@ class Faults(Observer):
 
     def _spoil_gradient(self) -> None:
         """The first gradient that is added up next on this rank is NaN."""
-        strategy, zero = self._trainer.strategy, self._trainer.strategy.zero
+        strategy, clear = self._trainer.strategy, self._trainer.strategy.clear
 
-        def zero_and_spoil() -> None:
-            zero()
+        def clear_and_spoil() -> None:
+            clear()
+            strategy.complete()  # gradients are added to what is there from here on
             strategy.owned[0][0] = torch.nan
-            strategy.zero = zero  # type: ignore[method-assign]
+            strategy.clear = clear  # type: ignore[method-assign]
 
-        strategy.zero = zero_and_spoil  # type: ignore[method-assign]
+        strategy.clear = clear_and_spoil  # type: ignore[method-assign]
 
     def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:
         if self._own and self.happens("flip_weight", step):

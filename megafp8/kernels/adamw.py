@@ -1,0 +1,145 @@
+"""AdamW of many tensors in one pass over memory. Reference: `megafp8.optimizer.adamw` on CPUs.
+
+A step of AdamW by PyTorch reads and writes gradients to clip them, updates fp32 masters and moments, and then reads the
+masters again to round them into bf16 weights. Here each element is read once and written once, in the form in which it
+is stored. Tensors are found by a table of their addresses, as in PyTorch's fused optimizers, so that a launch updates
+as many as there are.
+
+Shapes: n elements of a tensor; t tensors; c chunks of `CHUNK` elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megafp8.kernels.arithmetic import ceil_div
+
+CHUNK, _WARPS = 1024, 4
+"""Elements of a program."""
+_COLUMNS = 8
+"""Of the table: addresses of gradient, first and second moment, master, parameter and remainder, length, first
+chunk."""
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+class AdamWTensors(NamedTuple):
+    """The tensors of one weight, all flat, of n elements and contiguous.
+
+    `gradient_n` fp32; the moments fp32 or bf16. `master_n` fp32, None where the parameter and its remainder are the
+    master. `param_n`: what the new master is rounded into, in any precision, if anything. `remainder_n`: int16
+    (`megafp8.optimizer.state_storage`).
+    """
+
+    gradient_n: Tensor
+    exp_avg_n: Tensor
+    exp_avg_sq_n: Tensor
+    master_n: Tensor | None
+    param_n: Tensor | None
+    remainder_n: Tensor | None
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(0 if x is None else x.data_ptr() for x in self)
+
+    @property
+    def form(self) -> tuple[torch.dtype, torch.dtype | None, bool, bool]:
+        """What one launch has in common: dtypes of moments and parameter, whether there are remainders, and whether
+        all addresses and the length are multiples of 16, without which loads under a mask are of single elements."""
+        param = None if self.param_n is None else self.param_n.dtype
+        aligned = not any(number % 16 for number in (*self.addresses, len(self.gradient_n)))
+        return self.exp_avg_n.dtype, param, self.remainder_n is not None, aligned
+
+
+@triton.jit
+def _tensor(table, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """The tensor of a column of a row of the table."""
+    address = tl.load(table + column).to(tl.pointer_type(dtype))
+    return tl.multiple_of(address, 16) if ALIGNED else address
+
+
+@triton.jit(do_not_specialize=["shrink", "rate", "beta1", "beta2", "root2", "eps"])
+def adamw_kernel(table_t8, tensor_c, factor, skip, shrink, rate, beta1, beta2, root2, eps, MOMENT: tl.constexpr,
+                 PARAM: tl.constexpr, REMAINDER: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS: tl.constexpr,
+                 CHUNK: tl.constexpr):  # fmt: skip
+    """A chunk. `shrink` is 1 - lr · decay, `rate` lr / (1 - beta1^step), `root2` the root of 1 - beta2^step.
+
+    PARAM None: the master is not rounded into a parameter.
+    """
+    row = table_t8 + tl.load(tensor_c + tl.program_id(0)) * COLUMNS
+    exp_avg_n, exp_avg_sq_n = _tensor(row, 1, MOMENT, ALIGNED), _tensor(row, 2, MOMENT, ALIGNED)
+    n = tl.load(row + 6)
+    n = tl.multiple_of(n, 16) if ALIGNED else n
+    if skip is not None:
+        n = n * (tl.load(skip) == 0).to(tl.int64)
+    at = (tl.program_id(0) - tl.load(row + 7)) * CHUNK + tl.arange(0, CHUNK)
+    inside = at < n
+    gradient = tl.load(_tensor(row, 0, tl.float32, ALIGNED) + at, mask=inside, other=0.0)
+    exp_avg = tl.load(exp_avg_n + at, mask=inside, other=0.0).to(tl.float32)
+    exp_avg_sq = tl.load(exp_avg_sq_n + at, mask=inside, other=0.0).to(tl.float32)
+    if REMAINDER:
+        param_n, remainder_n = _tensor(row, 4, tl.int16, ALIGNED), _tensor(row, 5, tl.int16, ALIGNED)
+        upper = tl.load(param_n + at, mask=inside, other=0).to(tl.int32)
+        bits = (upper << 16) + tl.load(remainder_n + at, mask=inside, other=0).to(tl.int32)
+        master = bits.to(tl.float32, bitcast=True)
+    else:
+        master_n = _tensor(row, 3, tl.float32, ALIGNED)
+        master = tl.load(master_n + at, mask=inside, other=0.0)
+    if factor is not None:
+        gradient *= tl.load(factor)
+    exp_avg += (1.0 - beta1) * (gradient - exp_avg)
+    exp_avg_sq = beta2 * exp_avg_sq + (1.0 - beta2) * gradient * gradient
+    master = master * shrink - rate * tl.div_rn(exp_avg, tl.div_rn(tl.sqrt_rn(exp_avg_sq), root2) + eps)
+    tl.store(exp_avg_n + at, exp_avg.to(MOMENT), mask=inside)
+    tl.store(exp_avg_sq_n + at, exp_avg_sq.to(MOMENT), mask=inside)
+    if REMAINDER:
+        bits = master.to(tl.int32, bitcast=True)
+        upper = (bits + 0x8000) >> 16
+        tl.store(param_n + at, upper.to(tl.int16), mask=inside)
+        tl.store(remainder_n + at, (bits - (upper << 16)).to(tl.int16), mask=inside)
+    else:
+        tl.store(master_n + at, master, mask=inside)
+        if PARAM is not None:
+            tl.store(_tensor(row, 4, PARAM, ALIGNED) + at, master.to(PARAM), mask=inside)
+
+
+class AdamWTable:
+    """The addresses of tensors of one form, and which of them each program updates."""
+
+    def __init__(self, tensors: Sequence[AdamWTensors]) -> None:
+        self._moment, self._param, self._remainder, self._aligned = tensors[0].form
+        assert all(x.form == tensors[0].form for x in tensors)
+        rows, tensor_c = list[tuple[int, ...]](), list[int]()
+        for i, x in enumerate(tensors):
+            assert all(part is None or (part.is_contiguous() and part.shape == x.gradient_n.shape) for part in x)
+            assert x.gradient_n.dtype == torch.float32
+            assert x.exp_avg_sq_n.dtype == x.exp_avg_n.dtype
+            rows.append((*x.addresses, len(x.gradient_n), len(tensor_c)))
+            tensor_c += [i] * ceil_div(len(x.gradient_n), CHUNK)
+        device = tensors[0].gradient_n.device
+        self._table_t8 = torch.tensor(rows, dtype=torch.int64, device=device)
+        self._tensor_c = torch.tensor(tensor_c, dtype=torch.int32, device=device)
+
+    def step(
+        self, *, lr: float, decay: float, betas: tuple[float, float], eps: float, count: int,
+        factor: Tensor | None, skip: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Update `count`, from 1, of all tensors in place.
+
+        `factor`, fp32 `[]`, multiplies the gradients, which stay as they are; where `skip`, bool `[]`, is true nothing
+        is written.
+        """
+        beta1, beta2 = betas
+        if not len(self._tensor_c):
+            return
+        adamw_kernel[(len(self._tensor_c),)](
+            self._table_t8, self._tensor_c, factor, None if skip is None else skip.view(torch.uint8), 1.0 - lr * decay,
+            lr / (1.0 - beta1**count), beta1, beta2, (1.0 - beta2**count) ** 0.5, eps, MOMENT=_DTYPES[self._moment],
+            PARAM=None if self._param is None else _DTYPES[self._param], REMAINDER=self._remainder,
+            ALIGNED=self._aligned, COLUMNS=_COLUMNS, CHUNK=CHUNK, num_warps=_WARPS,
+        )  # fmt: skip
