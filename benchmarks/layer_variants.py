@@ -208,8 +208,8 @@ def build_megafp8(problem: Problem, graphed: bool = False, **fp8: Any) -> Layers
 
     if graphed:
         graphs = Graphs(problem.device)
-        return GraphedLayers(forward, parameters, buffer.zero, manager.end_step, graphs=graphs)
-    return Layers(forward, parameters, buffer.zero, manager.end_step)
+        return GraphedLayers(forward, parameters, buffer.clear, manager.end_step, graphs=graphs)
+    return Layers(forward, parameters, buffer.clear, manager.end_step)
 
 
 # --- the floor: GEMMs and attention alone ----------------------------------------------------------------------------

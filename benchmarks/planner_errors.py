@@ -12,7 +12,7 @@ import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import yaml
 from benchmarks.bench_step import resolve
 from benchmarks.common import new_parser
 from megafp8.config import Config
-from megafp8.gpus import GPUS, Gpu
+from megafp8.gpus import GPUS
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import Prediction, predict
@@ -31,13 +31,17 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "docs/measurements/2026-11-23-planner/runs.yaml"
 TIME, MEMORY = 0.10, 0.05
 """Tolerances of step time and memory, relative to the measurement."""
+H200 = GPUS["h200-141gb"]
+BEFORE = replace(H200, optimizer=0.483)
+"""For runs before the optimizer's step became one pass over memory."""
 
 
 @dataclass(frozen=True)
 class Run:
     """One line of a recorded `bench_step`: medians of steps, and the largest peak of any rank.
 
-    `time_error`, `memory_error`: of the prediction where they are beyond the tolerances, with the `reason`.
+    `one_pass`: of the optimizer. `time_error`, `memory_error`: of the prediction where they are beyond the tolerances,
+    with the `reason`.
     """
 
     source: str
@@ -49,6 +53,7 @@ class Run:
     variant: str
     milliseconds: float
     gib: float | None
+    one_pass: bool
     time_error: float | None = None
     memory_error: float | None = None
     reason: str = ""
@@ -73,18 +78,19 @@ def recorded() -> Iterator[Run]:
             layout, variant, milliseconds, gib, *miss = row
             found: dict[str, Any] = miss[0] if miss else {}
             yield Run(**common, overrides=tuple(group["set"]), layout=layout, variant=variant,
-                      milliseconds=milliseconds, gib=gib, **found)  # fmt: skip
+                      milliseconds=milliseconds, gib=gib, one_pass=group.get("one_pass", False), **found)  # fmt: skip
 
 
-def predictions(runs: list[Run], gpu: Gpu = GPUS["h200-141gb"]) -> list[Prediction]:
+def predictions(runs: list[Run]) -> list[Prediction]:
     """Of each run; equal configs are predicted once."""
     known: dict[tuple[Any, ...], Prediction] = {}
     found = []
     for run in runs:
-        key = (run.config, run.overrides, run.gpus, run.micro_batches, run.layout, run.variant)
+        key = (run.config, run.overrides, run.gpus, run.micro_batches, run.layout, run.variant, run.one_pass)
         if key not in known:
             config = run.resolved()
-            known[key] = predict(model_outline(config, build_fp8(config, None)), Cluster(gpu, run.gpus))
+            cluster = Cluster(H200 if run.one_pass else BEFORE, run.gpus)
+            known[key] = predict(model_outline(config, build_fp8(config, None)), cluster)
         found.append(known[key])
     return found
 

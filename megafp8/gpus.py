@@ -75,8 +75,9 @@ class Gpu:
     attention takes under `deterministic`.
 
     Other kernels, as shares of the bandwidth of a copy: `elementwise` for norms, activations and casts, `fine_casts`
-    for casts by rows and blocks, `column_sums` for gradients of biases, `optimizer` for AdamW. `small_kernel`: seconds
-    of a kernel that moves little.
+    for casts by rows and blocks, `column_sums` for gradients of biases, `optimizer` for AdamW. `fp8_moment`: bytes that
+    take as long as loading a moment stored in FP8, its update, and storing it. `small_kernel`: seconds of a kernel that
+    moves little.
 
     Communication: `nvlink_latency`, `network_latency`: of a collective. `hidden`: seconds by which a second of NCCL
     beside computation delays this, as it takes multiprocessors and bandwidth; `hidden_copies`: the same of copy
@@ -107,7 +108,8 @@ class Gpu:
     elementwise: float = 0.85
     fine_casts: float = 0.65
     column_sums: float = 0.22
-    optimizer: float = 0.54
+    optimizer: float = 0.96
+    fp8_moment: float = 114
     small_kernel: float = 3e-6
     nvlink_latency: float = 30e-6
     network_latency: float = 40e-6
@@ -126,7 +128,8 @@ class Gpu:
 # nvlink: NCCL on these chips, 297 GB/s from GPU to GPU and 315 in all-gathers.
 # host_*: 2026-11-22-graphs.
 # network: one 400 Gb/s adapter a GPU (NVIDIA's data sheets of DGX H100 and H200), nine tenths of it. Not measured.
-# Fitted: attention_tile, optimizer, small_kernel, nvlink_latency, hidden, hidden_copies.
+# optimizer, fp8_moment: 2026-11-26-optimizer-step.
+# Fitted: attention_tile, small_kernel, nvlink_latency, hidden, hidden_copies.
 H200 = Gpu(
     "h200-141gb",
     "H200",

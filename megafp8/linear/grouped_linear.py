@@ -205,6 +205,7 @@ class _OneByOneLinear(Function):
         for e, (rows, state, high, calibrating, w8, granularity) in enumerate(ctx.experts):
             is_empty, dy = rows.start == rows.stop, dy_mn[rows].detach()
             if is_empty and state.token_group is None:
+                state.skip_grad_output()
                 continue
             if calibrating:
                 state.record_amax("grad_output", dy)

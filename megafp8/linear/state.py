@@ -193,6 +193,11 @@ class LinearState:
         if isinstance(quantizer, RecipeQuantizer):
             quantizer.record(x)
 
+    def skip_grad_output(self) -> None:
+        """Take note of a micro-batch without tokens, so that later ones have the noise that they have elsewhere."""
+        if self.plan.fp8 and isinstance(self.own_quantizers.grad_output, RecipeQuantizer):
+            self.own_quantizers.grad_output.skip()
+
     def grad_handoff(self) -> QuantizedGradHandoff | None:
         """Where the next forward's consumer leaves the output's gradient; None where the layer quantizes it itself."""
         return QuantizedGradHandoff(self.quantizers.grad_output) if self.plan.grad_output == "fused" else None

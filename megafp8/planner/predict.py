@@ -219,9 +219,8 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
     data = cluster.gpus // (p.tensor * p.pipeline)
     plans, element = data_parallel_plans(config, data), ELEMENT[config.training.precision]
     sent = ELEMENT[optimizer.reduce_dtype]
-    # Moments are read and written in fp32; those stored in less are also loaded into fp32 before and stored after.
     stored = ELEMENT[optimizer.moments_dtype]
-    of_moment = 8 if stored == 4 else 8 + 2 * (stored + 4)
+    of_moment = 2 * stored if stored > 1 else gpu.fp8_moment
     moments = len(optimizer.update(hidden_matrix=False).moments) * of_moment
     # With FP8 weights about nine tenths of the parameters travel as FP8.
     gathered = element - 0.9 * (element - 1) * config.fp8.param_gather
@@ -239,10 +238,10 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
         ),
         "parameter gather": _beside(gather, micro_batch.forward if p.overlap_param_gather else 0.0, gpu.hidden, 0.0),
     }
-    # Gradients are read for their norm and for the update, and zeroed; master weights and moments read and written.
+    # Gradients are read for their norm and for the update, by FSDP zeroed; masters and moments read and written.
     average = 12 if optimizer.average_decay is not None else 0
-    gradients = (rank.others + rank.experts) / (data if plans[0].gathers_blocks else 1)
-    moved = owned * (8 + 8 + moments + element + average) + gradients * 4
+    zeroed = (rank.others + rank.experts) / data if plans[0].gathers_blocks else 0.0
+    moved = owned * (8 + 8 + moments + element + average) + 4 * zeroed
     found["optimizer"] = moved / (gpu.ceilings.bandwidth * gpu.optimizer)
     if rank.update_flops > 0:  # its ranks share the work, and each sends its parts and receives them again
         of_stage = cluster.gpus // p.pipeline

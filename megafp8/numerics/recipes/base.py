@@ -305,6 +305,9 @@ class RecipeQuantizer:
         """Tell it that no step changes the tensor, which need not be cast in each; nothing to do where none is
         remembered."""
 
+    def skip(self) -> None:
+        """Tell it that this micro-batch has nothing to cast; nothing to do where it counts no micro-batches."""
+
     def record(self, x: Tensor) -> None:
         """Take the amax of x, of any shape, for later scales; nothing to do where none is remembered."""
 

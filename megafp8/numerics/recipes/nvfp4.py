@@ -159,9 +159,12 @@ class NVFP4Quantizer(RecipeQuantizer):
         weight = self.tensor.operand == "weight"
         amaxes = all_reduce(amaxes_of(source, transformed=columnwise and not weight), self.tensor.group, "max")
         made = cast(source, amaxes, self.noise, weight=weight, rowwise=rowwise, columnwise=columnwise)
+        self.skip()
+        return made
+
+    def skip(self) -> None:
         if self.noise is not None and self.recording:
             self.noise.advance()
-        return made
 
 
 @dataclass(frozen=True, kw_only=True)
