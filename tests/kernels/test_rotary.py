@@ -1,14 +1,17 @@
-"""Rotating the packed qkv in place, and heads, against the reference on its parts, bit for bit."""
+"""Rotating the packed qkv in place or after norms, and heads, against the reference, bit for bit."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from megafp8.kernels.rotary import rotate_heads, rotate_qkv_
+from megafp8.kernels.quantize import materialize
+from megafp8.kernels.rotary import head_gradients, norm_and_rotate, rotate_heads, rotate_qkv_, square_means
 from megafp8.models.rotary import inverse_frequencies, rotary_table
-from megafp8.numerics.sources import rotate
+from megafp8.numerics import norm_reference as reference
+from megafp8.numerics.sources import HeadNorms, QKVGrad, rotate
 from tests.kernels import DEVICE, every_bf16, noise
 from tests.marks import slow_but
 
@@ -70,3 +73,114 @@ def test_signs_of_zeros() -> None:
     zeros = torch.tensor([0.0, -0.0])
     signs = torch.cartesian_prod(zeros, zeros, torch.tensor([0.0, -0.0, 1.0, -1.0]), zeros).flatten()
     check(signs.expand(2, 1, -1).contiguous().to(DEVICE), 6, 4)
+
+
+NORM_SHAPES = [  # s, b, a, g, d, rotated pairs, whether each sample has its own angles
+    (5, 2, 4, 2, 16, 8, True), (3, 1, 3, 1, 80, 20, False), (67, 1, 5, 3, 6, 3, False), (0, 2, 4, 2, 64, 32, False),
+    (9, 2, 6, 2, 128, 64, False), (130, 1, 8, 8, 64, 32, True), (4, 2, 3, 1, 256, 32, False),
+]  # fmt: skip
+
+
+def some_heads(
+    shape: tuple[int, int, int, int, int, int, bool], dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Packed heads, weights of each, dq and dk; angles, of which only the first pairs are rotated."""
+    s, b, a, g, d, pairs, own_angles = shape
+    qkv, dq, dk = (noise(s, b, n * d, dtype=dtype, seed=i) for i, n in enumerate((a + 2 * g, a, g)))
+    weight_hd = noise(a + g, d, dtype=dtype, seed=3)
+    angles = noise(s, b if own_angles else 1, 1, d // 2, seed=4)
+    angles[..., pairs:] = 0
+    return qkv, weight_hd, dq.view(s, b, a, d), dk.view(s, b, g, d), angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *slow_but([(shape, torch.float32) for shape in NORM_SHAPES], *((x, torch.float32) for x in NORM_SHAPES[:4])),
+        *(pytest.param(shape, torch.bfloat16, marks=pytest.mark.gpu) for shape in NORM_SHAPES),
+    ],
+    ids=str,
+)
+def test_norms_before_rotation(shape: tuple[int, int, int, int, int, int, bool], dtype: torch.dtype) -> None:
+    """Bit for bit the reference, but for sums over tokens; weights or none, statistics computed or given."""
+    (qkv, weight, dq, dk, cos, sin), (s, b, a, g, d, *_) = some_heads(shape, dtype), shape
+    x_sbhd = qkv[..., : (a + g) * d].unflatten(-1, (-1, d))
+    for weight_hd, zero_centered in ((weight, False), (weight, True), (None, False)):
+        form = {"zero_centered": zero_centered}
+        means_rh = reference.square_means(x_sbhd.flatten(0, 1), d)
+        rstd_rh = reference.reciprocal_deviation(means_rh, 1e-5)
+        for given in (None, rstd_rh * 1.25):
+            y, rstd = norm_and_rotate(qkv, a + g, cos, sin, weight_hd, 1e-5, given, **form)
+            used = rstd_rh if given is None else given
+            assert torch.equal(rstd, used)
+            assert torch.equal(y, reference.normalized_and_rotated(x_sbhd, used, weight_hd, cos, sin, **form))
+        assert torch.equal(square_means(qkv, a + g, d, 3), reference.square_means(x_sbhd.flatten(0, 1), 3))
+        found = head_gradients(dq, dk, qkv, rstd_rh, weight_hd, cos, sin, d, **form)
+        dqk = torch.cat([dq, dk], dim=2)
+        statistics, dweight_hd = reference.head_gradients(dqk, x_sbhd, rstd_rh, weight_hd, cos, sin, d, **form)
+        assert torch.equal(found[0], statistics)
+        if weight_hd is not None:
+            # sums of r products: fp32's rounding of each, and of each addition to a sum of up to 16 tiles and lanes
+            torch.testing.assert_close(found[1].sum(dim=1).float(), dweight_hd, rtol=1e-5, atol=1e-5)
+
+
+def exact_heads(
+    qkv: Tensor, weight_hd: Tensor, cos: Tensor, sin: Tensor, sizes: tuple[int, int], eps: float, *, together: bool
+) -> tuple[Tensor, ...]:
+    """q, k and v in float64, written for autograd: complex numbers, torch's own norm."""
+    a, g = sizes
+    q, k, v = qkv.unflatten(-1, (-1, weight_hd.shape[1])).split([a, g, g], dim=2)
+    turned = []
+    for x, weight in ((q, weight_hd[:a]), (k, weight_hd[a:])):
+        shape = x.shape[2:] if together else x.shape[3:]
+        pairs = (F.rms_norm(x, shape, eps=eps) * weight).chunk(2, dim=-1)
+        z = torch.complex(*(half.contiguous() for half in pairs)) * torch.complex(cos.double(), sin.double())
+        turned.append(torch.cat([z.real, z.imag], dim=-1))
+    return *turned, v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "together"),
+    slow_but(
+        [(x, y) for x in NORM_SHAPES for y in (False, True)], *((x, y) for x in NORM_SHAPES[:3] for y in (False, True))
+    ),
+    ids=str,
+)
+def test_norms_against_autograd_in_float64(
+    shape: tuple[int, int, int, int, int, int, bool], dtype: torch.dtype, together: bool
+) -> None:
+    """Outputs, gradients of the packed heads, and of weights.
+
+    Relative to the largest value: an output is rounded once, by up to half a unit in the last place of its dtype, 2^-9
+    in bf16; what is computed before, in fp32, and the sums over tokens are off by some 2^-20.
+    """
+    (qkv, weight, dq, dk, cos, sin), (s, b, a, g, d, *_) = some_heads(shape, dtype), shape
+    dv = noise(s, b, g, d, dtype=dtype, seed=9)
+    exact_qkv, exact_weight = qkv.double().requires_grad_(), weight.double().requires_grad_()
+    expected = exact_heads(exact_qkv, exact_weight, cos, sin, (a, g), 1e-3, together=together)
+    torch.autograd.backward(expected, [x.double() for x in (dq, dk, dv)])
+    rstd_rh, count = None, d
+
+    def means(sums_rh: Tensor) -> Tensor:
+        parts = sums_rh.split_with_sizes([a, g], dim=1)
+        return torch.cat([(x.sum(1, keepdim=True) / (x.shape[1] * d)).expand_as(x) for x in parts], dim=1)
+
+    if together:
+        rstd_rh, count = (means(square_means(qkv, a + g, d, 1)) + 1e-3).rsqrt(), 1
+    qk, rstd_rh = norm_and_rotate(qkv, a + g, cos, sin, weight, 1e-3, rstd_rh)
+    statistics, partials = head_gradients(dq, dk, qkv, rstd_rh, weight, cos, sin, count, zero_centered=False)
+    if together:
+        statistics[1] = means(statistics[1])
+    norms = HeadNorms(qkv.flatten(0, 1), statistics, weight, zero_centered=False)
+    dqkv = materialize(QKVGrad(dq, dk, dv, cos, sin, norms)).view_as(qkv)
+    assert exact_qkv.grad is not None
+    assert exact_weight.grad is not None
+    rounding = 2.0**-9 if dtype is torch.bfloat16 else 0.0
+    for found, exact in (
+        (qk, torch.cat(expected[:2], dim=2)),
+        (dqkv, exact_qkv.grad),
+        (partials.sum(1), exact_weight.grad),
+    ):
+        bound = 2.0**-20 + (rounding if found.dtype is dtype else 0.0)
+        assert ((found - exact).abs() <= bound * exact.abs().amax()).all() if s else found.shape == exact.shape
