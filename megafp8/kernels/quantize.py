@@ -101,7 +101,8 @@ def inputs_of(source: Source) -> Inputs:
         dq, dk, dv = kernel_input(source.dq_sbad), kernel_input(source.dk_sbgd), kernel_input(source.dv_sbgd)
         g, b = dk.shape[2], dk.shape[1]
         heads = (a, g, b, cos.stride(0), cos.stride(1) if cos.shape[1] == b else 0)
-        x, function, norms = dv, "", (None, None)
+        norms: tuple[Tensor | None, Tensor | None] = (None, None)
+        x, function = dv, ""
         if source.norms is not None:
             weight = source.norms.weight_hd
             x, function = kernel_input(source.norms.x_rc), "zero_centered" if source.norms.zero_centered else ""
