@@ -33,12 +33,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
+from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input, next_power_of_2
 from megafp8.kernels.launch import BoundKernel, Kernel
 from megafp8.numerics.norm_reference import EXACT
 
 _PAIRS = 2048  # of a program: 16 a thread, four 16-byte loads in flight
-_TILES = 16
+_GRADIENT_PAIRS = 1024  # of a tile of `norm_grad_kernel`, which keeps sums over tokens in registers
+_TILES = 2 if INTERPRETED else 16
 """Of a program of `norm_grad_kernel`, one after the other."""
 _HEADS = 4
 """Of such a tile, at most: they share angles."""
@@ -173,7 +174,7 @@ def _bound(kernel: Kernel, half: int, **constants: Any) -> tuple[BoundKernel, in
 def _bound_gradient(half: int, groups: int, zero_centered: bool) -> tuple[BoundKernel, int, int]:
     """`norm_grad_kernel` for heads of two halves; tokens and heads of a program."""
     width = next_power_of_2(half)
-    rows = max(1, _PAIRS // width)
+    rows = max(1, _GRADIENT_PAIRS // width)
     heads = min(rows, _HEADS, next_power_of_2(groups))
     tokens, options = rows // heads, {"num_warps": 4, "enable_fp_fusion": False}
     kernel = norm_grad_kernel.bind(

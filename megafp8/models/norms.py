@@ -174,13 +174,13 @@ class ProjectionNorms(nn.Module):
 
     def forward(self, q_sbad: Tensor, k_sbgd: Tensor) -> tuple[Tensor, Tensor]:
         q_weight, k_weight = (norm_factor(w, True) if self.zero_centered else w for w in (self.q_weight, self.k_weight))
-        normed: tuple[Tensor, Tensor] = _RMSNorms.apply(
+        normed: tuple[Tensor, Tensor] = RMSNorms.apply(
             q_sbad, k_sbgd, q_weight, k_weight, self.sizes, self.eps, self.group
         )
         return normed
 
 
-class _RMSNorms(Function):
+class RMSNorms(Function):
     """RMSNorm of q and of k over their last two dims, sharded over `group`; in fp32 or wider. `sizes`: of all ranks."""
 
     @staticmethod

@@ -12,6 +12,7 @@ from megafp8.kernels.rotary import head_gradients, norm_and_rotate, rotate_heads
 from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.numerics import norm_reference as reference
 from megafp8.numerics.sources import HeadNorms, QKVGrad, rotate
+from megafp8.ops import rotary as ops
 from tests.kernels import DEVICE, every_bf16, noise
 from tests.marks import slow_but
 
@@ -103,7 +104,7 @@ def some_heads(
 )
 def test_norms_before_rotation(shape: tuple[int, int, int, int, int, int, bool], dtype: torch.dtype) -> None:
     """Bit for bit the reference, but for sums over tokens; weights or none, statistics computed or given."""
-    (qkv, weight, dq, dk, cos, sin), (s, b, a, g, d, *_) = some_heads(shape, dtype), shape
+    (qkv, weight, dq, dk, cos, sin), (_, _, a, g, d, *_) = some_heads(shape, dtype), shape
     x_sbhd = qkv[..., : (a + g) * d].unflatten(-1, (-1, d))
     for weight_hd, zero_centered in ((weight, False), (weight, True), (None, False)):
         form = {"zero_centered": zero_centered}
@@ -184,3 +185,28 @@ def test_norms_against_autograd_in_float64(
     ):
         bound = 2.0**-20 + (rounding if found.dtype is dtype else 0.0)
         assert ((found - exact).abs() <= bound * exact.abs().amax()).all() if s else found.shape == exact.shape
+
+
+@pytest.mark.parametrize("kind", ["heads", "projection", "weightless"])
+def test_split_with_norms_by_kernels_and_by_reference(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What attention reads and all gradients, with the gradient of the packed heads as values."""
+    shape = NORM_SHAPES[4]
+    qkv, weight_hd, dq, dk, cos, sin = some_heads(shape)
+    a, g, d = shape[2:5]
+    dv = torch.randn_like(dk)
+    weights: tuple[Tensor | None, Tensor | None] = weight_hd[0], weight_hd[a]
+    if kind == "projection":
+        weights = weight_hd[:a].flatten(), weight_hd[a:].flatten()
+    elif kind == "weightless":
+        weights = None, None
+    found = []
+    for by_kernels in (False, True):
+        monkeypatch.setattr(ops, "_has_kernel", lambda x, cos, there=by_kernels: there)
+        x = qkv.clone().requires_grad_()
+        given = [None if w is None else w.clone().requires_grad_() for w in weights]
+        norms = ops.QKNorms(*given, 1e-3, kind == "heads", (a * d, g * d) if kind == "projection" else None)
+        y = ops.rotate_and_split(x, a, g, cos, sin, None, norms)
+        inputs = [x, *(w for w in given if w is not None)]
+        found.append([*y, *torch.autograd.grad(y, inputs, (dq, dk, dv))])
+    for by_reference, by_kernel in zip(*found, strict=True):
+        torch.testing.assert_close(by_kernel, by_reference, rtol=1e-5, atol=1e-5)
