@@ -43,6 +43,7 @@ _TILES = 2 if INTERPRETED else 16
 """Of a program of `norm_grad_kernel`, one after the other."""
 _HEADS = 4
 """Of such a tile, at most: they share angles."""
+_WARPS, _STAGES = 4, 1
 
 
 @triton.jit
@@ -116,10 +117,14 @@ def square_means_kernel(x_rc, means_rh, rows, c, heads, count, D: tl.constexpr, 
 
 
 @Kernel
-def norm_grad_kernel(dq_rad, dk_rgd, x_rc, cos, sin, rstd_rh, weight_hd, statistics_2rh, partials_hpd, cos_stride_s,
-                     cos_stride_b, r, b, c, a, g, count, ZERO_CENTERED: tl.constexpr, D: tl.constexpr,
-                     TOKENS: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    """TILES tiles of TOKENS tokens of HEADS heads, of queries or of keys: `head_gradients` of `norm_reference`."""
+def norm_grad_kernel(dq_rad, dk_rgd, x_rc, cos, sin, rstd_rh, weight_hd, statistics_2rh, partials_kpd, cos_stride_s,
+                     cos_stride_b, r, b, c, a, g, count, SHARED: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+                     D: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr,
+                     STAGES: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+    """TILES tiles of TOKENS tokens of HEADS heads, of queries or of keys: `head_gradients` of `norm_reference`.
+
+    SHARED: heads share a weight, and a program has one sum of their gradients, else one for each head.
+    """
     of_queries = tl.cdiv(a, HEADS)
     is_key = tl.program_id(0) >= of_queries
     dy_rd, heads, before = tl.where(is_key, dk_rgd, dq_rad), tl.where(is_key, g, a), tl.where(is_key, a, 0)
@@ -132,7 +137,7 @@ def norm_grad_kernel(dq_rad, dk_rgd, x_rc, cos, sin, rstd_rh, weight_hd, statist
         factor, factor2 = _factors(weight_hd, at, (head < heads)[:, None] & columns, D, ZERO_CENTERED)
     sums = tl.zeros([TOKENS * HEADS, HALF], tl.float32)
     sums2 = tl.zeros([TOKENS * HEADS, HALF], tl.float32)
-    for tile in range(TILES):
+    for tile in tl.range(0, TILES, num_stages=STAGES):
         token = (tl.program_id(1) * TILES + tile) * TOKENS + i // HEADS
         there = (token < r) & (head < heads)
         inside = there[:, None] & columns
@@ -152,13 +157,14 @@ def norm_grad_kernel(dq_rad, dk_rgd, x_rc, cos, sin, rstd_rh, weight_hd, statist
         tl.store(statistics_2rh + row, rstd, mask=there)
         tl.store(statistics_2rh + r * (a + g) + row, (_exact_sum(dy * x, dy2 * x2) / count).to(tl.float32), mask=there)
     if weight_hd is not None:
-        k = head0 + tl.arange(0, HEADS)
-        at = (((before + k) * tl.num_programs(1) + tl.program_id(1)) * D)[:, None] + j[None, :]
-        inside = (k < heads)[:, None] & columns
-        sums = tl.sum(sums.reshape(TOKENS, HEADS, HALF).to(tl.float64), axis=0)
-        sums2 = tl.sum(sums2.reshape(TOKENS, HEADS, HALF).to(tl.float64), axis=0)
-        tl.store(partials_hpd + at, sums, mask=inside)
-        tl.store(partials_hpd + D // 2 + at, sums2, mask=inside)
+        LANES: tl.constexpr = 1 if SHARED else HEADS
+        k = tl.arange(0, LANES) + (tl.program_id(0) if SHARED else before + head0)
+        at = ((k * tl.num_programs(1) + tl.program_id(1)) * D)[:, None] + j[None, :]
+        inside = (k >= 0 if SHARED else k < before + heads)[:, None] & columns
+        sums = tl.sum(sums.reshape(TOKENS * HEADS // LANES, LANES, HALF).to(tl.float64), axis=0)
+        sums2 = tl.sum(sums2.reshape(TOKENS * HEADS // LANES, LANES, HALF).to(tl.float64), axis=0)
+        tl.store(partials_kpd + at, sums, mask=inside)
+        tl.store(partials_kpd + D // 2 + at, sums2, mask=inside)
 
 
 @cache
@@ -171,15 +177,16 @@ def _bound(kernel: Kernel, half: int, **constants: Any) -> tuple[BoundKernel, in
 
 
 @cache
-def _bound_gradient(half: int, groups: int, zero_centered: bool) -> tuple[BoundKernel, int, int]:
+def _bound_gradient(half: int, groups: int, shared: bool, zero_centered: bool) -> tuple[BoundKernel, int, int]:
     """`norm_grad_kernel` for heads of two halves; tokens and heads of a program."""
     width = next_power_of_2(half)
     rows = max(1, _GRADIENT_PAIRS // width)
     heads = min(rows, _HEADS, next_power_of_2(groups))
-    tokens, options = rows // heads, {"num_warps": 4, "enable_fp_fusion": False}
+    tokens = rows // heads
     kernel = norm_grad_kernel.bind(
-        ZERO_CENTERED=zero_centered, D=2 * half, TOKENS=tokens, HEADS=heads, TILES=_TILES, HALF=width, **options
-    )
+        SHARED=shared, ZERO_CENTERED=zero_centered, D=2 * half, TOKENS=tokens, HEADS=heads, TILES=_TILES,
+        STAGES=_STAGES, HALF=width, num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
     return kernel, tokens * _TILES, heads
 
 
@@ -240,28 +247,32 @@ def square_means(qkv_sbc: Tensor, heads: int, d: int, count: int) -> Tensor:
 
 def head_gradients(
     dq_sbad: Tensor, dk_sbgd: Tensor, qkv_sbc: Tensor, rstd_rh: Tensor, weight_hd: Tensor | None, cos: Tensor,
-    sin: Tensor, count: int, *, zero_centered: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`norm_reference.head_gradients`, but the gradients of weights as float64 partial sums `[h, p, d]`.
+    sin: Tensor, count: int, *, shared: bool, zero_centered: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`norm_reference.head_gradients`, but gradients of weights as float64 partial sums, those of q's and of k's apart.
 
-    dq and dk: contiguous.
+    `shared`: all q heads have one weight, and all k heads: `[p, d]`. Otherwise `[a, p, d]` and `[g, p, d]`. dq and dk
+    are contiguous.
     """
     (s, b, a, d), g = dq_sbad.shape, dk_sbgd.shape[2]
     stride_s, stride_b = _strides(cos, sin, s, b)
-    kernel, tokens, heads = _bound_gradient(d // 2, g, zero_centered)
+    kernel, tokens, heads = _bound_gradient(d // 2, g, shared, zero_centered)
     r, programs = s * b, ceil_div(s * b, tokens)
+    of_queries, of_keys = ceil_div(a, heads), ceil_div(g, heads)
+    sizes = [of_queries, of_keys] if shared else [a, g]
     statistics_2rh = torch.empty(2, r, a + g, dtype=torch.float32, device=dq_sbad.device)
-    partials_hpd = torch.empty(a + g, programs, d, dtype=EXACT, device=dq_sbad.device)
+    partials_kpd = torch.empty(sum(sizes), programs, d, dtype=EXACT, device=dq_sbad.device)
     if r:
         x_sbc = kernel_input(qkv_sbc)
         assert x_sbc.is_contiguous()
         tensors = (
             kernel_input(dq_sbad), kernel_input(dk_sbgd), x_sbc, cos, sin, rstd_rh,
-            None if weight_hd is None else kernel_input(weight_hd), statistics_2rh, partials_hpd,
+            None if weight_hd is None else kernel_input(weight_hd), statistics_2rh, partials_kpd,
         )  # fmt: skip
-        grid = (ceil_div(a, heads) + ceil_div(g, heads), programs)
-        kernel.launch(grid, tensors, (stride_s, stride_b, r, b, x_sbc.shape[2], a, g, count))
-    return statistics_2rh, partials_hpd
+        numbers = (stride_s, stride_b, r, b, x_sbc.shape[2], a, g, count)
+        kernel.launch((of_queries + of_keys, programs), tensors, numbers)
+    of_q, of_k = (x.flatten(0, 1) if shared else x for x in partials_kpd.split_with_sizes(sizes))
+    return statistics_2rh, of_q, of_k
 
 
 def _strides(cos: Tensor, sin: Tensor, s: int, b: int) -> tuple[int, int]:

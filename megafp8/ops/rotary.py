@@ -88,18 +88,11 @@ class QKNorms:
         means = [x.div(size).unsqueeze(1) for x, size in zip(sums_2r, self.sizes, strict=True)]
         return torch.cat([x.expand(-1, n) for x, n in zip(means, (heads, groups), strict=True)], dim=1)
 
-    def deliver(self, partials_hpd: Tensor, heads: int) -> tuple[Tensor | None, Tensor | None]:
-        """Give the gradients of weights, from those of each head `[h, d]` or from partial sums `[h, p, d]`, to their
-        sinks or to autograd."""
+    def deliver(self, dq_weight: Tensor, dk_weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Give the gradients of weights, or partial sums, as `deliver_sums` does."""
         if self.q_weight is None or self.k_weight is None:
             return None, None
-        parts = zip((self.q_weight, self.k_weight), (partials_hpd[:heads], partials_hpd[heads:]), strict=True)
-        return tuple(deliver_sums(weight, self._of_weight(part)) for weight, part in parts)  # type: ignore[return-value]
-
-    def _of_weight(self, part: Tensor) -> Tensor:
-        if part.dim() == 2:
-            return part.sum(dim=0) if self.sizes is None else part.flatten()
-        return part.flatten(0, 1) if self.sizes is None else part.transpose(0, 1).flatten(1)
+        return deliver_sums(self.q_weight, dq_weight), deliver_sums(self.k_weight, dk_weight)
 
 
 class _NormRotateAndSplit(Function):
@@ -122,20 +115,23 @@ class _NormRotateAndSplit(Function):
         weight_hd, together = norms.of_heads(*weights, a, g), norms.sizes is not None
         count, options = 1 if together else d, {"zero_centered": norms.zero_centered}
         if _has_kernel(qkv_sbc, cos):
-            statistics_2rh, partials = _kernels().head_gradients(
-                dq, dk, qkv_sbc, rstd_rh, weight_hd, cos, sin, count, **options
+            statistics_2rh, *dweights = _kernels().head_gradients(
+                dq, dk, qkv_sbc, rstd_rh, weight_hd, cos, sin, count, shared=not together, **options
             )
+            dweights = [x.transpose(0, 1).flatten(1) for x in dweights] if together else dweights
         else:
             x_sbhd, dqk = _q_and_k(qkv_sbc, a + g, d), torch.cat([dq, dk], dim=2)
-            statistics_2rh, partials = norm_reference.head_gradients(
+            statistics_2rh, dweight_hd = norm_reference.head_gradients(
                 dqk, x_sbhd, rstd_rh, weight_hd, cos, sin, count, **options
             )
+            parts = dweight_hd.split_with_sizes([a, g])
+            dweights = [x.flatten() if together else x.sum(dim=0) for x in parts]
         if together:
             statistics_2rh[1].copy_(norms.means(statistics_2rh[1], a))
-        dweights = norms.deliver(partials, a)
+        delivered = norms.deliver(*dweights)
         of_norms = HeadNorms(qkv_sbc.flatten(0, 1), statistics_2rh, weight_hd, norms.zero_centered)
         source = QKVGrad(dq, dk, dv, cos, sin, of_norms)
-        return fused_gradient(source, dq.shape[:2], dq, ctx.handoff), *dweights, *[None] * 6
+        return fused_gradient(source, dq.shape[:2], dq, ctx.handoff), *delivered, *[None] * 6
 
 
 def rotate_and_split(
