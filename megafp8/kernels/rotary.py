@@ -38,12 +38,10 @@ from megafp8.kernels.launch import BoundKernel, Kernel
 from megafp8.numerics.norm_reference import EXACT
 
 _PAIRS = 2048  # of a program: 16 a thread, four 16-byte loads in flight
-_GRADIENT_PAIRS = 1024  # of a tile of `norm_grad_kernel`, which keeps sums over tokens in registers
-_TILES = 2 if INTERPRETED else 16
-"""Of a program of `norm_grad_kernel`, one after the other."""
-_HEADS = 4
-"""Of such a tile, at most: they share angles."""
-_WARPS, _STAGES = 4, 1
+_NORM_PAIRS = 1024  # with norms
+# Of `norm_grad_kernel`: pairs of a tile, tiles of a program, of which one is loaded while the one before is computed,
+# heads of a tile, at most, which share angles. Measured on an H200 (docs/measurements/2026-11-26-query-key-norms).
+_GRADIENT_PAIRS, _TILES, _STAGES, _HEADS = 512, 2 if INTERPRETED else 32, 2, 4
 
 
 @triton.jit
@@ -168,10 +166,10 @@ def norm_grad_kernel(dq_rad, dk_rgd, x_rc, cos, sin, rstd_rh, weight_hd, statist
 
 
 @cache
-def _bound(kernel: Kernel, half: int, **constants: Any) -> tuple[BoundKernel, int]:
+def _bound(kernel: Kernel, half: int, pairs: int, **constants: Any) -> tuple[BoundKernel, int]:
     """The kernel for heads of two halves, and rows of a program."""
     width = next_power_of_2(half)
-    tile = max(1, _PAIRS // width)
+    tile = max(1, pairs // width)
     options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
     return kernel.bind(**constants, D=2 * half, ROWS=tile, HALF=width, **options), tile
 
@@ -185,7 +183,7 @@ def _bound_gradient(half: int, groups: int, shared: bool, zero_centered: bool) -
     tokens = rows // heads
     kernel = norm_grad_kernel.bind(
         SHARED=shared, ZERO_CENTERED=zero_centered, D=2 * half, TOKENS=tokens, HEADS=heads, TILES=_TILES,
-        STAGES=_STAGES, HALF=width, num_warps=_WARPS, enable_fp_fusion=False,
+        STAGES=_STAGES, HALF=width, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return kernel, tokens * _TILES, heads
 
@@ -240,7 +238,7 @@ def square_means(qkv_sbc: Tensor, heads: int, d: int, count: int) -> Tensor:
     rows = len(x_rc) * heads
     means_rh = torch.empty(len(x_rc), heads, dtype=torch.float32, device=x_rc.device)
     if rows:
-        kernel, tile = _bound(square_means_kernel, d // 2)
+        kernel, tile = _bound(square_means_kernel, d // 2, _NORM_PAIRS)
         kernel.launch((ceil_div(rows, tile), 1), (x_rc, means_rh), (rows, x_rc.shape[1], heads, count))
     return means_rh
 
@@ -297,6 +295,7 @@ def _launch(
     strides = _strides(cos, sin, s, b)
     if out_sbc.numel():
         rows = s * b * heads
-        kernel, tile = _bound(rotary_kernel, half, NORM=norm, ZERO_CENTERED=zero_centered)
+        pairs = _NORM_PAIRS if norm else _PAIRS
+        kernel, tile = _bound(rotary_kernel, half, pairs, NORM=norm, ZERO_CENTERED=zero_centered)
         tensors = (x_sbc, out_sbc, cos, sin, rstd_rh, weight_hd)
         kernel.launch((ceil_div(rows, tile), 1), tensors, (*strides, rows, b, c, out_sbc.shape[2], heads, eps))

@@ -97,7 +97,9 @@ def some_heads(
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        *slow_but([(shape, torch.float32) for shape in NORM_SHAPES], *((x, torch.float32) for x in NORM_SHAPES[:4])),
+        *slow_but(
+            [(shape, torch.float32) for shape in NORM_SHAPES], *((NORM_SHAPES[i], torch.float32) for i in (0, 1, 3))
+        ),
         *(pytest.param(shape, torch.bfloat16, marks=pytest.mark.gpu) for shape in NORM_SHAPES),
     ],
     ids=str,
@@ -146,9 +148,7 @@ def exact_heads(
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
 @pytest.mark.parametrize(
     ("shape", "together"),
-    slow_but(
-        [(x, y) for x in NORM_SHAPES for y in (False, True)], *((x, y) for x in NORM_SHAPES[:3] for y in (False, True))
-    ),
+    slow_but([(x, y) for x in NORM_SHAPES for y in (False, True)], *((NORM_SHAPES[i], i > 0) for i in (0, 1, 2))),
     ids=str,
 )
 def test_norms_against_autograd_in_float64(
@@ -195,7 +195,7 @@ def test_norms_against_autograd_in_float64(
 @pytest.mark.parametrize("kind", ["heads", "projection", "weightless"])
 def test_split_with_norms_by_kernels_and_by_reference(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What attention reads and all gradients, with the gradient of the packed heads as values."""
-    shape = NORM_SHAPES[4]
+    shape = NORM_SHAPES[1]
     qkv, weight_hd, dq, dk, cos, sin = some_heads(shape)
     a, g, d = shape[2:5]
     dv = torch.randn_like(dk)
