@@ -135,15 +135,15 @@ def cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnw
 
 
 @Kernel
-def tile_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, columnwise, scale, columnwise_scale, amax,
-                columnwise_amax, r, c, a, g, b, stride_s, stride_b, quads, eps, SOURCE: tl.constexpr,
-                FUNCTION: tl.constexpr, HALF: tl.constexpr, SCALES: tl.constexpr, ROWWISE: tl.constexpr,
-                COLUMNWISE: tl.constexpr, RECORD: tl.constexpr, WORDS: tl.constexpr, FORMAT: tl.constexpr,
-                FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr, TILE_R: tl.constexpr,
-                TILE_C: tl.constexpr):  # fmt: skip
+def tile_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, weights, rowwise, columnwise, scale,
+                columnwise_scale, amax, columnwise_amax, r, c, a, g, b, stride_s, stride_b, quads, eps,
+                SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr, SCALES: tl.constexpr,
+                ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, RECORD: tl.constexpr, WORDS: tl.constexpr,
+                FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr,
+                TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
     """One tile of each part of the source."""
     inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
-    heads = (a, g, b, stride_s, stride_b)
+    heads = (a, g, b, stride_s, stride_b, statistics, weights)
     across, down = tl.program_id(0), tl.program_id(1)
     if SCALES == "current" or SCALES == "vectors":
         across, down = tl.num_programs(0) - 1 - across, tl.num_programs(1) - 1 - down

@@ -213,8 +213,8 @@ def _noise(step, microbatch, key0, key1):
     )
 
 
-def _mx_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, columnwise, scale_inv, r, c, a, g, b,
-               stride_s, stride_b, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
+def _mx_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, weights, rowwise, columnwise, scale_inv,
+               r, c, a, g, b, stride_s, stride_b, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
                ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, FP8_MAX: tl.constexpr, INTERPRETED: tl.constexpr,
                TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
     """One tile of each part of the source."""
@@ -222,7 +222,8 @@ def _mx_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, colum
     i, j = tl.arange(0, TILE_R), tl.arange(0, TILE_C)
     tl.store(scale_inv, 1.0, mask=i0 + j0 == 0)
     inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
-    parts = compute(inputs, i0, i, j0, j, r, c, (a, g, b, stride_s, stride_b), SOURCE, FUNCTION, HALF, INTERPRETED)
+    heads = (a, g, b, stride_s, stride_b, statistics, weights)
+    parts = compute(inputs, i0, i, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
     for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
         y = parts[part]
         at, end, width = part_columns(j0, c, part, SOURCE, HALF)
@@ -238,19 +239,19 @@ def _mx_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, colum
             store_rowwise(columnwise, value.to(columnwise.dtype.element_ty), i0, i, at, j, r, end, width)
 
 
-def _nv_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, amaxes, r, c, a, g, b, stride_s, stride_b,
-                    SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr, TRANSFORMED: tl.constexpr,
-                    INTERPRETED: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
-                    DOWN: tl.constexpr):  # fmt: skip
+def _nv_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, weights, amaxes, r, c, a, g,
+                    b, stride_s, stride_b, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
+                    TRANSFORMED: tl.constexpr, INTERPRETED: tl.constexpr, TILE_R: tl.constexpr,
+                    TILE_C: tl.constexpr, DOWN: tl.constexpr):  # fmt: skip
     """DOWN tiles below each other of each part of the source."""
     i0, j0 = tl.program_id(1) * DOWN * TILE_R, tl.program_id(0) * TILE_C
     q, j = tl.arange(0, TILE_R // 16), tl.arange(0, TILE_C)
     inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
+    heads = (a, g, b, stride_s, stride_b, statistics, weights)
     of_values = tl.zeros([TILE_R // 16, TILE_C], dtype=tl.int32)
     of_transformed = tl.zeros([TILE_R // 16, TILE_C], dtype=tl.int32)
     for _ in range(DOWN):
-        parts = _interleaved(inputs, i0, q, j0, j, r, c, (a, g, b, stride_s, stride_b), SOURCE, FUNCTION, HALF,
-                             INTERPRETED)  # fmt: skip
+        parts = _interleaved(inputs, i0, q, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
         for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
             of_values = tl.maximum(of_values, _amax_of_tiles(parts[part]))
             if TRANSFORMED:
@@ -280,9 +281,9 @@ def _nv_rows(y, i, at, j, width, scale, noise, WEIGHT: tl.constexpr, NOISE: tl.c
     return _nv(x, scale, block, inverse, word, NOISE, INTERPRETED).reshape(ROWS, COLUMNS)
 
 
-def _nv_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, columnwise, scale_inv, amaxes, step,
-               microbatch, r, c, a, g, b, stride_s, stride_b, row_key0, row_key1, column_key0, column_key1,
-               SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr, WEIGHT: tl.constexpr,
+def _nv_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, weights, rowwise, columnwise, scale_inv,
+               amaxes, step, microbatch, r, c, a, g, b, stride_s, stride_b, row_key0, row_key1, column_key0,
+               column_key1, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr, WEIGHT: tl.constexpr,
                ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, NOISE: tl.constexpr, ROW_GROUPS: tl.constexpr,
                COLUMN_GROUPS: tl.constexpr, INTERPRETED: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
                CHUNK: tl.constexpr):  # fmt: skip
@@ -297,7 +298,8 @@ def _nv_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, colum
     column_scale = scale_from_amax(tl.load(amaxes + 1), 2688.0, 0.0, False)
     tl.store(scale_inv, tl.div_rn(1.0, scale), mask=i0 + j0 == 0)
     tl.store(scale_inv + 1, tl.div_rn(1.0, column_scale), mask=i0 + j0 == 0)
-    inputs, heads = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c), (a, g, b, stride_s, stride_b)
+    inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
+    heads = (a, g, b, stride_s, stride_b, statistics, weights)
     if COLUMNWISE:
         noise = _noise(step, microbatch, column_key0, column_key1)
         parts = _interleaved(inputs, i0, q, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
@@ -364,12 +366,12 @@ def _launch(
     kernel: Kernel, what: str, block: int, source: Source, tensors: tuple[Tensor, ...], *numbers: int, **constants: Any
 ) -> None:
     """Launch `kernel`, called `what` in `TILES`, on tiles of whole blocks of the source."""
-    kind, inputs, width, function, heads, half = inputs_of(_whole_blocks(source, block))
+    kind, inputs, width, function, heads, half, norms = inputs_of(_whole_blocks(source, block))
     tile = TILES[f"{what}_parts" if kind in ("gated_grad", "qkv_grad") else what]
     bound, rows, columns = _bound(kernel, tile, block, kind, function, half, tuple(constants.items()))
     r = source.shape[0]
     down = ceil_div(r, rows * constants.get("DOWN", 1))
-    bound.launch((ceil_div(width, columns), down), (*inputs, *tensors), (r, width, *heads, *numbers))
+    bound.launch((ceil_div(width, columns), down), (*inputs, *norms, *tensors), (r, width, *heads, *numbers))
 
 
 def _whole_blocks(source: Source, block: int) -> Source:

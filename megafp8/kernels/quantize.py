@@ -79,7 +79,8 @@ class Inputs(NamedTuple):
     """Arguments of kernels for a source.
 
     `tensors`: the six pointers, any tensor where one is not read, None for what is left out of the computation.
-    `width`: columns of a part. Only a qkv gradient has `heads` (a, g, samples, strides of the angles) and `half_head`.
+    `width`: columns of a part. Only a qkv gradient has `heads` (a, g, samples, strides of the angles), `half_head` and
+    `norms`, statistics and weights.
     """
 
     kind: str
@@ -88,6 +89,7 @@ class Inputs(NamedTuple):
     function: str = ""
     heads: tuple[int, int, int, int, int] = (0, 0, 1, 0, 0)
     half_head: int = 0
+    norms: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 def inputs_of(source: Source) -> Inputs:
@@ -99,7 +101,14 @@ def inputs_of(source: Source) -> Inputs:
         dq, dk, dv = kernel_input(source.dq_sbad), kernel_input(source.dk_sbgd), kernel_input(source.dv_sbgd)
         g, b = dk.shape[2], dk.shape[1]
         heads = (a, g, b, cos.stride(0), cos.stride(1) if cos.shape[1] == b else 0)
-        return Inputs("qkv_grad", (dq, dk, cos, sin, dv, dv), (a + 2 * g) * d // 2, heads=heads, half_head=d // 2)
+        norms: tuple[Tensor | None, Tensor | None] = (None, None)
+        x, function = dv, ""
+        if source.norms is not None:
+            weight = source.norms.weight_hd
+            x, function = kernel_input(source.norms.x_rc), "zero_centered" if source.norms.zero_centered else ""
+            norms = (source.norms.statistics_2rh, None if weight is None else kernel_input(weight))
+        width = (a + 2 * g) * d // 2
+        return Inputs("qkv_grad", (dq, dk, cos, sin, dv, x), width, function, heads, d // 2, norms)
     assert isinstance(source, Plain)
     x = kernel_input(source.x_rc)
     c = x.shape[1]
@@ -171,10 +180,11 @@ def _launch(
     """
     if isinstance(source, QKVGrad) and source.dq_sbad.shape[3] & (source.dq_sbad.shape[3] - 1):
         source = Plain(source.values())  # tiles are powers of two wide, and this head is not
-    kind, inputs, width, function, heads, half = inputs_of(source)
+    kind, inputs, width, function, heads, half, norms = inputs_of(source)
     bound, rows, columns = _bound(kernel, TILES[what][tile_group(source)], kind, function, half, constants)
     r = source.shape[0]
-    bound.launch((ceil_div(width, columns), ceil_div(r, rows)), (*inputs, *outputs), (r, width, *heads, *numbers))
+    grid = (ceil_div(width, columns), ceil_div(r, rows))
+    bound.launch(grid, (*inputs, *norms, *outputs), (r, width, *heads, *numbers))
 
 
 def _cast(

@@ -20,14 +20,15 @@ from megafp8.kernels.tiles import column_amax, compute, part_columns
 
 
 @Kernel
-def amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, of_all, of_rows, of_columns, r, c, a, g, b,
-                stride_s, stride_b, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
+def amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, weights, of_all, of_rows, of_columns,
+                r, c, a, g, b, stride_s, stride_b, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
                 WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
                 TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
     """One tile of each part of the source."""
     i0, j0 = tl.program_id(1) * TILE_R, tl.program_id(0) * TILE_C
     i, j = tl.arange(0, TILE_R), tl.arange(0, TILE_C)
-    inputs, heads = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c), (a, g, b, stride_s, stride_b)
+    inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
+    heads = (a, g, b, stride_s, stride_b, statistics, weights)
     y, y2 = compute(inputs, i0, i, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
     bits = magnitude_bits(y)
     if COLUMNS:
@@ -46,13 +47,14 @@ def amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, of_all, of_ro
 
 
 @Kernel
-def sums_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, of_columns, r, c, a, g, b, stride_s, stride_b,
-                SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr, INTERPRETED: tl.constexpr,
-                TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
+def sums_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, weights, of_columns, r, c, a, g, b,
+                stride_s, stride_b, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
+                INTERPRETED: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
     """Row `program_id(1)` of `of_columns`, float64: sums of columns over one tile's rows of each part."""
     i0, j0 = tl.program_id(1) * TILE_R, tl.program_id(0) * TILE_C
     i, j = tl.arange(0, TILE_R), tl.arange(0, TILE_C)
-    inputs, heads = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c), (a, g, b, stride_s, stride_b)
+    inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
+    heads = (a, g, b, stride_s, stride_b, statistics, weights)
     parts = compute(inputs, i0, i, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
     for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
         at, end, width = part_columns(j0, c, part, SOURCE, HALF)

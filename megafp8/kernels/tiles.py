@@ -11,9 +11,9 @@ is None is left out of the computation, and what is not listed is not read:
     activation_grad   x, dy, and the bias
     gated             [gate | up], and as weight the channels' scales
     gated_grad        [gate | up], dy, and as weight the channels' scales
-    qkv_grad          dq, dk, cos, sin, dv
+    qkv_grad          dq, dk, cos, sin, dv, and x where q and k have norms
 
-FUNCTION is the activation's; of a norm "zero_centered" if it multiplies by 1 + weight. The last two have two parts,
+FUNCTION is the activation's; of norms "zero_centered" if they multiply by 1 + weight. The last two have two parts,
 computed together, which are apart in memory: the halves of the matrix, or of each head. So kernels count the columns of
 one part, c, and `part_columns` says where they are in the matrix.
 
@@ -22,8 +22,8 @@ tile is held as four tiles, of the rows 0, 4, 8, ..., of the rows 1, 5, 9, ... a
 thread holds the bytes of four neighbouring rows as one 32-bit word, and words are transposed. Where the number of rows
 is not a multiple of four, the columnwise copy is stored in bytes.
 
-Shapes: r rows, c columns of a part; q quads of rows; heads: a of queries, g of keys, g of values, for b samples, and
-the strides of the angles.
+Shapes: r rows, c columns of a part; q quads of rows; heads: a of queries, g of keys, g of values, for b samples, the
+strides of the angles, and of norms of q and k the statistics `[2, r, a + g]` and weights `[a + g, d]`, None without.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from megafp8.kernels.arithmetic import activate, magnitude_bits
 
 
 @triton.jit
-def _rotated_heads(inputs, i, j0, j, r, heads, HALF: tl.constexpr):
-    """Columns j0 % HALF + j of both halves of head j0 // HALF of the qkv gradient at tokens i, rotated back."""
-    dq, dk, cos, sin, dv, _ = inputs
-    a, g, b, stride_s, stride_b = heads
+def _rotated_heads(inputs, i, j0, j, r, heads, FUNCTION: tl.constexpr, HALF: tl.constexpr):
+    """Columns j0 % HALF + j of both halves of head j0 // HALF of the qkv gradient at tokens i, rotated back, before
+    the norms."""
+    dq, dk, cos, sin, dv, x_rc = inputs
+    a, g, b, stride_s, stride_b, statistics, weights = heads
     head = j0 // HALF
     j += tl.multiple_of(j0 % HALF, 8)  # a tile is a half, or a strip of one
     x = tl.where(head < a, dq, tl.where(head < a + g, dk, dv))
@@ -53,7 +54,25 @@ def _rotated_heads(inputs, i, j0, j, r, heads, HALF: tl.constexpr):
     sine = tl.load(sin + angle, mask=rotated, other=0.0) * -1.0  # not -sine, which may lose a zero's sign
     if head < a + g:
         first, second = first * cosine - second * sine, second * cosine + first * sine
+        if statistics is not None:
+            row = i * (a + g) + head
+            rstd = tl.load(statistics + row, mask=i < r, other=0.0)[:, None]
+            along = tl.load(statistics + r * (a + g) + row, mask=i < r, other=0.0)[:, None]
+            if weights is not None:
+                first = first * _factor(weights + head * 2 * HALF + j, FUNCTION)
+                second = second * _factor(weights + head * 2 * HALF + HALF + j, FUNCTION)
+            at = i.to(tl.int64)[:, None] * (2 * HALF * (a + 2 * g)) + head * 2 * HALF + j[None, :]
+            x_first = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)
+            x_second = tl.load(x_rc + HALF + at, mask=inside, other=0.0).to(tl.float32)
+            first = (first - x_first * rstd * along) * rstd
+            second = (second - x_second * rstd * along) * rstd
     return first, second
+
+
+@triton.jit
+def _factor(weights, FUNCTION: tl.constexpr):
+    weight = tl.load(weights).to(tl.float32)[None, :]
+    return 1.0 + weight if FUNCTION == "zero_centered" else weight
 
 
 @triton.jit
@@ -63,7 +82,7 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
     x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c = inputs
     inside = (i0 + i < r)[:, None] & (j0 + j < c)[None, :]
     if SOURCE == "qkv_grad":
-        y, y2 = _rotated_heads(inputs, i0 + i, j0, j, r, heads, HALF)
+        y, y2 = _rotated_heads(inputs, i0 + i, j0, j, r, heads, FUNCTION, HALF)
     elif SOURCE == "gated" or SOURCE == "gated_grad":
         at = i0.to(tl.int64) * (2 * c) + j0 + i[:, None] * (2 * c) + j[None, :]
         gate = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)

@@ -24,7 +24,7 @@ from megafp8.config import AttentionConfig, ModelConfig
 from megafp8.config.parts.attention import QueryScaling
 from megafp8.distributed.sharding import Init, shard_dim
 from megafp8.linear.fusion import LinearInput
-from megafp8.linear.state import InputFormat
+from megafp8.linear.state import InputFormat, QuantizedGradHandoff
 from megafp8.models.context import BuildContext, new_parameter
 from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
 from megafp8.models.mixer import Mixer, TokenCache, Tokens
@@ -35,7 +35,7 @@ from megafp8.numerics.attention_mask import AttentionMask
 from megafp8.numerics.attention_scores import AttentionDropout, Scores, alibi_slopes
 from megafp8.ops import attention
 from megafp8.ops.attention import CoreAttention
-from megafp8.ops.rotary import rotate_and_split, rotate_heads
+from megafp8.ops.rotary import QKNorms, rotate_and_split, rotate_heads
 from megafp8.philox import Key, key_of
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -161,7 +161,11 @@ class Attention(Mixer):
         common = context.linear_options()
         has_rotary = record.position_embedding == "rope"
         plain = [*parts] == ["q", "k", "v"] and not self.is_read
-        rotates = has_rotary and plain and not record.qk_norm and not record.value_norm
+        self.norms_rotated = record.qk_norm == "rotated"
+        rotates = has_rotary and plain and not record.value_norm
+        if rotates and self.norms_rotated:  # a rotation changes no norm, but for a factor of it
+            scaled = record.yarn or record.longrope
+            rotates = scaled is None or scaled.rotated_factor == 1
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv",
             config.hidden_size,
@@ -188,7 +192,7 @@ class Attention(Mixer):
         if record.attention_sinks:
             shard = shard_dim(f"{name}.sink.weight", (record.num_attention_heads,), 0, context.tensor.rank(), t)
             self.sink = new_parameter(context, [shard], Init("zeros"), replicated_over_tp=False, weight_decay=False)
-        self.norms_rotated, self.norm_eps = record.qk_norm == "rotated", config.norm_eps
+        self.norm_eps = config.norm_eps
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
         self.qk_norms: ProjectionNorms | None = None
@@ -267,9 +271,12 @@ class Attention(Mixer):
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         m, e, a = batch.tokens, batch.element, self.heads
         saved = {"qkv input": batch.saved_input(self.qkv.state)}
+        kept = self.rotates and not (self.record.qk_norm and self.recompute)
         if self.rotates or self.recompute:
             saved["q, k, v, gate"] = m * sum(self.split.values()) * e
-        if self.rotates and self.record.query_scaling is not None:
+        if kept and self.record.qk_norm:
+            saved["q and k after norms"] = m * (a + self.groups) * (self.d * e + batch.statistic)
+        if kept and self.record.query_scaling is not None:
             saved["scaled q"] = m * a * self.d * e
         # it is the projection's input, too
         shares_output = self.proj.state.plan.saved == "high" and not self.record.output_gate
@@ -312,6 +319,10 @@ class Attention(Mixer):
         """Norms and rotation of queries and keys, norms of values."""
         m, e, d = batch.tokens, batch.element, self.d
         channels = m * (self.heads + (0 if self.reads_keys else self.groups)) * d
+        scaled = 2 * m * self.heads * d * e * (self.record.query_scaling is not None)
+        if self.rotates and self.record.qk_norm:  # gradients, and what norms read, once for sums and once for the cast
+            sums = channels * e * (self.qk_norms is not None)
+            return Work(2 * channels * e + sums + scaled, 5 * channels * e + scaled)
         if self.qk_norms is not None:  # by separate kernels in fp32
             rotation = 2 * channels * e
             return Work(rotation + 56 * channels, rotation + 96 * channels)
@@ -320,8 +331,7 @@ class Attention(Mixer):
         moved = 2 * passes * channels * e
         if self.record.value_norm and not self.reads_keys:
             moved += 2 * m * self.groups * d * e
-        if self.record.query_scaling is not None:
-            moved += 2 * m * self.heads * d * e
+        moved += scaled
         gated = int(self.record.output_gate) * m * self.heads * d * e
         return Work(moved + 4 * gated, moved + 10 * gated)  # in two kernels, and four after these again
 
@@ -336,13 +346,33 @@ class Attention(Mixer):
         return 2 * batch.tokens * self.groups * self.d * batch.element
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs) -> Tensor:
-        if self.rotates:
-            assert inputs.rotary is not None
-            handoff, scale = self.qkv.state.grad_handoff(), inputs.query_scale_sb11
-            q, k, v = rotate_and_split(self.qkv(x_sbh, handoff), self.heads, self.groups, *inputs.rotary, handoff)
-            q = q if scale is None else q * scale
-            return self.proj(self._run(inputs.core, q, k, v, self.sink, inputs.scores).flatten(-2))
-        return self.proj(self._run(self._attend, self.qkv(x_sbh), inputs))
+        if not self.rotates:
+            return self.proj(self._run(self._attend, self.qkv(x_sbh), inputs))
+        handoff = self.qkv.state.grad_handoff()
+        qkv_sbc = self.qkv(x_sbh, handoff)
+        if self.record.qk_norm:  # what norms give is recomputed, too
+            return self.proj(self._run(self._attend_rotated, qkv_sbc, inputs, handoff))
+        heads = self._rotated(qkv_sbc, inputs, handoff)
+        return self.proj(self._run(inputs.core, *heads, self.sink, inputs.scores).flatten(-2))
+
+    def _attend_rotated(self, qkv_sbc: Tensor, inputs: AttentionInputs, handoff: QuantizedGradHandoff | None) -> Tensor:
+        return inputs.core(*self._rotated(qkv_sbc, inputs, handoff), self.sink, inputs.scores).flatten(-2)
+
+    def _rotated(
+        self, qkv_sbc: Tensor, inputs: AttentionInputs, handoff: QuantizedGradHandoff | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of the packed heads [q | k | v] in one pass, q and k normed and rotated, q scaled."""
+        assert inputs.rotary is not None
+        q, k, v = rotate_and_split(qkv_sbc, self.heads, self.groups, *inputs.rotary, handoff, self._norms())
+        return q if inputs.query_scale_sb11 is None else q * inputs.query_scale_sb11, k, v
+
+    def _norms(self) -> QKNorms | None:
+        """The norms of q and k before their rotation."""
+        if self.qk_norms is not None:
+            return self.qk_norms.both
+        if self.q_norm is not None and self.k_norm is not None:
+            return QKNorms(self.q_norm.weight, self.k_norm.weight, self.norm_eps, self.q_norm.zero_centered)
+        return QKNorms(None, None, self.norm_eps) if self.norms_rotated else None
 
     def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return recomputed(function, *inputs) if self.recompute else function(*inputs)

@@ -32,6 +32,7 @@ from megafp8.models.costs import MicroBatch
 from megafp8.numerics.dropout_reference import Dropout
 from megafp8.numerics.sources import norm_factor
 from megafp8.ops.norm import norm
+from megafp8.ops.rotary import QKNorms
 from megafp8.plan import Neighbor
 
 
@@ -166,15 +167,20 @@ class ProjectionNorms(nn.Module):
 
         self.q_weight, self.k_weight = parameter("q_norm", query_size), parameter("k_norm", key_size)
 
+    @property
+    def both(self) -> QKNorms:
+        """As a pass reads them that rotates heads, too."""
+        return QKNorms(self.q_weight, self.k_weight, self.eps, self.zero_centered, self.sizes, self.group)
+
     def forward(self, q_sbad: Tensor, k_sbgd: Tensor) -> tuple[Tensor, Tensor]:
         q_weight, k_weight = (norm_factor(w, True) if self.zero_centered else w for w in (self.q_weight, self.k_weight))
-        normed: tuple[Tensor, Tensor] = _RMSNorms.apply(
+        normed: tuple[Tensor, Tensor] = RMSNorms.apply(
             q_sbad, k_sbgd, q_weight, k_weight, self.sizes, self.eps, self.group
         )
         return normed
 
 
-class _RMSNorms(Function):
+class RMSNorms(Function):
     """RMSNorm of q and of k over their last two dims, sharded over `group`; in fp32 or wider. `sizes`: of all ranks."""
 
     @staticmethod

@@ -8,7 +8,9 @@ plus the one that bypasses it.
 Elements are computed in fp32. Sums are float64 and rounded once, so the result does not depend on their order and is
 the same on every device.
 
-Shapes: r rows (tokens), c columns (hidden).
+Norms of query and key heads, before their rotation, are those of `megafp8.kernels.rotary`.
+
+Shapes: r rows (tokens), c columns (hidden); h heads of width d.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megafp8.numerics.sources import norm_factor, wide
+from megafp8.numerics.sources import norm_factor, rotate, wide
 
 EXACT = torch.float64
 
@@ -27,9 +29,13 @@ def statistics(x_rc: Tensor, eps: float, *, centered: bool) -> tuple[Tensor | No
     mean_r = (x.sum(dim=1, dtype=EXACT) / c).to(x.dtype) if centered else None
     if mean_r is not None:
         x = x - mean_r.unsqueeze(-1)
-    variance_r = (x.to(EXACT).square().sum(dim=1) / c).to(x.dtype)
-    deviation_r = (variance_r + eps).to(EXACT).sqrt().to(x.dtype)  # a CPU's fp32 root is not always rounded right
-    return mean_r, torch.ones_like(deviation_r) / deviation_r
+    return mean_r, reciprocal_deviation((x.to(EXACT).square().sum(dim=1) / c).to(x.dtype), eps)
+
+
+def reciprocal_deviation(variance: Tensor, eps: float) -> Tensor:
+    """`1 / √(variance + eps)`."""
+    deviation = (variance + eps).to(EXACT).sqrt().to(variance.dtype)  # a CPU's fp32 root is not always rounded right
+    return torch.ones_like(deviation) / deviation
 
 
 def backward(
@@ -53,3 +59,31 @@ def backward(
     if dresidual_rc is not None:
         dx = dx + wide(dresidual_rc)
     return dx.to(x_rc.dtype), dweight_c, dbias_c
+
+
+def square_means(x_rhd: Tensor, count: int) -> Tensor:
+    """Sums of the squares of each head `[r, h]`, fp32 or wider, divided by `count`."""
+    return (x_rhd.to(EXACT).square().sum(dim=-1) / count).to(wide(x_rhd).dtype)
+
+
+def normalized_and_rotated(
+    x_sbhd: Tensor, rstd_rh: Tensor, weight_hd: Tensor | None, cos: Tensor, sin: Tensor, *, zero_centered: bool
+) -> Tensor:
+    """Heads times the reciprocals of their root mean squares and their weights, rotated, in x's dtype."""
+    y_sbhd = wide(x_sbhd) * rstd_rh.view(*x_sbhd.shape[:3], 1)
+    if weight_hd is not None:
+        y_sbhd = y_sbhd * norm_factor(weight_hd, zero_centered)
+    return rotate(y_sbhd, cos, sin).to(x_sbhd.dtype)
+
+
+def head_gradients(
+    dy_sbhd: Tensor, x_sbhd: Tensor, rstd_rh: Tensor, weight_hd: Tensor | None, cos: Tensor, sin: Tensor, count: int,
+    *, zero_centered: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Of `normalized_and_rotated`: `HeadNorms.statistics_2rh`, sums divided by `count`, and the gradient of the weight
+    of each head `[h, d]`, fp32 or wider."""
+    dy = rotate(dy_sbhd, cos, -sin).flatten(0, 1)
+    normalized = wide(x_sbhd).flatten(0, 1) * rstd_rh.unsqueeze(-1)
+    scaled = dy if weight_hd is None else dy * norm_factor(weight_hd, zero_centered)
+    along_rh = ((scaled * normalized).sum(dim=-1, dtype=EXACT) / count).to(dy.dtype)
+    return torch.stack([rstd_rh, along_rh]), (dy * normalized).sum(dim=0, dtype=EXACT).to(dy.dtype)

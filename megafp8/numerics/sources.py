@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -363,12 +363,34 @@ ACTIVATION_SOURCES = {output.kind: (output, gradient) for output, gradient in _O
 """Sources of the output and of the gradient, by the config's name of the activation."""
 
 
+class HeadNorms(NamedTuple):
+    """What the gradient of the RMSNorm of q and k heads, h = a + g, is computed from.
+
+    `x_rc`: the packed heads before it. `statistics_2rh`, fp32 or wider: the reciprocal root mean square of each head's
+    norm, and the mean of `scaled · normalized`, where `scaled` is the gradient times the weight. `weight_hd`: that of
+    each head; None: one.
+    """
+
+    x_rc: Tensor
+    statistics_2rh: Tensor
+    weight_hd: Tensor | None
+    zero_centered: bool
+
+    def gradient(self, dy_rhd: Tensor) -> Tensor:
+        """The gradient of q and k heads before their norm, fp32 or wider."""
+        h, d = dy_rhd.shape[1:]
+        rstd, along = self.statistics_2rh.unsqueeze(-1)
+        normalized = wide(self.x_rc[:, : h * d]).unflatten(-1, (h, d)) * rstd
+        scaled = dy_rhd if self.weight_hd is None else dy_rhd * norm_factor(self.weight_hd, self.zero_centered)
+        return (scaled - normalized * along) * rstd
+
+
 @dataclass(frozen=True)
 class QKVGrad:
     """The gradient `[r, c]` of the packed [q | k | v] heads of r = s·b tokens, before q and k were rotated.
 
     dq `[s, b, a, d]`, dk and dv `[s, b, g, d]` are contiguous, as attention's backward gives them; cos and sin, fp32 or
-    wider, `[s, 1 or b, 1, d/2]`.
+    wider, `[s, 1 or b, 1, d/2]`. `norms`: of q and k before their rotation; None: they have none.
     """
 
     dq_sbad: Tensor
@@ -376,6 +398,7 @@ class QKVGrad:
     dv_sbgd: Tensor
     cos: Tensor
     sin: Tensor
+    norms: HeadNorms | None = None
     kind: ClassVar[str] = "qkv_grad"
 
     @property
@@ -392,5 +415,6 @@ class QKVGrad:
         return self.dq_sbad.device
 
     def values(self) -> Tensor:
-        dq, dk = (rotate(x, self.cos, -self.sin) for x in (self.dq_sbad, self.dk_sbgd))
-        return torch.cat([dq, dk, wide(self.dv_sbgd)], dim=2).flatten(2).flatten(0, 1)
+        dqk = torch.cat([rotate(x, self.cos, -self.sin) for x in (self.dq_sbad, self.dk_sbgd)], dim=2).flatten(0, 1)
+        dqk = dqk if self.norms is None else self.norms.gradient(dqk)
+        return torch.cat([dqk, wide(self.dv_sbgd).flatten(0, 1)], dim=1).flatten(1)

@@ -64,8 +64,8 @@ class _Norm(Function):
         dx, dbranch, dweight, dbias = _backward(
             dy, total_rc, mean_r, rstd_r, weight, dtotal, ctx.dropout, zero_centered=ctx.zero_centered
         )
-        dw = _deliver(ctx.weight, dweight)
-        db = None if dbias is None else _deliver(ctx.bias, dbias)
+        dw = deliver_sums(ctx.weight, dweight)
+        db = None if dbias is None else deliver_sums(ctx.bias, dbias)
         return dx, dbranch if ctx.needs_input_grad[1] else None, dw, db, *[None] * 4
 
 
@@ -98,8 +98,8 @@ def _backward(
     return dx, dx if dropout is None else dropout_reference.add(None, dx, dropout), dweight, dbias
 
 
-def _deliver(weight: Tensor, dweight: Tensor) -> Tensor | None:
-    """Give the gradient, or its partial sums, in the weight's dtype to its sink, or to autograd."""
+def deliver_sums(weight: Tensor, dweight: Tensor) -> Tensor | None:
+    """Give a norm's gradient `[c]`, or its partial sums `[p, c]`, in the weight's dtype to its sink, or to autograd."""
     if dweight.dim() == 2:
         main_grad = summed_in_place(weight)
         if main_grad is not None:

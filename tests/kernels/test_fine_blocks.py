@@ -110,9 +110,10 @@ def test_every_source(kind: str, dtype: torch.dtype) -> None:
 def test_gradient_of_qkv(d: int) -> None:
     dq, dk, dv = (noise(9, 2, heads, d, seed=i) for i, heads in enumerate((3, 1, 1)))
     angles = noise(9, 1, 1, d // 2, seed=3)
-    source = sources.QKVGrad(dq, dk, dv, angles.cos(), angles.sin())
-    check_mxfp8(source, E4M3)
-    check_nvfp4(source, "grad_output")
+    norms = sources.HeadNorms(noise(18, 5 * d), noise(2, 18, 4), noise(4, d), zero_centered=True)
+    for source in (sources.QKVGrad(dq, dk, dv, angles.cos(), angles.sin(), x) for x in (None, norms)):
+        check_mxfp8(source, E4M3)
+        check_nvfp4(source, "grad_output")
 
 
 @pytest.mark.slow

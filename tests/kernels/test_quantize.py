@@ -215,11 +215,14 @@ def test_gradient_of_qkv(shape: tuple[int, int, int, int, int, bool], cast: str)
     s, b, a, g, d, own_angles = shape
     dq, dk, dv = (noise(s, b, heads, d, seed=i) for i, heads in enumerate((a, g, g)))
     angles = noise(s, b if own_angles else 1, 1, d // 2, seed=3)
-    source = sources.QKVGrad(dq, dk, dv, angles.cos(), angles.sin())
-    if cast == "tensor":
-        check_tensor(source, 3.7, E4M3)
-    else:
-        check_blocks(source, cast)
+    x_rc, weight_hd, statistics = noise(s * b, (a + 2 * g) * d), noise(a + g, d), noise(2, s * b, a + g)
+    of_norms = sources.HeadNorms(x_rc, statistics, weight_hd, zero_centered=own_angles)
+    for norms in (None, of_norms, of_norms._replace(weight_hd=None)):
+        source = sources.QKVGrad(dq, dk, dv, angles.cos(), angles.sin(), norms)
+        if cast == "tensor":
+            check_tensor(source, 3.7, E4M3)
+        else:
+            check_blocks(source, cast)
 
 
 @pytest.mark.parametrize("kind", ["plain", "zero_centered_layernorm", "swiglu_grad", "gelu_grad"])

@@ -21,7 +21,7 @@ from megafp8.fp8 import (
 from megafp8.linear.fusion import LinearInput
 from megafp8.ops.activation import activation as activate
 from megafp8.ops.norm import norm
-from megafp8.ops.rotary import rotate_and_split
+from megafp8.ops.rotary import QKNorms, rotate_and_split, rotate_heads
 from megafp8.plan import Neighbor
 from tests.fp8.linear_layer import LinearLayer
 
@@ -117,6 +117,30 @@ def test_gradients_of_rotated_heads() -> None:
         pairs = torch.complex(part[..., :2].contiguous(), part[..., 2:].contiguous())
         rotated = pairs * torch.complex(cos, sin) if turned else pairs
         torch.testing.assert_close(actual, torch.cat([rotated.real, rotated.imag], dim=-1), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["heads", "projection", "weightless"])
+def test_gradients_of_normed_and_rotated_heads(kind: str) -> None:
+    a, g, d = 3, 1, 4
+    width = {"heads": (d, d), "projection": (a * d, g * d), "weightless": ()}[kind]
+    qkv, *weights = leaves((5, 2, (a + 2 * g) * d), *((n,) for n in width))
+    angles = torch.randn(5, 1, 1, d // 2, dtype=torch.float64)
+    cos, sin, eps, zero_centered = angles.cos(), angles.sin(), 1e-2, kind == "heads"
+
+    def function(x: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sizes = (a * d, g * d) if kind == "projection" else None
+        norms = QKNorms(*(given or (None, None)), eps, zero_centered, sizes)
+        return rotate_and_split(x, a, g, cos, sin, None, norms)
+
+    assert torch.autograd.gradcheck(function, [qkv, *weights])
+    q, k, v = function(qkv, *weights)
+    parts = qkv.split([a * d, g * d, g * d], dim=-1)
+    torch.testing.assert_close(v, parts[2].unflatten(-1, (-1, d)))
+    for actual, part, weight in zip((q, k), parts, weights or (None, None)):
+        x = part if kind == "projection" else part.unflatten(-1, (-1, d))
+        factor = None if weight is None else 1 + weight if zero_centered else weight
+        normed = F.rms_norm(x, x.shape[-1:], factor, eps).view_as(actual)
+        torch.testing.assert_close(actual, rotate_heads(normed, cos, sin), rtol=1e-12, atol=1e-12)
 
 
 def test_values_that_another_needs_are_not_overwritten_unnoticed() -> None:
