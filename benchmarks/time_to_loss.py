@@ -7,7 +7,8 @@ Runs of one seed have the same initial weights and read the same samples in the 
 the differences of runs with the same seed. An interval is that of the mean of these differences, by Student's t with
 95%: a gap whose interval has zero in it cannot be told from noise with so many seeds. Time is that of steps, without
 evaluation and the start: the median step, times the step at which the mean curve first is at bf16's last loss.
-Run folders of several sweeps may be given together, if they are of one kind of GPU: times are compared.
+Run folders of several sweeps may be given together, if they are of one kind of GPU: times are compared. Exit code 2 if
+a run has not ended.
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ class Run:
 
 
 def read(folder: Path) -> Run:
-    """The run in a folder. ValueError if it has no validation losses."""
+    """The run in a folder. ValueError if it has no validation losses, or none after its last step."""
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     steps = read_metrics(folder / "metrics.jsonl")
     losses = {x["step"]: x["validation_loss"] for x in steps if x["validation_loss"] is not None}
     if not losses:
         raise ValueError(f"{folder} has no validation loss; set training.eval_interval")
+    if max(losses) < (steps_of_run := config["training"]["steps"]):
+        raise ValueError(f"{folder} has a validation loss after step {max(losses)} of {steps_of_run}; leave it out")
     return Run(config["fp8"]["recipe"], config["seed"], losses, median(x["step_seconds"] for x in steps))
 
 
@@ -128,8 +131,12 @@ def main() -> int:
     parser.add_argument("folders", type=Path, nargs="+", help="run folders")
     parser.add_argument("--png", type=Path, help="draw curves over time, too")
     options = parser.parse_args()
-    runs = [read(folder) for folder in options.folders]
-    print(table(runs))
+    try:
+        runs = [read(folder) for folder in options.folders]
+        print(table(runs))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if options.png is not None:
         plot(runs, options.png)
     return 0

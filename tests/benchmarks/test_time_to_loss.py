@@ -14,7 +14,7 @@ from benchmarks.time_to_loss import interval, plot, read, step_at, table
 def write_run(folder: Path, recipe: str, seed: int, losses: dict[int, float], seconds: float) -> Path:
     """A run folder with the files that are read."""
     folder.mkdir()
-    (folder / "config.yaml").write_text(f"seed: {seed}\nfp8: {{recipe: {recipe}}}\n")
+    (folder / "config.yaml").write_text(f"seed: {seed}\nfp8: {{recipe: {recipe}}}\ntraining: {{steps: 20}}\n")
     lines = [
         {"step": i, "loss": 1.0, "step_seconds": seconds if i > 1 else 60.0, "validation_loss": losses.get(i)}
         for i in range(1, 21)
@@ -59,3 +59,5 @@ def test_without_a_baseline(tmp_path: Path) -> None:
         table([run])
     with pytest.raises(ValueError, match="no validation loss"):
         read(write_run(tmp_path / "b", "none", 1, {}, 0.1))
+    with pytest.raises(ValueError, match="after step 10 of 20"):
+        read(write_run(tmp_path / "c", "none", 1, {10: 2.0}, 0.1))

@@ -403,10 +403,6 @@ SMALL: dict[str, Any] = {
 }
 COMPRESSED: dict[str, Any] = {"kind": "compressed_attention", "q_rank": 20, "output_groups": 2, "output_rank": 12}
 GEMMA_OF_OURS: dict[str, Any] = SMALL | {
-    "experts that no layer has": (
-        "llama",
-        SMALL | {"moe": {"num_experts": 4}, "layer_kinds": {"a": {"ffn": {"kind": "mlp"}}}, "pattern": ["a"]},
-    ),
     "activation": "geglu_tanh",
     "norm_position": "both",
     "zero_centered_gamma": True,
@@ -448,6 +444,10 @@ HYBRID: dict[str, Any] = SMALL | {
 }  # fmt: skip
 HYBRID_EXPERTS = {"num_experts": 6, "shared_ffn_hidden_size": 40, "shared_gate": True, "ffn_hidden_size": 24}
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts that no layer has": (
+        "llama",
+        SMALL | {"moe": {"num_experts": 4}, "layer_kinds": {"a": {"ffn": {"kind": "mlp"}}}, "pattern": ["a"]},
+    ),
     "qwen3_next": ("qwen3_next", HYBRID | {"moe": HYBRID_EXPERTS}),
     "qwen3_5_text": ("qwen3_5_text", HYBRID),
     "olmo_hybrid": (

@@ -84,9 +84,12 @@ def test_round_trip_is_bit_identical(tmp_path: Path, name: str, known: bool) -> 
     assert source.tensors["model.embedding.word.weight"].shape[0] == 112
     source.about = source.about if known else {}
     convert(source, HfSink(ours))
-    same_weights(theirs, ours)
     if not known:
         assert differences(HfSource(ours).model, source.model) == []
+        if config(ours)["model_type"] != config(theirs)["model_type"]:
+            return  # the family that is written for such a model has other tensors (qwen3_next for qwen3_5_moe_text)
+    same_weights(theirs, ours)
+    if not known:
         return
     assert config(ours) == {k: v for k, v in config(theirs).items() if k != "dtype"} | {"torch_dtype": "bfloat16"}
     for other in ("tokenizer.json", "generation_config.json"):
