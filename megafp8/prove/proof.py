@@ -114,12 +114,14 @@ def comparable_fp8(config: Config, ranks: int) -> Fp8Subject:
     if not all(x.per_tensor for x in capabilities) and p.tensor > 1:
         axes["tensor"] = 1
         notes.append("without tensor parallelism, which cuts what has one scale")
+    if not all(x.per_tensor for x in capabilities) and p.expert_tensor > 1:
+        axes["expert_tensor"] = 1
+        notes.append("without expert tensor parallelism, which cuts what has one scale")
     if any(x.shard_alignment != 1 for x in capabilities) and p.context > 1:
         axes["context"] = 1
         notes.append("without context parallelism, which cuts what has one scale")
     parallel, fp8 = p.model_copy(update=axes), config.fp8
-    for axis in axes:
-        ranks //= getattr(p, axis)
+    ranks //= p.tensor * p.context // (parallel.tensor * parallel.context)
     ranks = p.pipeline * math.lcm(ranks // p.pipeline, parallel.expert_ranks)  # experts were on ranks of these axes
     of_several = (parallel.tensor * parallel.context) % parallel.expert_ranks > 0
     has_experts = any(config.model.moe_of(layer) is not None for layer in config.model.layers)

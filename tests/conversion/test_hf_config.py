@@ -680,6 +680,7 @@ def test_older_keys_of_deepseek_v4_are_read_as_transformers_reads_them(scaled: b
         (_experts(selection_bias=True) | {"qk_norm": True}, r"nearest, ernie4_5_moe, lacks model.qk_norm = True"),
         (_experts(scaling_factor=2.5), r"lacks model.moe.scaling_factor = 2.5 \(there 1.0\)$"),
         (_experts(num_groups=2, top_groups=1), r"lacks model.moe.num_groups = 2 \(there 1\), model.moe.top_groups = 1"),
+        (_experts() | {"position_embedding": "none"}, r"nearest, mixtral, lacks model.position_embedding = 'none'"),
         (_experts(first_dense_layers=1), r"nearest, mixtral, lacks model.moe.first_dense_layers = 1 \(there 0\)$"),
         (_experts(normalize=False), r"nearest, mixtral, lacks model.moe.normalize = False \(there True\)$"),
         (_deepseek(score="softmax"), r"nearest, deepseek_v3, lacks model.moe.score = 'softmax' \(there 'sigmoid'\)$"),

@@ -51,7 +51,8 @@ def _read_shared(hf: HfConfig) -> Fields:
 def _write_shared(ours: Fields) -> Keys:
     if ours["moe"] is None:
         return {"num_local_experts": 0, "shared_intermediate_size": ours["ffn_hidden_size"]}
-    return {"shared_intermediate_size": ours["moe.shared_ffn_hidden_size"]}
+    width = ours["moe.shared_ffn_hidden_size"]
+    return {} if width is None else {"shared_intermediate_size": width}  # it has a shared expert, of 1024 by default
 
 
 _HYBRID = (
