@@ -90,7 +90,7 @@ def _moments(shard: FlatShard, update: Update, stored: str, seed: int) -> dict[s
     return {name: PlainStorage(torch.zeros(len(shard), dtype=dtype, device=device)) for name in update.moments}
 
 
-def _round(masters: Mapping[Tensor, Tensor]) -> None:
+def round_masters(masters: Mapping[Tensor, Tensor]) -> None:
     """Round masters into the parameters that they are mapped to."""
     if masters:
         torch._foreach_copy_([*masters.values()], [*masters])
@@ -267,7 +267,7 @@ class MixedPrecisionOptimizer:
             for shard, tensor in values:
                 storage, gradient = self.storage[self._masters[shard.param]][key], gradient_of(shard)
                 storage.store(tensor.to(gradient), step_count)
-        _round(self._rounded)
+        round_masters(self._rounded)
 
     @property
     def skips_on_device(self) -> bool:
@@ -307,7 +307,7 @@ class MixedPrecisionOptimizer:
             else:
                 self._step_in_batches(optimizer, watch)
         self._step_count += 1
-        _round(self._rounded_by_others)
+        round_masters(self._rounded_by_others)
 
     @torch.no_grad()
     def multiply_rows(self, factors: Mapping[str, Tensor]) -> None:

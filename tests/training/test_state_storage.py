@@ -9,13 +9,15 @@ bit. FP8 moments that were rounded to nearest would cost 2% of what is learnt in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from megafp8.config import Config
-from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megafp8.optimizer import mixed_precision
 from tests.marks import slow_but
 from tests.optimizer.test_state_storage import nearest_bf16
 from tests.quickstart_data import QuickstartData
@@ -39,20 +41,17 @@ SAVED = 2  # the step
 LAYOUTS = [NONE, DP2 | ZERO, TP2, PP2]
 
 
-def _round_ties_away(self: MixedPrecisionOptimizer) -> None:
+def _round_ties_away(masters: Mapping[Tensor, Tensor]) -> None:
     """What fp32 masters are rounded by, in float64."""
-    for param, master in zip(self._rounded_params, self._rounded_masters, strict=True):
-        param.copy_(torch.from_numpy(nearest_bf16(master.numpy())))
+    for master, param in masters.items():
+        param.copy_(torch.from_numpy(nearest_bf16(master.detach().numpy())))
 
 
 def _train_and_save(config: Config, source: str | None, folder: str) -> tuple[RankResult, int]:
     """`train_and_save`; bytes of masters."""
-    torch_rounds = MixedPrecisionOptimizer._copy_masters_to_params
-    MixedPrecisionOptimizer._copy_masters_to_params = torch.no_grad()(_round_ties_away)  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixed_precision, "round_masters", torch.no_grad()(_round_ties_away))
         trainer, result = train_and_save(config, source, folder)
-    finally:
-        MixedPrecisionOptimizer._copy_masters_to_params = torch_rounds  # type: ignore[method-assign]
     return result, sum(parts["master"].nbytes for parts in trainer.optimizer.storage.values())
 
 
