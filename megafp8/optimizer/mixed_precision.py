@@ -126,8 +126,8 @@ class MixedPrecisionOptimizer:
         self._masters: dict[nn.Parameter, Tensor] = {}
         self.storage: dict[Tensor, dict[str, StateStorage]] = {}  # by master
         rounded: list[FlatShard] = []
-        wide = any(sum_dtype(shard.param.dtype) != torch.float32 for shard in shards)
-        may_be_stored = not wide and config.moments_dtype in ("fp32", "bf16")
+        in_fp32 = all(sum_dtype(shard.param.dtype) == torch.float32 for shard in shards)
+        fits = in_fp32 and config.moments_dtype != "fp8"  # what `Update.updates_stored` is about
         by_update: dict[Update, list[FlatShard]] = {config.update(hidden_matrix=hidden): [] for hidden in (False, True)}
         for shard in shards:
             param, master = shard.param, self._make_master(shard, masters)
@@ -144,7 +144,7 @@ class MixedPrecisionOptimizer:
                 rounded += [] if param in released else [shard]
             storage |= {**_moments(shard, update, config.moments_dtype, seed), **average}
         self._shard_of = {self._masters[shard.param]: shard for shard in shards}
-        stored = {update: may_be_stored and update.updates_stored(device) for update in by_update}
+        stored = {update: fits and update.updates_stored(device) for update in by_update}
         in_less = config.store_param_remainders or config.moments_dtype != "fp32"
         self._loads_state = in_less and not all(stored.values())
         assert not (in_less and isinstance(config.chosen, MatrixUpdate))
@@ -166,23 +166,14 @@ class MixedPrecisionOptimizer:
                     else update.make(groups, device, stored=stored[update])
                 )
                 for master in shard_by_master:
-                    optimizer.state[master] = (
-                        self._stored_state(master, update)
-                        if stored[update]
-                        else {}
-                        if self._loads_state
-                        else self._load_moments(master, update)
-                    )
+                    if stored[update]:
+                        optimizer.state[master] = self._stored_state(master, update)
+                    else:  # or loaded by each step
+                        optimizer.state[master] = {} if self._loads_state else self._load_moments(master, update)
                 self._optimizers.append((update, optimizer))
-        by_others = [
-            master
-            for _, optimizer in self._optimizers
-            if not isinstance(optimizer, FusedAdamW)
-            for group in optimizer.param_groups
-            for master in group["params"]
-            if master in self._rounded
-        ]
-        self._rounded_by_others = {master: self._rounded[master] for master in by_others}
+        by_others = [shard for update, chosen in by_update.items() if not stored[update] for shard in chosen]
+        left = {self._masters[shard.param] for shard in by_others}
+        self._rounded_by_step = {master: param for master, param in self._rounded.items() if master in left}
         self._boxes: dict[frozenset[str], list[tuple[FlatShard, list[Box]]]] = {}  # those of tensors with these names
         self.reason = "; ".join(update.describe(device, stored=stored[update]) for update in by_update)
         self.step_count = 0
@@ -307,7 +298,7 @@ class MixedPrecisionOptimizer:
             else:
                 self._step_in_batches(optimizer, watch)
         self._step_count += 1
-        round_masters(self._rounded_by_others)
+        round_masters(self._rounded_by_step)
 
     @torch.no_grad()
     def multiply_rows(self, factors: Mapping[str, Tensor]) -> None:
