@@ -94,7 +94,7 @@ class OneScale:
 
 
 class Fused:
-    """One pass each way."""
+    """Norms and rotation by the fused kernels: one pass forward, two backward."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape

@@ -23,8 +23,8 @@ from megafp8.kernels.arithmetic import ceil_div
 CHUNK, _WARPS = 1024, 4
 """Elements of a program."""
 _COLUMNS = 8
-"""Of the table: addresses of gradient, first and second moment, master, parameter and remainder, length, first
-chunk."""
+"""Columns of the table that has a row for each tensor: addresses of gradient, first and second moment, master,
+parameter and remainder, then length and first chunk."""
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -49,7 +49,7 @@ class AdamWTensors(NamedTuple):
 
     @property
     def form(self) -> tuple[torch.dtype, torch.dtype | None, bool, bool]:
-        """What one launch has in common: dtypes of moments and parameter, whether there are remainders, and whether
+        """What tensors of a launch share: dtypes of moments and parameter, whether there are remainders, and whether
         all addresses and the length are multiples of 16, without which loads under a mask are of single elements."""
         param = None if self.param_n is None else self.param_n.dtype
         aligned = not any(number % 16 for number in (*self.addresses, len(self.gradient_n)))

@@ -65,7 +65,7 @@ def _square_sum(first, second):
 
 @triton.jit
 def _factors(weight_hd, at, inside, D: tl.constexpr, ZERO_CENTERED: tl.constexpr):
-    """What norms multiply both halves of heads by."""
+    """Factors of a norm for both halves of heads: the weights, or one more where they are zero-centered."""
     first, second = _halves(weight_hd, at, inside, D)
     return (1.0 + first, 1.0 + second) if ZERO_CENTERED else (first, second)
 

@@ -68,8 +68,8 @@ class LinearState:
     `group`: the tensor-parallel ranks; `sharded_group`: those that hold slices of an activation sharded over them;
     `token_group`: those over which the tokens of other activations are cut, None where this rank has all. The FP8
     copies of the weight live from first use to `invalidate_weight`; under FSDP they are made anew for backward.
-    `frozen_weight`: no step changes the weight, so steps do not invalidate it. `watches_weight`: nobody calls
-    `invalidate_weight`, and the state sees for itself whether the weight has changed.
+    `frozen_weight`: no step changes the weight, so steps do not invalidate it. `watches_weight`: no caller tells
+    it by `invalidate_weight`, and the state sees for itself whether the weight has changed.
     """
 
     def __init__(

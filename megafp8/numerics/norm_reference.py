@@ -80,8 +80,8 @@ def head_gradients(
     dy_sbhd: Tensor, x_sbhd: Tensor, rstd_rh: Tensor, weight_hd: Tensor | None, cos: Tensor, sin: Tensor, count: int,
     *, zero_centered: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Of `normalized_and_rotated`: `HeadNorms.statistics_2rh`, sums divided by `count`, and the gradient of the weight
-    of each head `[h, d]`, fp32 or wider."""
+    """Statistics for the gradient of `normalized_and_rotated` (`HeadNorms.statistics_2rh`, sums over `count`), and
+    the gradient of the weight of each head `[h, d]`, fp32 or wider."""
     dy = rotate(dy_sbhd, cos, -sin).flatten(0, 1)
     normalized = wide(x_sbhd).flatten(0, 1) * rstd_rh.unsqueeze(-1)
     scaled = dy if weight_hd is None else dy * norm_factor(weight_hd, zero_centered)

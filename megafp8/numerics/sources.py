@@ -364,7 +364,7 @@ ACTIVATION_SOURCES = {output.kind: (output, gradient) for output, gradient in _O
 
 
 class HeadNorms(NamedTuple):
-    """What the gradient of the RMSNorm of q and k heads, h = a + g, is computed from.
+    """Inputs of the gradient of the RMSNorm of q and k heads, h = a + g.
 
     `x_rc`: the packed heads before it. `statistics_2rh`, fp32 or wider: the reciprocal root mean square of each head's
     norm, and the mean of `scaled · normalized`, where `scaled` is the gradient times the weight. `weight_hd`: that of

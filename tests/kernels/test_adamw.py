@@ -88,7 +88,7 @@ def test_equals_torch(form: str, moment: torch.dtype, offset: int) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"moments_dtype": "bf16"}, {"store_param_remainders": True}])
 def test_steps_of_the_optimizer(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """Those of torch's fused optimizer with loaded state, where steps are measured, clipped and skipped, too."""
+    """Steps are those of torch's fused optimizer with loaded state, also measured, clipped and skipped ones."""
     if "moments_dtype" in options and DEVICE == "cpu":
         pytest.skip("the interpreter rounds to bf16 in another way")
     found = []
