@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from megafp8.optimizer.base import MatrixUpdate
 from megafp8.section import PositiveFloat
@@ -45,7 +47,7 @@ LARGE = 2048
 class Muon(MatrixUpdate):
     """Muon (Jordan et al. 2024), which updates the weights of blocks that are matrices; AdamW updates all others."""
 
-    learning_rate: PositiveFloat | None = None
+    learning_rate: Annotated[PositiveFloat | None, Field(examples=[4e-4, 2e-2])] = None
     """Peak learning rate of the matrices; it follows the same schedule. Default: optimizer.learning_rate."""
     nesterov: bool = True
     """Orthogonalize Nesterov's momentum."""

@@ -7,13 +7,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from megafp8.config import Config, ConfigError, MoeFfnConfig, check_layout
-from megafp8.numerics.recipes.base import Capabilities
+from megafp8.numerics.recipes.base import OPERANDS, Capabilities
+from megafp8.planner.outline import linear_sites
 from megafp8.prove import export, on_gpus, runs
 from megafp8.prove.certificate import Certificate, Row, Status
 from megafp8.prove.local_ranks import LocalRanks, RanksFailed
@@ -126,7 +128,7 @@ def comparable_fp8(config: Config, ranks: int) -> Fp8Subject:
     of_several = (parallel.tensor * parallel.context) % parallel.expert_ranks > 0
     has_experts = any(config.model.moe_of(layer) is not None for layer in config.model.layers)
     if has_experts and of_several and EXPERTS not in fp8.exclude:
-        fp8 = fp8.model_copy(update={"exclude": [*fp8.exclude, EXPERTS]})
+        fp8 = fp8.model_copy(update={"exclude": [*fp8.exclude, EXPERTS], "static_amax": _without_experts(config)})
         notes.append("without FP8 in experts, which receive tokens of several micro-batches")
     data = ranks // (parallel.tensor * parallel.context * parallel.pipeline)
     shards = (data * parallel.context, data * parallel.context * parallel.tensor // parallel.expert_ranks)
@@ -134,6 +136,14 @@ def comparable_fp8(config: Config, ranks: int) -> Fp8Subject:
     batch = math.lcm(config.training.global_batch_size, config.training.micro_batch_size * data)
     training = config.training.model_copy(update={"global_batch_size": batch})
     return Fp8Subject(config.model_copy(update={"parallel": parallel, "fp8": fp8, "training": training}), ranks, notes)
+
+
+def _without_experts(config: Config) -> dict[str, float]:
+    """The entries of `fp8.static_amax` that are of other tensors than those of experts, too."""
+    layers = [name for name, _ in linear_sites(config) if not fnmatchcase(name, EXPERTS)]
+    tensors = [f"{name}.{operand}" for name in layers for operand in OPERANDS]
+    given = config.fp8.static_amax
+    return {pattern: amax for pattern, amax in given.items() if any(fnmatchcase(x, pattern) for x in tensors)}
 
 
 def with_experts_of_one_microbatch(config: Config) -> Config | None:
@@ -344,9 +354,11 @@ def steps_apart(found: Sequence[Record], expected: Sequence[Step]) -> Difference
 
 
 def _kind(name: str) -> str:
-    """What a tensor's values may be compared with: weights, a moment, gradients."""
+    """What a tensor's values may be compared with: weights, a moment, an operand's scales or amaxes, gradients."""
     parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "optimizer" else parts[0] if parts[0] in ("model", "fp8") else ""
+    if parts[0] == "fp8":
+        return ".".join(parts[-2:])
+    return ".".join(parts[:2]) if parts[0] == "optimizer" else parts[0] if parts[0] == "model" else ""
 
 
 def worst(comparisons: Iterable[Comparison], names: Iterable[str]) -> Difference:

@@ -386,10 +386,13 @@ def _numbers(layout: Layout, sizes: Sizes, scale: int, edit: _Edit) -> None:
     numbers = [x for x in numbers_of(config) if edit.get(x.key.rpartition(".")[0]) is not None]
     values = {quantity: sorted({x.value for x in numbers if x.quantity is quantity}) for quantity in Quantity}
     heads = _heads(values[Quantity.HEADS], config, layout)
+    channels = _channels(values[Quantity.CHANNELS], config, layout, sizes, scale, heads)
+    if channels.get(config.model.hidden_size, 0) >= config.model.hidden_size:  # what stays is cut into as many heads
+        heads = dict(zip(values[Quantity.HEADS], values[Quantity.HEADS]))
     small = {
         Quantity.HEADS: heads,
         Quantity.EXPERTS: _experts(values[Quantity.EXPERTS], config, layout, scale),
-        Quantity.CHANNELS: _channels(values[Quantity.CHANNELS], config, layout, sizes, scale, heads),
+        Quantity.CHANNELS: channels,
         Quantity.TOKENS: _tokens(values[Quantity.TOKENS], config, layout, sizes, scale),
         Quantity.CHOSEN: {value: min(value, sizes.chosen) for value in values[Quantity.CHOSEN]},
         Quantity.STEPS: {value: STEPS // 4 * 4**i for i, value in enumerate(x for x in values[Quantity.STEPS] if x)},

@@ -65,11 +65,32 @@ MENDED = [
         {"parallel.pipeline": 2, "parallel.context": 4, "fp8.recipe": "nvfp4", "parallel.fsdp": True,
          "parallel.fsdp_replicas": 4},
     ),
+    # Scales of experts were given, which a part of the proof keeps out of FP8.
+    Composition(
+        "experts", 2,
+        {"parallel.expert_tensor": 2, "fp8.recipe": "static",
+         "fp8.static_amax": {"*.attention.*": 2.0, "*.mlp.*": 2.0}},
+    ),
+    # Of one chosen key the probability is 1: the gradient of queries is rounding, and so was the scale compared.
+    Composition(
+        "latent", 2, {"fp8.recipe": "delayed", "model.sparse_attention": {"index_heads": 6, "top_k": 1}}
+    ),
+    # The residual stream stays as wide as it is, and was to be cut into three heads instead of four.
+    Composition(
+        "experts", 1,
+        {"model.layer_kinds": {"a": {"mixer": {"kind": "gated_delta_net", "num_key_heads": 1, "num_value_heads": 3,
+                                               "key_head_dim": 16},
+                                     "ffn": {"kind": "mlp", "ffn_hidden_size": 12}},
+                               "b": {}, "c": {}},
+         "model.pattern": ["c", "b", "a"]},
+    ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "composition", slow_but(MENDED, *MENDED[2:5], MENDED[-5]), ids=lambda x: x.command.partition("compositions/")[2]
+    "composition",
+    slow_but(MENDED, *MENDED[2:5], MENDED[-8], MENDED[-2]),
+    ids=lambda x: x.command.partition("compositions/")[2],
 )
 def test_mended(rank_processes: Ranks, composition: Composition) -> None:
     found = trial(composition, rank_processes, whole=False)

@@ -24,6 +24,8 @@ def _read_layers(hf: HfConfig) -> Fields:
 
 def _write_layers(ours: Fields) -> Keys:
     sparse = [i for i, kind in enumerate(ours["ffn.kind"]) if kind == "moe"]
+    if not sparse:
+        raise ValueError("layers without experts alone (ffn.kind)")
     interval = sparse[1] - sparse[0] if len(sparse) > 1 else 1
     return dict(zip(_LAYER_KEYS, (sparse[0], sparse[-1], interval), strict=True))
 
