@@ -192,7 +192,7 @@ def plan_linear(
     fused_input = not why_not
 
     grad_why_not = values_needed
-    if site.parallel == "row":
+    if site.parallel == "row" and not site.expert:
         grad_output: Literal["fused", "layer", "layer, then gather", "high"] = "layer"
         if sharded:
             grad_why_not = grad_why_not or _not_gatherable(precision.grad_output, site.tokens)

@@ -21,7 +21,9 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_to_all, all_to_all_rows
 from megafp8.linear.autograd import once_differentiable
-from megafp8.ops.permute import Permutation, by_expert, permute
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.state import InputFormat
+from megafp8.ops.permute import Permutation, by_expert, expert_input, permute
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,10 @@ class Exchange:
     received_by_expert: Permutation
     ends_e: Tensor
 
-    def to_experts(self, rows_mh: Tensor) -> Tensor:
-        """`[m', h]`, by expert of this rank."""
+    def to_experts(self, rows_mh: Tensor, form: InputFormat | None) -> Tensor | LinearInput:
+        """`[m', h]`, by expert of this rank, as their layer takes them (`form`)."""
         arrived = _AllToAll.apply(rows_mh, self.group, self.sent, self.received)
-        return permute(arrived, self.received_by_expert)
+        return expert_input(arrived, self.received_by_expert, form)
 
     def to_tokens(self, rows_mh: Tensor) -> Tensor:
         """`[m, h]`: back to where they came from."""

@@ -53,16 +53,17 @@ def sum_kernel(rows_mh, inverse_nk, weights_nk, sum_nh, num_rows, h, K: tl.const
 
 @Kernel
 def backward_kernel(dy_nh, rows_mh, weights_nk, inverse_nk, drows_mh, dweights_nk, num_rows, h, K: tl.constexpr,
-                    COUNTED: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+                    COUNTED: tl.constexpr, OF_ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """The row of one choice of a token."""
     choice = tl.program_id(0).to(tl.int64)
     row = tl.load(inverse_nk + choice)
-    weight = tl.load(weights_nk + choice)
     j = tl.arange(0, WIDTH)
     width = tl.where(row < tl.load(num_rows), h, 0) if COUNTED else h
     dy = tl.load(dy_nh + choice // K * h + j, mask=j < width, other=0.0).to(tl.float32)
     x = tl.load(rows_mh + row * h + j, mask=j < width, other=0.0).to(tl.float32)
-    tl.store(drows_mh + row * h + j, (dy * weight).to(drows_mh.dtype.element_ty), mask=j < width)
+    if OF_ROWS:
+        weight = tl.load(weights_nk + choice)
+        tl.store(drows_mh + row * h + j, (dy * weight).to(drows_mh.dtype.element_ty), mask=j < width)
     tl.store(dweights_nk + choice, tl.sum(x * dy))
 
 
@@ -86,20 +87,21 @@ def sum_choices(
 
 
 def combine_backward(
-    dy_nh: Tensor, rows_mh: Tensor, weights_nk: Tensor, inverse_nk: Tensor, num_rows: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the rows, bf16 or fp32 like `dy_nh`, and of the weights, fp32, of a weighted sum."""
+    dy_nh: Tensor, rows_mh: Tensor, weights_nk: Tensor, inverse_nk: Tensor, num_rows: Tensor | None = None, *,
+    of_rows: bool = True,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    """Gradients of the rows, bf16 or fp32 like `dy_nh`, None unless `of_rows`, and of the weights, fp32."""
     (n, k), h = inverse_nk.shape, rows_mh.shape[1]
     assert weights_nk.dtype == torch.float32
     dy, rows = kernel_input(dy_nh.contiguous()), kernel_input(rows_mh.contiguous())
-    drows_mh = torch.empty_like(rows)
+    drows_mh = torch.empty_like(rows) if of_rows else None
     dweights_nk = torch.empty((n, k), dtype=torch.float32, device=rows.device)
     if n:
         width = next_power_of_2(h)
         warps = min(16, max(4, width // 512))
         kernel = backward_kernel.bind(
-            K=k, COUNTED=num_rows is not None, WIDTH=width, num_warps=warps, enable_fp_fusion=False
+            K=k, COUNTED=num_rows is not None, OF_ROWS=of_rows, WIDTH=width, num_warps=warps, enable_fp_fusion=False
         )
         tensors = (dy, rows, weights_nk.contiguous(), inverse_nk.contiguous(), drows_mh, dweights_nk, num_rows)
         kernel.launch((n * k, 1), tensors, (h,))
-    return drows_mh.to(rows_mh.dtype), dweights_nk
+    return None if drows_mh is None else drows_mh.to(rows_mh.dtype), dweights_nk

@@ -21,6 +21,7 @@ from megafp8.numerics.sources import (
     Activation,
     Gated,
     GatedGrad,
+    Gathered,
     Normalized,
     Plain,
     QKVGrad,
@@ -119,6 +120,8 @@ def inputs_of(source: Source) -> Inputs:
         assert source.bias_c is not None
         tensors = (x, x, source.rstd_r, source.mean_r, weight, kernel_input(source.bias_c))
         return Inputs("layernorm", tensors, c, form)
+    if isinstance(source, Gathered):
+        return Inputs("gathered", (x, source.rows_r, source.factor_r, x, None, None), c)
     dy, suffix = (kernel_input(source.dy_rf), "_grad") if isinstance(source, (UngatedGrad, GatedGrad)) else (x, "")
     if isinstance(source, (Gated, GatedGrad)):
         return Inputs(f"gated{suffix}", (x, dy, x, x, source.scale_f, None), c // 2, source.function)

@@ -5,6 +5,7 @@ nearest. All kernels that read a source take the same six pointers, as a tuple `
 is None is left out of the computation, and what is not listed is not read:
 
     plain             x, and as weight the columns' scales
+    gathered          x, numbers of its rows, and as rstd their factors
     rmsnorm           x, -, rstd, -, weight
     layernorm         x, -, rstd, mean, weight, bias
     activation        x, and its bias
@@ -109,6 +110,12 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
                 y2 = tl.where(tl.abs(unclamped) <= 7.0, y2, 0.0)
             elif FUNCTION == "limited_silu":
                 y2 = tl.where(tl.abs(unclamped) <= 10.0, y2, 0.0)
+    elif SOURCE == "gathered":
+        row = tl.load(second_rc + i0 + i, mask=i0 + i < r, other=0)
+        y = tl.load(x_rc + row[:, None] * c + (j0 + j)[None, :], mask=inside, other=0.0).to(tl.float32)
+        if rstd_r is not None:
+            y = y * tl.load(rstd_r + i0 + i, mask=i0 + i < r, other=0.0)[:, None]
+        y2 = y
     else:
         at = i0.to(tl.int64) * c + j0 + i[:, None] * c + j[None, :]
         y = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)

@@ -131,12 +131,12 @@ class FusedOutput:
     quantized: QuantizedTensor | None = None
     recompute: RecomputedInput | None = None
 
-    def compute(self, source: Source, like: Tensor) -> Tensor:
-        """The source's values, shaped like `like` but for the last dim; or a placeholder, and `quantized` is set.
+    def compute(self, source: Source, lead: Sequence[int], like: Tensor) -> Tensor:
+        """The source's values, of leading dims `lead`; or a placeholder, of `like`'s dtype, and `quantized` is set.
 
         ValueError where the rows are no multiple of the format's alignment.
         """
-        shape, form = (*like.shape[:-1], source.shape[1]), self.format
+        shape, form = (*lead, source.shape[1]), self.format
         if form is None:
             return casts(source).materialize(source).view(shape)
         recompute = form.recompute and self.grad_enabled

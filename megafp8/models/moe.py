@@ -44,7 +44,7 @@ from megafp8.linear.fusion import LinearInput
 from megafp8.linear.group_state import GroupState
 from megafp8.linear.grouped_linear import grouped_linear
 from megafp8.linear.linear import high_precision_linear, linear
-from megafp8.linear.state import LinearState
+from megafp8.linear.state import InputFormat, LinearState, QuantizedGradHandoff
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
 from megafp8.models.costs import MicroBatch, TokenExchange, Work, fp8_bytes
 from megafp8.models.mixer import FeedForward, Tokens
@@ -55,7 +55,7 @@ from megafp8.models.router import Router
 from megafp8.numerics.groups import RowGroups
 from megafp8.ops.activation import activation
 from megafp8.ops.mlp import UNFUSED
-from megafp8.ops.permute import Permutation, by_expert, combine, permute, scale_rows
+from megafp8.ops.permute import Permutation, by_expert, combine, expert_input, permute, scale_rows
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.mappings import (
     gather_from_sequence_parallel,
@@ -80,13 +80,18 @@ class Experts(nn.Module):
         out_of = [shard_dim(f"{name}.{e}.down.weight", (h, f), 1, part, parts) for e in own]
         fuses: Literal["per_tensor or blocks", "none"] = "per_tensor or blocks" if self.activation.fused else "none"
         between = Neighbor(self.kind, fuses, f"{self.kind} has no fused kernel")
+        weighted, sent = "their rows are multiplied by weights first", "their outputs are sent to other ranks"
+        before = Neighbor("permutation", "none" if config.moe.scale_inputs else "any", weighted)
+        after = Neighbor("sum over experts", "any" if context.gathers_tokens else "none", sent)
         up_names, down_names = ([f"{name}.{e}.{layer}" for e in own] for layer in (self.activation.up_layer, "down"))
         biased = config.linear_bias
         up_width = self.activation.up_width(f) // parts
         self.up_state = self._state(
-            up_names, (h, up_width), context, parallel="column", after=between, adds_bias=biased
+            up_names, (h, up_width), context, parallel="column", before=before, after=between, adds_bias=biased
         )
-        self.down_state = self._state(down_names, (f // parts, h), context, parallel="row", before=between)
+        self.down_state = self._state(
+            down_names, (f // parts, h), context, parallel="row", before=between, after=after, adds_bias=biased
+        )
         of_experts = {"replicated_over_tp": False, "expert": True}
         self.up = new_parameter(context, into, Init("normal", config.hidden_init_std), **of_experts)
         into_stream = config.moe.latent_size is None
@@ -117,21 +122,32 @@ class Experts(nn.Module):
             [fp8.linear(x, tp_group=group, amax_group=context.expert_amax, expert_rows=rows) for x in sites]
         )
 
-    def forward(self, rows_ml: Tensor, ends_e: Tensor) -> Tensor:
-        """`ends_e`: int32, where the rows of each expert end."""
-        groups = RowGroups.of(ends_e, len(rows_ml))
-        handoff = self.up_state.grad_handoff(rows_ml, self.up, groups)
-        y = grouped_linear(rows_ml, self.up, groups, self.up_state, handoff)
-        expert_me = None if self.up_bias is None else one_hot_experts(ends_e, len(y), y.dtype)
+    def input_format(self, x: Tensor, groups: RowGroups) -> InputFormat | None:
+        """In which form they take their rows; None for values. `x`: of the rows' device and dtype."""
+        return self.up_state.input_format(x, self.up, groups)
+
+    def grad_handoff(self, x: Tensor, groups: RowGroups) -> QuantizedGradHandoff | None:
+        """Where the operation after them leaves their outputs' gradient; None where they quantize it."""
+        return self.down_state.grad_handoff(x, self.down, groups)
+
+    def forward(
+        self, rows_ml: Tensor | LinearInput, groups: RowGroups, handoff: QuantizedGradHandoff | None = None
+    ) -> Tensor:
+        """`handoff`: `grad_handoff`, given to the operation after them too."""
+        like = rows_ml if isinstance(rows_ml, Tensor) else rows_ml.tensor
+        up_handoff = self.up_state.grad_handoff(like, self.up, groups)
+        y = grouped_linear(rows_ml, self.up, groups, self.up_state, up_handoff)
+        expert_me = None if self.up_bias is None else one_hot_experts(groups.ends_e, len(y), y.dtype)
         y = _biased(y, self.up_bias, expert_me)
         if not len(y):  # kernels are not launched for no rows
             activated: Tensor | LinearInput = y[:, : self.down.shape[1]]
         elif self.activation.fused:
-            form = self.down_state.input_format(rows_ml, self.down, groups)
-            activated = activation(self.kind, y, None, form, handoff)
+            form = self.down_state.input_format(like, self.down, groups)
+            activated = activation(self.kind, y, None, form, up_handoff)
         else:
             activated = UNFUSED[self.kind](y)
-        return _biased(grouped_linear(activated, self.down, groups, self.down_state), self.down_bias, expert_me)
+        results = grouped_linear(activated, self.down, groups, self.down_state, handoff)
+        return _biased(results, self.down_bias, expert_me)
 
 
 def one_hot_experts(ends_e: Tensor, m: int, dtype: torch.dtype) -> Tensor:
@@ -419,15 +435,20 @@ class MoE(FeedForward):
         permutation, ends_e = own_rows(
             chosen, self.num_experts, self.experts.own, self.row_bound, self.name, drops=self.drops
         )
-        rows_ml, weights = self._weighted(permute(x, permutation), weights, permutation)
-        results_ml = self.experts(rows_ml, ends_e)
-        return start_reduce_scatter_to_sequence_parallel(combine(results_ml, weights, permutation), self.overlap)
+        groups = RowGroups.of(ends_e, len(permutation.order))
+        handoff = self.experts.grad_handoff(x, groups)
+        rows_ml: Tensor | LinearInput
+        if self.router.moe.scale_inputs:
+            rows_ml, weights = self._scaled(x, weights, permutation)
+        else:
+            rows_ml = expert_input(x, permutation, self.experts.input_format(x, groups))
+        y = combine(self.experts(rows_ml, groups, handoff), weights, permutation, handoff)
+        return start_reduce_scatter_to_sequence_parallel(y, self.overlap)
 
-    def _weighted(self, rows_ml: Tensor, weights_nk: Tensor, permutation: Permutation) -> tuple[Tensor, Tensor]:
-        """Inputs of experts, and the weights of their outputs."""
-        if not self.router.moe.scale_inputs:
-            return rows_ml, weights_nk
-        return scale_rows(rows_ml, weights_nk, permutation), torch.ones_like(weights_nk)
+    @staticmethod
+    def _scaled(x_nl: Tensor, weights_nk: Tensor, permutation: Permutation) -> tuple[Tensor, Tensor]:
+        """Inputs of experts times their weights, and the weights of their outputs, which are one."""
+        return scale_rows(permute(x_nl, permutation), weights_nk, permutation), torch.ones_like(weights_nk)
 
     def _all_to_all(self, x_nh: Tensor, x_nl: Tensor, sequences: int, tokens: RoutedTokens) -> Callable[[], Tensor]:
         """The same, with tokens sent to the ranks of their experts."""
@@ -437,7 +458,11 @@ class MoE(FeedForward):
         between = exchange(torch.diff(ends_e, prepend=ends_e.new_zeros(1)).long(), self.group)
         if self.drops:
             permutation = permutation._replace(order=permutation.order[: sum(between.sent)], num_rows=ends_e[-1:])
-        rows_ml, weights = self._weighted(permute(x_nl, permutation), routing.weights, permutation)
-        results_ml = between.to_tokens(self.experts(between.to_experts(rows_ml), between.ends_e))
-        y_nl = combine(results_ml, weights, permutation)
+        if self.router.moe.scale_inputs:
+            rows_ml, weights = self._scaled(x_nl, routing.weights, permutation)
+        else:
+            rows_ml, weights = permute(x_nl, permutation), routing.weights
+        groups = RowGroups.of(between.ends_e, sum(between.received))
+        own_rows_ml = between.to_experts(rows_ml, self.experts.input_format(rows_ml, groups))
+        y_nl = combine(between.to_tokens(self.experts(own_rows_ml, groups)), weights, permutation)
         return lambda: y_nl

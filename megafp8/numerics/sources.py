@@ -173,6 +173,26 @@ class ScaledColumns(Plain):
 
 
 @dataclass(frozen=True)
+class Gathered(Plain):
+    """Rows `rows_r`, int64, of `x` `[n, c]`, each times its `factor_r`, fp32 or wider, if there are any.
+
+    Where a quantizer is told how many rows there are, the others may be any of x.
+    """
+
+    rows_r: Tensor
+    factor_r: Tensor | None = None
+    kind: ClassVar[str] = "gathered"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.rows_r), self.x_rc.shape[1]
+
+    def values(self) -> Tensor:
+        rows = wide(self.x_rc[self.rows_r])
+        return rows if self.factor_r is None else rows * self.factor_r.unsqueeze(-1)
+
+
+@dataclass(frozen=True)
 class Normalized(Plain):
     """`(x - mean) · rstd · weight + bias` of rows: x `[r, c]`, statistics `[r]` fp32 or wider, weight, bias `[c]`.
 

@@ -54,7 +54,7 @@ class _Activation(Function):
             vector_f = smoothing.scale_f
         ctx.save_for_backward(x, vector_f)
         ctx.handoff = handoff
-        return fused.compute(source(x_rc, vector_f), x)
+        return fused.compute(source(x_rc, vector_f), x.shape[:-1], x)
 
     @staticmethod
     @once_differentiable

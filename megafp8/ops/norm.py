@@ -42,7 +42,7 @@ class _Norm(Function):
             total, mean_r, rstd_r = _statistics(x, branch, eps, dropout, centered=bias is not None)
             total_rc = as_matrix(total)
             source = ZeroCenteredNormalized if zero_centered else Normalized
-            y = fused.compute(source(total_rc, rstd_r, weight, mean_r, bias), x)
+            y = fused.compute(source(total_rc, rstd_r, weight, mean_r, bias), x.shape[:-1], x)
         ctx.save_for_backward(total_rc, rstd_r, mean_r, weight)
         ctx.zero_centered = zero_centered
         ctx.weight, ctx.bias = weight, bias  # saved tensors may come back as other objects, without their sink

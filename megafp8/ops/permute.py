@@ -7,6 +7,9 @@ after the other, in the order of the token's choices, so both are deterministic.
 A rank that has some of the experts has rows for them alone, and `combine` adds those. How many these are is known on
 the device only: there may be room for more, whose rows have no meaning.
 
+Experts in FP8 take their rows quantized, and their outputs' gradients: then rows are read from tokens while they are
+cast, and no copy of them in bf16 is stored.
+
 `sum_choices` and `combine_backward` are in plain PyTorch here; for bf16 and fp32 on CUDA they are kernels.
 
 Shapes: n tokens, k experts of each, h hidden, m rows: n·k, or as many as there is room for.
@@ -23,6 +26,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megafp8.linear.autograd import once_differentiable
+from megafp8.linear.fusion import FusedOutput, LinearInput, fused_gradient
+from megafp8.linear.state import InputFormat, QuantizedGradHandoff
+from megafp8.numerics.sources import Gathered
 
 
 class Permutation(NamedTuple):
@@ -96,10 +102,14 @@ def _rows(rows_mh: Tensor, index: Tensor, num_rows: Tensor | None) -> Tensor:
 
 
 def combine_backward(
-    dy_nh: Tensor, rows_mh: Tensor, weights_nk: Tensor, inverse_nk: Tensor, num_rows: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the rows, in their dtype, and of the weights, of `sum_choices` of them."""
+    dy_nh: Tensor, rows_mh: Tensor, weights_nk: Tensor, inverse_nk: Tensor, num_rows: Tensor | None = None, *,
+    of_rows: bool = True,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    """Gradients of the rows, in their dtype, None unless `of_rows`, and of the weights, of `sum_choices` of them."""
     dy_n1h = dy_nh.unsqueeze(1)
+    dweights_nk = (_rows(rows_mh, inverse_nk, num_rows).to(weights_nk.dtype) * dy_n1h).sum(dim=-1)
+    if not of_rows:
+        return None, dweights_nk
     drows_nkh = (dy_n1h * weights_nk.unsqueeze(-1)).to(rows_mh.dtype)
     drows_mh = torch.empty_like(rows_mh)
     if num_rows is None:
@@ -107,7 +117,7 @@ def combine_backward(
     else:
         present_nk = inverse_nk < num_rows
         drows_mh[inverse_nk[present_nk]] = drows_nkh[present_nk]
-    return drows_mh, (_rows(rows_mh, inverse_nk, num_rows).to(weights_nk.dtype) * dy_n1h).sum(dim=-1)
+    return drows_mh, dweights_nk
 
 
 @cache
@@ -123,31 +133,44 @@ def _has_kernel(rows_mh: Tensor) -> bool:
 
 class _Permute(Function):
     @staticmethod
-    def forward(ctx: Any, x_nh: Tensor, permutation: Permutation) -> Tensor:
+    def forward(ctx: Any, x_nh: Tensor, permutation: Permutation, fused: FusedOutput) -> Tensor:
         ctx.save_for_backward(permutation.inverse_nk, permutation.num_rows)
-        return x_nh[permutation.tokens]
+        if fused.format is None:
+            return x_nh[permutation.tokens]
+        source = Gathered(x_nh.contiguous(), permutation.tokens)
+        return fused.compute(source, source.shape[:1], x_nh)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, drows_mh: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, drows_mh: Tensor) -> tuple[Tensor, None, None]:
         inverse_nk, num_rows = ctx.saved_tensors
         add = _kernels().sum_choices if _has_kernel(drows_mh) else sum_choices
-        return add(drows_mh, inverse_nk, None, num_rows), None
+        return add(drows_mh, inverse_nk, None, num_rows), None, None
 
 
 class _Combine(Function):
     @staticmethod
-    def forward(ctx: Any, rows_mh: Tensor, weights_nk: Tensor, permutation: Permutation) -> Tensor:
-        ctx.save_for_backward(rows_mh, weights_nk, permutation.inverse_nk, permutation.num_rows)
+    def forward(
+        ctx: Any, rows_mh: Tensor, weights_nk: Tensor, permutation: Permutation, handoff: QuantizedGradHandoff | None
+    ) -> Tensor:
+        order_m = None if handoff is None else permutation.order
+        ctx.save_for_backward(rows_mh, weights_nk, permutation.inverse_nk, permutation.num_rows, order_m)
+        ctx.handoff = handoff
         add = _kernels().sum_choices if _has_kernel(rows_mh) else sum_choices
         return add(rows_mh, permutation.inverse_nk, weights_nk, permutation.num_rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_nh: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows_mh, weights_nk, inverse_nk, num_rows = ctx.saved_tensors
+    def backward(ctx: Any, dy_nh: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+        rows_mh, weights_nk, inverse_nk, num_rows, order_m = ctx.saved_tensors
         backward = _kernels().combine_backward if _has_kernel(rows_mh) else combine_backward
-        return *backward(dy_nh, rows_mh, weights_nk, inverse_nk, num_rows), None
+        quantized = ctx.handoff is not None
+        drows_mh, dweights_nk = backward(dy_nh, rows_mh, weights_nk, inverse_nk, num_rows, of_rows=not quantized)
+        if quantized:
+            factors_m = weights_nk.flatten()[order_m]
+            source = Gathered(dy_nh.contiguous(), order_m // inverse_nk.shape[1], factors_m)
+            drows_mh = fused_gradient(source, source.shape[:1], rows_mh, ctx.handoff)
+        return drows_mh, dweights_nk, None, None
 
 
 class _ScaleRows(Function):
@@ -173,9 +196,20 @@ def scale_rows(rows_mh: Tensor, weights_nk: Tensor, permutation: Permutation) ->
 
 def permute(x_nh: Tensor, permutation: Permutation) -> Tensor:
     """The rows `[m, h]` of tokens `[n, h]`, by expert."""
-    return _Permute.apply(x_nh, permutation)
+    return _Permute.apply(x_nh, permutation, FusedOutput(None, torch.is_grad_enabled()))
 
 
-def combine(rows_mh: Tensor, weights_nk: Tensor, permutation: Permutation) -> Tensor:
-    """`[n, h]`: the sum of each token's rows, times their weights `[n, k]` (float32 or wider)."""
-    return _Combine.apply(rows_mh, weights_nk, permutation)
+def expert_input(x_nh: Tensor, permutation: Permutation, form: InputFormat | None) -> Tensor | LinearInput:
+    """The rows of tokens, by expert, as their layer takes them (`form`): values `[m, h]` if it is None."""
+    fused = FusedOutput(form, torch.is_grad_enabled())
+    return fused.result(_Permute.apply(x_nh, permutation, fused))
+
+
+def combine(
+    rows_mh: Tensor, weights_nk: Tensor, permutation: Permutation, handoff: QuantizedGradHandoff | None = None
+) -> Tensor:
+    """`[n, h]`: the sum of each token's rows, times their weights `[n, k]` (float32 or wider).
+
+    `handoff`: where the layer that computed the rows, which have no other user, takes their gradient.
+    """
+    return _Combine.apply(rows_mh, weights_nk, permutation, handoff)

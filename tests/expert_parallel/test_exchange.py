@@ -30,7 +30,7 @@ def _exchanged(case: str) -> None:
     own = [[rank, e, i] for e in range(experts) for i in range(everyone[rank][e])]
     rows = torch.tensor(own, dtype=torch.float64).view(-1, 3).requires_grad_()
     plan = exchange(everyone[rank], group)
-    arrived = plan.to_experts(rows)
+    arrived = plan.to_experts(rows, None)
     expected = [
         [r, e, i] for e in (2 * rank, 2 * rank + 1) for r in range(ranks) for i in range(everyone[r][e])
     ]  # by expert, then by sender

@@ -14,7 +14,7 @@ from megafp8.numerics.formats import E4M3, E5M2, Format
 from megafp8.numerics.groups import ALIGNMENT, RowGroups
 from megafp8.numerics.recipes.blockwise import cast_1x128
 from megafp8.numerics.recipes.rowwise import cast_rows
-from megafp8.numerics.sources import Plain, Source, SwiGLU, SwiGLUGrad
+from megafp8.numerics.sources import Gathered, Plain, Source, SwiGLU, SwiGLUGrad
 from tests.marks import slow_but
 
 EVERY_SIZES = [[3, 0, 130, 16], [0, 0, 9], [257]]
@@ -27,11 +27,14 @@ def _source(kind: str, rows: int) -> Source:
         return Plain(x)
     if kind == "swiglu":
         return SwiGLU(x)
+    if kind == "gathered":
+        of_tokens = torch.randint(rows, (rows,), generator=generator)
+        return Gathered(x, of_tokens, torch.rand(rows, generator=generator))
     return SwiGLUGrad(x, torch.randn(rows, 36, generator=generator))
 
 
 @pytest.mark.parametrize("sizes", slow_but([*EVERY_SIZES, [3, 0, 20, 16]], [3, 0, 20, 16], [0, 0, 9]), ids=str)
-@pytest.mark.parametrize("kind", slow_but(["plain", "swiglu", "swiglu_grad"], "swiglu"))
+@pytest.mark.parametrize("kind", slow_but(["plain", "gathered", "swiglu", "swiglu_grad"], "gathered", "swiglu"))
 def test_casts_and_amaxes(kind: str, sizes: list[int]) -> None:
     experts = len(sizes)
     source, groups = (
