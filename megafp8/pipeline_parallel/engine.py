@@ -186,13 +186,17 @@ class _Run:
         if x is not None and self.trains:
             self.inputs[key] = x.requires_grad_()
         result = self.stages[chunk](x, self.microbatches[microbatch])
-        if self.trains:
+        if self.trains and result.output.requires_grad:  # up to the first weight that is trained nothing does
             self.roots[key] = get_gradient_edge(result.output)
         if not self.pass_on(Kind.FORWARD, key, result.output.detach()):
             self.reports[microbatch] = result.report
 
     def backward(self, key: Key, gradient: Tensor | None) -> None:
-        root = self.roots.pop(key)
+        root = self.roots.pop(key, None)
+        if root is None:
+            if key in self.split:
+                self.wgrads[key] = deque()
+            return
         # In this thread. In a thread of autograd's, on another core, the Python code of Functions is a fifth slower.
         with torch.autograd.set_multithreading_enabled(False):
             if key in self.split:
