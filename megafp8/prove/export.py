@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,9 @@ def why_not(config: Config) -> str | None:
 
 def logits_difference(config: Config, run: Path, folder: Path) -> float | str:
     """Export the checkpoint in `run` to `folder`: the difference of the logits of `transformers`, relative to the
-    largest; or why the model has no export. On one rank."""
+    largest; or why there is nothing to compare. On one rank."""
+    import transformers
+
     to, path = FORMATS["hf"], reader_of(run).path
     selected = Selected(FORMATS["native"].source(path), weights_only=True, dtype=torch.float32, mtp=to.mtp)
     sparse, length = config.model.sparse_attention, config.training.seq_length
@@ -46,6 +49,9 @@ def logits_difference(config: Config, run: Path, folder: Path) -> float | str:
     except ValueError as error:
         return str(error)
     sink.publish()
+    (architecture,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+    if not hasattr(transformers, architecture):
+        return f"transformers has no {architecture}, whose code is in the model's own repository"
     size = config.model.vocab_size
     assert size is not None
     generator = torch.Generator().manual_seed(config.seed)
@@ -55,7 +61,8 @@ def logits_difference(config: Config, run: Path, folder: Path) -> float | str:
 
     ids = random_ids(config.training.seq_length)
     decoder_ids = None if config.decoder_length is None else random_ids(config.decoder_length)
-    ours, theirs = _our_logits(config, run, ids, decoder_ids), _their_logits(folder, ids, decoder_ids)
+    ours = _our_logits(config, run, ids, decoder_ids)
+    theirs = _their_logits(getattr(transformers, architecture), folder, ids, decoder_ids)
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
@@ -74,13 +81,12 @@ def _our_logits(config: Config, run: Path, ids: Tensor, decoder_ids: Tensor | No
 
 
 @torch.no_grad()
-def _their_logits(folder: Path, ids: Tensor, decoder_ids: Tensor | None) -> Tensor:
-    import transformers
+def _their_logits(architecture: Any, folder: Path, ids: Tensor, decoder_ids: Tensor | None) -> Tensor:
+    from transformers import logging
 
-    transformers.logging.set_verbosity_error()
-    (architecture,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+    logging.set_verbosity_error()
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
-        model = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).eval()
+        model = architecture.from_pretrained(folder, dtype=torch.float32).eval()
     found = model(ids) if decoder_ids is None else model(input_ids=ids, decoder_input_ids=decoder_ids)
     logits: Tensor = found.prediction_logits if "prediction_logits" in found else found.logits
     return logits.double()
