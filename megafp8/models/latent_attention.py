@@ -219,10 +219,3 @@ class LatentAttention(Mixer):
             q = q * self.score_factor
         q = q if scale_sb11 is None else q * scale_sb11
         return core(q, k, F.pad(v, (0, self.n + self.r - self.v)), None, scores)[..., : self.v]
-
-
-def rotated_neighbors(x_sbar: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Pairs of neighbouring channels rotated; the first channels of all pairs come first. As it is without tables."""
-    if rotary is None:
-        return x_sbar
-    return rotate_heads(x_sbar.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), *rotary)
