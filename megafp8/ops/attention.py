@@ -15,7 +15,8 @@ Kernels, of which `choose` takes one (docs/decisions/0013-attention.md):
     with                           cuDNN's variable-length kernel through its front end (`ops.cudnn_attention`)
     where that is not installed, or torch.use_deterministic_algorithms is on, or a window has no causality
                                    torch's flash kernel: cuDNN adds up dq in the order in which blocks of keys come
-    soft caps, biases, dropout; prefixes, boolean masks, queries that are some tokens of their sequence
+    soft caps, biases, dropout; prefixes, boolean masks, queries that are some tokens of their sequence; heads whose
+    width is no multiple of 8
                                    our own in Triton (`megafp8.kernels.attention`), which is deterministic
     on a CPU, in fp32 or fp64, or heads wider than 256
                                    the reference in PyTorch, some queries at a time (`ops.attention_reference`)
@@ -224,6 +225,8 @@ def choose(
     if head_dim > LARGEST_HEAD:
         why = f"kernels take heads up to {LARGEST_HEAD} wide, not {head_dim}"
         return Choice("reference", "the reference in PyTorch", why, narrow_values=True)
+    if feature is None and head_dim % 8:
+        feature = f"heads of {head_dim} channels"
     if feature is not None:
         return Choice("triton", "our own kernel", f"no other one computes {feature}")
     if deterministic:

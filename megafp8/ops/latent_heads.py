@@ -46,7 +46,7 @@ class _LatentHeads(Function):
         ctx.r, ctx.factor = k_rotary_sbr.shape[2], factor
         tensors = q_sbc.contiguous(), kv_sbc.contiguous(), k_rotary_sbr.contiguous()
         if _has_kernel(q_sbc, rotary):
-            return _kernels().forward(*tensors, rotary, heads, factor)  # type: ignore[no-any-return]
+            return _kernels().forward(*tensors, rotary, heads, factor)
         return forward_reference(*tensors, rotary, heads, factor)
 
     @staticmethod

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -107,3 +111,14 @@ def test_autograd_by_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
         found.append([*outputs, *torch.autograd.grad(outputs, leaves, gradients)])
     for by_reference, by_kernel in zip(*found, strict=True):
         assert torch.equal(by_kernel, by_reference)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiles_for_hopper() -> None:
+    """In no more shared memory than a program of sixteen on a multiprocessor has."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.compile_latent_heads"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert max(int(line.split()[-1]) for line in done.stdout.splitlines()) <= 227 * 1024 // 16, done.stdout

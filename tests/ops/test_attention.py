@@ -372,6 +372,7 @@ def test_which_kernel(name: str) -> None:
     assert kernel(deterministic=True) == ("triton" if expected == "triton" else "flash")
     assert kernel(front_end=False) == ("flash" if expected == "cudnn" else expected)
     assert kernel(d=512) == "reference"
+    assert kernel(d=20) == kernel(d=20, deterministic=True) == "triton"
     assert kernel(dtype=torch.float32) == kernel(device="cpu") == "reference"
     for cudnn_narrow in (False, True):
         options = {"deterministic": False, "front_end": True, "cudnn_narrow": cudnn_narrow}
@@ -442,7 +443,7 @@ def test_kernels(name: str, kind: str, mode: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("d", "w"), [(192, 128), (96, 64), (24, 16), (24, 12), (256, 64)])
+@pytest.mark.parametrize(("d", "w"), [(192, 128), (96, 64), (24, 16), (24, 12), (20, 12), (256, 64)])
 @pytest.mark.parametrize("name", MASKS)
 def test_narrow_values(name: str, d: int, w: int, mode: str) -> None:
     """By all kernels, those that take them as they are and those that get them padded; through autograd."""
