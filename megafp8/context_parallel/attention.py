@@ -270,7 +270,7 @@ class _ContextAttention(Function):
     ) -> Tensor:  # fmt: skip
         keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, context.group)
         queries = q_rbad.contiguous()
-        o_rbad = torch.empty_like(queries)
+        o_rbad = queries.new_empty(*queries.shape[:3], v_rbgd.shape[-1])
         lse_rba = q_rbad.new_empty(q_rbad.shape[:3], dtype=torch.promote_types(q_rbad.dtype, torch.float32))
         written = 0
         for call in context.calls:
@@ -301,9 +301,8 @@ class _ContextAttention(Function):
         q_rbad, do_rbad = q_rbad.contiguous(), do_rbad.contiguous()
         dq_rbad = torch.zeros_like(q_rbad)
         wide = torch.promote_types(k_rbgd.dtype, torch.float32)
-        r, *rest = k_rbgd.shape
-        own_grads = [k_rbgd.new_zeros(r, *rest) for _ in range(2)]
-        summed_grads = [k_rbgd.new_zeros(r * group.size(), *rest, dtype=wide) for _ in range(2)]
+        own_grads = [x.new_zeros(x.shape) for x in (k_rbgd, v_rbgd)]
+        summed_grads = [x.new_zeros(len(x) * group.size(), *x.shape[1:], dtype=wide) for x in (k_rbgd, v_rbgd)]
         dbias_ar: Tensor | None = None
         for call in context.calls:
             do, q, o, lse = (_with_zeros(call, x) for x in (do_rbad, q_rbad, o_rbad, lse_rba))

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from megafp8.inference.paged_cache import PagedCache
 from megafp8.inference.scheduler import Chunk
@@ -179,17 +178,18 @@ class PagedAttention:
         step, cache, b = self.step, self.cache, len(self.step.table_bm)
         if self.stores:
             cache.append(self.layer, k_sbgd[:, 0], v_sbgd[:, 0], step.slots_n, step.positions_1n[0])
-        y_sbad = torch.empty_like(q_sbad)
+        w = v_sbgd.shape[-1]
+        y_sbad = q_sbad.new_empty(*q_sbad.shape[:3], w)
         if b and cache.in_place:
             positions_b = step.positions_1n[0, :b]
             y_bad = cache.attend(
                 self.layer, q_sbad[:b, 0], step.table_bm, positions_b, self.window, self.chunk, sink_a, scores
-            )
+            )[..., :w]
             if b == len(q_sbad):
                 return y_bad.unsqueeze(1)
             y_sbad[:b, 0] = y_bad
         elif b:
-            k, v = self._read(step.table_bm)
+            k, v = cache.read(self.layer, step.table_bm)
             mask = step.once((self.window, self.chunk), self._mask_of_singles)
             q = q_sbad[:b].transpose(0, 1)
             y = attention(q, k, v, mask, sink_a, scores_of_length(scores, len(k))).transpose(0, 1)
@@ -201,7 +201,7 @@ class PagedAttention:
             if table_1p is None:
                 mask = causal_mask(None, self.window, len(q), q.device, self.chunk)
             else:
-                k, v = self._read(table_1p)
+                k, v = cache.read(self.layer, table_1p)
                 mask = step.once(
                     (rows.start, self.window, self.chunk),
                     partial(AttentionMask, window=self.window, chunk=self.chunk, positions_bs=positions_1s),
@@ -210,11 +210,6 @@ class PagedAttention:
         if step.padding:
             y_sbad[-step.padding :] = y_sbad[-step.padding - 1]
         return y_sbad
-
-    def _read(self, table_bp: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values in these pages, values padded with zeros to the width of keys, as kernels want them."""
-        k, v = self.cache.read(self.layer, table_bp)
-        return k, F.pad(v, (0, k.shape[-1] - v.shape[-1]))
 
     def _mask_of_singles(self) -> AttentionMask:
         positions_b1 = self.step.positions_1n[:, : len(self.step.table_bm)].transpose(0, 1)

@@ -40,9 +40,8 @@ class _Layer(NamedTuple):
 class PagedCache:
     """The pages of the attention layers of a model, by layer, on this rank.
 
-    Kernels want values as wide as keys: narrower ones come padded with zeros, and are stored without. `dtype`: of keys
-    and values. `stored`: float8_e4m3fn or int8 to store them so, with a scale for each head of each token; None: as
-    they are.
+    Values may be narrower than keys. `dtype`: of keys and values. `stored`: float8_e4m3fn or int8 to store them so,
+    with a scale for each head of each token; None: as they are.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class PagedCache:
         if cached.every > 1:
             has_value_n = (positions_n + 1) % cached.every == 0
             value_slots_n = torch.where(has_value_n, slots_n, self.unread_slot) // cached.tokens_of_value
-        of_keys, of_values = (cached.keys, k_ngd), (cached.values, v_ngd[..., : cached.values.shape[-1]])
+        of_keys, of_values = (cached.keys, k_ngd), (cached.values, v_ngd)
         for i, ((stored, x_ngd), own_n) in enumerate(((of_keys, slots_n), (of_values, value_slots_n))):
             data = x_ngd
             if cached.scales is not None:

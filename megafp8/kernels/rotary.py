@@ -253,7 +253,7 @@ def head_gradients(
     are contiguous.
     """
     (s, b, a, d), g = dq_sbad.shape, dk_sbgd.shape[2]
-    stride_s, stride_b = _strides(cos, sin, s, b)
+    stride_s, stride_b = angle_strides(cos, sin, s, b)
     kernel, tokens, heads = _bound_gradient(d // 2, g, shared, zero_centered)
     r, programs = s * b, ceil_div(s * b, tokens)
     of_queries, of_keys = ceil_div(a, heads), ceil_div(g, heads)
@@ -273,7 +273,7 @@ def head_gradients(
     return statistics_2rh, of_q, of_k
 
 
-def _strides(cos: Tensor, sin: Tensor, s: int, b: int) -> tuple[int, int]:
+def angle_strides(cos: Tensor, sin: Tensor, s: int, b: int) -> tuple[int, int]:
     """From an angle to that of the next token, and of the next sample: 0 where samples have the same."""
     assert cos.dtype == sin.dtype == torch.float32
     stride_s, stride_b, _, stride_d = cos.stride()
@@ -292,7 +292,7 @@ def _launch(
     (s, b, c), half = x_sbc.shape, cos.shape[-1]
     assert x_sbc.dtype in (torch.bfloat16, torch.float16, torch.float32)
     assert x_sbc.is_contiguous()
-    strides = _strides(cos, sin, s, b)
+    strides = angle_strides(cos, sin, s, b)
     if out_sbc.numel():
         rows = s * b * heads
         pairs = _NORM_PAIRS if norm else _PAIRS

@@ -42,7 +42,6 @@ from megafp8.linear.state import LinearState
 from megafp8.models.attention import ATTENTION
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
 from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
-from megafp8.models.latent_attention import rotated_neighbors
 from megafp8.models.mixer import AttendToKeys, Mixer, StateCache, TokenCache, Tokens
 from megafp8.models.norms import RMSNorm, normalized
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
@@ -51,7 +50,7 @@ from megafp8.models.sparse_latent_attention import without_padding
 from megafp8.numerics.sparse_attention_reference import Index, wide
 from megafp8.ops import compressed_attention as ops
 from megafp8.ops.recurrence import Recurrence, State
-from megafp8.ops.rotary import rotate_heads
+from megafp8.ops.rotary import rotate_heads, rotated_neighbors
 from megafp8.ops.sparse_attention import BLOCK_BYTES, IndexLoss
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

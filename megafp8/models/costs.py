@@ -119,7 +119,7 @@ class Work(NamedTuple):
 class AttentionWork(NamedTuple):
     """Attention of a micro-batch: `heads` of this rank of `width` channels, `queries` and `pairs` of a whole sequence.
 
-    `value_width`: channels of a value; kernels get them padded to `width`. `modified`: scores are changed by more than
+    `value_width`: channels of a value. `modified`: scores are changed by more than
     a mask (biases, soft cap, sinks), for which there is another kernel.
     """
 

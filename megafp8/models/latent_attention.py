@@ -8,8 +8,8 @@ Without a query latent, q is a column-parallel product of the residual stream's 
 
 A head's query and key have two parts: one without positions, and a rotary one, whose key all heads share. As in
 DeepSeek's models, neighbouring channels are the pairs that are rotated; without rotary embedding (Kimi Linear) nothing
-is, and the shared part of keys stays. Values may be narrower than keys; kernels get
-them padded with zeros, whose results are cut off.
+is, and the shared part of keys stays. `megafp8.ops.latent_heads` makes q, k and v of the projections. Values may be
+narrower than keys.
 
 The latents are sharded along the sequence as the residual stream is; the rotary key is gathered. `down` stays in high
 precision: its outputs are few.
@@ -25,7 +25,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from megafp8.config import LatentMixerConfig, ModelConfig
 from megafp8.config.parts.sparse_attention import SparseLatentMixerConfig
@@ -48,7 +47,7 @@ from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import RotaryEmbedding
 from megafp8.numerics.attention_scores import Scores
 from megafp8.ops.attention import CoreAttention
-from megafp8.ops.rotary import rotate_heads
+from megafp8.ops.latent_heads import latent_heads
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
@@ -141,14 +140,14 @@ class LatentAttention(Mixer):
             "statistics of their norms": len(self._latents) * batch.own_tokens * batch.statistic,
             "up inputs": batch.saved_input(kv_up) + (0 if shares_input else batch.saved_input(q_up)),
         }
-        of_head = 3 * d  # values padded to the width of keys
+        of_head = 2 * d + self.v
         if self.recompute:  # what they are made of, and the rotary key of all heads
             of_head = d + self.n + self.v
             saved["rotary key"] = m * self.r * e
         saved["q, k, v"] = m * a * of_head * e
-        shares_output = proj.plan.saved == "high" and self.v == d  # else it is cut off for the projection
+        shares_output = proj.plan.saved == "high"
         if not self.recompute or shares_output:
-            saved["attention output"] = m * a * d * e
+            saved["attention output"] = m * a * self.v * e
         if not self.recompute:
             saved["attention log-sums"] = m * a * batch.statistic
         if not shares_output:
@@ -156,8 +155,9 @@ class LatentAttention(Mixer):
         return saved
 
     def work(self, batch: MicroBatch) -> Work:
-        """Rotation of queries and keys, or their copies without."""
-        moved = 4 * batch.tokens * self.heads * (self.n + self.r) * batch.element
+        """What the projections give, read once, and q, k and v, written once; as many gradients in backward."""
+        projected = self.heads * (2 * self.n + self.r + self.v) + self.r
+        moved = batch.tokens * (projected + self.heads * (2 * (self.n + self.r) + self.v)) * batch.element
         return Work(moved, moved)
 
     def attention(self, batch: MicroBatch) -> list[AttentionWork]:
@@ -165,7 +165,7 @@ class LatentAttention(Mixer):
         return [AttentionWork(self.heads, self.n + self.r, self.v, batch.length, pairs, modified=False)]
 
     def keys_and_values(self, batch: MicroBatch) -> int:
-        return 2 * batch.tokens * self.heads * (self.n + self.r) * batch.element
+        return batch.tokens * self.heads * (self.n + self.r + self.v) * batch.element
 
     def inputs(self, layer: int, tokens: Tokens) -> AttentionInputs:
         scores = recording(self.dropout.added_to(Scores(), tokens.samples_b), self.largest_logits_a)
@@ -211,18 +211,6 @@ class LatentAttention(Mixer):
         core: CoreAttention, scores: Scores, scale_sb11: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """`[s, b, a, v]`."""
-        q, q_rotary = q_sbc.unflatten(-1, (self.heads, -1)).split([self.n, self.r], dim=-1)
-        k, v = kv_sbc.unflatten(-1, (self.heads, -1)).split([self.n, self.v], dim=-1)
-        k_rotary = rotated_neighbors(k_rotary_sbr.unsqueeze(2), rotary).expand(-1, -1, self.heads, -1)
-        q, k = torch.cat([q, rotated_neighbors(q_rotary, rotary)], dim=-1), torch.cat([k, k_rotary], dim=-1)
-        if self.score_factor != 1:
-            q = q * self.score_factor
+        q, k, v = latent_heads(q_sbc, kv_sbc, k_rotary_sbr, rotary, self.heads, self.score_factor)
         q = q if scale_sb11 is None else q * scale_sb11
-        return core(q, k, F.pad(v, (0, self.n + self.r - self.v)), None, scores)[..., : self.v]
-
-
-def rotated_neighbors(x_sbar: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Pairs of neighbouring channels rotated; the first channels of all pairs come first. As it is without tables."""
-    if rotary is None:
-        return x_sbar
-    return rotate_heads(x_sbar.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), *rotary)
+        return core(q, k, v, None, scores)

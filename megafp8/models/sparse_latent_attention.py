@@ -33,12 +33,12 @@ from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
 from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
-from megafp8.models.latent_attention import LatentAttention, rotated_neighbors
+from megafp8.models.latent_attention import LatentAttention
 from megafp8.models.mixer import AttendToKeys, TokenCache, Tokens
 from megafp8.models.norms import LayerNorm, normalized
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.numerics.sparse_attention_reference import Index, wide
-from megafp8.ops.rotary import rotate_heads
+from megafp8.ops.rotary import rotate_heads, rotated_neighbors
 from megafp8.ops.sparse_attention import BLOCK_BYTES, IndexLoss, SparseAttention
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel

@@ -268,12 +268,10 @@ def in_format(x_sbad: Tensor, form: str) -> Tensor:
 
 def _core(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor | None, scores: Scores) -> Tensor:
     """Attention whose values may be wider or narrower than keys."""
-    width, v_width = k.shape[-1], v.shape[-1]
-    if v_width < width:
-        v = F.pad(v, (0, width - v_width))
-    elif v_width > width:
-        q, k = (F.pad(x, (0, v_width - width)) for x in (q, k))
-    return attention(q, k, v, mask, sink, scores)[..., :v_width]
+    wider = v.shape[-1] - k.shape[-1]
+    if wider > 0:
+        q, k = (F.pad(x, (0, wider)) for x in (q, k))
+    return attention(q, k, v, mask, sink, scores)
 
 
 @dataclass

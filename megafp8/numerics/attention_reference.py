@@ -98,7 +98,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Reference of `ops.attention.forward`."""
     (s, b, a, _), (t, _, groups, _) = q_sbad.shape, k_tbgd.shape
-    o_sbad = torch.zeros_like(q_sbad)
+    o_sbad = q_sbad.new_zeros(s, b, a, v_tbgd.shape[-1])
     wide = torch.promote_types(q_sbad.dtype, torch.float32)
     lse_sba = torch.full((s, b, a), -math.inf, dtype=wide, device=q_sbad.device)
     for block in _blocks(q_sbad, k_tbgd, mask):

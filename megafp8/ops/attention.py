@@ -15,20 +15,27 @@ Kernels, of which `choose` takes one (docs/decisions/0013-attention.md):
     with                           cuDNN's variable-length kernel through its front end (`ops.cudnn_attention`)
     where that is not installed, or torch.use_deterministic_algorithms is on, or a window has no causality
                                    torch's flash kernel: cuDNN adds up dq in the order in which blocks of keys come
-    soft caps, biases, dropout; prefixes, boolean masks, queries that are some tokens of their sequence
+    soft caps, biases, dropout; prefixes, boolean masks, queries that are some tokens of their sequence; heads whose
+    width is no multiple of 8
                                    our own in Triton (`megafp8.kernels.attention`), which is deterministic
     on a CPU, in fp32 or fp64, or heads wider than 256
                                    the reference in PyTorch, some queries at a time (`ops.attention_reference`)
     on a CPU in inference mode     torch's flash kernel where it can (`ops.cpu_attention`)
 
+*Narrow values.* Values may be narrower than keys (latent attention), and the output is as wide as they are. cuDNN and
+the references take them so (`Choice.narrow_values`); the other kernels get them padded with zeros, whose results are
+cut off. Nothing padded is kept for backward.
+
 cuDNN's graphs are cached by the layout of q, k and v, and expect all other tensors in the layout that the forward pass
 produces. So all tensors here are dense, sequence first.
 
-Shapes: s queries, t keys, b micro-batch, a query heads, g key-value heads, d head width; n segments of a sample.
+Shapes: s queries, t keys, b micro-batch, a query heads, g key-value heads, d head width; n segments of a sample. Where
+a `d` stands for values or outputs, it is the width of values.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -58,11 +65,14 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """softmax(scores of q·kᵀ)·v over the pairs of `mask`, `[s, b, a, d]`; differentiable. `sink_a`: each head's sink.
 
+    Values may be narrower than keys; the output is as wide as values are.
+
     ValueError if bias or dropout of `scores` do not fit the shapes.
     """
     record_largest(q_sbad, k_tbgd, mask, scores)
     wide = q_sbad.is_cuda and q_sbad.shape[-1] > LARGEST_HEAD  # for which torch has but one with a matrix of scores
-    if wide or sink_a is not None or not scores.only_scales or not mask.is_plain(q_sbad.shape[0], k_tbgd.shape[0]):
+    plain = sink_a is None and scores.only_scales and mask.is_plain(q_sbad.shape[0], k_tbgd.shape[0])
+    if wide or not plain or not _torch_takes_values(q_sbad, v_tbgd):
         if in_onnx_export():
             return attention_reference.in_one_block(q_sbad, k_tbgd, v_tbgd, mask, sink_a, scores)
         if runs_unfused(q_sbad) and cpu_attention.computes(mask, scores, sink_a):
@@ -96,6 +106,8 @@ def fastest_backends() -> Iterator[None]:
 
 class CoreAttention(Protocol):
     """Attention of a micro-batch, for any layer: from q `[s, b, a, d]`, k and v `[s, b, g, d]` to `[s, b, a, d]`.
+
+    Values may be narrower than keys, and the output is as wide as they are.
 
     `sink_a`: the layer's sinks, if it has any. `scores`: how the layer computes its scores.
     """
@@ -185,26 +197,36 @@ def sdpa_backends() -> list[SDPBackend]:
 
 
 class Choice(NamedTuple):
-    """A kernel (`sdpa`, `cudnn`, `flash`, `triton`, `reference`), in words, and why it is not the fastest, if so."""
+    """A kernel (`sdpa`, `cudnn`, `flash`, `triton`, `reference`), in words, and why it is not the fastest, if so.
+
+    `narrow_values`: whether it takes the values as they are if they are narrower than keys.
+    """
 
     kernel: str
     what: str
     why: str = ""
+    narrow_values: bool = False
 
 
 def choose(
     mask: AttentionMask, scores: Scores, s: int, t: int, head_dim: int, device_type: str, dtype: torch.dtype,
-    *, deterministic: bool, front_end: bool,
+    *, deterministic: bool, front_end: bool, cudnn_narrow: bool = False,
 ) -> Choice:  # fmt: skip
-    """The kernel of s queries and t keys. `front_end`: whether cuDNN's is installed."""
+    """The kernel of s queries and t keys. `front_end`: whether cuDNN's is installed.
+
+    `cudnn_narrow`: whether cuDNN takes values that are narrower than keys (`cudnn_takes_narrow`).
+    """
     feature = _what_only_ours_computes(mask, scores, s, t)
     if device_type != "cuda":
-        return Choice("reference", "the reference in PyTorch")
+        return Choice("reference", "the reference in PyTorch", narrow_values=True)
     if dtype not in (torch.bfloat16, torch.float16):
-        return Choice("reference", "the reference in PyTorch", f"kernels take bf16 and fp16, not {dtype}")
+        why = f"kernels take bf16 and fp16, not {dtype}"
+        return Choice("reference", "the reference in PyTorch", why, narrow_values=True)
     if head_dim > LARGEST_HEAD:
         why = f"kernels take heads up to {LARGEST_HEAD} wide, not {head_dim}"
-        return Choice("reference", "the reference in PyTorch", why)
+        return Choice("reference", "the reference in PyTorch", why, narrow_values=True)
+    if feature is None and head_dim % 8:
+        feature = f"heads of {head_dim} channels"
     if feature is not None:
         return Choice("triton", "our own kernel", f"no other one computes {feature}")
     if deterministic:
@@ -212,9 +234,9 @@ def choose(
     if mask.window is not None and not mask.causal:
         return Choice("flash", "torch's flash kernel", "the window is on both sides")
     if mask.cu_seqlens_q is None and mask.window is None:
-        return Choice("sdpa", "torch's cuDNN kernel")
+        return Choice("sdpa", "torch's cuDNN kernel", narrow_values=cudnn_narrow)
     if front_end and mask.cu_seqlens_q is not None:
-        return Choice("cudnn", "cuDNN's variable-length kernel")
+        return Choice("cudnn", "cuDNN's variable-length kernel", narrow_values=cudnn_narrow)
     why = "cuDNN's is faster, and needs nvidia-cudnn-frontend (pip install 'megafp8[gpu]')"
     return Choice("flash", "torch's flash kernel", why)
 
@@ -235,12 +257,41 @@ def _what_only_ours_computes(mask: AttentionMask, scores: Scores, s: int, t: int
     return None if mask.is_plain(s, t) else "a causal mask of fewer queries than keys"
 
 
-def _choice(q: Tensor, k: Tensor, mask: AttentionMask, scores: Scores) -> str:
+def _choice(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: Scores) -> Choice:
     deterministic, front_end = torch.are_deterministic_algorithms_enabled(), cudnn_attention.is_available()
-    s, t, d = len(q), len(k), q.shape[-1]
+    s, t, d, w = len(q), len(k), q.shape[-1], v.shape[-1]
     return choose(
-        mask, scores, s, t, d, q.device.type, q.dtype, deterministic=deterministic, front_end=front_end
-    ).kernel
+        mask, scores, s, t, d, q.device.type, q.dtype, deterministic=deterministic, front_end=front_end,
+        cudnn_narrow=w < d and q.is_cuda and cudnn_takes_narrow(d, w, q.dtype, q.device),
+    )  # fmt: skip
+
+
+_NARROW_CUDNN = 91900
+"""The version of cuDNN with which values narrower than keys were tested, forward and backward (an H200)."""
+
+
+@functools.cache
+def cudnn_takes_narrow(head_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether cuDNN's kernels on the GPU `device` take values of `value_dim` channels, fewer than those of keys."""
+    if (torch.backends.cudnn.version() or 0) < _NARROW_CUDNN:
+        return False
+    q, k, v = (torch.empty(1, 1, 64, d, dtype=dtype, device=device) for d in (head_dim, head_dim, value_dim))
+    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, False)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch.backends.cuda.can_use_cudnn_attention(parameters)
+
+
+def _torch_takes_values(q: Tensor, v: Tensor) -> bool:
+    """Whether torch's attention takes values of this width with the kernel that `sdpa_backends` has first.
+
+    Narrow ones go to other kernels else, which are slower, or make a matrix of scores.
+    """
+    d, w = q.shape[-1], v.shape[-1]
+    if w == d:
+        return True
+    if not q.is_cuda or torch.are_deterministic_algorithms_enabled():
+        return False
+    return q.dtype not in (torch.bfloat16, torch.float16) or cudnn_takes_narrow(d, w, q.dtype, q.device)
 
 
 _DOCUMENTS = AttentionMask(torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32))
@@ -265,7 +316,22 @@ def forward(
     All dense. A query without any key has the output 0 and the log-sum-exp -inf.
     """
     _check_shapes(q_sbad, k_tbgd, mask, scores)
-    kernel = _choice(q_sbad, k_tbgd, mask, scores)
+    choice, w = _choice(q_sbad, k_tbgd, v_tbgd, mask, scores), v_tbgd.shape[-1]
+    if w == q_sbad.shape[-1] or choice.narrow_values:
+        return _forward(choice.kernel, q_sbad, k_tbgd, v_tbgd, mask, scores)
+    o_sbad, lse_sba = _forward(choice.kernel, q_sbad, k_tbgd, _padded(v_tbgd, q_sbad), mask, scores)
+    return o_sbad[..., :w].contiguous(), lse_sba
+
+
+def _padded(x: Tensor, like: Tensor) -> Tensor:
+    """Values or outputs, as wide as `like`."""
+    return F.pad(x, (0, like.shape[-1] - x.shape[-1]))
+
+
+def _forward(
+    kernel: str, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """`forward` by this kernel."""
     if kernel == "cudnn":
         return cudnn_attention.forward(q_sbad, k_tbgd, v_tbgd, mask, scores.scale)
     if kernel == "flash":
@@ -315,7 +381,20 @@ def backward(
     Fourth, with `bias_grad`, the gradient of the bias of `scores`, fp32 or wider. `o_sbad` and `lse_sba` are over all
     keys that the queries attend to. All dense.
     """
-    kernel = _choice(q_sbad, k_tbgd, mask, scores)
+    choice, w = _choice(q_sbad, k_tbgd, v_tbgd, mask, scores), v_tbgd.shape[-1]
+    if w == q_sbad.shape[-1] or choice.narrow_values:
+        tensors = do_sbad, q_sbad, k_tbgd, v_tbgd, o_sbad, lse_sba
+        return _backward(choice.kernel, *tensors, mask, scores, bias_grad)
+    do, v, o = (_padded(x, q_sbad) for x in (do_sbad, v_tbgd, o_sbad))
+    dq, dk, dv, dbias = _backward(choice.kernel, do, q_sbad, k_tbgd, v, o, lse_sba, mask, scores, bias_grad)
+    return dq, dk, dv[..., :w], dbias
+
+
+def _backward(
+    kernel: str, do_sbad: Tensor, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, o_sbad: Tensor, lse_sba: Tensor,
+    mask: AttentionMask, scores: Scores, bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """`backward` by this kernel."""
     tensors = do_sbad, q_sbad, k_tbgd, v_tbgd, o_sbad, lse_sba
     if kernel == "cudnn":
         return *cudnn_attention.backward(*tensors, mask, scores.scale), None

@@ -31,6 +31,10 @@ def computes(mask: AttentionMask, scores: Scores, sink_a: Tensor | None) -> bool
 
 def attention(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> Tensor:
     """`ops.attention.attention` on a CPU, where `computes` is true."""
+    w = v_tbgd.shape[-1]
+    if w < q_sbad.shape[-1]:  # which the kernel does not take
+        wide_tbgd = F.pad(v_tbgd, (0, q_sbad.shape[-1] - w))
+        return attention(q_sbad, k_tbgd, wide_tbgd, mask, scores)[..., :w]
     if mask.positions_bs is None:
         return _by_segments(q_sbad, k_tbgd, v_tbgd, mask, scores)
     (s, _, a, d), (t, _, g, _) = q_sbad.shape, k_tbgd.shape

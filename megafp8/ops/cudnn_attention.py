@@ -6,7 +6,8 @@ offsets of their first elements ("ragged offsets"); no tensor is copied or padde
 
 Front end: https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
 
-Shapes: s queries, t keys, b micro-batch, a query heads, g key-value heads, d head width; n segments of a sample.
+Shapes: s queries, t keys, b micro-batch, a query heads, g key-value heads, d width of queries and keys, w of values and
+outputs; n segments of a sample.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class _Shape(NamedTuple):
     a: int
     g: int
     d: int
+    w: int
     n: int
     causal: bool
     square: bool
@@ -49,9 +51,9 @@ def forward(
     q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exps, as `ops.attention.forward` says; bf16 or fp16. `mask` has segments."""
-    shape = _shape(q_sbad, k_tbgd, mask, scale)
+    shape = _shape(q_sbad, k_tbgd, v_tbgd, mask, scale)
     lse_sba = q_sbad.new_empty(q_sbad.shape[:3], dtype=torch.float32)
-    o_sbad = torch.empty_like(q_sbad)
+    o_sbad = q_sbad.new_empty(*q_sbad.shape[:3], shape.w)
     if mask.cu_seqlens_q is not mask.cu_seqlens_k:  # the kernel does not write the outputs of queries without keys
         o_sbad.zero_()
         lse_sba.fill_(-torch.inf)
@@ -65,7 +67,7 @@ def backward(
     mask: AttentionMask, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv, as `ops.attention.backward` says; bf16 or fp16."""
-    shape = _shape(q_sbad, k_tbgd, mask, scale)
+    shape = _shape(q_sbad, k_tbgd, v_tbgd, mask, scale)
     # Nor does it write the gradients of keys without queries.
     make = torch.empty_like if mask.cu_seqlens_q is mask.cu_seqlens_k else torch.zeros_like
     dq, dk, dv = make(q_sbad), make(k_tbgd), make(v_tbgd)
@@ -76,18 +78,19 @@ def backward(
     return dq, dk, dv
 
 
-def _shape(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask, scale: float | None) -> _Shape:
+def _shape(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scale: float | None) -> _Shape:
     s, b, a, d = q_sbad.shape
     t, _, g, _ = k_tbgd.shape
     assert mask.cu_seqlens_q is not None
     n = mask.cu_seqlens_q.shape[1] - 1
     scale = d**-0.5 if scale is None else scale
-    return _Shape(q_sbad.device, q_sbad.dtype, s, t, b, a, g, d, n, mask.causal, mask.square, mask.window, scale)
+    w, how = v_tbgd.shape[-1], (mask.causal, mask.square, mask.window)
+    return _Shape(q_sbad.device, q_sbad.dtype, s, t, b, a, g, d, w, n, *how, scale)
 
 
 def _segments(shape: _Shape, mask: AttentionMask) -> dict[str, Tensor]:
-    """Lengths `[b·n]` int32, and offsets `[b·n + 1]` int64 in elements of tensors of a, g and 1-wide heads."""
-    b, a, g, d = key = shape.b, shape.a, shape.g, shape.d
+    """Lengths `[b·n]` int32, and offsets `[b·n + 1]` int64 in elements of each kind of tensor."""
+    b, a, g, d, w = key = shape.b, shape.a, shape.g, shape.d, shape.w
     if key not in mask.derived:
         assert mask.cu_seqlens_q is not None
         assert mask.cu_seqlens_k is not None
@@ -96,6 +99,7 @@ def _segments(shape: _Shape, mask: AttentionMask) -> dict[str, Tensor]:
         mask.derived[key] = {
             "length_q": length_q, "length_k": length_k,
             "offset_q": row_q * (a * d), "offset_k": row_k * (g * d), "offset_lse": row_q * a,
+            "offset_v": row_k * (g * w), "offset_o": row_q * (a * w),
         }  # fmt: skip
     return mask.derived[key]
 
@@ -120,10 +124,12 @@ class _Graph:
         io = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[shape.dtype]
         fp32 = cudnn.data_type.FLOAT
         graph = cudnn.pygraph(io_data_type=io, intermediate_data_type=fp32, compute_data_type=fp32, handle=self._handle)
-        segments, b, d = shape.b * shape.n, shape.b, shape.d
+        segments, b, d, w = shape.b * shape.n, shape.b, shape.d, shape.w
         layouts = {
             "offset_q": (shape.a, shape.s, d),
             "offset_k": (shape.g, shape.t, d),
+            "offset_v": (shape.g, shape.t, w),
+            "offset_o": (shape.a, shape.s, w),
             "offset_lse": (shape.a, shape.s, 1),
         }
         tensors: dict[str, Any] = {}
@@ -145,9 +151,9 @@ class _Graph:
 
         for name in ("length_q", "length_k"):
             vector(name, segments, cudnn.data_type.INT32)
-        for name in ("offset_q", "offset_k", "offset_lse"):
+        for name in ("offset_q", "offset_k", "offset_v", "offset_o", "offset_lse"):
             vector(name, segments + 1, cudnn.data_type.INT64)
-        q, k, v = heads("q", "offset_q"), heads("k", "offset_k"), heads("v", "offset_k")
+        q, k, v = heads("q", "offset_q"), heads("k", "offset_k"), heads("v", "offset_v")
         common: dict[str, Any] = {
             "attn_scale": shape.scale, "use_padding_mask": True,
             "seq_len_q": tensors["length_q"], "seq_len_kv": tensors["length_k"],
@@ -161,17 +167,17 @@ class _Graph:
             common["diagonal_band_left_bound"] = shape.window
         if not backward:
             o, lse = graph.sdpa(name="attention", q=q, k=k, v=v, generate_stats=True, **common)
-            heads("o", "offset_q", o)
+            heads("o", "offset_o", o)
             heads("lse", "offset_lse", lse)
         else:
-            o, do, lse = heads("o", "offset_q"), heads("do", "offset_q"), heads("lse", "offset_lse")
+            o, do, lse = heads("o", "offset_o"), heads("do", "offset_o"), heads("lse", "offset_lse")
             dq, dk, dv = graph.sdpa_backward(
                 name="attention_backward", q=q, k=k, v=v, o=o, dO=do, stats=lse,
                 max_total_seq_len_q=shape.s * b, max_total_seq_len_kv=shape.t * b, **common,
             )  # fmt: skip
             heads("dq", "offset_q", dq)
             heads("dk", "offset_k", dk)
-            heads("dv", "offset_k", dv)
+            heads("dv", "offset_v", dv)
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([cudnn.heur_mode.A])

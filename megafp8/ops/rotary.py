@@ -229,3 +229,10 @@ def _rotated(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotate_heads(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads `[s, b, a, d]`, rotated; computed in fp32, or x's dtype if wider. cos and sin are `[s, 1 or b, 1, d/2]`."""
     return _RotateHeads.apply(x_sbad, cos, sin)
+
+
+def rotated_neighbors(x_sbar: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Pairs of neighbouring channels rotated; the first channels of all pairs come first. As it is without tables."""
+    if rotary is None:
+        return x_sbar
+    return rotate_heads(x_sbar.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), *rotary)

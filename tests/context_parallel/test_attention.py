@@ -40,14 +40,17 @@ def _shard(x_sbad: Tensor, cu_seqlens: Tensor | None, group: Group) -> Tensor:
 
 def _compare(
     s: int, heads: int, groups: int, window: int | None, documents: bool, kind: str = "plain", causal: bool = True,
-    prefix: bool = False,
+    prefix: bool = False, width: int = D,
 ) -> None:  # fmt: skip
+    """`width`: of values."""
     group, widths = _context_group(), (heads, groups, groups)
     *qkv, do = _random(s, (*widths, heads), torch.float64)
+    qkv[2][..., width:] = 0.0
+    do = do[..., :width]
     ends, scores = DOCUMENTS[s] if documents else None, scores_of(kind, s, s, heads)
     prefix_b = torch.tensor([s // 2 + 3, 1]) if prefix else None
     mask = AttentionMask(ends, ends, causal, window, prefix_b=prefix_b)
-    o, _, (*expected, dbias) = twin(*qkv, allowed(s, s, mask), do, scores=scores)
+    o, _, (*expected, dbias) = twin(*qkv[:2], qkv[2][..., :width], allowed(s, s, mask), do, scores=scores)
     if scores.distance_bias_ar is None:
         expected.append(dbias)
     else:
@@ -58,10 +61,12 @@ def _compare(
         s, group.rank, group.size, window=window, cu_seqlens_bm=ends, device=CPU, causal=causal, prefix_b=prefix_b,
         positions=scores.depend_on_positions,
     )  # fmt: skip
-    found = ContextAttention(group.group, calls)(*packed.split(widths, dim=2), None, scores)
+    q, k, v = packed.split(widths, dim=2)
+    found = ContextAttention(group.group, calls)(q, k, v[..., :width], None, scores)
     found.backward(_shard(do, ends, group))
     assert packed.grad is not None
-    for ours, theirs in zip((found, *packed.grad.split(widths, dim=2)), (o, *expected), strict=True):
+    dq, dk, dv = packed.grad.split(widths, dim=2)
+    for ours, theirs in zip((found, dq, dk, dv[..., :width]), (o, *expected), strict=True):
         torch.testing.assert_close(ours, _shard(theirs, ends, group), rtol=1e-11, atol=1e-12)
     if scores.distance_bias_ar is not None:
         of_all_ranks = scores.distance_bias_ar.grad
@@ -120,6 +125,11 @@ def test_scores_and_masks_of_the_whole_sequence(
     world4.run(
         _compare, 48, 4, groups=2, window=window, documents=documents, kind=kind, causal=causal, prefix=prefix, ranks=2
     )
+
+
+@pytest.mark.parametrize(("window", "documents", "causal"), [(None, False, True), (5, True, True), (None, True, False)])
+def test_values_narrower_than_keys(world4: World, window: int | None, documents: bool, causal: bool) -> None:
+    world4.run(_compare, 48, 4, groups=2, window=window, documents=documents, causal=causal, width=4, ranks=2)
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -150,10 +150,12 @@ def larger(mask: AttentionMask) -> AttentionMask:
     )  # fmt: skip
 
 
-def inputs(s: int, t: int, heads: int, groups: int, d: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """q, k, v and the output's gradient."""
-    generator = torch.Generator().manual_seed(1)
-    shapes = [(s, B, heads, d), (t, B, groups, d), (t, B, groups, d), (s, B, heads, d)]
+def inputs(
+    s: int, t: int, heads: int, groups: int, d: int, dtype: torch.dtype, device: str, w: int | None = None
+) -> list[Tensor]:
+    """q, k, v and the output's gradient. `w`: width of values, that of keys by default."""
+    generator, w = torch.Generator().manual_seed(1), d if w is None else w
+    shapes = [(s, B, heads, d), (t, B, groups, d), (t, B, groups, w), (s, B, heads, w)]
     return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype).to(device) for shape in shapes]
 
 
@@ -220,6 +222,39 @@ def test_autograd(name: str, kind: str, sinks: bool) -> None:
     dq, dkv, *rest = torch.autograd.grad(found, [leaves[0], kv, *leaves[1:]], do)
     for ours, theirs in zip((dq, *dkv.split([2, 2], dim=2), *rest), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+def _run_and_kept(*given: Any) -> tuple[Tensor, list[Tensor]]:
+    """Attention, and the tensors that autograd keeps."""
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        return attention(*given), kept
+
+
+@pytest.mark.parametrize("narrow_values", [False, True])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("causal", "plain"), ("whole", "bias"), ("parts window", "plain"), ("visible", "all")]
+)
+def test_values_narrower_than_keys(name: str, kind: str, narrow_values: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a kernel that takes them, or gets them padded; nothing padded is kept for backward."""
+    s, t, mask = MASKS[name]
+    scores, sink_a = scores_of(kind, s, t, 4), torch.tensor([-3.0, 0.0, 1.0, 40.0]).double()
+    *qkv, do = inputs(s, t, 4, 2, 6, torch.float64, "cpu", w=4)
+    choice = module.Choice("reference", "", narrow_values=narrow_values)
+    monkeypatch.setattr(module, "choose", lambda *_, **__: choice)
+    for sink in (None, sink_a):
+        o, _, gradients = twin(*qkv, allowed(s, t, mask), do, scores=scores, sink_a=sink)
+        leaves = [x.detach().requires_grad_() for x in (*qkv, scores.distance_bias_ar, sink) if x is not None]
+        bias = None if scores.distance_bias_ar is None else leaves[3]
+        given = replace(scores, distance_bias_ar=bias)
+        found, kept = _run_and_kept(*leaves[:3], mask, None if sink is None else leaves[-1], given)
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, o, rtol=1e-12, atol=1e-12)
+        sizes = sorted(x.untyped_storage().nbytes() // 8 for x in kept)
+        rest = [s * B * 4, *([] if bias is None else [bias.numel()])]
+        assert sizes == sorted([*(x.numel() for x in qkv), s * B * 4 * 4, *rest])
+        for ours, theirs in zip(torch.autograd.grad(found, leaves, do), gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +372,13 @@ def test_which_kernel(name: str) -> None:
     assert kernel(deterministic=True) == ("triton" if expected == "triton" else "flash")
     assert kernel(front_end=False) == ("flash" if expected == "cudnn" else expected)
     assert kernel(d=512) == "reference"
+    assert kernel(d=20) == kernel(d=20, deterministic=True) == "triton"
     assert kernel(dtype=torch.float32) == kernel(device="cpu") == "reference"
+    for cudnn_narrow in (False, True):
+        options = {"deterministic": False, "front_end": True, "cudnn_narrow": cudnn_narrow}
+        choice = module.choose(mask, scores, 40, 40, 192, "cuda", torch.bfloat16, **options)
+        assert choice.narrow_values == (cudnn_narrow and expected in ("sdpa", "cudnn"))
+        assert module.choose(mask, scores, 40, 40, 192, "cpu", torch.bfloat16, **options).narrow_values
     cuda = torch.device("cuda")
     if expected == "triton":
         assert "our own kernel, since no other one computes" in module.describe(cuda, mask, scores)
@@ -399,3 +440,29 @@ def test_kernels(name: str, kind: str, mode: str) -> None:
     if mode == "deterministic":
         again = backward(do, q, k, v, found, found_lse, mask, scores, bias_grad=bias is not None)
         assert all(a is b or torch.equal(a, b) for a, b in zip(again, all_found[1:], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("d", "w"), [(192, 128), (96, 64), (24, 16), (24, 12), (20, 12), (256, 64)])
+@pytest.mark.parametrize("name", MASKS)
+def test_narrow_values(name: str, d: int, w: int, mode: str) -> None:
+    """By all kernels, those that take them as they are and those that get them padded; through autograd."""
+    s, t, small = MASKS[name]
+    mask, s, t = larger(small), s * LARGER, t * LARGER
+    *qkv, do = inputs(s, t, 4, 4, d, torch.bfloat16, "cuda", w)
+    exact = [x.double() for x in (*qkv, do)]
+    o, lse = attention_reference.forward(*exact[:3], mask, PLAIN)
+    gradients = attention_reference.backward(exact[3], *exact[:3], o, lse, mask, PLAIN, False)[:3]
+    leaves = [x.requires_grad_() for x in qkv]
+    for run in (attention, _by_kernels):
+        found = run(*leaves, mask)
+        all_found = [found, *torch.autograd.grad(found, leaves, do)]
+        for what, ours, theirs in zip(("o", "dq", "dk", "dv"), all_found, (o, *gradients), strict=True):
+            assert ours.shape == theirs.shape
+            error = ((ours.double() - theirs).norm() / theirs.norm()).item()
+            assert error < 0.01, f"{what}: {error}"
+
+
+def _by_kernels(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """Through `forward` and `backward`, also where `attention` calls torch's."""
+    return module._Attention.apply(q, k, v, None, None, mask, PLAIN)

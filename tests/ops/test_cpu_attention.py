@@ -68,6 +68,17 @@ def _check(
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-12 if q.dtype == torch.float64 else 0.02)
 
 
+@pytest.mark.parametrize("positions", [False, True])
+def test_values_narrower_than_keys(positions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computed by the flash kernel, padded."""
+    s = 4 if positions else T
+    mask = AttentionMask(positions_bs=torch.arange(T - s, T)[None] if positions else None)
+    q, k, v = (torch.randn(n, B, 4, d, dtype=torch.float64) for n, d in ((s, D), (T, D), (T, 5)))
+    expected, _ = attention_reference.forward(q, k, v, mask, Scores(0.3))
+    assert expected.shape[-1] == 5
+    _check(q, k, v, mask, Scores(0.3), expected, monkeypatch)
+
+
 def test_what_it_does_not_compute() -> None:
     mask = AttentionMask(positions_bs=torch.zeros(1, 1, dtype=torch.int64))
     assert cpu_attention.computes(mask, PLAIN, None)
