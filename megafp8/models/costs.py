@@ -119,8 +119,8 @@ class Work(NamedTuple):
 class AttentionWork(NamedTuple):
     """Attention of a micro-batch: `heads` of this rank of `width` channels, `queries` and `pairs` of a whole sequence.
 
-    `value_width`: channels of a value. `modified`: scores are changed by more than
-    a mask (biases, soft cap, sinks), for which there is another kernel.
+    `value_width`: channels of a value. `modified`: scores are changed by more than a mask (biases, soft cap, sinks),
+    for which there is another kernel.
     """
 
     heads: int
