@@ -146,10 +146,11 @@ class _Block:
     def _attention(self, work: AttentionWork) -> Phases:
         config, gpu, batch = self.config, self.gpu, self.batch
         pairs = work.pairs + work.queries * gpu.attention_tile
-        flops = 4 * pairs * batch.sequences / config.parallel.context * work.heads * work.width
+        channels = work.width + work.value_width
+        flops = 2 * pairs * batch.sequences / config.parallel.context * work.heads * channels
         forward, backward = gpu.attention_forward, gpu.attention_backward
-        if work.modified or work.width > 128:
-            wide = min(1.0, 128 / work.width)
+        if work.modified or work.value_width > 128:
+            wide = min(1.0, 128 / work.value_width)
             forward, backward = gpu.scored_forward, gpu.scored_backward * wide
         slower = (1 / gpu.narrow_heads if work.width <= 64 else 1.0) * (
             gpu.deterministic if config.deterministic else 1.0
