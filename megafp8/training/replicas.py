@@ -33,7 +33,7 @@ would have to read the bytes in order; these sums are reductions that run at mem
 
 Cost on a GPU: the time to read what is replicated, in bf16 14 bytes per parameter without ZeRO, 2 with ZeRO stage 1, 1
 with fp8.param_gather. Measured on two H200 with 8 layers of Llama-3-8B: 5 to 47 ms, which is 0.004 to 0.037% of the run
-if every 100th step is checked (docs/measurements/2026-11-22-h200-replica-check).
+if every 100th step is checked (docs/measurements/2026-11-23-h200-faults).
 
 Not covered: gradients, and values that every step computes again, such as FP8 copies of weights.
 """
