@@ -46,6 +46,7 @@ class Evaluation(Observer):
 
     def _loss(self, samples: Blend) -> float:
         """Mean loss over the first of `samples`, the same ones in every evaluation."""
-        stream = self._inputs.batches(samples, self._trainer.parallel)
+        # Few samples are read, and each evaluation would wait seconds for new processes to start.
+        stream = self._inputs.batches(samples, self._trainer.parallel, num_workers=0)
         losses = [self._trainer.evaluate(next(stream)) for _ in range(self._inputs.config.training.eval_steps)]
         return math.fsum(x.mean * x.tokens for x in losses) / max(1, sum(x.tokens for x in losses))

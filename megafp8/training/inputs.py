@@ -137,8 +137,12 @@ class Inputs:
         parallel: ParallelState,
         consumed_samples: int = 0,
         position_of: Callable[[int], int] = lambda samples: samples,
+        num_workers: int | None = None,
     ) -> Iterator[list[Batch]]:
-        """This rank's micro-batches of `dataset`, step by step, after the first `consumed_samples`."""
+        """This rank's micro-batches of `dataset`, step by step, after the first `consumed_samples`.
+
+        `num_workers`: processes that read ahead; None: `data.num_workers`.
+        """
         t = self.config.training
         read: Callable[..., Iterator[list[Batch]]] = partial(batch_stream, dataset)
         if dataset.has_text:
@@ -158,7 +162,7 @@ class Inputs:
             micro_batch_size=t.micro_batch_size,
             data_parallel_rank=parallel.data.rank,
             data_parallel_size=parallel.data.size,
-            num_workers=self.config.data.num_workers,
+            num_workers=self.config.data.num_workers if num_workers is None else num_workers,
             objective=self.objective,
             pin_memory=parallel.device.type == "cuda",
             position_of=position_of,
