@@ -79,10 +79,10 @@ class LinearSite:
     on this rank outside the layer, None where they vary (then slices are assumed to be aligned). `adds_bias`: the layer
     adds its bias itself. `gathers_output`: a column-parallel layer's output is gathered. `recompute_input`: what wgrad
     needs of the input is recomputed in backward. `smoothable`: channels over all ranks of a SwiGLU that makes the
-    input. `weight_storage`: where the weight is between steps; `param_gather`: it may be gathered in FP8. `expert`: one
-    of the experts of a layer, whose tokens are whole on this rank however those of the layer are cut. `inputs`,
-    `outputs`: of this rank's part; 0 where nobody asks. `high_precision`: why the layer must not be FP8; empty where it
-    may be.
+    input. `weight_storage`: where the weight is between steps; `param_gather`: it may be gathered in FP8.
+    `gathers_values`: why it is gathered in high precision nevertheless; empty where it need not be. `expert`: one of
+    the experts of a layer, whose tokens are whole on this rank however those of the layer are cut. `inputs`, `outputs`:
+    of this rank's part; 0 where nobody asks. `high_precision`: why the layer must not be FP8; empty where it may be.
     """
 
     name: str = ""
@@ -101,6 +101,7 @@ class LinearSite:
     smoothable: int | None = None
     weight_storage: WeightStorage = "resident"
     param_gather: bool = False
+    gathers_values: str = ""
     expert: bool = False
     high_precision: str = ""
 
@@ -223,15 +224,8 @@ def plan_linear(
 
     weight: Literal["resident", "zero fp8", "fsdp fp8", "fsdp"] = "resident"
     if site.weight_storage != "resident":
-        weight_why_not = ""
-        if not site.param_gather:
-            weight_why_not = "fp8.param_gather is off"
-        elif site.expert:
-            weight_why_not = "weights of experts are not gathered in FP8"
-        elif high.fprop or high.dgrad:
-            weight_why_not = "fprop or dgrad in high precision needs the values"
-        elif not precision.weight.gatherable_weight:
-            weight_why_not = f"{precision.weight.recipe} has several scales per weight"
+        weight_why_not = "" if site.param_gather else "fp8.param_gather is off"
+        weight_why_not = weight_why_not or not_gatherable_weight(precision) or site.gathers_values
         if not weight_why_not:
             weight = "zero fp8" if site.weight_storage == "zero" else "fsdp fp8"
         else:
@@ -250,6 +244,15 @@ def plan_linear(
         smoothed=smooth and fused_input and site.smoothable is not None and precision.input.per_tensor,
         reasons=tuple(reasons),
     )
+
+
+def not_gatherable_weight(precision: LinearPrecision) -> str:
+    """Why data-parallel ranks cannot gather a layer's weight in FP8; empty where they can."""
+    if precision.high_precision.fprop or precision.high_precision.dgrad:
+        return "fprop or dgrad in high precision needs the values"
+    if not precision.weight.gatherable_weight:
+        return f"{precision.weight.recipe} has several scales per weight"
+    return ""
 
 
 def _cannot_quantize(neighbor: Neighbor, operand: Quantization) -> str:

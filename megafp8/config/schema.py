@@ -639,7 +639,7 @@ class Fp8Config(Section):
     """With parallel.zero 1 or fsdp: each rank quantizes the shard of the weights that it updates, and ranks gather FP8
     data (Megatron-LM's fp8-param-gather). Halves the traffic and saves 2 bytes per parameter, with bit-identical
     losses. For recipes with one scale per weight: delayed, current, static; layers of custom with another recipe gather
-    bf16, and so do experts. The FP8 report then has no weights."""
+    bf16, and so do the experts of a layer unless all have one scale per weight. The FP8 report then has no weights."""
     report_interval: Count = 0
     """Steps between samples for the FP8 health report (quantization error of each tensor), fp8_report.jsonl in the run
     folder; 100 is usual. 0: no report."""

@@ -83,6 +83,7 @@ class RowShard(NamedTuple):
     if the weight is frozen those of `param`.
 
     `global_shape`: of the whole weight. Each of `ranks` sends `padded_rows` rows; some of the last ones' are padding.
+    `first`: the row of the whole weight that is this rank's first.
     """
 
     param: nn.Parameter
@@ -90,6 +91,7 @@ class RowShard(NamedTuple):
     global_shape: torch.Size
     ranks: int
     padded_rows: int
+    first: int
 
 
 class ShardGroups(NamedTuple):
@@ -129,8 +131,9 @@ class ShardedStages:
     computation; `reduce_dtype`: of gradients sent to other ranks. `replicate_group`: the ranks that hold the same
     shards. `whole`: parameters that are left as they are, but for their values.
 
-    `row_shards`: by the parameter that the module had; `units`: these by what one all-gather gathers; `params`: their
-    `RowShard.param`s in order, of which `trained` are not frozen; `flat`: all gradients.
+    `row_shards`: by the parameter that the module had; `units`: these by what one all-gather gathers, each with the
+    ranks that gather it; `params`: their `RowShard.param`s in order, of which `trained` are not frozen; `flat`: all
+    gradients.
     """
 
     def __init__(
@@ -144,7 +147,7 @@ class ShardedStages:
         whole: AbstractSet[nn.Parameter] = frozenset(),
     ) -> None:
         self.row_shards: dict[nn.Parameter, RowShard] = {}
-        self.units: list[list[nn.Parameter]] = []
+        self.units: list[tuple[ProcessGroup, list[nn.Parameter]]] = []
         self._modules: list[FSDPModule] = []
         self._roots: dict[FSDPModule, int] = {}  # forward passes to come before `finish`
         sharded: dict[nn.Parameter, DTensor] = {}
@@ -155,7 +158,7 @@ class ShardedStages:
                 param.data = param.data.to(sum_dtype(dtype)) if param.requires_grad else param.data
             for part in (part for unit in stage for part in unit.parts):
                 own = [param for param in part.module.parameters() if not isinstance(param, DTensor)]
-                self.units.append([param for param in own if param not in whole])
+                self.units.append((part.groups.gather, [param for param in own if param not in whole]))
                 self._modules.append(_shard(part, dtype, reduce_dtype, device, whole))
             _gather_inner_too(stage)
             self._roots[self._modules[-1]] = 0
@@ -167,7 +170,7 @@ class ShardedStages:
             sharded |= zip(before, now, strict=True)
         self.params = [rows.param for rows in self.row_shards.values()]
         self.trained = [param for param in self.params if param.requires_grad]
-        units = [[param for param in unit if self.row_shards[param].param.requires_grad] for unit in self.units]
+        units = [[param for param in unit if self.row_shards[param].param.requires_grad] for _, unit in self.units]
         sizes = [[-(-self.row_shards[p].values.numel() // _ALIGN) * _ALIGN for p in unit] for unit in units]
         self.flat = torch.zeros(sum(map(sum, sizes)), dtype=sum_dtype(dtype), device=device)
         self.owned = [self.flat]
@@ -356,4 +359,4 @@ def _row_shard(old: nn.Parameter, new: DTensor, dtype: torch.dtype) -> RowShard:
     if new.requires_grad:
         param = nn.Parameter(torch.full((), torch.nan, dtype=dtype, device=values.device).expand(values.shape))
     set_spec(param, slice_rows(spec_of(old), first, first + len(values)))
-    return RowShard(param, values, old.shape, ranks, padded_rows)
+    return RowShard(param, values, old.shape, ranks, padded_rows, first)

@@ -10,9 +10,10 @@ The training loop, checkpoints, the optimizer and the replica check know the int
 
 *FP8 weights* (`fp8.param_gather`). Where a rank updates a shard of the weights it can quantize the shard, and ranks
 gather FP8 data: half the bytes, the same bits, nothing to quantize in between (`fp8_weight_shards`). These are the
-weights of FP8 layers with one scale per tensor; embeddings, the output layer, norms, biases and high-precision layers
-are gathered as values. All code that reads such a weight otherwise reads the fp32 masters: a checkpoint's
-`model.<name>` is each rank's shard of them, rounded, so that it holds what a checkpoint of any other run holds.
+weights of FP8 layers with one scale per tensor, and of experts that all have such; embeddings, the output layer, norms,
+biases and high-precision layers are gathered as values. All code that reads such a weight otherwise reads the fp32
+masters: a checkpoint's `model.<name>` is each rank's shard of them, rounded, so that it holds what a checkpoint of any
+other run holds.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.data_parallel.param_buffer import ParamBuffer
 from megafp8.distributed.collectives import size
 from megafp8.distributed.sharding import FlatShard, spec_of
+from megafp8.linear.group_state import GroupState
 from megafp8.linear.state import LinearState
 from megafp8.numerics.formats import Format
 
-Fp8Weights = Mapping[nn.Parameter, tuple[LinearState, Format]]
+Fp8Weights = Mapping[nn.Parameter, tuple[LinearState | GroupState, Format]]
 """Weights that are gathered in FP8, with their layers and formats."""
 
 
@@ -251,12 +253,13 @@ class FullySharded(DataParallelStrategy):
         fp8_weights: Fp8Weights,
         group: ProcessGroup,
         replicas: int,
-        one_host: bool,
+        one_host: AbstractSet[ProcessGroup],
         **options: Any,
     ) -> None:
         """`whole`: parameters that are not in `stages`, and the gradients of those that are trained. `tied`,
         `fp8_weights`: by the parameters that `stages` had. `group`: the ranks with the shards of one of
-        `replicas`, on `one_host` or several. `options`: as of `DataParallelStrategy`. Collective."""
+        `replicas`. `one_host`: those groups of ranks that hold shards which are on one host. `options`: as of
+        `DataParallelStrategy`. Collective."""
         rows_of, device = stages.row_shards, stages.flat.device
         super().__init__(
             [*stages.params, *whole],
@@ -266,17 +269,24 @@ class FullySharded(DataParallelStrategy):
             group=group,
             **options,
         )
-        self.stages, self.whole, self._replicas, self._one_host = stages, whole, replicas, one_host
-        self._fp8_gather: Fp8WeightGather | None = None
-        if fp8_weights:
-            units = [[(rows_of[x], *fp8_weights[x]) for x in unit if x in fp8_weights] for unit in stages.units]
+        self.stages, self.whole, self._replicas, self._one_host = stages, whole, replicas, group in one_host
+        self._fp8_gathers: list[Fp8WeightGather] = []
+        shards = []
+        for ranks in dict.fromkeys(ranks for ranks, _ in stages.units):
+            members = [[x for x in unit if x in fp8_weights] for of_unit, unit in stages.units if of_unit is ranks]
+            units = [[(rows_of[x], *fp8_weights[x]) for x in unit] for unit in members if unit]
+            if not units:
+                continue
             blocks = [[Fp8Weight(rows, fmt.dtype, state.set_gathered_data) for rows, state, fmt in x] for x in units]
-            transport = open_transport([x.nbytes for block in blocks for x in block], group, device, one_host)
-            self._fp8_gather = Fp8WeightGather(blocks, transport, group.size(), device)
-            shards = []
-            for (rows, state, fmt), own in zip(chain.from_iterable(units), self._fp8_gather.own, strict=True):
+            sizes = [x.nbytes for block in blocks for x in block]
+            gather = Fp8WeightGather(
+                blocks, open_transport(sizes, ranks, device, ranks in one_host), ranks.size(), device
+            )
+            self._fp8_gathers.append(gather)
+            for (rows, state, fmt), own in zip(chain.from_iterable(units), gather.own, strict=True):
                 data_mk = own.view(fmt.dtype).view(-1, rows.global_shape[1])
-                shards.append(WeightShard(state, data_mk, 0, rows.values.view(-1), rows.param.dtype))
+                shards.append(WeightShard(state, data_mk, 0, rows.values.view(-1), rows.param.dtype, rows.first))
+        if shards:
             self._weight_shards = WeightShards(shards, self._amax_group, device)
 
     @property
@@ -289,16 +299,18 @@ class FullySharded(DataParallelStrategy):
 
     def gather(self) -> None:
         super().gather()
-        if self._fp8_gather is not None:
-            self._fp8_gather.record_reads()
+        for gather in self._fp8_gathers:
+            gather.record_reads()
 
     def _gather(self) -> None:
         """Free gathered weights: torch gathers a block's when it runs."""
         self.stages.reshard()
-        if self._fp8_gather is not None and self._weight_shards is not None:
-            self._fp8_gather.synchronize()  # no rank reads what is about to be overwritten
+        if self._weight_shards is not None:
+            for gather in self._fp8_gathers:
+                gather.synchronize()  # no rank reads what is about to be overwritten
             self._weight_shards.quantize()
-            self._fp8_gather.synchronize()
+            for gather in self._fp8_gathers:
+                gather.synchronize()
 
     def describe(self) -> str:
         gib, held, values, gathered = 2**30, 0, 0.0, 0.0
@@ -314,9 +326,11 @@ class FullySharded(DataParallelStrategy):
             f"parallel.fsdp: this rank holds {held / gib:.3f} GiB of {len(self.stages.params)} weights; all of them "
             f"gathered are {gathered / gib:.3f} GiB received{instead}"
         ]
-        for count in {rows.ranks for rows in self.stages.row_shards.values() if spec_of(rows.param).expert}:
-            as_values = ", and gathered in high precision" if in_fp8 else ""
-            lines.append(f"parallel.fsdp: weights of experts have {count} shard{'s' if count > 1 else ''}{as_values}")
+        experts = [rows for rows in self.stages.row_shards.values() if spec_of(rows.param).expert]
+        for count in {rows.ranks for rows in experts}:
+            as_values = in_fp8 and not any(rows.param in self.fp8_weights for rows in experts)
+            how = ", and gathered in high precision" if as_values else ""
+            lines.append(f"parallel.fsdp: weights of experts have {count} shard{'s' if count > 1 else ''}{how}")
         if self.whole:
             nbytes = sum(param.nbytes for param in self.whole)
             lines.append(f"parallel.fsdp: weights of experts are not sharded, {nbytes / gib:.3f} GiB more")

@@ -10,7 +10,7 @@ everywhere and state saved under one layout loads under another.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from megafp8.numerics.step import State
 from megafp8.numerics.step import end_step as end_step_of_states
 from megafp8.numerics.stochastic_rounding import NoiseClock
 from megafp8.numerics.tensor import BLOCK_1X128, TENSOR
-from megafp8.plan import LinearPlan, LinearPrecision, LinearSite, PerGemm, Quantization
+from megafp8.plan import LinearPlan, LinearPrecision, LinearSite, PerGemm, Quantization, not_gatherable_weight
 
 
 def quantization(recipe: Fp8Recipe, operand: OperandName) -> Quantization:
@@ -140,6 +140,10 @@ class Fp8Manager:
         group = GroupState(states)
         self._groups_of_layers.append(group)
         return group
+
+    def gathers_one_weight(self, names: Iterable[str]) -> bool:
+        """Whether the weights of all layers `names`, which are one parameter, can be gathered in FP8."""
+        return not any(self.why_not(name) or not_gatherable_weight(self._precision(name)) for name in names)
 
     def unbuilt(self) -> Fp8Manager:
         """A manager on one rank that plans layers as this one does, and has built none yet."""

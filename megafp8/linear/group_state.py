@@ -18,9 +18,9 @@ from torch import Tensor
 from megafp8.linear.state import InputFormat, LinearState, QuantizedGradHandoff, Quantizers
 from megafp8.linear.weight_forms import TransientWeight, WeightCopies, WeightForm
 from megafp8.numerics.group_quantizer import GroupQuantizer, RowsQuantizer
-from megafp8.numerics.groups import RowGroups
+from megafp8.numerics.groups import RowGroups, stored_groups
 from megafp8.numerics.sources import Plain
-from megafp8.numerics.tensor import QuantizedTensor
+from megafp8.numerics.tensor import QuantizedTensor, ScaledTensor
 from megafp8.plan import PerGemm
 
 _ALIGNMENT = 8  # rows of 16 bytes
@@ -61,6 +61,7 @@ class GroupState:
         self._high_precision: bool | None = None  # until the plans have been looked at, once a step
         self._alike = False
         self._copies: WeightCopies | None = None
+        self._gathered_weight: ScaledTensor | None = None
         self.watches_weight = self.states[0].watches_weight
 
     def _look_at_plans(self) -> None:
@@ -86,7 +87,7 @@ class GroupState:
         first, widths = self.states[0], (weight.shape[0] // len(self.states), weight.shape[1])
         if self.high_precision or not self._alike or not has_kernels(x, *widths):
             return None
-        if first.gathered_weight is not None or (first.has_observer and any(state.observed for state in self.states)):
+        if first.has_observer and any(state.observed for state in self.states):
             return None
         if self._quantizers is None:
             self._quantizers = self._join(widths)[0]
@@ -152,12 +153,37 @@ class GroupState:
         return self.states[0].records_weight()
 
     def quantize_weight(self, weight: Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        """Casts of `weight` `[e·n, k]`: `[e·n, k]` and `[k, padded]`."""
-        assert self._quantizers is not None
+        """Casts of `weight` `[e·n, k]`, or where it is gathered in FP8 that data: `[e·n, k]` and `[k, padded]`."""
         experts = len(self.states)
+        if self._gathered_weight is not None:
+            return stored_groups(self._gathered_weight, experts, rowwise=rowwise, columnwise=columnwise)
+        assert self._quantizers is not None
         groups = RowGroups.equal(experts, len(weight) // experts, weight.device)
         source = Plain(weight.detach())
         return self._quantizers.weight(source, groups, rowwise=rowwise, columnwise=columnwise)
+
+    def set_gathered_weight(self, weight: ScaledTensor) -> None:
+        """Compute with `weight` `[e·n, k]`, gathered in FP8 with scales `[e]`, from now on; values are never read."""
+        if self._gathered_weight is None:
+            for e, state in enumerate(self.states):
+                state.set_gathered_part(partial(self._gathered_part, e))
+        self._gathered_weight = weight
+
+    @property
+    def gathered_weight(self) -> ScaledTensor | None:
+        """The weight of all experts as gathered in FP8, if it is."""
+        return self._gathered_weight
+
+    def set_gathered_data(self, data: Tensor) -> None:
+        """The gathered weight's data `[e·n, k]` lies in `data` now."""
+        assert self._gathered_weight is not None, "gathered before it was quantized"
+        self._gathered_weight = self._gathered_weight._replace(data=data)
+
+    def _gathered_part(self, e: int) -> ScaledTensor:
+        assert self._gathered_weight is not None
+        data, scale_inv_e = self._gathered_weight.data, self._gathered_weight.scale_inv
+        n = len(data) // len(self.states)
+        return ScaledTensor(data[e * n : (e + 1) * n], scale_inv_e[e])
 
     def invalidate_weight(self) -> None:
         """Forget the FP8 copies: the weight has changed. Plans may have changed too."""
@@ -167,3 +193,8 @@ class GroupState:
     def look_at_plans_again(self) -> None:
         """Plans may have changed."""
         self._high_precision = None
+
+
+def states_of(state: LinearState | GroupState) -> Sequence[LinearState]:
+    """The state of each layer whose weights are one parameter."""
+    return state.states if isinstance(state, GroupState) else (state,)

@@ -162,11 +162,11 @@ class _OneByOneLinear(Function):
         ctx: Any, x_mk: Tensor, weight: Tensor, ends_e: Tensor, states: Sequence[LinearState], grad_enabled: bool
     ) -> Tensor:
         needs_dx, needs_dw, *_ = (needed and grad_enabled for needed in ctx.needs_input_grad)
-        w_enk = weight.detach().view(len(states), -1, weight.shape[1])
-        y_mn = x_mk.new_empty(len(x_mk), w_enk.shape[1])
+        weights = _weights(weight, states)
+        y_mn = x_mk.new_empty(len(x_mk), len(weight) // len(states))
         kept: list[Operand | None] = []
         ctx.experts = []
-        for rows, state, w_nk in zip(row_slices(ends_e), states, w_enk, strict=True):
+        for rows, state, w_nk in zip(row_slices(ends_e), states, weights, strict=True):
             high, is_empty, x, kept_x = state.high_precision, rows.start == rows.stop, x_mk[rows], None
             w8 = fp8_weight(state, w_nk, needs_dx=needs_dx)
             if state.plan.calibrating:
@@ -199,7 +199,7 @@ class _OneByOneLinear(Function):
     def backward(ctx: Any, dy_mn: Tensor) -> tuple[Tensor | None, ...]:
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
         dy_mn, weight, (values, _, *saved) = dy_mn.contiguous(), ctx.weight, ctx.saved_tensors
-        w_enk = weight.detach().view(len(ctx.experts), -1, weight.shape[1])
+        weights = _weights(weight, [expert.state for expert in ctx.experts])
         dx_mk = dy_mn.new_empty(len(dy_mn), weight.shape[1]) if needs_dx else None
         wgrads: list[_Wgrad] = []
         for e, (rows, state, high, calibrating, w8, granularity) in enumerate(ctx.experts):
@@ -213,7 +213,7 @@ class _OneByOneLinear(Function):
             if is_empty:
                 continue
             if dx_mk is not None and high.dgrad:
-                dx_mk[rows] = dgrad(state, dy, w_enk[e], dy.dtype)
+                dx_mk[rows] = dgrad(state, dy, weights[e], dy.dtype)
             elif dx_mk is not None:
                 dx_mk[rows] = dgrad(state, dy8.required_rowwise, w8.required_columnwise, dy.dtype)
             if needs_dw and high.wgrad:
@@ -225,6 +225,13 @@ class _OneByOneLinear(Function):
         if needs_dw:
             dw = now_or_later(weight, partial(wgrad_by, weight, len(ctx.experts), partial(_add_wgrads, wgrads)))
         return dx_mk, dw, None, None, None
+
+
+def _weights(weight: Tensor, states: Sequence[LinearState]) -> Sequence[Tensor]:
+    """The weight of each expert; of those gathered in FP8, which have no values, that of all."""
+    if states[0].gathered_weight is not None:
+        return [weight] * len(states)
+    return weight.detach().view(len(states), -1, weight.shape[1]).unbind()
 
 
 class _Expert(NamedTuple):

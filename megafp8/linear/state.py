@@ -9,6 +9,7 @@ Shapes: n outputs, k inputs of the weight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -99,6 +100,7 @@ class LinearState:
         self._weight_recording: AmaxRecording | None = None
         self.frozen_weight = False
         self._gathered_weight: ScaledTensor | None = None
+        self._gathered_part: Callable[[], ScaledTensor] | None = None
         self.input_format: InputFormat | None = None
         self.shard_grad_quantizer: Quantizer | None = None
         self.high_precision = self.fast_accum = PerGemm(False, False, False)
@@ -236,7 +238,7 @@ class LinearState:
 
     def quantize_weight(self, weight: Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         """New FP8 copies of `weight`, or where it is gathered in FP8 of that data."""
-        data = self._gathered_weight
+        data = self.gathered_weight
         if data is not None:
             return stored_copies(data, rowwise=rowwise, columnwise=columnwise)
         w = weight.detach()
@@ -258,6 +260,10 @@ class LinearState:
         """Compute with `weight` `[n, k]`, gathered in FP8, from now on; the values are never read."""
         self._gathered_weight = weight
 
+    def set_gathered_part(self, part: Callable[[], ScaledTensor]) -> None:
+        """Compute with `part()` `[n, k]` from now on: the layer's part of a weight that is gathered in FP8."""
+        self._gathered_part = part
+
     def set_packed_weight(self, weight: PackedWeight) -> None:
         """Compute with `weight` in high precision, without gradients, from now on; the parameter is never read."""
         assert not self.plan.fp8, "the operation before the layer would quantize its input"
@@ -266,7 +272,7 @@ class LinearState:
     @property
     def gathered_weight(self) -> ScaledTensor | None:
         """The weight as gathered in FP8, if it is."""
-        return self._gathered_weight
+        return self._gathered_weight if self._gathered_part is None else self._gathered_part()
 
     def set_gathered_data(self, data_nk: Tensor) -> None:
         """The gathered weight's data lies in `data_nk` now."""

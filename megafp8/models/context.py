@@ -32,7 +32,8 @@ class BuildContext:
 
     For experts: `expert`: the ranks over which a layer's are divided; None where this rank has all. `expert_tensor`:
     those of them over which each expert is cut. `expert_amax`: the ranks that hold the same experts; `expert_rows`:
-    those of them with rows of the same micro-batch. `gathers_tokens`, `expert_overlap`, `row_bound`: how tokens get to
+    those of them with rows of the same micro-batch. `whole_experts`: no other rank has a shard of their weights, which
+    FSDP leaves whole. `gathers_tokens`, `expert_overlap`, `row_bound`: how tokens get to
     them. `sequence_group`: the ranks that hold slices of the same sequences between tensor-parallel regions.
     `global_batch`, `global_tokens`: sequences and tokens of a step.
 
@@ -58,6 +59,7 @@ class BuildContext:
     expert_tensor: ProcessGroup | None = None
     expert_amax: ProcessGroup | None = None
     expert_rows: ProcessGroup | None = None
+    whole_experts: bool = False
     gathers_tokens: bool = True
     expert_overlap: TPOverlap = NO_COMM
     row_bound: RowBound | None = None

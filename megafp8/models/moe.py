@@ -117,6 +117,10 @@ class Experts(nn.Module):
         group = context.expert_tensor if parts > 1 else None
         rows = context.expert_rows if collectives.size(context.expert_rows) > parts else None
         site |= {"tokens": None, "expert": True, "tensor_parallel": parts}
+        if context.whole_experts:
+            site["gathers_values"] = "no other rank has a shard of them"
+        elif not fp8.gathers_one_weight(names):
+            site["gathers_values"] = "other experts of the layer are not FP8 with one scale per weight"
         sites = [replace(context.site(), name=name, inputs=size[0], outputs=size[1], **site) for name in names]
         return fp8.group(
             [fp8.linear(x, tp_group=group, amax_group=context.expert_amax, expert_rows=rows) for x in sites]

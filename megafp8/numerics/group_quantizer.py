@@ -30,14 +30,23 @@ ALIGNMENTS: dict[Granularity, int] = {TENSOR: 16, ROW: 16, BLOCK_1X128: 128, BLO
 """Granularities that kernels cast and multiply for all experts at once, if widths are multiples of this."""
 
 
-def together(tensors: Sequence[Tensor]) -> Tensor:
-    """`[e]`: a view of numbers `[]` that lie in one storage, equally far apart."""
+def joined_view(tensors: Sequence[Tensor]) -> Tensor | None:
+    """`[e]`: a view of numbers `[]` that lie in one storage, equally far apart; None where they do not."""
     first = tensors[0]
     offsets = [tensor.storage_offset() for tensor in tensors]
     stride = offsets[1] - offsets[0] if len(tensors) > 1 else 1
-    assert offsets == [offsets[0] + i * stride for i in range(len(tensors))]
-    assert all(tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for tensor in tensors)
+    if stride <= 0 or offsets != [offsets[0] + i * stride for i in range(len(tensors))]:
+        return None
+    if any(tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() for tensor in tensors):
+        return None
     return first.as_strided((len(tensors),), (stride,))
+
+
+def together(tensors: Sequence[Tensor]) -> Tensor:
+    """`[e]`: a view of numbers `[]` that lie in one storage, equally far apart."""
+    joined = joined_view(tensors)
+    assert joined is not None
+    return joined
 
 
 class GroupQuantizer:

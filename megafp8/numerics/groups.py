@@ -20,6 +20,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from megafp8.distributed.collectives import all_reduce
 from megafp8.numerics.formats import Format
@@ -133,6 +134,16 @@ def cast_groups_1x128(
         ScaledTensor(data, scale_inv.t(), BLOCK_1X128) if rowwise else None,
         ScaledTensor(transposed, columnwise_scale_inv.t().contiguous().t(), BLOCK_1X128) if columnwise else None,
     )
+
+
+def stored_groups(data: ScaledTensor, experts: int, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+    """FP8 data `[e·n, k]` with scales `[e]` that is all there is of experts' weights, as `cast_groups` casts them."""
+    padded, n = data, len(data.data) // experts
+    if columnwise and n % ALIGNMENT:
+        rows = data.data.view(torch.uint8).view(experts, n, -1)  # the byte 0 is the number 0
+        rows = F.pad(rows, (0, 0, 0, -n % ALIGNMENT)).flatten(0, 1)
+        padded = data._replace(data=rows.view(data.data.dtype))
+    return QuantizedTensor(data if rowwise else None, padded.t() if columnwise else None)
 
 
 def _joined(data: Sequence[Tensor]) -> Tensor:

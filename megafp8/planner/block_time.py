@@ -266,21 +266,21 @@ class _Block:
         return Phases(2 * each, 2 * each)
 
     def gathers(self, compute: Phases) -> Phases:
-        elements = block_elements(self.layer)
-        quantized = sum(x.weights for x in self.layer.linears if x.plan.fp8) - elements.fp8
-        return gather_seconds(self.config, self.cluster, elements, quantized, compute)
+        multiplied = sum(x.weights for x in self.layer.linears if x.plan.fp8)
+        return gather_seconds(self.config, self.cluster, block_elements(self.layer), multiplied, compute)
 
 
 def gather_seconds(
-    config: Config, cluster: Cluster, elements: BlockElements, quantized: int, compute: Phases
+    config: Config, cluster: Cluster, elements: BlockElements, multiplied: int, compute: Phases
 ) -> Phases:
     """Weights gathered before forward and before backward, and gradients reduced, beside computation if that is long
-    enough. Copies into and out of buffers, and casts of `quantized` elements, are not beside it."""
+    enough. Copies into and out of buffers are not beside it, nor are casts of what does not travel in FP8 of the
+    `multiplied` elements that GEMMs read so."""
     p, gpu, e = config.parallel, cluster.gpu, ELEMENT[config.training.precision]
     others, experts = data_parallel_plans(config, cluster.gpus // (p.tensor * p.pipeline))
     sent = ELEMENT[config.optimizer.reduce_dtype]
     parts = [(others, elements.others, elements.fp8)]
-    parts += [(experts, elements.experts, 0)] if experts.gathers_blocks else []
+    parts += [(experts, elements.experts, elements.experts_fp8)] if experts.gathers_blocks else []
     gathered = sum(plan.gathered(values * e + in_fp8 * FP8) for plan, values, in_fp8 in parts)
     reduced = sum(plan.gathered((values + in_fp8) * sent) for plan, values, in_fp8 in parts)
     shards = sum((values + in_fp8) / plan.weight_shards for plan, values, in_fp8 in parts)
@@ -288,10 +288,10 @@ def gather_seconds(
     gather = cluster.collective(others.weight_shards, others.stride, gathered)
     reduce = cluster.collective(others.weight_shards, others.stride, reduced)
     copy = gpu.ceilings.bandwidth * gpu.elementwise
-    every = sum(values + in_fp8 for _, values, in_fp8 in parts)
+    every, sent_fp8 = (sum(counts) for counts in zip(*((values + in_fp8, in_fp8) for _, values, in_fp8 in parts)))
     # A shard is read in fp32 and written as it travels, and what has arrived copied once; gradients are copied into the
     # buffer that is reduced. Where a rank has all of a weight, torch copies that buffer, in fp32.
-    once = (shards * (4 + e) + (every - elements.fp8) * 2 * e + quantized * (e + 2 * FP8)) / copy
+    once = (shards * (4 + e) + (every - sent_fp8) * 2 * e + (multiplied - sent_fp8) * (e + 2 * FP8)) / copy
     back = once + (every * (e + 2 * 4) + whole * 2 * 4) / copy
 
     def beside(communication: float, computation: float) -> float:
@@ -337,6 +337,6 @@ def ends_costs(outline: ModelOutline, cluster: Cluster, *, first: bool, last: bo
         compute = summed([found]).get("output layer", Phases())
         for present in (first, last and not model.tie_embeddings):
             if present:
-                more = gather_seconds(config, cluster, BlockElements(0, 0, table), 0, compute)
+                more = gather_seconds(config, cluster, BlockElements(0, 0, 0, table), 0, compute)
                 found["fsdp"] = found.get("fsdp", Phases()) + more
     return found

@@ -144,18 +144,19 @@ def _average_bytes(config: Config) -> int:
 
 
 class BlockElements(NamedTuple):
-    """Elements of a block's parameters on a rank: of the weights of experts, of FP8 data and nothing else, others."""
+    """Elements of a block's parameters on a rank, of experts and others: those of FP8 data alone, and of values."""
 
+    experts_fp8: int
     experts: int
     fp8: int
     others: int
 
 
 def block_elements(layer: LayerOutline) -> BlockElements:
-    parameters = layer.parameters
-    experts = sum(p.elements for p in parameters if p.expert)
-    in_fp8 = sum(p.elements for p in parameters if p.only_fp8)
-    return BlockElements(experts, in_fp8, sum(p.elements for p in parameters) - experts - in_fp8)
+    def count(*, expert: bool, only_fp8: bool) -> int:
+        return sum(p.elements for p in layer.parameters if (p.expert, p.only_fp8) == (expert, only_fp8))
+
+    return BlockElements(*(count(expert=e, only_fp8=fp8) for e in (True, False) for fp8 in (True, False)))
 
 
 def _table(config: Config) -> int:
@@ -262,12 +263,16 @@ def _gathered(outline: ModelOutline, layers: range, data: int, overlaps: bool) -
         return _Gathered([0] * len(layers), 0, 0)
     e, sent = ELEMENT[config.training.precision], state_bytes(config, config.optimizer.reduce_dtype)
     tied, table = config.model.tie_embeddings, _table(config)
-    gathers_experts = data_parallel_plans(config, data)[1].gathers_blocks
+    others_plan, experts_plan = data_parallel_plans(config, data)
+    gathers_experts, apart = experts_plan.gathers_blocks, experts_plan.ranks != others_plan.ranks
     parameters = [[p for p in outline.layers[i].parameters if gathers_experts or not p.expert] for i in layers]
     elements = [sum(p.elements for p in block) for block in parameters]
     in_fp8 = [sum(p.elements for p in block if p.only_fp8) for block in parameters]
     values = [(count - fp8_count) * e for count, fp8_count in zip(elements, in_fp8)]
-    buffers = 2 * max(in_fp8, default=0)  # of FP8 weights, from the first block's forward on
+    experts_fp8 = [sum(p.elements for p in block if p.only_fp8 and p.expert and apart) for block in parameters]
+    others_fp8 = [count - of_experts for count, of_experts in zip(in_fp8, experts_fp8)]
+    # Of FP8 weights, from the first block's forward on. Ranks that gather experts only have others.
+    buffers = 2 * (max(experts_fp8, default=0) + max(others_fp8, default=0))
     copies = [max((x.weights for x in outline.layers[i].linears if x.plan.fp8), default=0) for i in layers]
     first, last = layers.start == 0, layers.stop == config.model.layers.stop
     shared = config.model.embeds_on_last_stage

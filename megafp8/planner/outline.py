@@ -17,15 +17,16 @@ from torch import nn
 from megafp8.config import Config
 from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.fp8.manager import Fp8Manager
+from megafp8.linear.group_state import states_of
 from megafp8.models.block import Block, PredictionLayer
 from megafp8.models.build import build_layer, build_stage
 from megafp8.models.context import planning_context, weight_storage
 from megafp8.models.costs import MicroBatch
+from megafp8.models.linear_weights import linear_weights
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, block_memory
 from megafp8.optimizer.param_groups import is_hidden_matrix
 from megafp8.plan import LinearPlan, LinearSite
 from megafp8.planner.stages import stages_of
-from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.lora import freeze
 
 
@@ -203,9 +204,9 @@ def layer_outline(config: Config, fp8: Fp8Manager, index: int, memory: BlockMemo
         if state.site.name not in others
     ]
     only_fp8 = {
-        x.weight
-        for x in module.modules()
-        if isinstance(x, (ColumnParallelLinear, RowParallelLinear)) and x.state.plan.weight in ("zero fp8", "fsdp fp8")
+        weight
+        for weight, state in linear_weights(module)
+        if states_of(state)[0].plan.weight in ("zero fp8", "fsdp fp8")
     }
     parameters = [_parameter(config, param, only_fp8=param in only_fp8) for param in module.parameters()]
     return LayerOutline(module, tuple(parameters), tuple(linears))

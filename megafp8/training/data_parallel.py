@@ -23,8 +23,8 @@ from megafp8.distributed.sharding import set_spec, spec_of
 from megafp8.dtypes import DTYPES, state_dtype, sum_dtype
 from megafp8.linear.deferred_wgrad import WgradStore
 from megafp8.models.gpt import GPTStage
+from megafp8.models.linear_weights import linear_weights
 from megafp8.parallel_state import ParallelState
-from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.random import initialize, initialize_parameters
 from megafp8.training.overlap import on_one_host
 
@@ -44,8 +44,8 @@ def build_data_parallel(
     expert_group = parallel.expert_data.group if other_ranks and any(spec_of(x).expert for x in trained) else None
     shared = [stage.shared_weight for stage in stages if p.pipeline > 1 and stage.shared_weight is not None]
     tied = [weight for weight in shared if weight.requires_grad]
-    linears = [m for m in model.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))]
-    fp8_weights = {m.weight: (m.state, fmt) for m in linears if (fmt := gathered_format(m.state)) is not None}
+    found = ((weight, state, gathered_format(state)) for weight, state in linear_weights(model))
+    fp8_weights = {weight: (state, fmt) for weight, state, fmt in found if fmt is not None}
     options: dict[str, Any] = {
         "tied": tied, "fp8_weights": fp8_weights, "expert_group": expert_group, "amax_group": parallel.amax.group,
     }  # fmt: skip
@@ -67,7 +67,7 @@ def build_data_parallel(
         )
 
     if p.fsdp:
-        whole = _experts_of_one_rank(stages, parallel)
+        whole = _experts_of_one_rank(stages, parallel) if experts_are_whole(config, parallel) else []
         sharded = _sharded(config, parallel, stages, whole)
         learning = [param for param in whole if param.requires_grad]
         return FullySharded(
@@ -76,7 +76,7 @@ def build_data_parallel(
             [grad_buffer(learning, parallel.expert_data.group)] if learning else [],
             group=parallel.fsdp_shard.group,
             replicas=parallel.fsdp_replicate.size,
-            one_host=on_one_host(parallel.fsdp_shard, environment),
+            one_host={x.group for x in (parallel.fsdp_shard, parallel.expert_shard) if on_one_host(x, environment)},
             **options,
         )
     initialize_parameters(model, config.seed)
@@ -92,6 +92,11 @@ def build_data_parallel(
     return Zero1(params, buffers, overlapped=units, **options)
 
 
+def experts_are_whole(config: Config, parallel: ParallelState) -> bool:
+    """Whether FSDP would give one rank all rows of its experts' weights, which are left whole then."""
+    return config.parallel.fsdp and _experts_are_apart(parallel) and parallel.expert_shard.size == 1
+
+
 def _experts_are_apart(parallel: ParallelState) -> bool:
     """Whether other ranks than those of the rest of a block hold shards of its experts."""
     return parallel.expert_shard.group != parallel.fsdp_shard.group
@@ -104,8 +109,6 @@ def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
 
 def _experts_of_one_rank(stages: Sequence[GPTStage], parallel: ParallelState) -> list[nn.Parameter]:
     """The weights of experts which this rank would share with no other, on its device, without values."""
-    if not _experts_are_apart(parallel) or parallel.expert_shard.size > 1:
-        return []
     found = []
     for module in (m for stage in stages for m in _modules_of_experts(stage)):
         for name, old in list(module.named_parameters(recurse=False)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -106,7 +107,7 @@ def dry_run(config: Config, world_size: int, source: str, steps: int | None = No
         _describe(config, world_size, fp8, plan),
         memory_table(memory),
         *([] if config.device == "cpu" else [_predicted(config, fp8, world_size)]),
-        f"linear layers:\n{plans_table(_plans(config, fp8))}",
+        f"linear layers:\n{plans_table(_plans(config, world_size, fp8))}",
         *([] if no_data else [describe_planned_data(config, steps)]),
         *(["needed before a start:\n" + "\n".join(f"  {line}" for line in missing)] if missing else []),
         *([_resolved(config)] if verbose else []),
@@ -146,11 +147,14 @@ def check_optimizer(config: Config) -> None:
     check_groups((spec_of(param) for param in stage.parameters()), config.optimizer.groups)
 
 
-def _plans(config: Config, fp8: Fp8Manager) -> list[LinearPlan]:
+def _plans(config: Config, world_size: int, fp8: Fp8Manager) -> list[LinearPlan]:
     """Of all linear layers, as the first rank of each stage has them."""
-    planned = fp8.unbuilt()
+    planned, p = fp8.unbuilt(), config.parallel
+    experts = data_parallel_plans(config, world_size // (p.tensor * p.pipeline))[1]
+    whole_experts = gathers_blocks(config) and not experts.gathers_blocks
+    context = replace(planning_context(config, planned), whole_experts=whole_experts)
     for layers in stages_of(config)[1]:
-        context, memory = planning_context(config, planned), block_memory(config.parallel, len(layers))
+        memory = block_memory(config.parallel, len(layers))
         build_stage(config.model, context, layers=layers, positions=config.position_rows, memory=memory)
     return planned.plans
 

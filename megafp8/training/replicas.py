@@ -109,7 +109,11 @@ def _name_of(param: nn.Parameter) -> str:
         piece.name if piece.shape == piece.global_shape else f"{piece.name}{list(piece.offset)}"
         for piece in spec_of(param).shards
     ]
-    return " + ".join(pieces if len(pieces) <= _LISTED else [*pieces[:2], "...", pieces[-1]])
+    return _listed(pieces, " + ")
+
+
+def _listed(names: Sequence[str], separator: str) -> str:
+    return separator.join(names if len(names) <= _LISTED else [*names[:2], "...", names[-1]])
 
 
 def replicated_state(trainer: Trainer) -> list[Replica]:
@@ -142,8 +146,9 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
     all_layers = frozenset({"data", "tensor"})
     for param, (op, _) in strategy.fp8_weights.items():
         if op.gathered_weight is not None:
-            names = ", ".join(piece.name for piece in spec_of(param).shards)
-            found.append(Replica(f"scale_inv of {names}", op.gathered_weight.scale_inv, all_layers))
+            shared_over = frozenset({"expert_data"}) if spec_of(param).expert else all_layers
+            names = _listed([piece.name for piece in spec_of(param).shards], ", ")
+            found.append(Replica(f"scale_inv of {names}", op.gathered_weight.scale_inv, shared_over))
     found += [Replica(f"model.{name}", values, all_layers) for name, values in trainer.constants.items()]
     found += [Replica(name, values, all_layers) for name, values in trainer.loss_scale.items()]
     of_experts = tuple(f"fp8.{layer.site.name}." for layer in trainer.fp8.layers if layer.site.expert)

@@ -46,7 +46,7 @@ from megafp8.pipeline_parallel.trace import Stopwatch
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.training.auto_filter import Choice, choose
 from megafp8.training.cuda_graphs import EAGER_STEPS, Graphs, why_not
-from megafp8.training.data_parallel import build_data_parallel
+from megafp8.training.data_parallel import build_data_parallel, experts_are_whole
 from megafp8.training.expert_load import ExpertLoad, LoadCollector
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.learning_rate import schedule_of
@@ -124,6 +124,7 @@ class Trainer:
             expert_tensor=parallel.expert_tensor.group,
             expert_amax=parallel.expert_amax.group,
             expert_rows=parallel.expert_rows.group,
+            whole_experts=experts_are_whole(config, parallel),
             gathers_tokens=config.gathers_tokens,
             expert_overlap=build_expert_overlap(config, parallel, os.environ),
             row_bound=self.row_bound,

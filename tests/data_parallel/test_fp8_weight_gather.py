@@ -61,7 +61,7 @@ def _case(name: str, folder: str) -> tuple[list[Any], list[Any]]:
     stage = [Unit(module, ShardGroups(group, group)) for module in (*layers, model)]
     sharded = ShardedStages([stage], dtype=torch.float32, reduce_dtype=torch.float32, device=CPU)
     blocks = []
-    for layer, unit in zip(layers, sharded.units):
+    for layer, (_, unit) in zip(layers, sharded.units):
 
         def set_gathered(i: int, layer: _Layer = layer) -> Any:
             return lambda data_nk: layer.gathered.__setitem__(i, data_nk)

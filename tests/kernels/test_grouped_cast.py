@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from megafp8.kernels import grouped_cast as kernels
+from megafp8.kernels.transpose import transpose
 from megafp8.numerics import groups as reference
+from megafp8.numerics import tensor
 from megafp8.numerics.formats import E4M3, E5M2, Format
 from megafp8.numerics.groups import ALIGNMENT, RowGroups
 from megafp8.numerics.recipes.blockwise import cast_1x128
@@ -58,6 +60,20 @@ def test_casts_and_amaxes(kind: str, sizes: list[int]) -> None:
             assert (expected is None) == (actual is None)
             if expected is not None and actual is not None:
                 assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("n", [128, 40])
+def test_stored_data_is_laid_out_as_casts_are(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, scale_e = 3, torch.rand(3) * 40 + 1
+    w, groups = torch.randn(experts * n, 16), RowGroups.equal(experts, n, torch.device("cpu"))
+    both: dict[str, Any] = {"rowwise": True, "columnwise": True}
+    cast = kernels.cast_groups(Plain(w), scale_e, 1 / scale_e, E4M3, groups, **both, newest_amax_e=None)
+    monkeypatch.setattr(tensor, "_transposed", transpose)  # as on CUDA
+    stored = reference.stored_groups(cast.required_rowwise, experts, **both)
+    assert stored.rowwise is cast.rowwise
+    assert torch.equal(stored.required_columnwise.scale_inv, cast.required_columnwise.scale_inv)
+    found, expected = (x.required_columnwise.data.view(torch.uint8) for x in (stored, cast))
+    assert torch.equal(found, expected)
 
 
 CASTS = [(E4M3, True), (E5M2, False)]

@@ -410,6 +410,11 @@ def test_state_of_a_rank(world4: World, name: str, ranks: int) -> None:
             )
         ),
         ["optimizer.name=muon", "fp8.recipe=current", "fp8.param_gather=true", *GPT2],
+        *(
+            pytest.param(["model.moe={num_experts: 8}", *fp8, *options], marks=pytest.mark.slow)
+            for fp8 in [["training.precision=bf16", "fp8.recipe=delayed", "fp8.param_gather=true"]]
+            for options in (["parallel.expert=2"], ["parallel.expert=4"], [])
+        ),
     ],
 )
 def test_state_of_a_rank_under_fsdp(world4: World, options: list[str]) -> None:

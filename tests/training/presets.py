@@ -161,6 +161,8 @@ DROPOUT = _preset("dropout", model={"hidden_dropout": 0.1, "attention_dropout": 
 MOE = _preset(
     "moe", model={"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1, "z_loss": 0.01}}
 )
+# over two expert-parallel ranks three each, which two ranks share
+MOE_6 = _preset("moe-6", model={"moe": {"num_experts": 6, "top_k": 2, "ffn_hidden_size": 32, "aux_loss": 0.1}})
 GLOBAL_BALANCE = _preset(
     "global-balance", model={"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1,
     "aux_loss_scope": "global_batch"}},
@@ -286,6 +288,7 @@ DGRAD_BF16 = _preset("dgrad-bf16", fp8={"override_linear_precision": (False, Tru
 WGRAD_BF16 = _preset("wgrad-bf16", fp8={"override_linear_precision": (False, False, True)})
 POWER_OF_TWO = _preset("power-of-two", fp8={"power_of_two_scale": True})
 SOME_LAYERS = _preset("some-layers", fp8={"exclude": ["layers.0.*", "*.mlp.down"]})
+SOME_EXPERTS = _preset("some-experts", fp8={"exclude": ["layers.0.mlp.experts.1.gate_up"]})
 REPORT = _preset("report", fp8={"report_interval": 1})
 REPORT_2 = _preset("report-2", fp8={"report_interval": 2})
 REPORT_3 = _preset("report-3", fp8={"report_interval": 3})

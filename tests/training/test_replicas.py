@@ -58,6 +58,14 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "tp2-dp2-ep2-experts": (
         4, {"parallel": {"tensor": 2, "expert": 2}, "model": {"moe": DEEPSEEK_EXPERTS}, "fp8": DELAYED}
     ),
+    "dp4-ep2-fsdp-experts-param-gather": (
+        4, {"parallel": {"fsdp": True, "expert": 2}, "model": {"moe": DEEPSEEK_EXPERTS},
+            "fp8": {**DELAYED, "param_gather": True}},
+    ),
+    "dp4-ep2-zero-experts-param-gather": (
+        4, {"parallel": {"zero": 1, "expert": 2}, "model": {"moe": DEEPSEEK_EXPERTS},
+            "fp8": {**DELAYED, "param_gather": True}},
+    ),
     "dp4-ep2-zero-experts": (4, {"parallel": {"zero": 1, "expert": 2}, "model": {"moe": DEEPSEEK_EXPERTS}}),
     "dp4-ep2-hsdp-experts": (4, {"parallel": {"expert": 2, **HSDP}, "model": {"moe": DEEPSEEK_EXPERTS}}),
     "dp2-zero-nvfp4": (2, {"parallel": {"zero": 1}, "fp8": {"recipe": "nvfp4"}}),
