@@ -179,7 +179,7 @@ class _Weight:
         return all(quantizer.known_scale is not None for quantizer in self.quantizers)
 
     def scales_of(self, scale_e: Tensor, scale_inv_e: Tensor) -> tuple[Tensor, Tensor]:
-        """Its scales and their reciprocals: those given, but for known ones."""
+        """The weight's scales and their reciprocals: known scales where there are any, those given elsewhere."""
         if self.is_known and self._joined_scales is not None:
             return self._joined_scales
         for i, quantizer in enumerate(self.quantizers):
@@ -195,7 +195,7 @@ class _Weight:
 
     @cached_property
     def recorded(self) -> list[tuple[Tensor, slice]]:
-        """What is to be raised to the amaxes, and where these are among those of the weight."""
+        """The recorded amaxes of the quantizers, each with its slice of the weight's amaxes, to which it is raised."""
         amaxes = [quantizer.recorded_amax for quantizer in self.quantizers]
         found = [(amax.view(1), slice(i, i + 1)) for i, amax in enumerate(amaxes) if amax is not None]
         joined = joined_view([amax[0] for amax, _ in found]) if len(found) == len(amaxes) else None

@@ -155,7 +155,7 @@ class LatentAttention(Mixer):
         return saved
 
     def work(self, batch: MicroBatch) -> Work:
-        """What the projections give, read once, and q, k and v, written once; as many gradients in backward."""
+        """Bytes of the projections' outputs, read once, and of q, k and v, written once; the same again in backward."""
         projected = self.heads * (2 * self.n + self.r + self.v) + self.r
         moved = batch.tokens * (projected + self.heads * (2 * (self.n + self.r) + self.v)) * batch.element
         return Work(moved, moved)

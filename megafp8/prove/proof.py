@@ -354,7 +354,7 @@ def steps_apart(found: Sequence[Record], expected: Sequence[Step]) -> Difference
 
 
 def _kind(name: str) -> str:
-    """What a tensor's values may be compared with: weights, a moment, an operand's scales or amaxes, gradients."""
+    """The kind of a tensor, in which the largest value counts: weights, a moment, an operand's scales, gradients."""
     parts = name.split(".")
     if parts[0] == "fp8":
         return ".".join(parts[-2:])

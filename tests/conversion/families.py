@@ -874,7 +874,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 _SEEDS = {"qwen3-5": 2}
-"""Of models whose random weights multiply the rounding of fp32 by others: how much depends on the processor, too."""
+"""Seeds of models in which rounding errors of fp32 grow less than with the default seed; the processor matters, too."""
 
 
 def make_theirs(name: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -32,7 +32,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def some_tensors(shape: Shape, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], ops.Rotary | None]:
-    """What the projections give, gradients of q, k and v, and angles."""
+    """Random outputs of the projections, gradients of q, k and v, and the rotary tables of a case."""
     s, b, a, n, r, v, positions = shape
     inputs = [noise(s, b, c, dtype=dtype, seed=i) for i, c in enumerate((a * (n + r), a * (n + v), r))]
     gradients = [noise(s, b, a, d, dtype=dtype, seed=7 + i) for i, d in enumerate((n + r, n + r, v))]

@@ -16,7 +16,7 @@ def by_complex_numbers(
     q_sbc: Tensor, kv_sbc: Tensor, k_rotary_sbr: Tensor, rotary: tuple[Tensor, Tensor] | None, sizes: tuple[int, ...],
     factor: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """One head after the other; a pair of neighbours is a complex number."""
+    """The formula, one head after the other; rotated pairs are complex numbers."""
     a, n, r, v = sizes
 
     def rotated(x_sbr: Tensor) -> Tensor:
