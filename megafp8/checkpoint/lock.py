@@ -1,7 +1,7 @@
 """Lock file that lets one job at a time write to a run's checkpoints.
 
-    <folder>/.lock   {"host": ..., "pid": ..., "pid_namespace": ..., "process_start": ..., "job": ..., "restart": ...,
-                      "since": ..., "token": ...}
+    <folder>/.lock   {"host": ..., "pid": ..., "pid_namespace": ..., "process_start": ..., "job": ...,
+                      "lighthouse": ..., "restart": ..., "since": ..., "token": ...}
 
 Two jobs in one folder would delete each other's incomplete checkpoints. So rank 0 creates this file before anything
 else is changed, with O_EXCL, which is exclusive on local disks and on NFS (since version 3).
@@ -13,6 +13,7 @@ may differ. A lock is taken over
 - at once where the owner ran on this host and its process is gone (process numbers are reused, so the start time is
   compared too; they are valid within their PID namespace only, e.g. that of a container);
 - at once where the owner was an earlier attempt of this very job, restarted by Slurm or torchrun;
+- at once where the owner was a replica that the others have lost (`takes_over`);
 - otherwise when its heartbeat is 2 minutes old. An attempt of the same job on another host waits for that: it may have
   been started, with restarts counted anew, because the owner's host is gone.
 
@@ -66,6 +67,7 @@ def describe_this_process() -> dict[str, Any]:
         "pid_namespace": pid_namespace(),
         "process_start": process_start("self"),
         "job": job,
+        "lighthouse": environment.get("MEGAFP8_LIGHTHOUSE"),
         "restart": sum(int(number) for number in restarts if number.isdigit()),
         "since": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "token": uuid.uuid4().hex,
@@ -77,6 +79,11 @@ def is_over(owner: dict[str, Any], us: dict[str, Any]) -> bool:
     if us["job"] and owner.get("job") == us["job"] and owner.get("restart", us["restart"]) < us["restart"]:
         return True
     return _is_here(owner, us) and process_start(owner["pid"]) != owner.get("process_start")
+
+
+def is_replica(owner: dict[str, Any], us: dict[str, Any]) -> bool:
+    """Whether `owner` and `us` are of replicas of one job."""
+    return us["lighthouse"] is not None and owner.get("lighthouse") == us["lighthouse"]
 
 
 def _is_here(owner: dict[str, Any], us: dict[str, Any]) -> bool:
@@ -121,7 +128,9 @@ class FolderLock:
     what has the lock's name is no file; RuntimeError where the folder cannot be written to.
     """
 
-    def __init__(self, folder: AnyPath | str) -> None:
+    def __init__(self, folder: AnyPath | str, *, takes_over: bool = False) -> None:
+        """`takes_over`: from another replica of this job, which has been lost (`megafp8.replicas`), at once."""
+        self._takes_over = takes_over
         self.file = as_path(folder) / LOCK_FILE
         self._group = group_or_world()
         self._is_rank0 = collectives.rank(self._group) == 0
@@ -169,7 +178,8 @@ class FolderLock:
             with contextlib.suppress(FileNotFoundError):  # released in between
                 self._check_is_file()
                 owner, age = _read(self.file), _age(self.file)
-                if (owner and is_over(owner, self._us)) or age >= STALE_SECONDS:
+                lost = self._takes_over and is_replica(owner, self._us)
+                if lost or (owner and is_over(owner, self._us)) or age >= STALE_SECONDS:
                     self._remove(owner)
                     taken_over = isinstance(self.file, ObjectPath)
                 elif may_be_restarted(owner, self._us) and (deadline is None or time.monotonic() < deadline):

@@ -25,6 +25,7 @@ COMMANDS = {
     "init": "megafp8.commands.init",
     "pretrain": "megafp8.commands.pretrain",
     "launch": "launch.command",
+    "lighthouse": "megafp8.commands.lighthouse",
     "plan": "tools.plan",
     "prove": "tools.prove",
     "doctor": "megafp8.commands.doctor",

@@ -105,6 +105,7 @@ def _problems_on_ranks(config: Config, world_size: int) -> list[Problem]:
         _fsdp_replicas,
         expert_ranks,
         resilience_checks.faults,
+        resilience_checks.replicas,
         _profiled_ranks,
         _streams_of_ranks,
     )

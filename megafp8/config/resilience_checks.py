@@ -29,6 +29,44 @@ def layout(config: Config) -> Iterator[Problem]:
         yield Problem("checkpoint.memory_interval", c.memory_interval, rule, f"try {max(1, c.interval // 10)}, or 0")
 
 
+def replicas(config: Config, world_size: int) -> Iterator[Problem]:
+    """Each number of replicas that may train has a share of the batch for all, and nothing needs one job of all."""
+    r, t, path = config.resilience.replicas, config.training, "resilience.replicas"
+    if r is None:
+        return
+    if r.min > r.count:
+        yield Problem(f"{path}.min", r.min, f"there are {r.count} replicas", f"try {r.count}, or fewer")
+    p = config.parallel
+    data = world_size // (p.tensor * p.pipeline * p.context)
+    shares, rest = divmod(t.global_batch_size, t.micro_batch_size * max(data, 1))
+    if not rest and shares < r.count:
+        rule = f"a rank of a replica has {shares} micro-batches of the global batch, too few for {r.count} replicas"
+        smallest = t.micro_batch_size * max(data, 1) * r.count
+        yield Problem("training.global_batch_size", t.global_batch_size, rule, f"try {smallest}, or fewer replicas")
+    elif not rest and r.batch == "shrink" and shares % r.count:
+        rule = f"with batch: shrink each of {r.count} replicas has the same share of {shares} micro-batches"
+        works = f"try {-(-shares // r.count) * r.count * t.micro_batch_size * data}, or batch: keep"
+        yield Problem("training.global_batch_size", t.global_batch_size, rule, works)
+    spike = config.resilience.loss_spike
+    unusable = (
+        ("checkpoint.memory_interval", config.checkpoint.memory_interval, 0, "a replica copies its state from others"),
+        ("checkpoint.resume", config.checkpoint.resume, True, "a replica that is started again goes on with the run"),
+        ("stages", bool(config.stages), False, "a stage begins with groups of its own in all replicas at once"),
+        ("fp8.auto_filter", config.fp8.auto_filter, "none", "each replica would choose layers of its own"),
+        ("resilience.loss_spike.action", spike.action if spike else "skip", "skip", "replicas do not go back together"),
+        (
+            "resilience.recompute_interval",
+            config.resilience.recompute_interval,
+            0,
+            "a replica that rejoins computes none",
+        ),
+    )
+    for key, value, only, why in unusable:
+        if value != only:
+            shown = str(only).lower() if isinstance(only, bool) else only
+            yield Problem(key, value, f"with {path}, {why}", f"try {shown}")
+
+
 def faults(config: Config, world_size: int) -> Iterator[Problem]:
     """Faults happen on ranks that exist, where there is something to break."""
     for i, fault in enumerate(config.resilience.inject):

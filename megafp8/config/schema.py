@@ -1155,6 +1155,28 @@ class FaultConfig(Section):
     """full_disk: bytes that stay free."""
 
 
+class ReplicasConfig(Section):
+    """Replicas of the whole model, each a job of its own, that may leave and come back while the others train
+    (docs/resilience.md). The ranks of a replica are laid out as `parallel` says; the global batch is that of all."""
+
+    count: Annotated[int, Field(ge=2), INTEGER]
+    """Number of replicas. A run begins once all are there, or after start_seconds."""
+    min: PositiveInt = 1
+    """Fewest replicas that train; with fewer the job waits for others."""
+    batch: Literal["keep", "shrink"] = "keep"
+    """What becomes of the share of the global batch of a replica that is gone. keep: the others compute it. shrink: it
+    is left for later steps; gradients are means over the tokens that there are."""
+    exchange_seconds: PositiveFloat = 60.0
+    """Longest wait for an answer of another replica at the end of a step, so for the slowest one; then the step is
+    begun again without those that do not answer."""
+    start_seconds: NonNegative = 300.0
+    """Time for which the first replicas wait for the others before the first step of a job."""
+    slow_ratio: Annotated[float, Field(ge=1)] = 2.0
+    """A replica is named in the log whose time in a step is more than so many times the median of all."""
+    slow_steps: Count = 0
+    """Number of such steps in a row after which a slow replica leaves, to be started anew. 0: it stays."""
+
+
 class ResilienceConfig(Section):
     """Detection of hangs, loss spikes, slow ranks and wrong results (docs/resilience.md)."""
 
@@ -1166,6 +1188,8 @@ class ResilienceConfig(Section):
     straggler_interval: Count = 100
     """Steps between comparisons of the ranks' own times, of which the slowest goes to the metrics, and to the log if it
     is slow. 0: never."""
+    replicas: ReplicasConfig | None = None
+    """Train with replicas that may leave and rejoin. Default: the job is one, which ends if a rank is lost."""
     recompute_interval: Count = 0
     """Steps between checks that each rank computes the same bits twice; costs two forward and backward passes each. On
     GPUs with deterministic: true only. 0: never."""

@@ -47,11 +47,17 @@ def sample_indices(
     micro_batch_size: int,
     data_parallel_rank: int,
     data_parallel_size: int,
+    share: range | None = None,
 ) -> list[list[int]]:
-    """Sample indices of each micro-batch of one rank in the step after `consumed_samples`. Pure."""
+    """Sample indices of each micro-batch of one rank in the step after `consumed_samples`. Pure.
+
+    `share`: those micro-batches of each rank that are its replica's; None: all of them.
+    """
     together = micro_batch_size * data_parallel_size
     assert global_batch_size % together == 0
     starts = range(consumed_samples, consumed_samples + global_batch_size, together)
+    if share is not None:
+        starts = starts[share.start : share.stop]
     return [
         list(range(start + data_parallel_rank * micro_batch_size, start + (data_parallel_rank + 1) * micro_batch_size))
         for start in starts
@@ -138,15 +144,16 @@ def batches(
     objective: Objective,
     pin_memory: bool,
     position_of: Callable[[int], int] = lambda samples: samples,
+    share: range | None = None,
 ) -> Iterator[list[Batch]]:
     """This rank's micro-batches, one list per step, from the step after `consumed_samples` on, without end.
 
     `num_workers` processes read ahead; 0 reads in this process. Of data sets in object storage each of them downloads
     what its next `READ_AHEAD` micro-batches need, in the background. `position_of`: the sample at which the step begins
-    that comes after so many samples, where some are left out. Raises DataError in the step that would use a sample that
-    cannot be read.
+    that comes after so many samples, where some are left out. `share`: as of `sample_indices`. Raises DataError in the
+    step that would use a sample that cannot be read.
     """
-    place = (micro_batch_size, data_parallel_rank, data_parallel_size)
+    place = (micro_batch_size, data_parallel_rank, data_parallel_size, share)
     micro_batches = (
         rows
         for consumed in itertools.count(consumed_samples, global_batch_size)
@@ -164,7 +171,7 @@ def batches(
         prefetch_factor=4 if num_workers else None,
     )
     stream = iter(loader)
-    count = global_batch_size // (micro_batch_size * data_parallel_size)
+    count = len(share or range(global_batch_size // (micro_batch_size * data_parallel_size)))
     while True:
         yield [_checked(next(stream)) for _ in range(count)]
 

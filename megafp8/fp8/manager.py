@@ -307,13 +307,18 @@ class Fp8Manager:
         """Whether a layer still calibrates its static scales, in high precision."""
         return any(plan.calibrating for plan in self.plans)
 
-    def end_step(self) -> None:
+    def newest_amaxes(self) -> list[Tensor]:
+        """Copies of the amaxes that this rank has recorded in the running step, for `end_step`."""
+        return [newest.amaxes.clone() for state in self.states for newest in state.newest_amaxes()]
+
+    def end_step(self, of_replicas: Sequence[Tensor] = ()) -> None:
         """End a training step, after the optimizer changed the weights: renew scales, forget the weights' FP8 copies.
 
+        `of_replicas`: `newest_amaxes` before the update, reduced by maximum over other replicas of the model.
         Collective over `amax_group`: one all-reduce with delayed scaling, with static scaling while it calibrates, and
         for smoothing; purely local otherwise.
         """
-        end_step([self])
+        end_step([self], of_replicas)
 
     def discard_step(self) -> None:
         """Forget what a training step has recorded, since it is computed again. Purely local."""
@@ -386,9 +391,10 @@ def _observed(quantizers: Quantizers, recorder: Recorder, layer: str) -> Quantiz
     return Quantizers(x, w, dy)
 
 
-def end_step(managers: Sequence[Fp8Manager]) -> None:
+def end_step(managers: Sequence[Fp8Manager], of_replicas: Sequence[Tensor] = ()) -> None:
     """`Fp8Manager.end_step` of several, with one all-reduce for each group."""
-    end_step_of_states([(state, manager.amax_group) for manager in managers for state in manager.states])
+    states = [(state, manager.amax_group) for manager in managers for state in manager.states]
+    end_step_of_states(states, of_replicas)
     for manager in managers:
         manager.replan()
         manager.forget_weights(frozen=False)

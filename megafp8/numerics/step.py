@@ -43,12 +43,19 @@ class State(Protocol):
         ...
 
 
-def end_step(states: Iterable[tuple[State, ProcessGroup | None]]) -> None:
+def end_step(states: Iterable[tuple[State, ProcessGroup | None]], of_replicas: Sequence[Tensor] = ()) -> None:
     """End a step of all `states`, each given with the ranks that run the same layers.
 
+    `of_replicas`: the amaxes of all states, as they were earlier in the step, reduced over other copies of the model.
     Collective: one all-reduce for each group, whatever the states.
     """
     newest_of_states = [(state, group, state.newest_amaxes()) for state, group in states]
+    if of_replicas:
+        others = iter(of_replicas)
+        newest_of_states = [
+            (state, group, [x._replace(amaxes=torch.maximum(x.amaxes, next(others))) for x in newest])
+            for state, group, newest in newest_of_states
+        ]
     parts: dict[tuple[ProcessGroup | None, torch.device], list[Tensor]] = {}
     for _, group, newest in newest_of_states:
         for amaxes, amax_group in newest:

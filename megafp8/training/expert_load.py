@@ -63,6 +63,11 @@ class LoadCollector:
         for _, router in self._routers:
             router.load.zero()
 
+    @property
+    def own_sums(self) -> list[Tensor]:
+        """What this rank's routers have added up, live."""
+        return [router.load.sums for _, router in self._routers]
+
     def sum(self) -> Tensor:
         """What all routers added up, `[layers, 2 · experts + 3]` float64 on the device. Collective; does not wait.
 

@@ -43,6 +43,11 @@ class History:
         """Samples that the run has read after `step` steps."""
         return self.samples + (step - self.step) * config.training.global_batch_size
 
+    def after(self, step: int, samples: int, config: Config) -> History:
+        """The history up to `step`, the next one that is done, in which fewer `samples` were read than in a batch."""
+        tokens = self.tokens_at(step - 1, config) + samples * config.training.seq_length
+        return History(step, self.samples_at(step - 1, config) + samples, tokens, self.changes)
+
     def tokens_at(self, step: int, config: Config) -> int:
         """Tokens that the run has read after `step` steps."""
         t = config.training

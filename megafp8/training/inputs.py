@@ -138,13 +138,15 @@ class Inputs:
         consumed_samples: int = 0,
         position_of: Callable[[int], int] = lambda samples: samples,
         num_workers: int | None = None,
+        share: range | None = None,
     ) -> Iterator[list[Batch]]:
         """This rank's micro-batches of `dataset`, step by step, after the first `consumed_samples`.
 
-        `num_workers`: processes that read ahead; None: `data.num_workers`.
+        `num_workers`: processes that read ahead; None: `data.num_workers`. `share`: those micro-batches of each step
+        that are this replica's (`resilience.replicas`, which text that is packed while training goes on does not have).
         """
         t = self.config.training
-        read: Callable[..., Iterator[list[Batch]]] = partial(batch_stream, dataset)
+        read: Callable[..., Iterator[list[Batch]]] = partial(batch_stream, dataset, share=share)
         if dataset.has_text:
             given, streams = self.config.data.tokenizer, self.config.data.streams
             assert given is not None, "config.checks"

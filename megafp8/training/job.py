@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,9 @@ from megafp8.checkpoint import (
     MemoryReader,
     NodeMemory,
     Saved,
+    clean_incomplete,
 )
+from megafp8.checkpoint.errors import on_rank0
 from megafp8.config import end_of_stage, stage_at
 from megafp8.distributed import activity, flight_recorder
 from megafp8.fp8 import describe_path
@@ -37,6 +39,10 @@ from megafp8.parallel_state import (
     rejoin,
 )
 from megafp8.planner.flops import describe_flops, flops_per_token
+from megafp8.replicas import Membership, Quorum, ReplicaLost
+from megafp8.replicas.lighthouse import Place
+from megafp8.replicas.quorum import NEW
+from megafp8.replicas.quorum import share as share_of
 from megafp8.text_file import DiskErrorsLogged
 from megafp8.training import cuda_graphs, notify
 from megafp8.training.describe import describe_longrope
@@ -54,6 +60,13 @@ from megafp8.training.parallel import build_parallel
 from megafp8.training.plots import plot_loss, print_loss
 from megafp8.training.process import StopRequest, garbage_collected_after_steps
 from megafp8.training.resilience.faults import Faults
+from megafp8.training.resilience.membership import (
+    log_folder,
+    open_membership,
+    own_place,
+    state_tensors,
+    took_over,
+)
 from megafp8.training.resilience.node_memory import find_newest, free_memory, newest_on_disk, open_memory
 from megafp8.training.resilience.spikes import LossSpikes
 from megafp8.training.run_log import RunLog, record_launch
@@ -62,6 +75,7 @@ from megafp8.training.state import (
     checkpoint_folder,
     find_checkpoint,
     load_state,
+    metadata_of,
     save_state,
     saved_choice,
     tensors,
@@ -88,13 +102,16 @@ def train(inputs: Inputs, make_evaluation: MakeEvaluation | None = None) -> None
             flight_recorder.turn_on()
         device = initialize_distributed(choose_device(config), config.timeout_seconds)
         try:
-            run, elsewhere = run_folder(config), config.checkpoint.folder
-            with FolderLock(checkpoint_folder(run)) as lock, contextlib.ExitStack() as stack:
-                if elsewhere is not None:
+            run, elsewhere, place = run_folder(config), config.checkpoint.folder, own_place(config)
+            logs = log_folder(config, run)
+            # Of several replicas one writes checkpoints, and locks their folder then.
+            locked = checkpoint_folder(run) if place is None else logs
+            with FolderLock(locked, takes_over=place is not None) as lock, contextlib.ExitStack() as stack:
+                if elsewhere is not None and place is None:
                     lock = stack.enter_context(FolderLock(checkpoint_folder(run, elsewhere)))
-                shared = Shared(lock, StopRequest(), log, make_evaluation)
+                shared = Shared(lock, StopRequest(), log, make_evaluation, place)
                 shared.stop.install()
-                log.open(run)
+                log.open(logs)
                 following = _train_stage(inputs, shared, device, first=True)
                 while following is not None:
                     gc.collect()  # models have cycles
@@ -109,12 +126,16 @@ def train(inputs: Inputs, make_evaluation: MakeEvaluation | None = None) -> None
 
 
 class Shared(NamedTuple):
-    """What all stages of a job share: the lock of the run folder, requests to stop, log, what makes its evaluation."""
+    """What all stages of a job share: the lock of the run folder, requests to stop, log, what makes its evaluation.
+
+    `place`: of this replica, if there are several.
+    """
 
     lock: FolderLock
     stop: StopRequest
     log: RunLog
     make_evaluation: MakeEvaluation | None
+    place: Place | None = None
 
 
 def _train_stage(inputs: Inputs, shared: Shared, device: torch.device, *, first: bool) -> Inputs | None:
@@ -125,13 +146,13 @@ def _train_stage(inputs: Inputs, shared: Shared, device: torch.device, *, first:
     config = inputs.config
     parallel = build_parallel(config, device)
     reader, memory = None, open_memory(config, run_folder(config), parallel, first=first)
-    if config.checkpoint.resume or not first:
+    if (config.checkpoint.resume or not first) and shared.place is None:
         reader = find_newest(inputs.run, run_folder(config), parallel, inputs.fingerprint, memory)
     step = 0 if reader is None else int(reader.metadata["step"])
     if stage_at(inputs.run, step) != inputs.stage:
         return inputs.at(step)
     if first:
-        record_launch(run_folder(config), parallel, step)
+        record_launch(log_folder(config, run_folder(config)), parallel, step)
         notify.started(step)
     job = Job(inputs, parallel, reader, shared, memory)
     return job.inputs.at(job.step) if job.run() else None
@@ -142,6 +163,10 @@ def _where(reader: CheckpointReader, memory: NodeMemory | None) -> str:
     if memory is None:
         return ""
     return ", in memory" if isinstance(reader, MemoryReader) else ", on disk: memory has no complete newer checkpoint"
+
+
+_LOOP_STATE = ("skipped_in_a_row", "save_postponed", "saved_step")
+"""Attributes of a `Job` that a replica which rejoins takes over from a peer."""
 
 
 def _is_at(interval: int, step: int) -> bool:
@@ -162,26 +187,26 @@ class Job:
     ) -> None:
         """`reader`: of the checkpoint to resume from, if there is one. `memory`: for checkpoints in memory."""
         self.inputs, self.config, self.parallel = inputs, inputs.config, parallel
-        self.folder, self.lock, self.stop, self.log = run_folder(self.config), shared.lock, shared.stop, shared.log
+        self.run_folder, self.lock, self.stop, self.log = run_folder(self.config), shared.lock, shared.stop, shared.log
+        self.folder = log_folder(self.config, self.run_folder)
         self.is_main = parallel.rank == 0
         keep = self.config.checkpoint
         self.flops_per_token = flops_per_token(self.config)
-        self.trainer = Trainer(self.config, parallel, saved_choice(self.config, reader))
-        self.step = 0 if reader is None else load_state(self.trainer, reader)
-        self.history = History() if reader is None else History.resumed(reader.metadata, self.config)
-        self.last_step = end_of_stage(inputs.run, self.step)
+        self.membership = self._open_membership(shared.place)
+        exchange = None if self.membership is None else self.membership.exchange
+        self.trainer = Trainer(self.config, parallel, saved_choice(self.config, reader), exchange)
         logger.info(f"run folder: {self.folder}")
-        if not self.step and keep.init_from is not None:
-            load_init(self.trainer, keep.init_from)
-            logger.info(f"weights from {keep.init_from}")
-        if reader is not None:
-            logger.info(f"resumed from step {self.step}{_where(reader, memory)}")
-            self.inputs, changes = inputs.resumed(reader.metadata)
-            if changes:
-                logger.info(f"data changed since step {self.step}: {'; '.join(changes)}")
+        self.step, self.history = 0, History()
+        self.spikes = LossSpikes(self.config, self.run_folder, parallel.rank, None)
+        self.skipped_in_a_row, self.save_postponed, self.saved_step = 0, False, 0
+        self.writes, self.entered = self.membership is None, self.membership is None
+        if self.membership is None:
+            self._begin_with(reader, memory)
+        else:
+            self.step = newest_on_disk(self.config, self.run_folder)  # or later: `_enter` asks the other replicas
+        self.last_step = end_of_stage(inputs.run, self.step)
         in_memory = None if memory is None else memory.folder
         self.faults = Faults(self.folder, self.config.resilience.inject, self.trainer, parallel.rank, in_memory)
-        self.spikes = LossSpikes(self.config, self.folder, parallel.rank, None if reader is None else reader.metadata)
         check_ranks_agree(self.inputs, self.spikes.position_of(self.consumed_samples), parallel.world.group)
         self._log_choices()
         self.tasks: TaskEvaluation | None = None
@@ -189,18 +214,90 @@ class Job:
             assert shared.make_evaluation is not None
             self.tasks = shared.make_evaluation(self.trainer, self.inputs, self.folder)
         self.observers: list[Observer] = []  # while the loop runs
-        self.saved_step = newest_on_disk(self.config, self.folder) if isinstance(reader, MemoryReader) else self.step
         self.tokenizer = tokenizer_copy(self.config) if self.is_main else {}
-        self.save_postponed = False
-        self.skipped_in_a_row = 0
         self.save_seconds = 0.0
-        self.saver: BackgroundSaver | None = None
-        if keep.async_save:
-            group, folder = host_group(self.config.timeout_seconds), checkpoint_folder(self.folder, keep.folder)
-            to = Destination(folder, group, keep.keep_last, keep.keep_every, self.lock, self.tokenizer)
-            self.saver = BackgroundSaver(to, parallel.device, self._log_saved)
+        self.saver = self._open_saver() if keep.async_save and self.membership is None else None
         self.memory, self.memory_saver = memory, self._open_memory_saver(memory)
         self.savers = [saver for saver in (self.saver, self.memory_saver) if saver is not None]
+
+    def _open_membership(self, place: Place | None) -> Membership | None:
+        """The membership of this replica, if there are several. Collective."""
+        if place is None:
+            return None
+        return open_membership(
+            self.config,
+            self.parallel,
+            place,
+            state=lambda: state_tensors(self.trainer),
+            metadata=self._as_metadata,
+            restore=self._restore,
+        )
+
+    def _begin_with(self, reader: CheckpointReader | None, memory: NodeMemory | None = None) -> None:
+        """Take the state over that the job begins with: that of a checkpoint, or the initial one. Collective."""
+        init = self.config.checkpoint.init_from
+        if reader is not None:
+            self.saved_step = self.step = load_state(self.trainer, reader)
+            if isinstance(reader, MemoryReader):
+                self.saved_step = newest_on_disk(self.config, self.run_folder)
+            logger.info(f"resumed from step {self.step}{_where(reader, memory)}")
+            self._take_position(reader.metadata)
+            return
+        self.step = self.saved_step = 0
+        if init is not None:
+            load_init(self.trainer, init)
+            logger.info(f"weights from {init}")
+
+    def _enter(self, membership: Membership) -> Quorum:
+        """Take part in the first quorum: copy the state of replicas that train, or begin with a checkpoint as all do.
+
+        Collective over all replicas that begin.
+        """
+        r, began = self.config.resilience.replicas, time.monotonic()
+        assert r is not None
+        quorum = membership.begin(NEW)
+        while quorum.step == NEW and len(quorum.members) < r.count and time.monotonic() - began < r.start_seconds:
+            time.sleep(0.2)
+            quorum = membership.begin(NEW)
+        if quorum.step != NEW:
+            return quorum
+        reader = None
+        for first in (True, False):  # the first member repairs the folder before the others read it
+            if (quorum.rank == 0) == first:
+                reader = find_newest(self.inputs.run, self.run_folder, self.parallel, self.inputs.fingerprint, None)
+            with contextlib.suppress(ReplicaLost):
+                membership.gather(torch.zeros(1))
+        self._begin_with(reader)
+        return membership.begin(self.step)
+
+    def _as_metadata(self) -> dict[str, Any]:
+        """What a peer must know of this replica's state beside its tensors. Collective."""
+        data, more = self._records()
+        saved = metadata_of(self.trainer, self.step, self.inputs.fingerprint, data, self.history, more)
+        loop = {name: getattr(self, name) for name in ("step", *_LOOP_STATE)}
+        return {"saved": saved | {"step": self.step}, "updates": self.trainer.optimizer.step_count, "loop": loop}
+
+    def _restore(self, metadata: Mapping[str, Any]) -> None:
+        """Go on with the state of a peer, whose tensors have been received. Collective."""
+        took_over(self.trainer, metadata["updates"])
+        for name, value in metadata["loop"].items():
+            setattr(self, name, value)
+        self._take_position(metadata["saved"])
+
+    def _open_saver(self) -> BackgroundSaver:
+        """Saves checkpoints in the background. Collective."""
+        keep = self.config.checkpoint
+        group, folder = host_group(self.config.timeout_seconds), checkpoint_folder(self.run_folder, keep.folder)
+        to = Destination(folder, group, keep.keep_last, keep.keep_every, self.lock, self.tokenizer)
+        return BackgroundSaver(to, self.parallel.device, self._log_saved)
+
+    def _take_position(self, saved: Mapping[str, Any]) -> None:
+        """Go on where the state with the metadata `saved` was, of a checkpoint or of a peer."""
+        self.history = History.resumed(saved, self.config)
+        self.inputs, changes = self.inputs.resumed(saved)
+        if changes:
+            logger.info(f"data changed since step {self.step}: {'; '.join(changes)}")
+        self.spikes.resumed(saved)
 
     def _open_memory_saver(self, memory: NodeMemory | None) -> BackgroundSaver | None:
         """Saves to `memory`, if there is one and it has space for that. Collective."""
@@ -267,7 +364,7 @@ class Job:
 
     def _free_memory(self) -> None:
         if self.memory is not None:
-            free_memory(self.memory, self.folder, self.parallel)
+            free_memory(self.memory, self.run_folder, self.parallel)
 
     def _run(self) -> bool:
         t = self.config.training
@@ -278,7 +375,10 @@ class Job:
         ):
             for saver in self.savers:
                 savers.enter_context(saver)
-            if self.step >= t.last_step:
+            self.writing = savers.enter_context(contextlib.ExitStack())
+            if self.membership is not None:
+                savers.callback(self.membership.close)
+            if self.step >= t.last_step and self.entered:
                 self._save(ends=True)  # it may be in memory only
                 limit = "training.steps" if t.last_step == t.steps else "training.stop_after"
                 logger.info(f"nothing to do: the run has done {self.step} steps, and {limit} is {t.last_step}")
@@ -294,6 +394,7 @@ class Job:
                     spikes=self.spikes,
                     tasks=self.tasks,
                     write_error=self.log.write_error,
+                    membership=self.membership,
                 )
                 self.observers = [stack.enter_context(observer) for observer in observers]
                 stopped = self._train(after_step)
@@ -305,10 +406,13 @@ class Job:
 
     def _train(self, after_step: Callable[[int], None]) -> bool:
         """Step until the run ends; returns whether it was asked to stop before that."""
-        stream = self._training_batches()
+        stream = self._training_batches() if self.membership is None else self._batches_of_share(self.membership)
         stopped = False
-        while self.step < self.last_step and not stopped:
-            metrics = self._one_step(stream)
+        while not self._is_done() and not stopped:
+            try:
+                metrics = self._one_step(stream)
+            except ReplicaLost:
+                continue
             after_step(self.step)
             for observer in self.observers:
                 observer.write(metrics, self.trainer.fp8_records)
@@ -332,6 +436,59 @@ class Job:
                 self._save_to_memory()
         return stopped
 
+    def _is_done(self) -> bool:
+        """Whether all steps are done; with replicas by all members of the next quorum, which it begins. Collective."""
+        if self.membership is None:
+            return self.step >= self.last_step
+        quorum = self.membership.begin(self.step) if self.entered else self._enter(self.membership)
+        self.entered = True
+        while self.step >= self.last_step and quorum.sources:  # somebody still copies the state
+            self.membership.wait_copied()
+            quorum = self.membership.begin(self.step)
+        self._choose_writer(quorum)
+        return self.step >= self.last_step
+
+    def _batches_of_share(self, membership: Membership) -> Iterator[list[Batch]]:
+        """This replica's share of the batch of each step to come, none in steps in which it has no state."""
+        r, share, steps = self.config.resilience.replicas, None, range(0)
+        stream: Iterator[list[Batch]] = iter(())
+        assert r is not None
+        while True:
+            quorum, count = membership.quorum, self.trainer.num_microbatches
+            if not quorum.trains:
+                yield []
+                continue
+            rank, members = quorum.trainers.index(quorum.rank), len(quorum.trainers)
+            if r.batch == "shrink":
+                count = count // r.count * members
+            if self.step != steps.stop or share != share_of(count, members, rank):
+                share = share_of(count, members, rank)
+                # In this process: members change at any step, and new ones would take seconds to start.
+                stream = self.inputs.batches(
+                    self.inputs.train, self.parallel, self.consumed_samples, self.spikes.position_of, 0, share
+                )
+            steps = range(self.step, self.step + 1)
+            yield next(stream)
+
+    def _choose_writer(self, quorum: Quorum) -> None:
+        """Begin to write checkpoints if `quorum` says so, or cease to. Collective over this replica."""
+        writes = quorum.writer == quorum.rank
+        if writes == self.writes:
+            return
+        self.writes = writes
+        if not writes:  # it was lost for a while
+            self.savers, self.saver = [], None
+            with contextlib.suppress(RuntimeError):  # the folder is another replica's by now
+                self.writing.close()
+            return
+        folder = checkpoint_folder(self.run_folder, self.config.checkpoint.folder)
+        self.lock = self.writing.enter_context(FolderLock(folder, takes_over=True))
+        on_rank0(lambda: clean_incomplete(folder), self.parallel.world.group)
+        if self.config.checkpoint.async_save:
+            self.saver = self.writing.enter_context(self._open_saver())
+            self.savers = [self.saver]
+        logger.info(f"this replica writes the checkpoints from step {self.step} on")
+
     def _training_batches(self) -> Iterator[list[Batch]]:
         """The batches of the steps to come."""
         return self.inputs.batches(self.inputs.train, self.parallel, self.consumed_samples, self.spikes.position_of)
@@ -344,7 +501,7 @@ class Job:
             saver.finish()
         if self.memory is not None:
             self.memory.remove_newer(-1)
-        reader = find_checkpoint(self.inputs.run, self.folder, self.parallel, self.inputs.fingerprint)
+        reader = find_checkpoint(self.inputs.run, self.run_folder, self.parallel, self.inputs.fingerprint)
         if reader is None:
             logger.warning(f"loss spike in step {spike}: there is no checkpoint to go back to; the step was skipped")
             return False
@@ -379,7 +536,7 @@ class Job:
         batches = next(stream)
         data_seconds = time.perf_counter() - start
         checking = time.perf_counter()
-        for observer in self.observers:
+        for observer in self.observers if batches else ():
             batches = observer.before_passes(self.step + 1, batches)
         start += time.perf_counter() - checking  # not part of the step
         loss, result = self.trainer.train_step(
@@ -387,12 +544,20 @@ class Job:
         )
         seconds = time.perf_counter() - start - (self.save_seconds - saving)
         learning_rate = self.trainer.learning_rate(self.step)
+        ranks, samples = self.parallel.world_size, t.global_batch_size
+        if self.membership is not None:
+            r, replicas = self.config.resilience.replicas, self.membership.quorum.indices
+            assert r is not None
+            ranks *= len(replicas)
+            if r.batch == "shrink":
+                samples = samples // r.count * len(replicas)
+                self.history = self.history.after(self.step + 1, samples, self.config)
         self.step += 1
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         observed: dict[str, Any] = {}
         for observer in self.observers:
             observed |= observer.after_step(self.step, loss.mean, result.skipped)
-        per_gpu = t.global_batch_size * t.seq_length / seconds / self.parallel.world_size
+        per_gpu = samples * t.seq_length / seconds / ranks
         flops = per_gpu * self.flops_per_token
         peak = peak_flops(self.parallel.device, t.precision, fp8=self.config.fp8.recipe != "none")
         save_seconds, self.save_seconds = self.save_seconds, 0.0
@@ -419,6 +584,7 @@ class Job:
             index_loss=self.trainer.index_loss,
             max_attention_logit=self.trainer.max_attention_logit,
             layer_norms=result.layer_norms,
+            replicas=None if self.membership is None else self.membership.quorum.indices,
             **observed,
         )
 
@@ -435,7 +601,8 @@ class Job:
             observer.check_state(self.step)
 
     def _wait_copied(self) -> None:
-        """Before weights are updated, wait until those of a save in progress are copied to the host."""
+        """Before weights are updated, wait until those of a save in progress are copied to the host. `Membership` waits
+        for copies that other replicas get."""
         if self.savers:
             start = time.perf_counter()
             for saver in self.savers:
@@ -463,9 +630,11 @@ class Job:
         """Save this step; in the background unless the run ends."""
         if self.saved_step == self.step:
             return
+        self.saved_step = self.step
+        if not self.writes:
+            return
         activity.enter("save")
         start = time.perf_counter()
-        self.saved_step = self.step
         data, metadata = self._records()
         fingerprint = self.inputs.fingerprint
         if self.saver is not None and not ends:
@@ -476,7 +645,7 @@ class Job:
             keep_all, files = self.skipped_in_a_row > 0, self.tokenizer
             path = save_state(
                 self.trainer,
-                self.folder,
+                self.run_folder,
                 self.step,
                 fingerprint,
                 self.lock,

@@ -27,6 +27,7 @@ class StepMetrics:
     `megafp8.training.expert_load.ExpertLoad` has them: `router_aux_loss`, `router_z_loss`, `expert_imbalance` and
     `router_entropy`; else None. `loss_limit`: a loss above it is a spike, if they are detected. `slowest_rank`,
     `slowest_ratio`: the slowest rank since the last comparison, and its time over the median (`resilience.stragglers`).
+    `replicas`: those that have trained the step, by index, with `resilience.replicas`.
     `evaluations`: by name, the other numbers of evaluations after the step: losses of `data.validation`
     (`valid/<name>`) and metrics of tasks (`eval/<task>/<metric>`). `layer_norms`: by name, norms of a step that was
     measured (`megafp8.optimizer.layer_norms`). `section_seconds`: time since the record before by section of the
@@ -64,6 +65,7 @@ class StepMetrics:
     loss_limit: float | None = None
     slowest_rank: int | None = None
     slowest_ratio: float | None = None
+    replicas: list[int] | None = None
     evaluations: Mapping[str, float] = field(default_factory=dict)
     layer_norms: Mapping[str, float] = field(default_factory=dict)
     section_seconds: Mapping[str, float] = field(default_factory=dict)

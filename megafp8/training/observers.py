@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 
 from megafp8.fp8.health import FILE_NAME as FP8_REPORT
+from megafp8.replicas import Membership
 from megafp8.text_file import DiskErrorsLogged
 from megafp8.training import expert_load
 from megafp8.training.evaluation import Evaluation, TaskEvaluation
@@ -20,6 +21,7 @@ from megafp8.training.profiling import Profiler
 from megafp8.training.replicas import ReplicaCheck
 from megafp8.training.resilience.faults import Faults
 from megafp8.training.resilience.hangs import ProgressWatch
+from megafp8.training.resilience.membership import PeerCheck
 from megafp8.training.resilience.recompute import RecomputeCheck
 from megafp8.training.resilience.spikes import LossSpikes
 from megafp8.training.resilience.stragglers import Stragglers
@@ -38,10 +40,12 @@ def open_observers(
     spikes: LossSpikes,
     tasks: TaskEvaluation | None,
     write_error: Callable[[str], None],
+    membership: Membership | None = None,
 ) -> list[Observer]:
     """What watches a loop of `trainer` from `step` to `last_step`, in the order in which it is called.
 
     `tasks`: the evaluation that `training.evaluate` asks for. `write_error`: to the log, of a process that then ends.
+    `membership`: of this replica, if there are several.
     """
     config, parallel = trainer.config, trainer.parallel
     r, is_main, several = config.resilience, parallel.rank == 0, parallel.world_size > 1
@@ -63,6 +67,9 @@ def open_observers(
         observers += [SectionTimer(parallel.device), *_writers(trainer, folder, step)]
     if config.training.replica_check_interval and several:
         observers.append(ReplicaCheck(trainer, step, config.training.replica_check_interval))
+    if config.training.replica_check_interval and membership is not None:
+        intervals = config.training.replica_check_interval, config.checkpoint.interval
+        observers.append(PeerCheck(trainer, membership, *intervals))
     return observers
 
 

@@ -21,28 +21,31 @@ from megafp8.parallel_state import ParallelState
 
 
 class QkClip:
-    """Clips the attention logits of this rank's `mixers` to `threshold`. Collective, but for `zero`."""
+    """Clips the attention logits of this rank's `mixers` to `threshold`. Collective, but for `zero`.
+
+    `recorded`: the largest logits of each head in this rank's passes, live.
+    """
 
     def __init__(self, mixers: Sequence[Mixer], threshold: float, parallel: ParallelState) -> None:
         self._threshold, self._parallel, self._mixers = threshold, parallel, mixers
-        self._recorded = [x for mixer in mixers if (x := mixer.largest_logits_a) is not None]
+        self.recorded = [x for mixer in mixers if (x := mixer.largest_logits_a) is not None]
         self._largest: list[Tensor] = []
 
     def zero(self) -> None:
         """Begin a step."""
-        for recorded_a in self._recorded:
+        for recorded_a in self.recorded:
             recorded_a.zero_()
 
     def collect(self) -> Tensor:
         """Take over the logits of the passes of all ranks. Returns the largest of the model, float64 `[1]` on the
         device, at least 0. Does not wait."""
         tensor, device = self._parallel.tensor, self._parallel.device
-        sizes = [len(recorded_a) * tensor.size for recorded_a in self._recorded]
+        sizes = [len(recorded_a) * tensor.size for recorded_a in self.recorded]
         of_all = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
         self._largest = list(of_all.split(sizes))
-        for recorded_a, largest_a in zip(self._recorded, self._largest, strict=True):
+        for recorded_a, largest_a in zip(self.recorded, self._largest, strict=True):
             largest_a.view(tensor.size, -1)[tensor.rank] = recorded_a
-        if self._recorded:
+        if self.recorded:
             all_reduce(of_all, self._parallel.amax.group, "max")  # data × context × tensor: all tokens of a layer
         largest = torch.cat([of_all, of_all.new_zeros(1)]).amax(0, keepdim=True)
         return all_reduce(largest, self._parallel.pipeline.group, "max")

@@ -116,9 +116,9 @@ def _listed(names: Sequence[str], separator: str) -> str:
     return separator.join(names if len(names) <= _LISTED else [*names[:2], "...", names[-1]])
 
 
-def replicated_state(trainer: Trainer) -> list[Replica]:
-    """All tensors that other ranks must hold too, in the same order on each. No weight gather may be running."""
-    parallel, strategy = trainer.parallel, trainer.strategy
+def held_state(trainer: Trainer) -> list[Replica]:
+    """The tensors of this rank's state, in one order on each rank of its stage. No weight gather may be running."""
+    strategy = trainer.strategy
     fp8_data, found = strategy.fp8_data, list[Replica]()
 
     def add(param: nn.Parameter, name: str, tensors: Iterable[Tensor], axis: str) -> None:
@@ -152,11 +152,15 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
     found += [Replica(f"model.{name}", values, all_layers) for name, values in trainer.constants.items()]
     found += [Replica(name, values, all_layers) for name, values in trainer.loss_scale.items()]
     of_experts = tuple(f"fp8.{layer.site.name}." for layer in trainer.fp8.layers if layer.site.expert)
+    found += [Replica(name, values, all_layers) for name, values in trainer.router_shares.items()]
     for name, values in trainer.fp8.state_dict().items():
-        # Slot 0 of a history is local to the rank and belongs to the current step, in which an evaluation may have run.
-        done = values[1:] if name.endswith(".amax_history") else values
-        found.append(Replica(name, done, frozenset({"expert_data"}) if name.startswith(of_experts) else all_layers))
-    found.append(Replica("number of optimizer steps", torch.tensor(trainer.optimizer.step_count), all_layers))
+        found.append(Replica(name, values, frozenset({"expert_data"}) if name.startswith(of_experts) else all_layers))
+    return found
+
+
+def replicated_state(trainer: Trainer) -> list[Replica]:
+    """Those of `held_state` that other ranks must hold too, as they are between two steps."""
+    parallel, found = trainer.parallel, compared_state(trainer)
     sizes = {
         "data": parallel.data_context.size,
         "expert_data": parallel.expert_data.size,
@@ -165,6 +169,14 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
         "embedding": parallel.pipeline.size,
     }
     return [replica for replica in found if any(sizes[axis] > 1 for axis in replica.shared_over)]
+
+
+def compared_state(trainer: Trainer) -> list[Replica]:
+    """`held_state` without what belongs to the running step, and with the number of updates."""
+    # Slot 0 of a history is local to the rank and belongs to the current step, in which an evaluation may have run.
+    found = [x._replace(values=x.values[1:]) if x.name.endswith(".amax_history") else x for x in held_state(trainer)]
+    count = torch.tensor(trainer.optimizer.step_count)
+    return [*found, Replica("number of optimizer steps", count, frozenset({"data", "tensor"}))]
 
 
 def check_replicas(trainer: Trainer, step: int) -> None:

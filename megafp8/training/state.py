@@ -150,7 +150,7 @@ def tokenizer_copy(config: Config) -> dict[str, bytes]:
     return {f"{TOKENIZER_FOLDER}/{file.name}": read_file(file) for file in with_companions(path)}
 
 
-def _metadata(
+def metadata_of(
     trainer: Trainer,
     step: int,
     fingerprint: str | None,
@@ -203,7 +203,7 @@ def save_state(
         checkpoint_folder(run, keep.folder),
         step,
         tensors(trainer),
-        _metadata(trainer, step, fingerprint, data, history, more),
+        metadata_of(trainer, step, fingerprint, data, history, more),
         keep_last=None if keep_all else keep.keep_last,
         keep_every=keep.keep_every,
         lock=lock,
@@ -225,7 +225,7 @@ def begin_save(
     saver.save(
         step,
         tensors(trainer),
-        _metadata(trainer, step, fingerprint, data, history, more),
+        metadata_of(trainer, step, fingerprint, data, history, more),
         changes_early=lambda name: name.startswith("fp8."),
     )
 

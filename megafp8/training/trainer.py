@@ -51,10 +51,15 @@ from megafp8.training.expert_load import ExpertLoad, LoadCollector
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.learning_rate import schedule_of
 from megafp8.training.overlap import build_expert_overlap, build_tp_overlap
-from megafp8.training.pipeline import plan_pipeline
+from megafp8.training.pipeline import PipelinePlan, plan_pipeline
 from megafp8.training.qk_clip import QkClip
 
 logger = logging.getLogger(__name__)
+
+
+Exchange = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+"""Sums the first tensors and maximizes the others over all replicas of the model, in place. Raises where one is lost;
+then their values are undefined."""
 
 
 class _Passes(NamedTuple):
@@ -82,7 +87,8 @@ class Loss:
 class Trainer:
     """One rank's stages of the model, with optimizer and pipeline engine. Collective: build it on every rank.
 
-    `choice`: earlier choice of fp8.auto_filter in this run; None lets it choose now.
+    `choice`: earlier choice of fp8.auto_filter in this run; None lets it choose now. `exchange`: with which other
+    replicas combine the gradients of a step, of which this one then has a share (`megafp8.replicas`).
 
     Attributes: `stages`: one for each chunk of the pipeline placement; `model`: all of them. `strategy`: of data
     parallelism, which has their parameters and gradients. `expert_load`,
@@ -96,8 +102,9 @@ class Trainer:
         config: Config,
         parallel: ParallelState,
         choice: Choice | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
-        self.config, self.parallel = config, parallel
+        self.config, self.parallel, self._exchange = config, parallel, exchange
         p, t = config.parallel, config.training
         self.schedule = schedule_of(config.optimizer, t.steps)
         dtype = DTYPES[t.precision]
@@ -138,6 +145,7 @@ class Trainer:
         )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
         self.plan = plan_pipeline(config, self.num_microbatches)
+        self._plans = {self.num_microbatches: self.plan}
         self.stages = [self._build(stage, context) for stage in self.plan.placement.stages[parallel.pipeline.rank]]
         self.model = nn.ModuleList(self.stages)
         self.fp8.materialize(parallel.device)
@@ -304,6 +312,7 @@ class Trainer:
     ) -> tuple[Loss, StepResult]:
         """One optimizer step, counted from 0, on this rank's micro-batches of the global batch.
 
+        With replicas these are a share of it, none while this one gets its state from a peer (`Membership.begin`).
         `before_update` is called after the backward passes are queued, and before weights and optimizer state change.
         If the loss is above `loss_limit`, the step is skipped as if its gradients were not finite.
         On return the update is queued, not done: the next step is queued behind it, so that the device does not idle.
@@ -314,10 +323,11 @@ class Trainer:
         batches = self._with_room(batches)
         sampled = self.fp8.begin_step(step + 1)
         activity.enter("forward and backward")
-        passes = self._run_passes(step, batches, sampled, before_update)
+        passes = self._run_passes(step, batches, sampled, before_update) if batches else self._no_passes()
+        amaxes = [] if self._exchange is None else self._combine(self._exchange, passes)
         total = self._total(passes.report)
         report = total.to("cpu", non_blocking=True)  # complete once the update has waited for the norm
-        masked = batches[0].loss_mask is not None
+        masked = not batches or batches[0].loss_mask is not None
         scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
         if self.graphs is not None and self.load_collector is not None:  # what is not finite is skipped
             scale = torch.where(total[-1] > 0, torch.nan, 1.0 if scale is None else scale)
@@ -338,15 +348,53 @@ class Trainer:
             self.fp8.discard_step()
             return self.train_step(step, batches, before_update=before_update, loss_limit=loss_limit)
         self.strategy.end_step()
-        self.fp8.end_step()
+        self.fp8.end_step(amaxes)
         self.index_loss = None if index_loss is None else index_loss.item()
         self.max_attention_logit = None if largest is None else largest.item()
         if load is not None and load_on_host is not None and self.load_collector is not None:
             self.expert_load = self.load_collector.load(load_on_host)
             if not result.skipped:
                 self.load_collector.update_routers(load)
-        self.fp8_records = self._gather_fp8_records(passes.statistics) if sampled else []
+        self.fp8_records = self._gather_fp8_records(passes.statistics) if sampled and batches else []
         return self._loss(report), result
+
+    def _no_passes(self) -> _Passes:
+        """What is left of passes without a micro-batch: gradients that are zero, and no losses. Collective."""
+        self._begin_passes()
+        self.strategy.complete()
+        self.strategy.finish()
+        return _Passes(self._sum([]), {})
+
+    def _combine(self, exchange: Exchange, passes: _Passes) -> list[Tensor]:
+        """Combine what the passes of all replicas have left; returns the amaxes of FP8 scaling.
+
+        Nothing else has been changed when this raises; then the step may be begun again.
+        """
+        amaxes = self.fp8.newest_amaxes()
+        counts = [passes.report, *self._index_losses]
+        if self.load_collector is not None:
+            counts += self.load_collector.own_sums
+        maxima = amaxes if self.qk_clip is None else [*amaxes, *self.qk_clip.recorded]
+        packed_counts, packed_maxima = (torch.cat([x.view(-1) for x in xs]) if xs else None for xs in (counts, maxima))
+        try:
+            exchange(
+                [*self.strategy.owned, *([] if packed_counts is None else [packed_counts])],
+                [] if packed_maxima is None else [packed_maxima],
+            )
+        except Exception:
+            self.fp8.discard_step()
+            raise
+        for xs, packed in ((counts, packed_counts), (maxima, packed_maxima)):
+            if packed is not None:
+                for x, values in zip(xs, packed.split([x.numel() for x in xs])):
+                    x.copy_(values.view(x.shape))
+        return amaxes
+
+    def _plan_of(self, batches: Sequence[Batch]) -> PipelinePlan:
+        """The plan of a pipeline with so many micro-batches."""
+        if len(batches) not in self._plans:
+            self._plans[len(batches)] = plan_pipeline(self.config, len(batches))
+        return self._plans[len(batches)]
 
     def _run_passes(
         self, step: int, batches: Sequence[Batch], sampled: bool, before_capture: Callable[[], None]
@@ -400,19 +448,12 @@ class Trainer:
 
         `reduce=False` leaves out the sums over data parallelism.
         """
-        self.strategy.clear()
-        self.row_bound.exceeded.zero_()
-        if self.load_collector is not None:
-            self.load_collector.zero()
-        for index_loss in self._index_losses:
-            index_loss.zero_()
-        if self.qk_clip is not None:
-            self.qk_clip.zero()
+        self._begin_passes()
         self._set_auxiliary_loss_grad(batches)
         self.strategy.gather()
         if reduce and self.config.parallel.overlap_grad_reduce:
             self.strategy.start_overlap(len(batches))
-        actions, shards = self.plan.train[self.parallel.pipeline.rank], self._own_tokens(batches)
+        actions, shards = self._plan_of(batches).train[self.parallel.pipeline.rank], self._own_tokens(batches)
         reports = self.engine.run(actions, self._stage_functions(), shards, backward=True, stopwatch=stopwatch)
         self.strategy.wait()
         if reduce:
@@ -421,6 +462,17 @@ class Trainer:
             self.strategy.complete()
         recorder = self.fp8.recorder
         return _Passes(self._sum(reports), {} if recorder is None else recorder.observed)
+
+    def _begin_passes(self) -> None:
+        """Forget the gradients and counts of the step before."""
+        self.strategy.clear()
+        self.row_bound.exceeded.zero_()
+        if self.load_collector is not None:
+            self.load_collector.zero()
+        for index_loss in self._index_losses:
+            index_loss.zero_()
+        if self.qk_clip is not None:
+            self.qk_clip.zero()
 
     def _set_auxiliary_loss_grad(self, batches: Sequence[Batch]) -> None:
         """Undo in the gradients of auxiliary losses what all gradients are multiplied by, and apply the loss scale.
@@ -434,6 +486,12 @@ class Trainer:
         grad.fill_(1.0) if self.loss_scaler is None else grad.copy_(self.loss_scaler.scale)
         masks = [batch.loss_mask for batch in batches if batch.loss_mask is not None]
         if masks:
+            if self._exchange is not None:
+                raise ValueError(
+                    "resilience.replicas: auxiliary losses of experts are divided by the number of tokens that count "
+                    "in the global batch, which no replica knows before the backward pass where masks leave out some; "
+                    "set model.moe.aux_loss=0 and balance by moe.bias_update_rate, or train on all tokens"
+                )
             counted = torch.stack([mask.sum(dtype=torch.float64) for mask in masks]).sum()
             grad *= all_reduce(counted, self.parallel.data.group).clamp(min=1) / self.nominal_tokens
 
@@ -451,7 +509,7 @@ class Trainer:
         """The report of this rank's micro-batches, float64; zeros for losses and tokens where no stage has a loss."""
         size = 2 * (1 + self.config.model.more_losses)
         total = torch.zeros(size + 1, dtype=torch.float64, device=self.parallel.device)
-        if self._has_loss:
+        if self._has_loss and reports:
             torch.sum(torch.stack(list(reports)), dim=0, out=total[:-1])
         total[-1] = self.row_bound.exceeded
         return total
@@ -489,7 +547,7 @@ class Trainer:
         """The report of forward passes; batches `[b, s]` are on the device."""
         self.row_bound.exceeded.zero_()
         self.strategy.gather()
-        actions, shards = self.plan.evaluate[self.parallel.pipeline.rank], self._own_tokens(batches)
+        actions, shards = self._plan_of(batches).evaluate[self.parallel.pipeline.rank], self._own_tokens(batches)
         with self.fp8.recording(False):
             return self._sum(self.engine.run(actions, self._stage_functions(), shards, backward=False))
 

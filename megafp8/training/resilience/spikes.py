@@ -137,8 +137,9 @@ class LossSpikes(Observer):
         self.resumed(saved)
 
     def resumed(self, saved: Mapping[str, Any] | None) -> None:
-        """Continue with position and losses in `saved`, the metadata of a checkpoint."""
+        """Continue with position, losses and ranges in `saved`, the metadata of a checkpoint."""
         self._start = 0 if saved is None else int(saved["consumed_samples"])
+        self.skipped = merged(self.skipped, skipped_of(saved or {}))
         spike = self._config.resilience.loss_spike
         if spike is not None:
             self._spikes = SpikeLimit(spike, [] if saved is None else saved_losses(saved, self._config))

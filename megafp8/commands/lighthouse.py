@@ -1,0 +1,62 @@
+"""Serve the lighthouse that decides which replicas of a job train together (resilience.replicas).
+
+    export MEGAFP8_LIGHTHOUSE_TOKEN=$(openssl rand -hex 16)
+    megafp8 lighthouse --bind HOST:29510 --min 2
+
+Replicas connect with the same token. It runs until it is ended, and may be started anew at any time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+from megafp8.arguments import ArgumentParser
+from megafp8.replicas import lighthouse
+
+
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--bind", default=f"0.0.0.0:{lighthouse.PORT}", metavar="HOST:PORT", help="address to listen at (%(default)s)"
+    )
+    parser.add_argument("--min", type=int, default=1, metavar="N", help="fewest replicas that train (%(default)s)")
+    parser.add_argument(
+        "--join-seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="longest wait for replicas that live but do not ask for the next step (%(default)s)",
+    )
+    parser.add_argument(
+        "--heartbeat-seconds",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="time without a heartbeat after which a replica counts as lost (%(default)s)",
+    )
+    return parser
+
+
+def main() -> int:
+    options = make_parser().parse_args()
+    try:
+        bind = lighthouse.address_of(options.bind)
+        token = lighthouse.token_of(os.environ)
+        stop = lighthouse.start(bind, token, options.min, options.join_seconds, options.heartbeat_seconds)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"lighthouse at {options.bind}, for {options.min} or more replicas", flush=True)
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    ended.wait()
+    stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

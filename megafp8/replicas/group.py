@@ -1,0 +1,153 @@
+"""Communication between the ranks that hold the same part of the model in different replicas, bounded in time.
+
+*A sum does not depend on who else is there.* The sum of a step's gradients is
+
+    ((x[0] + x[1]) + x[2]) + ...
+
+over the replicas that have trained, in the order of their indices, whichever of them is slow, and whether others take
+part without gradients. So the weights after a step are a function of the weights before and of who has trained, and a
+run can be repeated, bit for bit, from the record of its members. A ring's order would depend on the number of ranks in
+it. Each rank adds up one slice of the tensor: it gets that slice from all others (all-to-all), adds, and all gather
+the results. A rank sends and receives 2 · (n - 1) / n of the tensor, as in a ring.
+
+*Every wait is bounded.* Gloo has a time limit for each operation. NCCL's watchdog would end the process, so the host
+waits for an event itself, and aborts the communicator after the limit. A peer that has ended is found at once, by its
+closed connections; one that hangs, by the limit. Whoever finds an error closes its own connections, so the others
+need not wait for theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SLICE = 1 << 25
+"""Elements that are summed at a time; three times as many are in memory for it."""
+PART = 1 << 26
+"""Bytes of a message, each of which is bounded in time."""
+_POLL_SECONDS = 0.0002
+
+Failed = (RuntimeError, TimeoutError)
+"""What operations raise where a peer is lost: torch's errors of connections are RuntimeErrors."""
+
+
+class ReplicaGroup:
+    """Connections of this rank to its peers, the ranks of the same number in other replicas.
+
+    `store`: where they meet, under `name`; `rank` and `size`: of the members. `device`: of the tensors: NCCL on CUDA,
+    gloo on the CPU; gloo also for messages of the host. `seconds`: the longest time that one operation may take.
+    Collective over the peers. RuntimeError where they do not meet in time.
+    """
+
+    def __init__(
+        self, store: dist.Store, name: str, rank: int, size: int, device: torch.device, seconds: float
+    ) -> None:
+        self.rank, self.size, self._device, self._seconds = rank, size, device, seconds
+        limit = timedelta(seconds=seconds)
+        self._host: Any = None
+        self._device_group: Any = None
+        if size == 1:
+            return
+        store.set_timeout(limit)
+        self._host = dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/host", store), rank, size, limit)
+        self._device_group = self._host
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(days=1)  # the watchdog's, which would end the process
+            prefix = dist.PrefixStore(f"{name}/device", store)
+            self._device_group = dist.ProcessGroupNCCL(prefix, rank, size, options)
+
+    def sum_(self, x: Tensor, ranks: Sequence[int]) -> None:
+        """Replace `x`, contiguous, on all members by the sum of those of `ranks`, in that order. See `synchronize`."""
+        if self.size == 1:
+            return
+        flat = x.view(-1)
+        for start in range(0, len(flat), SLICE):
+            self._sum_slice(flat[start : start + SLICE], ranks)
+
+    def _sum_slice(self, flat: Tensor, ranks: Sequence[int]) -> None:
+        chunk = -(-len(flat) // self.size)
+        padded = flat.new_zeros(chunk * self.size)
+        padded[: len(flat)] = flat
+        received = torch.empty_like(padded)
+        self._device_group.alltoall_base(received, padded, [], []).wait()
+        parts = received.view(self.size, chunk)
+        total = parts[ranks[0]].clone()
+        for rank in ranks[1:]:
+            total += parts[rank]
+        self._device_group._allgather_base(padded, total).wait()
+        flat.copy_(padded[: len(flat)])
+
+    def max_(self, x: Tensor) -> None:
+        """Replace `x` on all members by the largest values of any. See `synchronize`."""
+        if self.size > 1:
+            self._device_group.allreduce([x], dist.ReduceOp.MAX).wait()
+
+    def gather(self, row: Tensor) -> Tensor:
+        """The rows of all members, on the host: `[n]` -> `[members, n]`."""
+        if self.size == 1:
+            return row.unsqueeze(0)
+        rows = row.new_empty(self.size, *row.shape)
+        self._host._allgather_base(rows.view(-1), row.contiguous().view(-1)).wait()
+        return rows
+
+    def send(self, tensors: Sequence[Tensor], to: int) -> None:
+        """Send `tensors`, contiguous, to member `to`, which receives into tensors of the same shapes."""
+        for part in _parts(tensors):
+            self._device_group.send([part], to, 0).wait()
+            self.synchronize()
+
+    def receive(self, tensors: Sequence[Tensor], sender: int) -> None:
+        """Receive into `tensors`, contiguous, what member `sender` sends."""
+        for part in _parts(tensors):
+            self._device_group.recv([part], sender, 0).wait()
+            self.synchronize()
+
+    def send_object(self, value: Any, to: int) -> None:
+        """Send `value`, which is JSON."""
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        self._host.send([torch.tensor([len(data)])], to, 1).wait()
+        self._host.send([data], to, 1).wait()
+
+    def receive_object(self, sender: int) -> Any:
+        size = torch.zeros(1, dtype=torch.int64)
+        self._host.recv([size], sender, 1).wait()
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self._host.recv([data], sender, 1).wait()
+        return json.loads(bytes(data.numpy()))
+
+    def synchronize(self) -> None:
+        """Wait, for a bounded time, until what is queued on the current stream is done; nothing is on the CPU."""
+        if self._device.type == "cuda":
+            bounded(torch.cuda.current_stream(self._device).record_event().query, self._seconds)
+
+    def close(self) -> None:
+        """Close all connections; operations in progress, here and at peers, fail."""
+        groups, self._host, self._device_group = {id(x): x for x in (self._host, self._device_group)}, None, None
+        for group in groups.values():
+            if group is not None:
+                with contextlib.suppress(RuntimeError):
+                    group.abort()
+
+
+def bounded(done: Callable[[], bool], seconds: float) -> None:
+    """Wait until `done()`. TimeoutError after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"a replica has not answered for {seconds:g} s")
+        time.sleep(_POLL_SECONDS)
+
+
+def _parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The bytes of `tensors` in parts of at most `PART`; parts are views."""
+    flat = [x.view(-1).view(torch.uint8) for x in tensors if x.numel()]
+    return [part for x in flat for part in x.split(PART)]

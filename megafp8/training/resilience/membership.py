@@ -1,0 +1,118 @@
+"""A training job as one of several replicas: its state as peers copy it, the check that all hold the same, its place.
+
+What a replica holds besides the tensors of its ranks is what a checkpoint's metadata has, and some counters of the
+training loop. A replica that has copied both from a peer goes on as if it had trained all steps itself.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megafp8.config import Config
+from megafp8.distributed.collectives import all_gather_objects
+from megafp8.fp8.health import Record
+from megafp8.parallel_state import ParallelState
+from megafp8.replicas import Membership, ReplicaLost
+from megafp8.replicas.lighthouse import Place, place_of
+from megafp8.replicas.membership import Limits, StateTensors
+from megafp8.training.errors import ReplicasDiffer
+from megafp8.training.observer import Observer, StepMetrics
+from megafp8.training.replicas import bit_sums, compared_state, held_state
+from megafp8.training.trainer import Trainer
+
+
+def own_place(config: Config) -> Place | None:
+    """The place of this process among the replicas that `config` asks for; None where it asks for none.
+
+    Raises ValueError where the environment does not say.
+    """
+    replicas = config.resilience.replicas
+    return None if replicas is None else place_of(os.environ, replicas.count)
+
+
+def log_folder(config: Config, run: Path) -> Path:
+    """The folder of this process's log and metrics: that of the run, or of its replica below it."""
+    place = own_place(config)
+    return run if place is None else run / f"replica-{place.replica}"
+
+
+def state_tensors(trainer: Trainer) -> StateTensors:
+    """All tensors that a peer of this rank must have to go on as this rank does. Collective."""
+    trainer.strategy.wait()
+    held = held_state(trainer)
+    recorded = [x.values for x in held if x.name.startswith("fp8.")]
+    return StateTensors([x.values for x in held if not x.name.startswith("fp8.")], recorded)
+
+
+def took_over(trainer: Trainer, updates: int) -> None:
+    """The tensors of `state_tensors` are those of a peer, which has made so many updates."""
+    trainer.optimizer.step_count = updates
+    trainer.fp8.invalidate_weights()
+    trainer.strategy.invalidate()
+
+
+def open_membership(
+    config: Config,
+    parallel: ParallelState,
+    place: Place,
+    *,
+    state: Callable[[], StateTensors],
+    metadata: Callable[[], Mapping[str, Any]],
+    restore: Callable[[Mapping[str, Any]], None],
+) -> Membership:
+    """The membership of this rank's replica. Collective over its ranks."""
+    r = config.resilience.replicas
+    assert r is not None
+    limits = Limits(r.exchange_seconds, config.timeout_seconds, r.slow_ratio, r.slow_steps)
+    return Membership(
+        place, parallel.world.is_first, parallel.device, limits, state=state, metadata=metadata, restore=restore
+    )
+
+
+def check_peers(trainer: Trainer, membership: Membership, step: int) -> None:
+    """Compare the state after `step` steps with that of all members of the quorum, bit for bit. Collective.
+
+    Raises ReplicasDiffer on the ranks of replicas that hold other bits than the majority, so that these are started
+    anew and copy it; on all of them where there is no majority. Raises ReplicaLost where a replica does not answer.
+    """
+    trainer.strategy.wait()
+    state = compared_state(trainer)
+    sums = bit_sums([x.values for x in state], trainer.parallel.device).cpu()
+    rows_mt2 = membership.gather(sums.view(-1)).view(-1, *sums.shape)
+    members, own = membership.quorum.members, membership.quorum.rank
+    wrong: list[str] = []
+    for i, x in enumerate(state):
+        by_member = [tuple(row[i].tolist()) for row in rows_mt2]
+        (most, count), *_ = Counter(by_member).most_common()
+        if by_member[own] != most or (count < len(by_member) and 2 * count <= len(by_member)):
+            wrong.append(x.name)
+    found = all_gather_objects(wrong, trainer.parallel.world.group)
+    if any(found):
+        ranks = [rank for rank, names in enumerate(found) if names]
+        names = list(dict.fromkeys(name for rank in ranks for name in found[rank]))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ReplicasDiffer(
+            f"after step {step} replica {members[own].index} on {socket.gethostname()} holds other bits than most of "
+            f"the {len(members)} replicas in {', '.join(names[:3])}{more} of rank {', '.join(map(str, ranks))}. This "
+            "state is given up: the replica is started anew and copies that of another. The cause may be a faulty GPU, "
+            "memory or link: test that host (nvidia-smi -q -d ECC; dcgmi diag -r 3)"
+        )
+
+
+class PeerCheck(Observer):
+    """`check_peers` after every `interval` steps, and before the checkpoints of every `save_interval` steps."""
+
+    def __init__(self, trainer: Trainer, membership: Membership, interval: int, save_interval: int) -> None:
+        self._trainer, self._membership = trainer, membership
+        self._intervals = [x for x in (interval, save_interval) if x]
+
+    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+        if any(metrics.step % interval == 0 for interval in self._intervals):
+            with suppress(ReplicaLost):  # the step is done; the members of the next one are others
+                check_peers(self._trainer, self._membership, metrics.step)
