@@ -28,7 +28,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -101,9 +100,8 @@ class Membership:
         # A rank of this replica that hangs in an exchange is found by the others before the hang watch would.
         self._inner = host_group(3 * limits.exchange + 5)
         self._is_main = is_main
-        self._waiting = host_group(1.1 * limits.quorum + 60)  # for the quorum
         self._id, self._store = broadcast_object(
-            (f"{place.replica}:{uuid.uuid4().hex[:12]}", _store_address()) if is_main else None, self._waiting
+            (f"{place.replica}:{uuid.uuid4().hex[:12]}", _store_address()) if is_main else None, self._inner
         )
         self._nonce = self._new_nonce()
         self._lineage = ""
@@ -142,9 +140,8 @@ class Membership:
         while True:
             self._progress = time.monotonic()
             own = Member(self._id, self.index, step, self._lineage, self._nonce, self._writes, self._store)
-            members = self._on_main(partial(self._ask, own))
-            before, quorum = self.quorum, Quorum.of(members, self._id)
-            if (self._group is None or quorum.key != before.key) and not self._connect(quorum):
+            before, quorum = self.quorum, Quorum.of(self._members_with(own), self._id)
+            if quorum.key != self._nonce and not self._connect(quorum):
                 continue
             self._log_changes(before, quorum)
             self.quorum, self._writes = quorum, quorum.writer == quorum.rank and quorum.step != NEW
@@ -153,38 +150,37 @@ class Membership:
             self._began = time.monotonic()
             return self.quorum
 
-    def _ask(self, own: Member) -> list[Member]:
-        """The members of the next quorum, however often the lighthouse has to be asked. Of rank 0."""
+    def _members_with(self, own: Member) -> list[Member]:
+        """The members of the next quorum, on all ranks, however often the lighthouse has to be asked.
+
+        The other ranks hear from rank 0 after each attempt, so that they notice if it hangs.
+        """
         deadline = time.monotonic() + self._limits.quorum
         warned = False
         while True:
-            left = deadline - time.monotonic()
-            try:
-                if self._lighthouse is None:
-                    self._lighthouse = Lighthouse(self._place, self._id, self._is_alive)
-                return self._lighthouse.quorum(own, max(left, 1.0))
-            except (TimeoutError, ConnectionError) as error:
-                if time.monotonic() >= deadline:
-                    raise ReplicaStopped(
-                        f"replica {self.index}: {error}; it waited {self._limits.quorum:g} s"
-                    ) from None
-                if not warned:
-                    logger.warning(f"replica {self.index}: {error}; trying again")
-                warned = True
-                time.sleep(0.2)
+            members, error = broadcast_object(self._ask(own) if self._is_main else None, self._inner)
+            if isinstance(error, ValueError):
+                raise error
+            if error is None:
+                return list(members)
+            if time.monotonic() >= deadline:
+                raise ReplicaStopped(f"replica {self.index}: {error}; it waited {self._limits.quorum:g} s")
+            if self._is_main and not warned:
+                logger.warning(f"replica {self.index}: {error}; trying again")
+            warned = True
+            self._progress = time.monotonic()
 
-    def _on_main(self, action: Callable[[], Any]) -> Any:
-        """Run `action` on rank 0 of the replica, and return its value on all ranks; all raise what it raises."""
-        value, error = None, None
-        if self._is_main:
-            try:
-                value = action()
-            except (ValueError, OSError, ReplicaStopped) as raised:
-                error = raised
-        value, error = broadcast_object((value, error), self._waiting)
-        if error is not None:
-            raise error
-        return value
+    def _ask(self, own: Member) -> tuple[list[Member], Exception | None]:
+        """One attempt, bounded in time, to get the members of the next quorum; of rank 0."""
+        try:
+            if self._lighthouse is None:
+                self._lighthouse = Lighthouse(self._place, self._id, self._is_alive)
+            return self._lighthouse.quorum(own, self._limits.exchange), None
+        except (TimeoutError, ConnectionError) as error:
+            time.sleep(0.1)
+            return [], error
+        except ValueError as error:
+            return [], error
 
     def _connect(self, quorum: Quorum) -> bool:
         """Connect to the peers in `quorum`; False, on all ranks, where that failed on any: the quorum must be anew."""
@@ -204,6 +200,7 @@ class Membership:
         except Failed as failed:
             error = failed
         if self._all_succeeded(error is None):
+            self._nonce = quorum.key
             return True
         self._lose(f"not connected to all members: {_first_line(error)}")
         return False

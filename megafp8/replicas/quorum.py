@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,9 +16,9 @@ class Member:
     """A replica that takes part in a quorum.
 
     `id`: of this start of the replica, unique. `index`: of the replica, from 0. `step`: number of steps that its state
-    has done; `NEW` without one. `lineage`: of the state, see `after_step`. `nonce`: changes whenever the replica has
-    lost its connections. `writes`: it has been the one that writes checkpoints. `store`: host and port of the store at
-    which its ranks are met.
+    has done; `NEW` without one. `lineage`: of the state, see `after_step`. `nonce`: the key of the connections that it
+    has, or a random word if it has none. `writes`: it has been the one that writes checkpoints. `store`: host and port
+    of the store at which its ranks are met.
     """
 
     id: str
@@ -95,9 +95,12 @@ class Quorum:
 
     @cached_property
     def key(self) -> str:
-        """Names the connections of these members: another one as soon as a member is another, or has lost its own."""
-        text = " ".join(f"{member.id}/{member.nonce}" for member in self.members)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        """Names the connections of these members: those that all of them have, if they have the same, else new ones."""
+        members, nonces = (_digest(getattr(x, name) for x in self.members) for name in ("id", "nonce"))
+        connected = {member.nonce for member in self.members}
+        if len(connected) == 1 and self.own.nonce.startswith(f"{members}-"):
+            return self.own.nonce
+        return f"{members}-{nonces}"
 
     def after_step(self) -> str:
         """The lineage of the state after the step of this quorum: a hash of all quorums whose steps it has done.
@@ -105,12 +108,16 @@ class Quorum:
         Two replicas with one lineage have one state. Two of one step with different lineages: one of them did the step
         and left before the others knew, and these did it again without it.
         """
-        return hashlib.sha256(f"{self.lineage} {self.step} {self.key}".encode()).hexdigest()[:16]
+        return _digest((self.lineage, str(self.step), self.key))
 
     @property
     def store(self) -> str:
         """Where the members meet: at a replica that has trained before, which need not start first."""
         return self.members[self.trainers[0]].store
+
+
+def _digest(words: Iterable[str]) -> str:
+    return hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
 
 
 def share(count: int, members: int, rank: int) -> range:

@@ -203,7 +203,8 @@ class Job:
         if self.membership is None:
             self._begin_with(reader, memory)
         else:
-            self.step = newest_on_disk(self.config, self.run_folder)  # or later: `_enter` asks the other replicas
+            # Or later: `_enter` asks the other replicas, one of which may be saving now.
+            self.step = on_rank0(lambda: newest_on_disk(self.config, self.run_folder), parallel.world.group)
         self.last_step = end_of_stage(inputs.run, self.step)
         in_memory = None if memory is None else memory.folder
         self.faults = Faults(self.folder, self.config.resilience.inject, self.trainer, parallel.rank, in_memory)

@@ -23,6 +23,8 @@ from typing import Any
 from tests.quickstart_data import ROOT
 
 TOKEN = "a token of tests, not of users"
+CHECK_INTERVAL = 5
+"""Steps between comparisons of replicas."""
 SMALL = [
     "model.num_layers=2",
     "model.hidden_size=32",
@@ -34,6 +36,7 @@ SMALL = [
     "optimizer.warmup_steps=1",
     "fp8.report_interval=0",
     "resilience.straggler_interval=0",
+    f"training.replica_check_interval={CHECK_INTERVAL}",
 ]
 
 
@@ -43,18 +46,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_lighthouse(folder: Path, min_replicas: int, join_seconds: float = 1.0) -> tuple[subprocess.Popen[bytes], str]:
+def start_lighthouse(folder: Path, min_replicas: int, address: str = "") -> tuple[subprocess.Popen[bytes], str]:
     """A lighthouse process, and its address."""
-    address = f"127.0.0.1:{free_port()}"
+    address = address or f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "megafp8", "lighthouse", "--bind", address, "--min", str(min_replicas)]
-    command += ["--join-seconds", str(join_seconds), "--heartbeat-seconds", "1"]
+    command += ["--join-seconds", "1", "--heartbeat-seconds", "1"]
     with (folder / "lighthouse.log").open("ab") as log:
         environment = os.environ | {"MEGAFP8_LIGHTHOUSE_TOKEN": TOKEN}
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
     return process, address
 
 
-def _fork(action: Callable[[], int], log: Path, end_with_parent: bool) -> int:
+def fork(action: Callable[[], int], log: Path, end_with_parent: bool) -> int:
     """Run `action` in a child process, whose output goes to `log`; returns its number."""
     parent = os.getpid()
     pid = os.fork()
@@ -69,8 +72,8 @@ def _fork(action: Callable[[], int], log: Path, end_with_parent: bool) -> int:
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        sys.stdout = os.fdopen(1, "w", buffering=1)
-        sys.stderr = os.fdopen(2, "w", buffering=1)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         code = action()
@@ -95,6 +98,8 @@ def audit(folder: Path, replica: int, rank: int, delay: float = 0.0) -> None:
     file = (folder / f"audit-{replica}-{rank}.jsonl").open("a", buffering=1)
     train_step, one_step = Trainer.train_step, Job._one_step
     samples: list[int] = []
+    flips: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda *_: flips.append(1))
 
     def step_with_samples(self: Trainer, step: int, batches: Sequence[Any], **options: Any) -> Any:
         samples[:] = [x for batch in batches for x in batch.samples.tolist()]
@@ -113,9 +118,23 @@ def audit(folder: Path, replica: int, rank: int, delay: float = 0.0) -> None:
             "samples": samples,
         }
         file.write(json.dumps(record) + "\n")
+        if flips and metrics.step % CHECK_INTERVAL == 0:  # so the comparison finds it before it spoils a gradient
+            flips.clear()
+            flip_bit(self.trainer)
         return metrics
 
     Trainer.train_step, Job._one_step = step_with_samples, audited  # type: ignore[method-assign]
+
+
+def flip_bit(trainer: Any) -> None:
+    """Change one bit of a master weight, and of the weight that is made of it."""
+    import torch
+
+    shard = trainer.optimizer.shards[0]
+    master = trainer.optimizer.master_of(shard)
+    master.view(torch.int32)[3] ^= 1 << 20
+    if shard.param not in trainer.optimizer.released:
+        shard.view(shard.param.detach())[3] = master[3]
 
 
 class Cluster:
@@ -137,12 +156,13 @@ class Cluster:
         self.folder, self.count, self.ranks, self._delay = folder, count, ranks, delay
         replicas = f"{{count: {count}, min: {min_replicas}, exchange_seconds: 2, start_seconds: 60}}"
         self.arguments = ["--config", "quickstart", *overrides, f"run_dir={folder}", f"resilience.replicas={replicas}"]
+        self._min = min_replicas
         self.lighthouse, self.address = start_lighthouse(folder, min_replicas)
         self.agents: dict[int, int] = {}
 
     def start(self, replica: int) -> None:
         """Start the agent of a replica."""
-        self.agents[replica] = _fork(lambda: self._run_agent(replica), self.folder / f"replica-{replica}.log", True)
+        self.agents[replica] = fork(lambda: self._run_agent(replica), self.folder / f"replica-{replica}.log", True)
 
     def _run_agent(self, replica: int) -> int:
         environment = {
@@ -168,7 +188,7 @@ class Cluster:
         signal.signal(signal.SIGTERM, stop)
         while True:
             os.environ["MASTER_PORT"] = str(free_port())
-            pids = [_fork(lambda rank=rank: self._run_rank(replica, rank), log, True) for rank in range(self.ranks)]
+            pids = [fork(lambda rank=rank: self._run_rank(replica, rank), log, True) for rank in range(self.ranks)]
             text = json.dumps(pids)
             file = self.folder / f"pids-{replica}.json"
             file.with_suffix(".new").write_text(text)
@@ -189,9 +209,9 @@ class Cluster:
                 return 2
 
     def _run_rank(self, replica: int, rank: int) -> int:
-        from megafp8.commands.pretrain import live_evaluation
         import torch
 
+        from megafp8.commands.pretrain import live_evaluation
         from megafp8.training import command_line
 
         torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported
@@ -214,6 +234,22 @@ class Cluster:
             return []
         return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
+    def latest(self, replica: int, count: int) -> list[dict[str, Any]]:
+        """The latest steps of a replica, up to `count` of them."""
+        path = self.folder / f"audit-{replica}-0.jsonl"
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 256 * count))
+            lines = [x for x in file.read().split(b"\n") if x.endswith(b"}") and x.startswith(b"{")]
+        return [json.loads(x) for x in lines]
+
+    def restart_lighthouse(self) -> None:
+        """Kill the lighthouse, and start it again at its address."""
+        self.lighthouse.kill()
+        self.lighthouse.wait()
+        self.lighthouse, _ = start_lighthouse(self.folder, self._min, self.address)
+
     def newest(self, replica: int) -> dict[str, Any]:
         """The latest step of a replica; its number is 0 without one."""
         path = self.folder / f"audit-{replica}-0.jsonl"
@@ -228,8 +264,8 @@ class Cluster:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
-                logs = "\n".join(
-                    f"--- replica {i}\n" + (self.folder / f"replica-{i}.log").read_text()[-3000:]
+                logs = "\n".join(  # of each replica
+                    f"--- replica {i}\n" + (self.folder / f"replica-{i}.log").read_text()[-6000:]
                     for i in range(self.count)
                     if (self.folder / f"replica-{i}.log").exists()
                 )

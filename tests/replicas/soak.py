@@ -1,0 +1,304 @@
+"""Random faults in a job of replicas, and the proof that nothing was lost by them.
+
+    python -m tests.replicas.soak --faults 1000 --out soak.json
+
+Faults, each of one replica or of two at once:
+
+    kill_rank         SIGKILL of a rank
+    stop_rank         SIGSTOP of a rank
+    pause_rank        SIGSTOP of a rank, and SIGCONT some seconds later
+    kill_node         SIGKILL of the agent and all ranks; the agent is started again after a while
+    twice             kill_rank of two replicas at once
+    during_save       SIGKILL of a rank of the replica that is writing a checkpoint
+    during_rejoin     SIGKILL of a rank while another replica, which was killed before, comes back
+    flip_weight       one bit of a weight of one rank, found by the comparison of replicas
+    kill_lighthouse   SIGKILL of the lighthouse, which is started again
+
+For each fault: the time from it until the others have done a step without the lost replica, whether their processes are
+the same as before, and the time until it takes part again. At the end: every step was done, its samples are those of
+the batch, each once, all replicas agree on its loss, and a twin without replicas has the same losses, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.quickstart_data import ROOT, QuickstartData
+from tests.replicas.cluster import SMALL, Cluster
+from tests.replicas.twin import run_twin
+
+KINDS = {
+    "kill_rank": 4,
+    "stop_rank": 1,
+    "pause_rank": 1,
+    "kill_node": 2,
+    "twice": 2,
+    "during_save": 2,
+    "during_rejoin": 2,
+    "flip_weight": 1,
+    "kill_lighthouse": 1,
+}
+"""Kinds of faults, and how often each happens."""
+SAVE_INTERVAL = 25
+PATIENCE = 90.0
+
+
+class Soak:
+    """Faults in a running `cluster`, and what was measured of each."""
+
+    def __init__(self, cluster: Cluster, seed: int) -> None:
+        self.cluster, self.random = cluster, random.Random(seed)
+        self.results: list[dict[str, Any]] = []
+
+    def inject(self, kind: str) -> None:
+        """One fault, and the wait until all replicas take part again."""
+        cluster, everybody = self.cluster, list(range(self.cluster.count))
+        victims = self.random.sample(everybody, 2 if kind in ("twice", "during_rejoin") else 1)
+        if kind == "during_save":
+            victims = [self._writer()]
+        if kind == "kill_lighthouse":
+            victims = []
+        others = [i for i in everybody if i not in victims]
+        before = {i: cluster.pids(i) for i in everybody}
+        # The quorum of the running step, and perhaps of the next one, may have been there before a lighthouse is lost.
+        least = max(cluster.newest(i)["step"] for i in everybody) + (3 if kind == "kill_lighthouse" else 0)
+        began = self._strike(kind, victims)
+        lost = set(victims)
+
+        def stepped() -> bool:
+            newest = [cluster.newest(i) for i in others]
+            return all(x["time"] > began and not lost & set(x["replicas"]) for x in newest)
+
+        outcome: dict[str, Any] = {"kind": kind, "victims": victims, "step": cluster.newest(others[0])["step"]}
+        if kind == "kill_lighthouse":
+            cluster.wait(lambda: all(cluster.newest(i)["step"] >= least for i in others), PATIENCE, kind)
+        elif kind != "pause_rank":  # which may be over before anybody has noticed
+            cluster.wait(stepped, PATIENCE, kind)
+        outcome["seconds"] = max(self._first(i, began, lost, least) for i in others) - began
+        if kind == "pause_rank":
+            time.sleep(2.5)
+            for pid in before[victims[0]]:
+                _signal(pid, signal.SIGCONT)
+        for victim in victims:
+            if kind == "kill_node":
+                cluster.start(victim)
+
+        def rejoined() -> bool:
+            newest = [cluster.newest(i) for i in everybody]
+            return all(x["time"] > began + 0.01 and len(x["replicas"]) == cluster.count for x in newest)
+
+        back = time.time()
+        cluster.wait(rejoined, PATIENCE, f"{kind}: all replicas again")
+        outcome["rejoined"] = time.time() - (back if kind == "kill_node" else began)
+        outcome["same_processes"] = all(cluster.pids(i) == before[i] for i in others)
+        self.results.append(outcome)
+
+    def _writer(self) -> int:
+        """The replica that writes checkpoints, once it is doing so."""
+        folder = self.cluster.folder / "quickstart" / "checkpoints"
+
+        def saves() -> bool:
+            return any(path.name.startswith(".") and path.is_dir() for path in folder.iterdir())
+
+        self.cluster.wait(saves, PATIENCE, "a save")
+        return self._lock_holder(folder)
+
+    def _lock_holder(self, folder: Path) -> int:
+        owner = json.loads((folder / ".lock").read_text())["pid"]
+        return next(i for i in range(self.cluster.count) if owner in self.cluster.pids(i))
+
+    def _strike(self, kind: str, victims: Sequence[int]) -> float:
+        """Let the fault happen; returns when it did."""
+        cluster = self.cluster
+        began = time.time()
+        for victim in victims[:1] if kind == "during_rejoin" else victims:
+            pids = cluster.pids(victim)
+            pid = self.random.choice(pids)
+            if kind == "kill_node":
+                for process in (cluster.agents[victim], *pids):
+                    _signal(process, signal.SIGKILL)
+                os.waitpid(cluster.agents[victim], 0)
+            elif kind in ("stop_rank", "pause_rank"):
+                _signal(pid, signal.SIGSTOP)
+            elif kind == "flip_weight":
+                _signal(pid, signal.SIGUSR1)
+            else:
+                _signal(pid, signal.SIGKILL)
+        if kind == "during_rejoin":
+            first, second = victims
+            dead = cluster.pids(first)
+            cluster.wait(lambda: cluster.pids(first) != dead, PATIENCE, "a restart")
+            time.sleep(self.random.uniform(0.0, 3.0))
+            began = time.time()
+            _signal(self.random.choice(cluster.pids(second)), signal.SIGKILL)
+        if kind == "kill_lighthouse":
+            cluster.restart_lighthouse()
+        return began
+
+    def _first(self, replica: int, began: float, lost: set[int], least: int) -> float:
+        """When a replica had done its first step after `began`, of at least this number, without the `lost` ones."""
+        steps = [x for x in self.cluster.latest(replica, 400) if x["time"] > began and x["step"] >= least]
+        return float(next((x["time"] for x in steps if not lost & set(x["replicas"])), began))
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def check(cluster: Cluster) -> tuple[list[dict[str, Any]], int]:
+    """What the run has done step by step, and how many steps were done again by others than those that did them first.
+
+    AssertionError if a step is missing, replicas disagree on it, or its samples are not those of its batch.
+    """
+    by_step: dict[int, list[tuple[int, dict[str, Any]]]] = {}
+    for i in range(cluster.count):
+        for record in cluster.steps(i):
+            by_step.setdefault(record["step"], []).append((i, record))
+    last = max(by_step) - 1  # the stop may have come in the middle of the last one
+    assert sorted(by_step)[:last] == list(range(1, last + 1)), "steps are missing"
+    repeated, steps = 0, []
+    for step in range(1, last + 1):
+        versions = Counter((x["loss"], x["norm"], tuple(x["replicas"])) for _, x in by_step[step])
+        newest = max(by_step[step], key=lambda one: one[1]["time"])[1]
+        kept = (newest["loss"], newest["norm"], tuple(newest["replicas"]))
+        repeated += len(versions) - 1
+        records = {i: x for i, x in by_step[step] if (x["loss"], x["norm"], tuple(x["replicas"])) == kept}
+        samples: list[int] = []
+        for i in newest["replicas"]:
+            if i in records:
+                samples += records[i]["samples"]
+            else:  # it was lost after its vote, before it could write; its share is what the others left
+                samples += _share_of(step, newest["replicas"], i)
+        assert sorted(samples) == list(range(8 * (step - 1), 8 * step)), f"step {step}: samples {sorted(samples)}"
+        steps.append(newest)
+    return steps, repeated
+
+
+def _share_of(step: int, replicas: Sequence[int], replica: int) -> list[int]:
+    n, i = len(replicas), replicas.index(replica)
+    return [8 * (step - 1) + x for x in range(8 * i // n, 8 * (i + 1) // n)]
+
+
+def overrides(data: QuickstartData, layout: Sequence[str]) -> list[str]:
+    """The config of a soak, without replicas."""
+    return [
+        *SMALL,
+        *data.overrides,
+        *layout,
+        "training.steps=1000000",
+        f"checkpoint.interval={SAVE_INTERVAL}",
+        "checkpoint.keep_last=2",
+        "fp8.recipe=delayed",
+        "optimizer.learning_rate=1e-4",
+        "optimizer.min_learning_rate=1e-4",
+        "logging.layer_norms_interval=0",
+        "resilience.hang_seconds=5",
+        "timeout_seconds=60",
+    ]
+
+
+TP2 = ["parallel.tensor=2", "parallel.pipeline=1", "parallel.zero=0"]
+FSDP2 = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.fsdp=true"]
+
+
+def run(
+    folder: Path, data: QuickstartData, layout: Sequence[str], kinds: Sequence[str], seed: int, twin_steps: int
+) -> dict[str, Any]:
+    """Faults of `kinds`, one after the other; returns what was measured, with counts of what must not be."""
+    arguments = overrides(data, layout)
+    cluster = Cluster(folder, arguments, 4, 2)
+    soak = Soak(cluster, seed)
+    began = time.time()
+    try:
+        for i in range(4):
+            cluster.start(i)
+        cluster.wait(lambda: all(cluster.newest(i)["step"] >= 3 for i in range(4)), PATIENCE, "first steps")
+        for number, kind in enumerate(kinds):
+            soak.inject(kind)
+            result = soak.results[-1]
+            print(
+                f"{number + 1:5} {kind:16} {result['seconds']:6.2f} {result['rejoined']:6.2f} "
+                f"{'' if result['same_processes'] else 'OTHERS RESTARTED'}",
+                flush=True,
+            )
+        cluster.stop()
+    finally:
+        cluster.kill()
+    steps, repeated = check(cluster)
+    members = [x["replicas"] for x in steps[:twin_steps]]
+    twin = run_twin(folder, ["--config", "quickstart", *arguments, f"run_dir={folder / 'twin'}"], 2, members)
+    different = [i + 1 for i, (a, b) in enumerate(zip(steps, twin)) if (a["loss"], a["norm"]) != (b["loss"], b["norm"])]
+    return {
+        "seconds": time.time() - began,
+        "steps": len(steps),
+        "done_twice": repeated,
+        "twin_steps": len(twin),
+        "twin_differs": different,
+        "faults": soak.results,
+    }
+
+
+def table(faults: Sequence[dict[str, Any]]) -> str:
+    """Figures by kind: number, seconds until the next step of the others and until all take part, others restarted."""
+    lines = [
+        f"{'kind':16} {'faults':>6} {'next step: median':>18} {'p99':>6} {'max':>6} {'all again':>10} {'restarted':>9}"
+    ]
+    for kind in dict.fromkeys(x["kind"] for x in faults):
+        own = [x for x in faults if x["kind"] == kind]
+        seconds = sorted(x["seconds"] for x in own)
+        p99 = seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
+        back = statistics.median(x["rejoined"] for x in own)
+        lines.append(
+            f"{kind:16} {len(own):6} {statistics.median(seconds):18.2f} {p99:6.2f} {seconds[-1]:6.2f} {back:10.2f} "
+            f"{sum(not x['same_processes'] for x in own):9}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layout", choices=["tp2", "fsdp2"], default="tp2")
+    parser.add_argument("--twin-steps", type=int, default=1000000)
+    parser.add_argument("--kinds", nargs="*")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
+    kinds = options.kinds or rng.choices(list(KINDS), list(KINDS.values()), k=options.faults)
+    with tempfile.TemporaryDirectory(prefix="megafp8-soak-") as name:
+        data_folder = Path(name) / "data"
+        data_folder.mkdir()
+        # In a process of its own: this one forks, and must have started no threads.
+        script = (
+            "import sys, pathlib; from tests.quickstart_data import *; make_quickstart_data(pathlib.Path(sys.argv[1]))"
+        )
+        subprocess.run([sys.executable, "-c", script, data_folder], cwd=ROOT, check=True, capture_output=True)
+        data = QuickstartData(data_folder)
+        folder = Path(name) / "run"
+        folder.mkdir()
+        result = run(folder, data, TP2 if options.layout == "tp2" else FSDP2, kinds, options.seed, options.twin_steps)
+    print(table(result["faults"]))
+    print({key: value for key, value in result.items() if key != "faults"})
+    if options.out:
+        options.out.write_text(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

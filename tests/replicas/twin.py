@@ -1,0 +1,85 @@
+"""The run of one replica that computes the shares of all members itself, from the record of who trained which step.
+
+It has no quorum, no vote and no connections: for each step it computes the gradients of each member's share of the
+batch one after the other, adds them up in the order of the members, and updates the weights once. So its losses are
+those of a run with this membership, bit for bit, if such a run is right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.replicas.cluster import fork, free_port
+
+
+class _Computed(Exception):
+    """The passes of a share are done; the step is not."""
+
+
+def run_twin(folder: Path, arguments: Sequence[str], ranks: int, membership: Sequence[Sequence[int]]) -> list[Any]:
+    """Losses and norms, as hexadecimal floats, of steps that `membership` trains. `arguments`: a config's."""
+    port = str(free_port())
+    out = folder / "twin.jsonl"
+    out.unlink(missing_ok=True)
+    pids = []
+    for rank in range(ranks):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": port}
+        pids.append(fork(lambda place=place: _run(place, arguments, membership, out), folder / "twin.log", True))
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert not any(codes), (folder / "twin.log").read_text()[-3000:]
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def _run(place: Mapping[str, str], arguments: Sequence[str], membership: Sequence[Sequence[int]], out: Path) -> int:
+    from megafp8.parallel_state import initialize_distributed
+    from megafp8.replicas import share
+    from megafp8.training import command_line
+    from megafp8.training.parallel import build_parallel
+    from megafp8.training.trainer import Trainer
+
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", **place}
+    sys.argv = ["pretrain", *arguments]
+    inputs = command_line.prepare(command_line.parse_arguments(None))
+    assert inputs is not None
+    config = inputs.config
+    parallel = build_parallel(config, initialize_distributed("cpu"))
+    parts: list[list[list[Tensor]]] = []
+    members = 0
+
+    def exchange(sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> None:
+        parts.append([[x.clone() for x in xs] for xs in (sums, maxima)])
+        if len(parts) < members:
+            raise _Computed
+        for i, x in enumerate(sums):
+            total = parts[0][0][i]
+            for part in parts[1:]:
+                total = total + part[0][i]
+            x.copy_(total)
+        for i, x in enumerate(maxima):
+            x.copy_(torch.stack([part[1][i] for part in parts]).amax(dim=0))
+
+    trainer = Trainer(config, parallel, None, exchange)
+    samples = config.training.global_batch_size
+    with out.open("w") if parallel.rank == 0 else open(os.devnull, "w") as file:
+        for step, trained in enumerate(membership):
+            parts.clear()
+            members = len(trained)
+            for member in range(members):
+                own = share(trainer.num_microbatches, members, member)
+                batches = next(inputs.batches(inputs.train, parallel, step * samples, num_workers=0, share=own))
+                try:
+                    loss, result = trainer.train_step(step, batches)
+                except _Computed:
+                    continue
+                line = {"loss": float(loss.mean).hex(), "norm": float(result.grad_norm).hex()}
+                file.write(json.dumps(line) + "\n")
+    return 0
