@@ -36,6 +36,10 @@ def replicas(config: Config, world_size: int) -> Iterator[Problem]:
         return
     if r.min > r.count:
         yield Problem(f"{path}.min", r.min, f"there are {r.count} replicas", f"try {r.count}, or fewer")
+    hang = config.hang_seconds
+    if hang and hang <= 2 * r.exchange_seconds:
+        rule = f"a rank may wait twice exchange_seconds ({r.exchange_seconds:g}) for other replicas, which is no hang"
+        yield Problem("resilience.hang_seconds", hang, rule, f"try {3 * r.exchange_seconds:g}")
     p = config.parallel
     data = world_size // (p.tensor * p.pipeline * p.context)
     shares, rest = divmod(t.global_batch_size, t.micro_batch_size * max(data, 1))

@@ -56,7 +56,6 @@ class ReplicaGroup:
         self._device_group: Any = None
         if size == 1:
             return
-        store.set_timeout(limit)
         self._host = dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/host", store), rank, size, limit)
         self._device_group = self._host
         if device.type == "cuda":

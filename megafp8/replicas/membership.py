@@ -20,6 +20,7 @@ with an error, and the launch agent starts the replica anew. Its heartbeats end 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import statistics
@@ -27,8 +28,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +44,9 @@ from megafp8.replicas.lighthouse import Lighthouse, Place
 from megafp8.replicas.quorum import NEW, Member, Quorum
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_CONNECT_SECONDS = 10.0
+"""Longest wait for a member's connections, which all make at once."""
 
 
 class ReplicaLost(Exception):
@@ -151,31 +156,39 @@ class Membership:
             return self.quorum
 
     def _members_with(self, own: Member) -> list[Member]:
-        """The members of the next quorum, on all ranks, however often the lighthouse has to be asked.
+        """The members of the next quorum, on all ranks. Raises ReplicaStopped if there is none in time.
 
-        The other ranks hear from rank 0 after each attempt, so that they notice if it hangs.
+        The other ranks hear from rank 0 while it waits, so that they notice if it hangs. The request itself is not
+        repeated meanwhile: the lighthouse may just be answering it, and others would wait for a member that asks again.
         """
-        deadline = time.monotonic() + self._limits.quorum
-        warned = False
+        deadline, warned, answer = time.monotonic() + self._limits.quorum, False, None
         while True:
-            members, error = broadcast_object(self._ask(own) if self._is_main else None, self._inner)
-            if isinstance(error, ValueError):
-                raise error
-            if error is None:
-                return list(members)
-            if time.monotonic() >= deadline:
-                raise ReplicaStopped(f"replica {self.index}: {error}; it waited {self._limits.quorum:g} s")
-            if self._is_main and not warned:
-                logger.warning(f"replica {self.index}: {error}; trying again")
-            warned = True
+            outcome = None
+            if self._is_main:
+                answer = answer or _in_thread(lambda: self._ask(own))
+                with contextlib.suppress(TimeoutError):
+                    outcome = answer.result(min(self._limits.exchange, 5.0))
+            outcome = broadcast_object(outcome, self._inner)
             self._progress = time.monotonic()
+            if outcome is not None:
+                members, error = outcome
+                if error is None:
+                    return list(members)
+                if isinstance(error, ValueError):
+                    raise error
+                answer = None
+                if self._is_main and not warned:
+                    logger.warning(f"replica {self.index}: {error}; trying again")
+                    warned = True
+            if time.monotonic() >= deadline:
+                raise ReplicaStopped(f"replica {self.index} has waited {self._limits.quorum:g} s for enough others")
 
     def _ask(self, own: Member) -> tuple[list[Member], Exception | None]:
-        """One attempt, bounded in time, to get the members of the next quorum; of rank 0."""
+        """The members of the next quorum, or why the lighthouse has not answered."""
         try:
             if self._lighthouse is None:
                 self._lighthouse = Lighthouse(self._place, self._id, self._is_alive)
-            return self._lighthouse.quorum(own, self._limits.exchange), None
+            return self._lighthouse.quorum(own, self._limits.quorum), None
         except (TimeoutError, ConnectionError) as error:
             time.sleep(0.1)
             return [], error
@@ -190,7 +203,7 @@ class Membership:
         name = f"replicas/{quorum.key}/{rank}"
         error: Exception | None = None
         try:
-            limit = timedelta(seconds=self._limits.exchange)
+            limit = timedelta(seconds=min(self._limits.exchange, _CONNECT_SECONDS))
             store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
             size = len(quorum.members)
             self._group = ReplicaGroup(store, name, quorum.rank, size, self._device, self._limits.exchange)
@@ -383,6 +396,20 @@ class Membership:
         self._disconnect()
         if self._lighthouse is not None:
             self._lighthouse.close()
+
+
+def _in_thread(action: Callable[[], T]) -> Future[T]:
+    """The result of `action` to come, which a thread computes that does not keep the process alive."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="quorum", daemon=True).start()
+    return future
 
 
 def _store_address() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -150,9 +151,16 @@ class Cluster:
         min_replicas: int = 1,
         delay: float = 0.0,
     ) -> None:
-        import megafp8.training.job  # noqa: F401 - before forks
+        # Before forks: what a rank would import.
+        import torch._dynamo  # noqa: F401 - torch.optim imports it
+        import torchft.coordination  # noqa: F401
+
+        import megafp8.inference.live
+        import megafp8.training.job  # noqa: F401
         from megafp8.training import command_line  # noqa: F401
 
+        gc.collect()
+        gc.freeze()  # ranks collect nothing that is shared
         self.folder, self.count, self.ranks, self._delay = folder, count, ranks, delay
         replicas = f"{{count: {count}, min: {min_replicas}, exchange_seconds: 2, start_seconds: 60}}"
         self.arguments = ["--config", "quickstart", *overrides, f"run_dir={folder}", f"resilience.replicas={replicas}"]

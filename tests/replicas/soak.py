@@ -32,7 +32,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ class Soak:
         # The quorum of the running step, and perhaps of the next one, may have been there before a lighthouse is lost.
         least = max(cluster.newest(i)["step"] for i in everybody) + (3 if kind == "kill_lighthouse" else 0)
         began = self._strike(kind, victims)
-        lost = set(victims)
+        lost = set(victims[1:] if kind == "during_rejoin" else victims)
 
         def stepped() -> bool:
             newest = [cluster.newest(i) for i in others]
@@ -124,6 +123,7 @@ class Soak:
     def _strike(self, kind: str, victims: Sequence[int]) -> float:
         """Let the fault happen; returns when it did."""
         cluster = self.cluster
+        dead = cluster.pids(victims[0]) if victims else []
         began = time.time()
         for victim in victims[:1] if kind == "during_rejoin" else victims:
             pids = cluster.pids(victim)
@@ -140,7 +140,6 @@ class Soak:
                 _signal(pid, signal.SIGKILL)
         if kind == "during_rejoin":
             first, second = victims
-            dead = cluster.pids(first)
             cluster.wait(lambda: cluster.pids(first) != dead, PATIENCE, "a restart")
             time.sleep(self.random.uniform(0.0, 3.0))
             began = time.time()
@@ -160,38 +159,43 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def check(cluster: Cluster) -> tuple[list[dict[str, Any]], int]:
+def check(cluster: Cluster, data_ranks: int) -> tuple[list[dict[str, Any]], int]:
     """What the run has done step by step, and how many steps were done again by others than those that did them first.
 
-    AssertionError if a step is missing, replicas disagree on it, or its samples are not those of its batch.
+    AssertionError if a step is missing, replicas disagree on it, or its samples are not those of its batch, each once.
+    `data_ranks`: ranks of a replica that read samples of their own.
     """
-    by_step: dict[int, list[tuple[int, dict[str, Any]]]] = {}
-    for i in range(cluster.count):
-        for record in cluster.steps(i):
-            by_step.setdefault(record["step"], []).append((i, record))
+    records = {(i, rank): cluster.steps(i, rank) for i in range(cluster.count) for rank in range(cluster.ranks)}
+    by_step: dict[int, list[tuple[int, int, dict[str, Any]]]] = {}
+    for (i, rank), steps in records.items():
+        for record in steps:
+            by_step.setdefault(record["step"], []).append((i, rank, record))
     last = max(by_step) - 1  # the stop may have come in the middle of the last one
     assert sorted(by_step)[:last] == list(range(1, last + 1)), "steps are missing"
-    repeated, steps = 0, []
+    repeated, kept = 0, []
     for step in range(1, last + 1):
-        versions = Counter((x["loss"], x["norm"], tuple(x["replicas"])) for _, x in by_step[step])
-        newest = max(by_step[step], key=lambda one: one[1]["time"])[1]
-        kept = (newest["loss"], newest["norm"], tuple(newest["replicas"]))
-        repeated += len(versions) - 1
-        records = {i: x for i, x in by_step[step] if (x["loss"], x["norm"], tuple(x["replicas"])) == kept}
-        samples: list[int] = []
-        for i in newest["replicas"]:
-            if i in records:
-                samples += records[i]["samples"]
-            else:  # it was lost after its vote, before it could write; its share is what the others left
-                samples += _share_of(step, newest["replicas"], i)
-        assert sorted(samples) == list(range(8 * (step - 1), 8 * step)), f"step {step}: samples {sorted(samples)}"
-        steps.append(newest)
-    return steps, repeated
+        newest = max((x for *_, x in by_step[step]), key=lambda x: x["time"])
+        repeated += len({_version(x) for *_, x in by_step[step]}) - 1
+        written = {(i, rank): x["samples"] for i, rank, x in by_step[step] if _version(x) == _version(newest)}
+        seen: list[int] = []
+        for place, i in enumerate(newest["replicas"]):
+            own = [written.get((i, rank)) for rank in range(data_ranks)]
+            if None in own:  # it was lost after its vote, before it could write: its share is what others have not
+                own = [_share_of(step, len(newest["replicas"]), place, data_ranks)]
+            seen += [x for samples in own for x in samples or ()]
+        assert sorted(seen) == list(range(8 * (step - 1), 8 * step)), f"step {step}: samples {sorted(seen)}"
+        kept.append(newest)
+    return kept, repeated
 
 
-def _share_of(step: int, replicas: Sequence[int], replica: int) -> list[int]:
-    n, i = len(replicas), replicas.index(replica)
-    return [8 * (step - 1) + x for x in range(8 * i // n, 8 * (i + 1) // n)]
+def _version(record: dict[str, Any]) -> tuple[str, str, tuple[int, ...]]:
+    return record["loss"], record["norm"], tuple(record["replicas"])
+
+
+def _share_of(step: int, members: int, place: int, data_ranks: int) -> list[int]:
+    rounds = 8 // data_ranks
+    bounds = (8 * (step - 1) + data_ranks * (rounds * x // members) for x in (place, place + 1))
+    return list(range(*bounds))
 
 
 def overrides(data: QuickstartData, layout: Sequence[str]) -> list[str]:
@@ -239,7 +243,7 @@ def run(
         cluster.stop()
     finally:
         cluster.kill()
-    steps, repeated = check(cluster)
+    steps, repeated = check(cluster, 2 if layout == FSDP2 else 1)
     members = [x["replicas"] for x in steps[:twin_steps]]
     twin = run_twin(folder, ["--config", "quickstart", *arguments, f"run_dir={folder / 'twin'}"], 2, members)
     different = [i + 1 for i, (a, b) in enumerate(zip(steps, twin)) if (a["loss"], a["norm"]) != (b["loss"], b["norm"])]
@@ -297,7 +301,7 @@ def main() -> int:
     print({key: value for key, value in result.items() if key != "faults"})
     if options.out:
         options.out.write_text(json.dumps(result))
-    return 0
+    return int(bool(result["twin_differs"]))
 
 
 if __name__ == "__main__":
