@@ -12,14 +12,15 @@ the results. A rank sends and receives 2 · (n - 1) / n of the tensor, as in a r
 
 *Every wait is bounded.* Gloo has a time limit for each operation. NCCL's watchdog would end the process, so the host
 waits for an event itself, and aborts the communicator after the limit. A peer that has ended is found at once, by its
-closed connections; one that hangs, by the limit. Whoever finds an error closes its own connections, so the others
-need not wait for theirs.
+closed connections, of gloo also where NCCL waits; one that hangs, by the limit. Whoever finds an error closes its own
+connections, so the others need not wait for theirs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -30,13 +31,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 SLICE = 1 << 25
-"""Elements that are summed at a time; three times as many are in memory for it."""
-PART = 1 << 26
+"""Elements that are summed at a time; as many more are in memory for it."""
+PART = 1 << 28
 """Bytes of a message, each of which is bounded in time."""
 _POLL_SECONDS = 0.0002
 
-Failed = (RuntimeError, TimeoutError)
+Failed = (RuntimeError, TimeoutError, ConnectionError)
 """What operations raise where a peer is lost: torch's errors of connections are RuntimeErrors."""
+_NEVER_SENT = 2  # a tag
 
 
 class ReplicaGroup:
@@ -52,6 +54,7 @@ class ReplicaGroup:
     ) -> None:
         self.rank, self.size, self._device, self._seconds = rank, size, device, seconds
         limit = timedelta(seconds=seconds)
+        self._lost = threading.Event()
         self._host: Any = None
         self._device_group: Any = None
         if size == 1:
@@ -63,27 +66,46 @@ class ReplicaGroup:
             options._timeout = timedelta(days=1)  # the watchdog's, which would end the process
             prefix = dist.PrefixStore(f"{name}/device", store)
             self._device_group = dist.ProcessGroupNCCL(prefix, rank, size, options)
+            self.watch_neighbour()
+
+    def watch_neighbour(self) -> None:
+        """Learn in the background when the next member closes its connections, which NCCL does not notice.
+
+        Whoever learns it closes its own, so within moments all members do.
+        """
+        host, neighbour, lost = self._host, (self.rank + 1) % self.size, self._lost
+
+        def wait() -> None:
+            with contextlib.suppress(*Failed):
+                host.recv([torch.zeros(1)], neighbour, _NEVER_SENT).wait(timedelta(days=30))
+            lost.set()
+
+        threading.Thread(target=wait, name="neighbour", daemon=True).start()
 
     def sum_(self, x: Tensor, ranks: Sequence[int]) -> None:
         """Replace `x`, contiguous, on all members by the sum of those of `ranks`, in that order. See `synchronize`."""
         if self.size == 1:
             return
         flat = x.view(-1)
-        for start in range(0, len(flat), SLICE):
-            self._sum_slice(flat[start : start + SLICE], ranks)
+        step = SLICE // self.size * self.size
+        even = len(flat) // self.size * self.size
+        for start in range(0, even, step):
+            self._sum_slice(flat[start : min(start + step, even)], ranks)
+        if even < len(flat):
+            padded = flat.new_zeros(self.size)
+            padded[: len(flat) - even] = flat[even:]
+            self._sum_slice(padded, ranks)
+            flat[even:] = padded[: len(flat) - even]
 
     def _sum_slice(self, flat: Tensor, ranks: Sequence[int]) -> None:
-        chunk = -(-len(flat) // self.size)
-        padded = flat.new_zeros(chunk * self.size)
-        padded[: len(flat)] = flat
-        received = torch.empty_like(padded)
-        self._device_group.alltoall_base(received, padded, [], []).wait()
-        parts = received.view(self.size, chunk)
-        total = parts[ranks[0]].clone()
+        """`sum_` of a tensor whose elements can be divided evenly over the members."""
+        received = torch.empty_like(flat)
+        self._device_group.alltoall_base(received, flat, [], []).wait()
+        parts = received.view(self.size, -1)
+        total = parts[ranks[0]]
         for rank in ranks[1:]:
             total += parts[rank]
-        self._device_group._allgather_base(padded, total).wait()
-        flat.copy_(padded[: len(flat)])
+        self._device_group._allgather_base(flat, total).wait()
 
     def max_(self, x: Tensor) -> None:
         """Replace `x` on all members by the largest values of any. See `synchronize`."""
@@ -126,7 +148,7 @@ class ReplicaGroup:
     def synchronize(self) -> None:
         """Wait, for a bounded time, until what is queued on the current stream is done; nothing is on the CPU."""
         if self._device.type == "cuda":
-            bounded(torch.cuda.current_stream(self._device).record_event().query, self._seconds)
+            bounded(torch.cuda.current_stream(self._device).record_event().query, self._seconds, self._lost.is_set)
 
     def close(self) -> None:
         """Close all connections; operations in progress, here and at peers, fail."""
@@ -137,10 +159,12 @@ class ReplicaGroup:
                     group.abort()
 
 
-def bounded(done: Callable[[], bool], seconds: float) -> None:
-    """Wait until `done()`. TimeoutError after so many seconds."""
+def bounded(done: Callable[[], bool], seconds: float, lost: Callable[[], bool] = lambda: False) -> None:
+    """Wait until `done()`. TimeoutError after so many seconds, ConnectionError once `lost()`."""
     deadline = time.monotonic() + seconds
     while not done():
+        if lost():
+            raise ConnectionError("a replica has closed its connections")
         if time.monotonic() > deadline:
             raise TimeoutError(f"a replica has not answered for {seconds:g} s")
         time.sleep(_POLL_SECONDS)

@@ -151,6 +151,7 @@ class Cluster:
         min_replicas: int = 1,
         delay: float = 0.0,
     ) -> None:
+        os.environ.setdefault("RUST_LOG", "warn")
         # Before forks: what a rank would import.
         import torch._dynamo  # noqa: F401 - torch.optim imports it
         import torchft.coordination  # noqa: F401

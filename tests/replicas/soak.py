@@ -80,7 +80,9 @@ class Soak:
 
         def stepped() -> bool:
             newest = [cluster.newest(i) for i in others]
-            return all(x["time"] > began and not lost & set(x["replicas"]) for x in newest)
+            # A replica may be back before the others have done a step.
+            gone = {i for i in lost if cluster.pids(i) == before[i]}
+            return all(x["time"] > began and not gone & set(x["replicas"]) for x in newest)
 
         outcome: dict[str, Any] = {"kind": kind, "victims": victims, "step": cluster.newest(others[0])["step"]}
         if kind == "kill_lighthouse":
@@ -151,7 +153,8 @@ class Soak:
     def _first(self, replica: int, began: float, lost: set[int], least: int) -> float:
         """When a replica had done its first step after `began`, of at least this number, without the `lost` ones."""
         steps = [x for x in self.cluster.latest(replica, 400) if x["time"] > began and x["step"] >= least]
-        return float(next((x["time"] for x in steps if not lost & set(x["replicas"])), began))
+        without = (x["time"] for x in steps if not lost & set(x["replicas"]) or x["step"] >= least + 2)
+        return float(next(without, began))
 
 
 def _signal(pid: int, number: int) -> None:
@@ -282,21 +285,19 @@ def main() -> int:
     parser.add_argument("--twin-steps", type=int, default=1000000)
     parser.add_argument("--kinds", nargs="*")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--folder", type=Path, help="a new folder for data, logs and checkpoints, which stays")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     kinds = options.kinds or rng.choices(list(KINDS), list(KINDS.values()), k=options.faults)
-    with tempfile.TemporaryDirectory(prefix="megafp8-soak-") as name:
-        data_folder = Path(name) / "data"
-        data_folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        root = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megafp8-soak-")))
+        for name in ("data", "run"):
+            (root / name).mkdir(parents=True)
         # In a process of its own: this one forks, and must have started no threads.
-        script = (
-            "import sys, pathlib; from tests.quickstart_data import *; make_quickstart_data(pathlib.Path(sys.argv[1]))"
-        )
-        subprocess.run([sys.executable, "-c", script, data_folder], cwd=ROOT, check=True, capture_output=True)
-        data = QuickstartData(data_folder)
-        folder = Path(name) / "run"
-        folder.mkdir()
-        result = run(folder, data, TP2 if options.layout == "tp2" else FSDP2, kinds, options.seed, options.twin_steps)
+        script = "import sys, pathlib, tests.quickstart_data as q; q.make_quickstart_data(pathlib.Path(sys.argv[1]))"
+        subprocess.run([sys.executable, "-c", script, root / "data"], cwd=ROOT, check=True, capture_output=True)
+        data, layout = QuickstartData(root / "data"), TP2 if options.layout == "tp2" else FSDP2
+        result = run(root / "run", data, layout, kinds, options.seed, options.twin_steps)
     print(table(result["faults"]))
     print({key: value for key, value in result.items() if key != "faults"})
     if options.out:
