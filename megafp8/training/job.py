@@ -379,7 +379,7 @@ class Job:
             self.writing = savers.enter_context(contextlib.ExitStack())
             if self.membership is not None:
                 savers.callback(self.membership.close)
-            if self.step >= t.last_step and self.entered:
+            if self.step >= t.last_step:  # of a replica: on disk, and the others may have ended
                 self._save(ends=True)  # it may be in memory only
                 limit = "training.steps" if t.last_step == t.steps else "training.stop_after"
                 logger.info(f"nothing to do: the run has done {self.step} steps, and {limit} is {t.last_step}")
