@@ -139,7 +139,7 @@ for word in "$@"; do
 done
 export SLURM_SUBMIT_DIR=$PWD SLURM_JOB_NODELIST=node SLURM_JOB_NUM_NODES=1
 for SLURM_ARRAY_TASK_ID in ${tasks//,/ }; do
-    export SLURM_ARRAY_TASK_ID SLURM_JOB_ID=10$SLURM_ARRAY_TASK_ID
+    export SLURM_ARRAY_TASK_ID SLURM_ARRAY_JOB_ID=10 SLURM_JOB_ID=10$SLURM_ARRAY_TASK_ID
     bash "${@: -2:1}" "${@: -1}" || true
 done
 """
