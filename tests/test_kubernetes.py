@@ -20,8 +20,9 @@ KINDS = {
     "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
     "TrainJob": "TrainerV1alpha1TrainJob",
 }
+REPLICAS = "replicas.yaml"  # a JobSet, too
 MANIFESTS = {
-    document["kind"]: document
+    path.name if path.name == REPLICAS else document["kind"]: document
     for path in sorted((ROOT / "launch" / "kubernetes").glob("*.yaml"))
     for document in yaml.safe_load_all(path.read_text())
 }
@@ -34,13 +35,14 @@ def check(manifest: dict[str, Any]) -> None:
 
 
 def job_of(kind: str) -> dict[str, Any]:
-    """The Job that JobSet makes, as a dictionary; its pods are `["template"]["spec"]`."""
+    """The Job that JobSet makes to train, as a dictionary; its pods are `["template"]["spec"]`."""
     spec = MANIFESTS[kind]["spec"]
-    (replicated,) = (spec if kind == "JobSet" else spec["template"]["spec"])["replicatedJobs"]
-    return replicated["template"]["spec"]
+    jobs = (spec["template"]["spec"] if kind == "TrainingRuntime" else spec)["replicatedJobs"]
+    assert len(jobs) == (2 if kind == REPLICAS else 1)
+    return jobs[-1]["template"]["spec"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, REPLICAS])
 def test_the_api_knows_every_field(kind: str) -> None:
     check(MANIFESTS[kind])
 
@@ -67,7 +69,7 @@ def test_the_check_finds_faults(path: str, value: object) -> None:
         check(manifest)
 
 
-@pytest.mark.parametrize("kind", ["JobSet", "TrainingRuntime"])
+@pytest.mark.parametrize("kind", ["JobSet", "TrainingRuntime", REPLICAS])
 def test_pods_have_what_a_run_needs(kind: str) -> None:
     job = job_of(kind)
     pod = job["template"]["spec"]
@@ -76,7 +78,7 @@ def test_pods_have_what_a_run_needs(kind: str) -> None:
     # Time to save, then for the agents to agree on the end.
     assert pod["terminationGracePeriodSeconds"] > int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) + 30
     # An eviction must not look like the end of the run, a wrong config not like an eviction.
-    (rule,) = job["podFailurePolicy"]["rules"]
+    rule = job["podFailurePolicy"]["rules"][-1]
     assert rule["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [2]}
     assert environment["STOPPED_EXIT_CODE"] not in ("0", "2")
     assert pod["restartPolicy"] == "Never"  # podFailurePolicy needs it
@@ -123,9 +125,40 @@ def test_commands_of_the_pods(tools: dict[str, str]) -> None:
     assert done.stdout.splitlines()[0].endswith(f"pretrain --config {' '.join(trainer['args'])}")
 
 
-@pytest.mark.parametrize("kind", ["JobSet", "TrainJob"])
+@pytest.mark.parametrize("kind", ["JobSet", "TrainJob", REPLICAS])
 def test_configs_exist_and_their_overrides_are_keys(kind: str) -> None:
     spec = MANIFESTS[kind]["spec"]
     source = spec["trainer"] if kind == "TrainJob" else job_of(kind)["template"]["spec"]["containers"][0]
     config, *overrides = source["args"]
     assert load_config(str(Path(ROOT / config)), overrides).run_dir == "/runs"
+
+
+def test_replicas_restart_alone_and_share_a_lighthouse(tools: dict[str, str]) -> None:
+    spec = MANIFESTS[REPLICAS]["spec"]
+    lighthouse, replica = spec["replicatedJobs"]
+    jobs = {x["name"]: x["template"]["spec"] for x in (lighthouse, replica)}
+    ignored, _ = jobs["replica"]["podFailurePolicy"]["rules"]
+    assert (ignored["action"], ignored["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    assert jobs["replica"]["backoffLimit"] > 0  # JobSet would restart all once a Job has failed
+    assert spec["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["replica"]}
+    (server,) = jobs["lighthouse"]["template"]["spec"]["containers"]
+    (trainer,) = jobs["replica"]["template"]["spec"]["containers"]
+    tokens = [[x for x in c["env"] if x["name"] == "MEGAFP8_LIGHTHOUSE_TOKEN"] for c in (server, trainer)]
+    assert tokens[0] == tokens[1]
+    assert tokens[0][0]["valueFrom"]["secretKeyRef"]["key"] == "token"
+
+    variables = {x["name"]: x.get("value", "") for x in trainer["env"]}
+    name, port = MANIFESTS[REPLICAS]["metadata"]["name"], server["command"][3].rpartition(":")[2]
+    assert variables["MEGAFP8_LIGHTHOUSE"] == f"{name}-lighthouse-0-0.{name}:{port}"
+    config = load_config(str(ROOT / trainer["args"][0]), trainer["args"][1:])
+    replicas = config.resilience.replicas
+    assert replicas is not None
+    assert (replicas.count, str(replicas.min)) == (replica["replicas"], server["command"][-1])
+    # As Kubernetes replaces variables in those that follow.
+    names = [x["name"] for x in trainer["env"]]
+    for key in ("HEAD_NODE", "RDZV_ID"):
+        assert names.index("MEGAFP8_REPLICA") < names.index(key)
+    replaced = {key: variables[key].replace("$(MEGAFP8_REPLICA)", "3") for key in ("HEAD_NODE", "RDZV_ID")}
+    done = pod_command(trainer, trainer["args"], tools, LOCAL_ADDR="10.0.0.7", MEGAFP8_REPLICA="3", **replaced)
+    assert f"--rdzv-endpoint {name}-replica-3-0.{name}:29400 --rdzv-id {name}-3 " in done.stdout, done.stderr
+    assert jobs["replica"]["completions"] == jobs["replica"]["parallelism"] == int(variables["NNODES"])
