@@ -214,6 +214,11 @@ class _State:
     """When replicas that are away rejoin."""
     repairs: list[float] = field(default_factory=list)
 
+    @property
+    def starting(self) -> bool:
+        """Whether the whole job restarts."""
+        return any(part in ("startup", "planned") for _, part in self.stalls)
+
     def advance(self, until: float) -> None:
         """Let time pass, in which nothing fails."""
         job = self.job
@@ -232,8 +237,9 @@ class _State:
             rejoining = [index for index, at in self.back.items() if at <= end]
             for index in rejoining:
                 del self.back[index]
-            if rejoining and not self.stalls and taking_part:
-                self._stall((job.rejoin, "regrouping"))
+            if rejoining and job.rejoin and not self.starting:
+                last = self.stalls[-1][0] if self.stalls else end
+                self.stalls.append((last + job.rejoin, "regrouping"))
             if end == found:
                 self._restart(0.0, 0.0, corrupt=True)
 
@@ -305,8 +311,7 @@ class _State:
 
     def _lose_node(self, fault: Fault) -> None:
         job, waiting = self.job, self._spare()
-        starting = any(part in ("startup", "planned") for _, part in self.stalls)
-        if job.replicas == 1 or starting:
+        if job.replicas == 1 or self.starting:
             self._restart(fault.detection, waiting)
             return
         index = min(int(fault.place * job.replicas), job.replicas - 1)

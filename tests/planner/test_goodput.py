@@ -73,8 +73,8 @@ def second_by_second(job: Job, faults: list[Fault], seconds: int) -> dict[str, f
         rejoined = [index for index, then in back.items() if then == now]
         for index in rejoined:
             del back[index]
-        if rejoined and not stalls:
-            stalls = ["regrouping"] * int(job.rejoin)
+        if rejoined and "startup" not in stalls:
+            stalls += ["regrouping"] * int(job.rejoin)
         if now in at:
             fault = at[now]
             index = int(fault.place * job.replicas)
