@@ -1,8 +1,8 @@
 """The goodput simulation against published and measured figures: `python -m benchmarks.goodput_published`.
 
 FT-HSDP (arXiv 2602.00277): 44% with restarts and 80% with replicas, of about 100,000 GPUs. Its abstract has the stalls
-of 10 and 3 minutes; a failure every 18 minutes, 12 replicas of 8,192 GPUs, 60 s of detection, a step of 20 s, and 10
-minutes until a replica is back are from summaries of the paper.
+of 10 and 3 minutes; a failure every 18 minutes, 12 replicas of 8,192 GPUs, 60 s of detection, and 10 minutes until
+a replica is back are from summaries of the paper.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from megafp8.planner.goodput import LLAMA3, Fault, Job, Rates, Saves, expected_g
 
 MINUTE, DAY = 60.0, 86400.0
 
-FT_HSDP_RESTART = Job(step=20.0, saves=Saves(20.0), restart=9 * MINUTE)
-"""10 minutes with 60 s of detection; no steps are lost but the one that failed."""
-FT_HSDP_REPLICAS = replace(FT_HSDP_RESTART, replicas=12, replica_restart=9 * MINUTE, regroup=110.0)
-"""3 minutes of stall: 60 s of detection, a step of which half is lost on average, and the rest."""
+FT_HSDP_RESTART = Job(step=1.0, saves=Saves(1.0), restart=9 * MINUTE)
+"""10 minutes, of which 60 s are detection; no steps are lost, as in the paper's arithmetic, (18 - 10) / 18."""
+FT_HSDP_REPLICAS = replace(FT_HSDP_RESTART, replicas=12, replica_restart=9 * MINUTE, regroup=2 * MINUTE)
+"""3 minutes of stall, in which the failed step is repeated, then 7 without a replica: (8 + 7 * 11 / 12) / 18."""
 
 
 class SoakFault(NamedTuple):
