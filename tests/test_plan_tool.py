@@ -120,7 +120,7 @@ def test_errors_name_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
         ("--price", "'x' is no price, such"),
         ("--replicas", "'x' is not number:least, such as 8:6"),
         ("--mtbf-gpu-hours", "'x' is no number of hours"),
-        ("--gpus", "'x' is no whole number"),
+        ("--gpus", "'x' is no whole number, nor several"),
     ):
         with pytest.raises(SystemExit):
             main([*COMMAND, flag, "x"])

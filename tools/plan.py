@@ -84,10 +84,10 @@ def _price(text: str) -> float:
 
 def _gpu_counts(text: str) -> list[int]:
     """The type of --gpus."""
-    return [at_least(1)(count) for count in text.split(",")]
-
-
-_gpu_counts.__name__ = "int"  # for the message about what is no number
+    try:
+        return [at_least(1)(count) for count in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, nor several such as 1024,16384") from None
 
 
 def _replicas(text: str) -> tuple[int, int]:
