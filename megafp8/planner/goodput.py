@@ -213,6 +213,8 @@ class _State:
     back: dict[int, float] = field(default_factory=dict)
     """When replicas that are away rejoin."""
     repairs: list[float] = field(default_factory=list)
+    ready: float = 0.0
+    """When there are nodes for the whole job."""
 
     @property
     def starting(self) -> bool:
@@ -283,6 +285,8 @@ class _State:
         self._lose(self.loaded)
         self.segments.clear()  # saved: no failure loses them
         self.corrupt = math.inf
+        self.ready = max(self.ready, self.time + waiting)
+        waiting = self.ready - self.time - detection
         self._stall((detection, "detection"), (waiting, "waiting"), (self.job.restart + saves.load, "startup"))
 
     def _spare(self) -> float:
@@ -298,6 +302,8 @@ class _State:
         """What a failure does now."""
         job = self.job
         if fault.kind == "planned":
+            if self.corrupt < math.inf:  # the save compares replicas
+                self._restart(0.0, 0.0, corrupt=True)
             self.loaded = self.position
             self.segments.clear()
             self._stall((job.planned, "planned"))
@@ -316,7 +322,7 @@ class _State:
             return
         index = min(int(fault.place * job.replicas), job.replicas - 1)
         away = index in self.back
-        rejoins = self.time + fault.detection + waiting + job.replica_restart
+        rejoins = self.time + max(fault.detection, waiting) + job.replica_restart
         self.back[index] = max(self.back.get(index, 0.0), rejoins)
         if away:
             return

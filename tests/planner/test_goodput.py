@@ -140,6 +140,8 @@ def test_without_spares_a_job_waits_for_repairs() -> None:
     faults = [Fault(100.0), Fault(300.0)]  # the second waits until 1100
     found = simulate(job, faults, 2000.0)
     assert found.seconds["waiting"] == pytest.approx(800.0)
+    software = [*faults, Fault(700.0, "job", 50.0)]  # the node is missing all the same
+    assert simulate(job, software, 2000.0).seconds["waiting"] == pytest.approx(750.0)
     assert simulate(replace(job, spares=2), faults, 2000.0).seconds["waiting"] == 0.0
     assert simulate(replace(job, spares=0), faults[:1], 2000.0).seconds["waiting"] == pytest.approx(1000.0)
 
