@@ -443,6 +443,16 @@ RESILIENCE = [
     (["resilience.inject=[{kind: flip_gradient, rank: 0, step: 1}]"], 1, "set resilience.recompute_interval"),
     (["resilience.recompute_interval=2", "resilience.inject=[{kind: flip_gradient, rank: 0, step: 9}]"], 1, "try 10"),
     (["resilience.inject=[{kind: lose_memory, rank: 0, step: 1}]"], 1, "set checkpoint.memory_interval"),
+    (["resilience.replicas={count: 2, min: 3}"], 1, "resilience.replicas.min = 3: there are 2 replicas"),
+    (["resilience.replicas={count: 4}", "training.global_batch_size=4", "training.micro_batch_size=2"], 1,
+     "training.global_batch_size = 4: a rank of a replica has 2 micro-batches of the global batch, too few for 4"),
+    (["resilience.replicas={count: 3, batch: shrink}", "training.global_batch_size=8", "training.micro_batch_size=1"],
+     1, "each of 3 replicas has the same share of 8 micro-batches; try 9"),
+    (["resilience.replicas={count: 2}", "checkpoint.memory_interval=1"], 1, "a replica copies its state from others"),
+    (["resilience.replicas={count: 2}", "checkpoint.resume=false"], 1, "goes on with the run; try true"),
+    (["resilience.replicas={count: 2}", "resilience.hang_seconds=100"], 1, "a rank may wait twice exchange_seconds"),
+    (["resilience.replicas={count: 2}", "resilience.loss_spike={action: rewind}", "checkpoint.interval=5"], 1,
+     "resilience.loss_spike.action = 'rewind': with resilience.replicas, replicas do not go back together; try skip"),
     (["checkpoint.interval=50", "checkpoint.memory_interval=60"], 1, "checkpoint.memory_interval = 60: the newest"),
 ]  # fmt: skip
 CASES: list[tuple[list[str], int, str]] = [

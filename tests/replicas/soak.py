@@ -224,17 +224,23 @@ FSDP2 = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.fsdp=true"]
 
 
 def run(
-    folder: Path, data: QuickstartData, layout: Sequence[str], kinds: Sequence[str], seed: int, twin_steps: int
+    folder: Path,
+    data: QuickstartData,
+    layout: Sequence[str],
+    kinds: Sequence[str],
+    seed: int,
+    twin_steps: int,
+    replicas: int = 4,
 ) -> dict[str, Any]:
     """Faults of `kinds`, one after the other; returns what was measured, with counts of what must not be."""
     arguments = overrides(data, layout)
-    cluster = Cluster(folder, arguments, 4, 2)
+    cluster = Cluster(folder, arguments, replicas, 2)
     soak = Soak(cluster, seed)
     began = time.time()
     try:
-        for i in range(4):
+        for i in range(replicas):
             cluster.start(i)
-        cluster.wait(lambda: all(cluster.newest(i)["step"] >= 3 for i in range(4)), PATIENCE, "first steps")
+        cluster.wait(lambda: all(cluster.newest(i)["step"] >= 3 for i in range(replicas)), PATIENCE, "first steps")
         for number, kind in enumerate(kinds):
             soak.inject(kind)
             result = soak.results[-1]
@@ -284,6 +290,7 @@ def main() -> int:
     parser.add_argument("--layout", choices=["tp2", "fsdp2"], default="tp2")
     parser.add_argument("--twin-steps", type=int, default=1000000)
     parser.add_argument("--kinds", nargs="*")
+    parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, help="a new folder for data, logs and checkpoints, which stays")
     options = parser.parse_args()
@@ -297,7 +304,7 @@ def main() -> int:
         script = "import sys, pathlib, tests.quickstart_data as q; q.make_quickstart_data(pathlib.Path(sys.argv[1]))"
         subprocess.run([sys.executable, "-c", script, root / "data"], cwd=ROOT, check=True, capture_output=True)
         data, layout = QuickstartData(root / "data"), TP2 if options.layout == "tp2" else FSDP2
-        result = run(root / "run", data, layout, kinds, options.seed, options.twin_steps)
+        result = run(root / "run", data, layout, kinds, options.seed, options.twin_steps, options.replicas)
     print(table(result["faults"]))
     print({key: value for key, value in result.items() if key != "faults"})
     if options.out:
