@@ -231,10 +231,14 @@ def run(
     seed: int,
     twin_steps: int,
     replicas: int = 4,
+    delay: float = 0.0,
 ) -> dict[str, Any]:
-    """Faults of `kinds`, one after the other; returns what was measured, with counts of what must not be."""
+    """Faults of `kinds`, one after the other; returns what was measured, with counts of what must not be.
+
+    `delay`: seconds that each step takes longer, for several of these beside each other.
+    """
     arguments = overrides(data, layout)
-    cluster = Cluster(folder, arguments, replicas, 2)
+    cluster = Cluster(folder, arguments, replicas, 2, delay=delay)
     soak = Soak(cluster, seed)
     began = time.time()
     try:
@@ -291,6 +295,7 @@ def main() -> int:
     parser.add_argument("--twin-steps", type=int, default=1000000)
     parser.add_argument("--kinds", nargs="*")
     parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, help="a new folder for data, logs and checkpoints, which stays")
     options = parser.parse_args()
@@ -304,7 +309,9 @@ def main() -> int:
         script = "import sys, pathlib, tests.quickstart_data as q; q.make_quickstart_data(pathlib.Path(sys.argv[1]))"
         subprocess.run([sys.executable, "-c", script, root / "data"], cwd=ROOT, check=True, capture_output=True)
         data, layout = QuickstartData(root / "data"), TP2 if options.layout == "tp2" else FSDP2
-        result = run(root / "run", data, layout, kinds, options.seed, options.twin_steps, options.replicas)
+        result = run(
+            root / "run", data, layout, kinds, options.seed, options.twin_steps, options.replicas, options.delay
+        )
     print(table(result["faults"]))
     print({key: value for key, value in result.items() if key != "faults"})
     if options.out:
