@@ -128,7 +128,9 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--explain", action="store_true", help="print every term of the best prediction")
     parser.add_argument("--measure", action="store_true", help="measure the rates of the GPU in this machine first")
     parser.add_argument("--goodput", action="store_true", help="print the goodput under failures instead of layouts")
-    parser.add_argument("--replicas", type=_replicas, default="8:6", help="with --goodput: number and least number")
+    parser.add_argument(
+        "--replicas", type=_replicas, help="with --goodput: number and least number (resilience.replicas, or 8:6)"
+    )
     parser.add_argument("--mtbf-gpu-hours", type=_hours, help="with --goodput: between failures; default: Llama 3's")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
@@ -280,14 +282,16 @@ def goodput(arguments: argparse.Namespace) -> bool:
     found: list[Forecast] = []
     for gpus in arguments.gpus:
         config = with_vocabulary(load_config(arguments.config, arguments.overrides), arguments.config)
-        used, batch = whole_replicas(config, gpus, arguments.gpus_per_node, arguments.replicas[0])
-        overrides = [*arguments.overrides, f"training.global_batch_size={batch}"]
+        given = config.resilience.replicas
+        replicas = arguments.replicas or ((8, 6) if given is None else (given.count, given.min))
+        used, batch = whole_replicas(config, gpus, arguments.gpus_per_node, replicas[0])
+        overrides = [*arguments.overrides, f"training.global_batch_size={batch}", "resilience.replicas=null"]
         config = with_vocabulary(load_config(arguments.config, overrides), arguments.config)
         check_layout(config, used, arguments.config)
         cluster = Cluster(GPUS[arguments.gpu], used, arguments.gpus_per_node)
         outline = model_outline(config, build_fp8(config, None))
         step, state = predict(outline, cluster).seconds, state_bytes_of(outline)
-        found += forecasts(config, cluster, step, state, arguments.replicas, arguments.mtbf_gpu_hours)
+        found += forecasts(config, cluster, step, state, replicas, arguments.mtbf_gpu_hours)
     assumed = asdict(Assumptions())
     if arguments.json:
         records = [asdict(x) | {"goodput": x.goodput} for x in found]
