@@ -1,12 +1,18 @@
-"""Compare eager and replayed training steps bit for bit, in many layouts, on the GPUs that are here.
+"""Compare training steps with two values of a key bit for bit, in many layouts, on the GPUs that are here.
 
     torchrun --nproc-per-node 2 -m benchmarks.graph_gate
     torchrun --nproc-per-node 2 -m benchmarks.graph_gate --layouts "tensor=2" "pipeline=2 schedule=zb-v" --variants bf16
+    torchrun --nproc-per-node 2 -m benchmarks.graph_gate --compare fp8.param_gather=false fp8.param_gather=true \
+        --layouts "fsdp=true model.moe.num_experts=33" --variants delayed,current
 
-Each case trains a small Llama twice from the same weights, without and with CUDA graphs, and compares the losses and
-gradient norms of all steps, the validation loss in between, the records of a sampled step, and the final weights.
-Layouts and variants are those of `benchmarks.bench_step`; keys of other sections may be in a layout too. Attention is
-deterministic. "eager" and "replayed" are the shortest step of each, in milliseconds.
+Each case trains a small Llama twice from the same weights, without and with CUDA graphs (or with each override of
+`--compare`), and compares the losses and gradient norms of all steps, the validation loss in between, the records of a
+sampled step, and the final weights that have values in both. Layouts and variants are those of `benchmarks.bench_step`;
+keys of other sections may be in a layout too. Attention is deterministic. "first" and "second" are the shortest step of
+each, in milliseconds.
+
+Gradients are not clipped where another key than CUDA graphs is compared: a norm is a sum over shards, whose edges may
+differ, so that norms may differ by rounding, which is reported and no failure.
 
 The exit code is 1 if a case differs.
 """
@@ -17,6 +23,7 @@ import hashlib
 import os
 import sys
 import time
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -27,6 +34,7 @@ from megafp8.config import Config, check_layout, load_config
 from megafp8.distributed.collectives import all_gather_objects
 from megafp8.parallel_state import ParallelState, destroy_model_parallel, initialize_distributed
 from megafp8.training.determinism import make_deterministic
+from megafp8.training.fp8_config import check_recipe
 from megafp8.training.trainer import Trainer
 
 STEPS, EVALUATED_AFTER = 9, 6
@@ -59,26 +67,48 @@ TWO_GPUS = [
 ]
 
 
-def train(config: Config, parallel: ParallelState, documents: bool) -> tuple[list[object], float]:
-    """All that is compared, of this rank, and the milliseconds of the shortest step."""
+GRAPHS = ["training.cuda_graphs=false", "training.cuda_graphs=auto"]
+
+
+@dataclass
+class Run:
+    """What is compared, of this rank. `weights`: hashes of those that have values, by number."""
+
+    losses: list[object] = field(default_factory=list)
+    norms: list[object] = field(default_factory=list)
+    records: list[object] = field(default_factory=list)
+    weights: dict[int, str] = field(default_factory=dict)
+    shortest_ms: float = float("inf")
+    has_graphs: bool = False
+
+    def differences(self, other: Run) -> list[str]:
+        """The names of what is not equal."""
+        common = self.weights.keys() & other.weights.keys()
+        found = [name for name in ("losses", "norms", "records") if getattr(self, name) != getattr(other, name)]
+        return found + ["weights"] * any(self.weights[i] != other.weights[i] for i in common)
+
+
+def train(config: Config, parallel: ParallelState, documents: bool) -> Run:
+    """Train and evaluate a model of `config`."""
     trainer = Trainer(config, parallel)
-    found: list[object] = []
-    shortest = float("inf")
-    batches = random_batches(config, parallel, documents)
+    run, batches = Run(), random_batches(config, parallel, documents)
     for step in range(STEPS):
         if step == EVALUATED_AFTER:
-            found.append(trainer.evaluate(batches))
+            run.losses.append(trainer.evaluate(batches))
         start = time.perf_counter()
         loss, result = trainer.train_step(step, batches)
-        shortest = min(shortest, time.perf_counter() - start)
-        found += [loss, result, trainer.fp8_records]
-    assert (trainer.graphs is None) == (config.training.cuda_graphs is False), trainer.why_no_graphs
+        run.shortest_ms = min(run.shortest_ms, (time.perf_counter() - start) * 1e3)
+        run.losses.append(loss)
+        run.norms.append(result)
+        run.records.append(trainer.fp8_records)
+    run.has_graphs = trainer.graphs is not None
+    assert run.has_graphs == (not trainer.why_no_graphs), trainer.why_no_graphs
     trainer.strategy.wait()
-    for param in trainer.strategy.params:
-        if param not in trainer.strategy.fp8_weights:
-            found.append(hashlib.sha256(param.detach().cpu().view(torch.uint8).numpy().tobytes()).hexdigest())
+    for i, param in enumerate(trainer.strategy.params):
+        if param not in trainer.strategy.released:
+            run.weights[i] = hashlib.sha256(param.detach().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
     trainer.close()
-    return found, shortest * 1e3
+    return run
 
 
 def main() -> int:
@@ -86,39 +116,52 @@ def main() -> int:
     parser.add_argument("--config", default="configs/llama3-8b.yaml")
     parser.add_argument("--layouts", nargs="+", metavar='"key=value ..."')
     parser.add_argument("--variants", default="bf16,delayed,blockwise")
+    parser.add_argument("--compare", nargs=2, default=GRAPHS, metavar="key=value", help="default: CUDA graphs")
     arguments = parser.parse_args()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     layouts = arguments.layouts or (ONE_GPU if world_size == 1 else TWO_GPUS)
-    make_deterministic("cuda")
-    device = initialize_distributed("cuda", 120)
+    of_graphs = arguments.compare == GRAPHS
+    name_of_device = "cuda" if torch.cuda.is_available() else "cpu"
+    make_deterministic(name_of_device)
+    device = initialize_distributed(name_of_device, 120)
     groups = Groups(device)
     log = print if dist.get_rank() == 0 else lambda *_, **__: None
-    table = Table("layout, variant", 78, {"eager ms": ".1f", "replayed ms": ".1f"})
-    log(f"{world_size} × {machine(device)}, torch {torch.__version__}\n{table.heading()}")
+    table = Table("layout, variant", 78, {"first ms": ".1f", "second ms": ".1f"})
+    log(f"{world_size} × {machine(device)}, torch {torch.__version__}; {' against '.join(arguments.compare)}")
+    log(table.heading())
     rows = []
     for layout in layouts:
         for variant in arguments.variants.split(","):
             overrides = [*SMALL, *layout_overrides(layout), *variant_overrides(variant)]
+            overrides += [] if of_graphs else ["optimizer.clip_grad_norm=0"]
             runs = []
             try:
-                for graphs in ("false", "auto"):
-                    config = load_config(arguments.config, [*overrides, f"training.cuda_graphs={graphs}"])
+                for override in arguments.compare:
+                    config = load_config(arguments.config, [*overrides, override])
                     check_layout(config, world_size, arguments.config)
+                    check_recipe(config, arguments.config)
                     runs.append(train(config, groups.of(config), "documents" in variant))
             except ValueError as error:
                 log(f"{layout} {variant}: {' '.join(str(error).split())}")
                 continue
-            (eager, eager_ms), (replayed, replayed_ms) = runs
-            same = all(all_gather_objects(eager == replayed, groups.of(config).world.group))
-            name = f"{layout} {variant}{'' if same else ': DIFFERENT'}"
-            rows.append({"name": name, "same": same, "eager ms": eager_ms, "replayed ms": replayed_ms})
-            log(table.row(name, eager_ms, replayed_ms), flush=True)
+            first, second = runs
+            assert not of_graphs or (first.has_graphs, second.has_graphs) == (False, True), "no CUDA graphs"
+            of_ranks = all_gather_objects(first.differences(second), groups.of(config).world.group)
+            different = sorted({name for of_rank in of_ranks for name in of_rank})
+            same = not different or (different == ["norms"] and not of_graphs)
+            marks = ["DIFFERENT"] * (not same) + different + ["graphs"] * (second.has_graphs and not of_graphs)
+            name = ": ".join([f"{layout} {variant}", *filter(None, [", ".join(marks)])])
+            rows.append(
+                {"name": name, "same": same, "different": different, "first ms": first.shortest_ms,
+                 "second ms": second.shortest_ms, "losses": [str(loss) for loss in first.losses]}
+            )  # fmt: skip
+            log(table.row(name, first.shortest_ms, second.shortest_ms), flush=True)
             release()
-    different = sum(not row["same"] for row in rows)
-    log(f"{len(rows)} cases, {different} different")
+    different_cases = sum(not row["same"] for row in rows)
+    log(f"{len(rows)} cases, {different_cases} different")
     write_json(arguments.json, rows)
     destroy_model_parallel()
-    return int(different > 0)
+    return int(different_cases > 0)
 
 
 if __name__ == "__main__":

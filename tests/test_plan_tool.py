@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -77,6 +78,25 @@ def test_json_has_the_terms_that_add_up(capsys: pytest.CaptureFixture[str]) -> N
     assert all(best["step_seconds"] <= other["step_seconds"] for other in found["best"])
 
 
+def test_goodput_of_several_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = [str(CONFIG), *SMALL, "--gpus", "64,1000", "--gpus-per-node", "4", "--goodput", "--replicas", "4:2"]
+    assert main([*counts, "checkpoint.memory_interval=7"]) == 0
+    text = capsys.readouterr().out
+    rows = [line.split() for line in text.splitlines() if re.match(r"[\d,]+ +(restart,|4 replicas)", line)]
+    assert [row[0] for row in rows] == ["64"] * 3 + ["992"] * 3  # whole replicas of whole nodes
+    assert "992 GPUs: a failure every 3,065 min" in text
+    assert main([*counts, "--mtbf-gpu-hours", "1000", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["assumptions"]["detection"] == 10.0
+    for row in found["goodput"]:
+        seconds = row["outcome"]["seconds"]
+        assert row["goodput"] == pytest.approx(seconds["training"] / sum(seconds.values()))
+        assert row["goodput"] == pytest.approx(row["expected"], abs=0.03)
+        assert row["mtbf"] == pytest.approx(1000 * 3600 / row["gpus"])
+    assert main([*counts[:-2], "--gpus", "8"]) == 2
+    assert "8 GPUs are too few for 8 replicas of whole nodes and models; give" in capsys.readouterr().err
+
+
 def test_the_exit_code_says_whether_a_layout_fits(capsys: pytest.CaptureFixture[str]) -> None:
     large = ["model.hidden_size=32768", "model.ffn_hidden_size=131072", "model.num_layers=64"]
     assert main([str(CONFIG), *large, "--gpus", "2", "--gpu", "H100"]) == 1
@@ -90,11 +110,17 @@ def test_errors_name_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
         main([*COMMAND, "--nodes", "3"])
     assert "do not divide into 3 nodes" in capsys.readouterr().err
     with pytest.raises(SystemExit):
+        main([*COMMAND[:-1], "2,4"])
+    assert "several numbers are for --goodput" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         main([*COMMAND, "--gpu", "a100"])
     assert "'a100' is not known; there are h200-141gb, h100-80gb" in capsys.readouterr().err
     for flag, said in (
         ("--tokens", "'x' is no number of tokens, such as 15T"),
         ("--price", "'x' is no price, such"),
+        ("--replicas", "'x' is not number:least, such as 8:6"),
+        ("--mtbf-gpu-hours", "'x' is no number of hours"),
+        ("--gpus", "'x' is no whole number, nor several"),
     ):
         with pytest.raises(SystemExit):
             main([*COMMAND, flag, "x"])

@@ -3,11 +3,15 @@
     megafp8 plan --config configs/llama3-70b.yaml --gpus 64 --gpu h100-80gb
     megafp8 plan --config configs/llama3-70b.yaml --gpus 16384 --explain training.global_batch_size=16384
     megafp8 plan --config configs/llama3-8b.yaml --gpus 256 --tokens 15T --price 2.5
+    megafp8 plan --config configs/llama3-405b.yaml --gpus 1024,16384,100000 --goodput
 
 Needs neither GPUs nor data; seconds on a laptop. Prints the config's own layout, the fastest layouts that fit, the best
 of them as YAML to paste (the keys that differ) and as a command, its tokens a day, what the run's tokens (or
 `--tokens`) take in days, GPU-hours and, at `--price`, money, and why the others lose. How the model
 works, and its errors for every recorded run: docs/planning.md.
+
+`--goodput` prints no layouts but what failures cost the config's own layout on each number of GPUs, with restarts from
+disk, from memory, and with replicas that go on, and the best checkpoint interval of each (megafp8/planner/goodput.py).
 
 `--measure`, on a machine with the GPU, replaces the rates of GEMMs and copies by measured ones. A prediction takes the
 load of experts as even and ignores document boundaries; CUDA's context, NCCL's buffers and fragmentation are the
@@ -19,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shlex
 import sys
 import time
@@ -33,11 +38,12 @@ if __package__ in (None, ""):  # started as a file
 import yaml
 
 from megafp8.arguments import ArgumentParser, at_least
-from megafp8.commands.common import add_config_flags, parse_with_config, run_tool
+from megafp8.commands.common import add_config_flags, parse_with_config, run_tool, text_table
 from megafp8.config import Config, ConfigError, check_layout, load_config
 from megafp8.gpus import GPUS
 from megafp8.planner.budget import Budget, budget, mfu, tokens_per_day
 from megafp8.planner.flops import flops_per_token
+from megafp8.planner.goodput import PARTS, Assumptions, Forecast, forecasts, hang_detection, state_bytes_of
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import memory_table
 from megafp8.planner.outline import model_outline
@@ -76,10 +82,39 @@ def _price(text: str) -> float:
     return price
 
 
+def _gpu_counts(text: str) -> list[int]:
+    """The type of --gpus."""
+    try:
+        return [at_least(1)(count) for count in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, nor several such as 1024,16384") from None
+
+
+def _replicas(text: str) -> tuple[int, int]:
+    """The type of --replicas: number and least number."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None or not 1 <= int(match[2]) <= int(match[1]) or int(match[1]) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not number:least, such as 8:6")
+    return int(match[1]), int(match[2])
+
+
+def _hours(text: str) -> float:
+    """The type of --mtbf-gpu-hours."""
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = math.nan
+    if not 0 < hours < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of hours, such as 50000")
+    return hours
+
+
 def make_parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
     add_config_flags(parser)
-    parser.add_argument("--gpus", type=at_least(1), required=True, help="number of GPUs in all")
+    parser.add_argument(
+        "--gpus", type=_gpu_counts, required=True, help="number of GPUs in all; several with --goodput: 1024,16384"
+    )
     names = ", ".join(GPUS)
     parser.add_argument(
         "--gpu", type=_gpu, default="h100-80gb", help=f"{names}, or the chip's name; default: %(default)s"
@@ -92,6 +127,11 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--price", type=_price, help="of a GPU for an hour, for the cost of the tokens")
     parser.add_argument("--explain", action="store_true", help="print every term of the best prediction")
     parser.add_argument("--measure", action="store_true", help="measure the rates of the GPU in this machine first")
+    parser.add_argument("--goodput", action="store_true", help="print the goodput under failures instead of layouts")
+    parser.add_argument(
+        "--replicas", type=_replicas, help="with --goodput: number and least number (resilience.replicas, or 8:6)"
+    )
+    parser.add_argument("--mtbf-gpu-hours", type=_hours, help="with --goodput: between failures; default: Llama 3's")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 
@@ -99,6 +139,13 @@ def make_parser() -> ArgumentParser:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser()
     found = parse_with_config(parser, argv)
+    if found.goodput:
+        if found.nodes is not None:
+            parser.error("--nodes: give --gpus-per-node with --goodput")
+        return found
+    if len(found.gpus) > 1:
+        parser.error("--gpus: several numbers are for --goodput; give one")
+    found.gpus = found.gpus[0]
     if found.nodes is not None:
         if found.gpus % found.nodes:
             parser.error(f"--nodes: {found.gpus} GPUs do not divide into {found.nodes} nodes")
@@ -215,6 +262,83 @@ def text(own: Prediction | str, found: Found, arguments: argparse.Namespace, que
     return "\n".join(lines)
 
 
+def whole_replicas(config: Config, gpus: int, gpus_per_node: int, replicas: int) -> tuple[int, int]:
+    """The most GPUs that make so many equal replicas of whole nodes, and the config's batch rounded up for them.
+
+    ValueError if there are too few.
+    """
+    p, t = config.parallel, config.training
+    of_model = p.tensor * p.pipeline * p.context
+    unit = math.lcm(of_model, gpus_per_node) * replicas
+    if gpus < unit:
+        raise ValueError(f"{gpus:,} GPUs are too few for {replicas} replicas of whole nodes and models; give {unit:,}")
+    used = gpus // unit * unit
+    samples = t.micro_batch_size * used // of_model
+    return used, -(-t.global_batch_size // samples) * samples
+
+
+def goodput(arguments: argparse.Namespace) -> bool:
+    """Print the goodput of the config's own layout on each number of GPUs."""
+    found: list[Forecast] = []
+    for gpus in arguments.gpus:
+        config = with_vocabulary(load_config(arguments.config, arguments.overrides), arguments.config)
+        given = config.resilience.replicas
+        replicas = arguments.replicas or ((8, 6) if given is None else (given.count, given.min))
+        used, batch = whole_replicas(config, gpus, arguments.gpus_per_node, replicas[0])
+        overrides = [*arguments.overrides, f"training.global_batch_size={batch}", "resilience.replicas=null"]
+        config = with_vocabulary(load_config(arguments.config, overrides), arguments.config)
+        check_layout(config, used, arguments.config)
+        cluster = Cluster(GPUS[arguments.gpu], used, arguments.gpus_per_node)
+        outline = model_outline(config, build_fp8(config, None))
+        step, state = predict(outline, cluster).seconds, state_bytes_of(outline)
+        found += forecasts(config, cluster, step, state, replicas, arguments.mtbf_gpu_hours)
+    assumed = asdict(Assumptions())
+    if arguments.json:
+        records = [asdict(x) | {"goodput": x.goodput} for x in found]
+        print(json.dumps({"goodput": records, "state_bytes": state, "assumptions": assumed}))
+        return True
+    print(goodput_text(found, state, hang_detection(config)))
+    return True
+
+
+def goodput_text(found: Sequence[Forecast], state: int, hang: float) -> str:
+    """The table of forecasts, what is in it, and its assumptions."""
+    assumed, losses = Assumptions(), [part for part in PARTS if part != "training"]
+    rows = [
+        [
+            f"{x.gpus:,}",
+            x.recovery,
+            f"{x.goodput:.1%}",
+            f"{x.expected:.1%}",
+            "" if x.configured is None else f"{x.configured:.1%}",
+            f"{x.interval:,} ({x.young:,.1f})",
+            *(f"{x.outcome.share(part):.2%}" for part in losses),
+        ]
+        for x in found
+    ]
+    heading = ["GPUs", "recovery", "goodput", "formula", "config's", "interval (Young)", *losses]
+    counts = {x.gpus: x for x in found}.values()
+    return "\n".join(
+        [
+            "goodput: time of steps that count x GPUs in them, over wall time x GPUs of the job, without spares",
+            "formula: closed form; config's: the same at its own checkpoint interval; interval: the best one, in steps",
+            "",
+            text_table(heading, rows, left=2),
+            "",
+            *(
+                f"{x.gpus:,} GPUs: a failure every {x.mtbf / 60:,.0f} min, steps of {x.step:,.3g} s, {x.spares} spares"
+                for x in counts
+            ),
+            f"state {state / 1e12:,.2f} TB. Failures by cause: Llama 3's (arXiv 2407.21783, table 5). Detected after "
+            f"{assumed.detection:g} s, {assumed.hangs:.1%} of them after {hang:g} s.",
+            f"Restart: {assumed.restart:g} s + {assumed.restart_gpu * 1e3:.1f} s per 1,000 GPUs, of a replica if any. "
+            f"Replicas: {assumed.regroup:g} s to go on without one, {assumed.rejoin:g} s when it rejoins.",
+            f"Repair of a node: {assumed.repair / 3600:g} h. Storage: {assumed.disk_gpu / 1e9:.2f} GB/s for each GPU; "
+            f"memory: {assumed.host_memory / 1e9:g} GB/s a rank. Sources, and what is left out: docs/planning.md",
+        ]
+    )
+
+
 def plan(arguments: argparse.Namespace) -> bool:
     """Print the plan; returns whether a layout fits."""
     config = with_vocabulary(load_config(arguments.config, arguments.overrides), arguments.config)
@@ -259,7 +383,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0; 1 if no layout fits; 2 for wrong arguments or a wrong config."""
     arguments = parse(argv)
     fits: list[bool] = []
-    code = run_tool(lambda: fits.append(plan(arguments)))
+    code = run_tool(lambda: fits.append((goodput if arguments.goodput else plan)(arguments)))
     return code or int(not fits[0])
 
 

@@ -38,6 +38,7 @@ EXTRAS = {
     "s3": "no data sets or checkpoints at s3:// URLs",
     "server": "no megafp8 serve",
     "eval": "no megafp8 evaluate --tasks",
+    "replicas": "no resilience.replicas",
     "wandb": "no logging.wandb",
     "onnx": "no export to ONNX",
 }

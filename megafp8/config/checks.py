@@ -59,6 +59,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _overlap,
         _fsdp,
         _param_gather,
+        _paired_wgrad,
         _checkpoint,
         _lora,
         _tokenizer,
@@ -630,6 +631,14 @@ def _param_gather(config: Config) -> Iterator[Problem]:
             "layers that calibrate run in high precision, on the weights' values, and with fp8.param_gather only their "
             "FP8 data exists", f"try fp8.calibration_steps=0 and fp8.static_amax, {off}",
         )  # fmt: skip
+
+
+def _paired_wgrad(config: Config) -> Iterator[Problem]:
+    path, works = "fp8.paired_wgrad", "try fp8.paired_wgrad=false"
+    if config.fp8.paired_wgrad and config.fp8.recipe == "none":
+        yield Problem(path, True, "fp8.recipe is none, so no weight gradient is computed in FP8", works)
+    if config.fp8.paired_wgrad and config.model.moe is None:
+        yield Problem(path, True, "it is for weight gradients of experts, and the model has none", works)
 
 
 def _checkpoint(config: Config) -> Iterator[Problem]:

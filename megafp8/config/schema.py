@@ -640,6 +640,10 @@ class Fp8Config(Section):
     data (Megatron-LM's fp8-param-gather). Halves the traffic and saves 2 bytes per parameter, with bit-identical
     losses. For recipes with one scale per weight: delayed, current, static; layers of custom with another recipe gather
     bf16, and so do the experts of a layer unless all have one scale per weight. The FP8 report then has no weights."""
+    paired_wgrad: bool = False
+    """Compute weight gradients of FP8 experts for two micro-batches at a time, where one kernel on a GPU computes all
+    experts of a layer (one scale per tensor, or blockwise): fp32 sums are read and written half as often. Keeps one
+    more micro-batch's operands of these GEMMs, in FP8. Experts whose weights parallel.fsdp shards are not affected."""
     report_interval: Count = 0
     """Steps between samples for the FP8 health report (quantization error of each tensor), fp8_report.jsonl in the run
     folder; 100 is usual. 0: no report."""

@@ -42,7 +42,7 @@ from torch.distributed import ProcessGroup
 from megafp8.data_parallel.buckets import bucket_layout
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import FlatShard, spec_of
-from megafp8.linear.deferred_wgrad import WgradStore
+from megafp8.linear.deferred_wgrad import WgradPair, WgradStore
 from megafp8.linear.grad_sink import deliver, set_grad_sink
 
 
@@ -53,14 +53,23 @@ class BufferSink:
     main_grad: Tensor
     count: Callable[[], None]
     wgrads: WgradStore | None
+    pair: WgradPair | None
     is_empty: bool = False
 
     def added(self) -> None:
         self.is_empty = False
         self.count()
 
+    def clear(self) -> None:
+        """Forget the sum, and what would be added to it."""
+        self.is_empty = True
+        if self.pair is not None:
+            self.pair.clear()
+
     def complete(self) -> None:
-        """Make the sum zero if there is none."""
+        """Add what is kept for a pair, and make the sum zero if there is none."""
+        if self.pair is not None:
+            self.pair.flush()
         if self.is_empty:
             self.main_grad.zero_()
             self.is_empty = False
@@ -83,7 +92,8 @@ class GradBuffer:
 
     Gives every parameter `main_grad`, an fp32 view of the buffer that is shaped like the parameter, and a `GradSink`
     for it. `flat` is the whole buffer, padding included. `bucket_elements`: fp32 elements of a bucket (see
-    `bucket_layout`). `wgrads`: the sinks' store for deferred weight gradients.
+    `bucket_layout`). `wgrads`: the sinks' store for deferred weight gradients; `in_pairs`: whether they are computed
+    for two micro-batches at once where kernels can.
 
     `sharded`: each rank of the group gets its shard of the sums only. `own_bucket`: parameters with buckets of their
     own; `fp8_bucket`: those that share buckets with each other only. `dtype`: of the buffer; `reduce_dtype`: in which
@@ -106,6 +116,7 @@ class GradBuffer:
         dtype: torch.dtype = torch.float32,
         reduce_dtype: torch.dtype | None = None,
         wgrads: WgradStore | None = None,
+        in_pairs: bool = False,
     ) -> None:
         assert len({id(p) for p in params}) == len(params), "a tied parameter belongs into the list once"
         ranks = collectives.size(data_parallel_group)
@@ -132,12 +143,12 @@ class GradBuffer:
         self._expected: list[int] = []  # per parameter: gradients still to come
         self._incomplete: list[int] = []  # per bucket: parameters that still expect gradients
         for index, param in enumerate(self.params):
-            self._attach(index, param, wgrads)
+            self._attach(index, param, wgrads, in_pairs)
         # Slices of other ranks have any values after a reduce-scatter; those between parameters are sent again.
         gaps = self.layout.gaps if self.layout.ranks > 1 else []
         self._padding = [self.flat[gap.start : gap.end] for gap in gaps]
 
-    def _attach(self, index: int, param: nn.Parameter, wgrads: WgradStore | None) -> None:
+    def _attach(self, index: int, param: nn.Parameter, wgrads: WgradStore | None, in_pairs: bool) -> None:
         slot = self.layout.slots[index]
         buffer = weakref.ref(self)  # a strong one would close a cycle through autograd's hooks, which gc cannot see
 
@@ -146,7 +157,12 @@ class GradBuffer:
             if owner is not None:
                 owner._count(index)
 
-        sink = BufferSink(self.flat[slot.start : slot.end].view(param.shape), count, wgrads)
+        def is_last() -> bool:
+            owner = buffer()
+            return owner is not None and owner._overlap and owner._expected[index] <= 1
+
+        pair = WgradPair(is_last) if in_pairs else None
+        sink = BufferSink(self.flat[slot.start : slot.end].view(param.shape), count, wgrads, pair)
 
         def take_autograd_gradient(param: nn.Parameter) -> None:
             if param.grad is not None:  # None: every layer that used it passed its gradient to the sink
@@ -162,7 +178,7 @@ class GradBuffer:
         """Forget all gradients, whose memory then has any values; call before the first backward pass of a step."""
         assert not self._works, "clear() during a reduction: finish() it first"
         for sink in self._sinks:
-            sink.is_empty = True
+            sink.clear()
         for padding in self._padding:
             padding.zero_()
         self._started = 0
@@ -181,7 +197,10 @@ class GradBuffer:
         gradients), call it before the first with the number of all of them.
         """
         assert self._started == 0, "start_overlap() after the reduction began: clear() first"
-        self._expected = [spec_of(param).num_uses * micro_batches for param in self.params]
+        self._expected = [
+            spec_of(param).num_uses * micro_batches + (sink.pair is not None and sink.pair.is_waiting)
+            for param, sink in zip(self.params, self._sinks, strict=True)
+        ]
         self._incomplete = [len(bucket.params) for bucket in self.layout.buckets]
         self._overlap = True
 

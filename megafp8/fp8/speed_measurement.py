@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.fp8.speed_model import LinearSeconds, LinearSize
 from megafp8.gemm.dispatch import GemmBackend
-from megafp8.linear.deferred_wgrad import WgradStore
+from megafp8.linear.deferred_wgrad import WgradPair, WgradStore
 from megafp8.linear.grad_sink import set_grad_sink
 from megafp8.linear.linear import high_precision_linear, linear
 from megafp8.numerics.recipes.base import Fp8Recipe
@@ -71,6 +71,7 @@ class _Sum:
     """Gradient sink of the weight: a sum over micro-batches, fp32 or wider, as in training."""
 
     wgrads: WgradStore | None = None
+    pair: WgradPair | None = None
 
     def __init__(self, weight: Tensor) -> None:
         self.main_grad = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))

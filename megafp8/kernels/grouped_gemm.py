@@ -136,11 +136,29 @@ def rows_kernel(a_mk, b, out_mn, ends_e, a_scale_inv, b_scale_inv, m, n, k, e, a
         tl.store(out_mn + at, sums.to(out_mn.dtype.element_ty), mask=(i < end)[:, None] & (j < n)[None, :])
 
 
+@triton.jit
+def _add_blocks(sums, a, b, a_scale_inv, b_scale_inv, start, end, i0, j0, a_stride, b_stride,
+                INTERPRETED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+                TILE_K: tl.constexpr):  # fmt: skip
+    """sums + the products of the blocks of rows from `start` to `end`, each times its scales."""
+    a_scale_inv += i0 + tl.arange(0, TILE_M)
+    b_scale_inv += j0 + tl.arange(0, TILE_N)
+    for k0 in range(start, end, TILE_K):
+        a_scale = tl.load(a_scale_inv + k0 // TILE_K * a_stride)
+        b_scale = tl.load(b_scale_inv + k0 // TILE_K * b_stride)
+        product = _product(a.load([i0, k0]), b.load([j0, k0]).T, INTERPRETED)
+        sums += product * a_scale[:, None] * b_scale[None, :]
+    return sums
+
+
 @triton.jit(do_not_specialize=["a_stride", "b_stride"])
-def sums_kernel(a, b, out_epq, ends_e, a_scale_inv, b_scale_inv, p, q, a_stride, b_stride, SCALES: tl.constexpr,
-                ACCUMULATE: tl.constexpr, FAST: tl.constexpr, INTERPRETED: tl.constexpr, GROUP: tl.constexpr,
-                TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):  # fmt: skip
+def sums_kernel(a, b, earlier_a, earlier_b, out_epq, ends_e, earlier_ends_e, a_scale_inv, b_scale_inv,
+                earlier_a_scale_inv, earlier_b_scale_inv, p, q, a_stride, b_stride, SCALES: tl.constexpr,
+                ACCUMULATE: tl.constexpr, PAIR: tl.constexpr, FAST: tl.constexpr, INTERPRETED: tl.constexpr,
+                GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):  # fmt: skip
     """A tile of one expert's sum over its rows of a's row times b's: into `out_epq`, or added to it (ACCUMULATE).
+
+    PAIR: over the rows of `earlier_a` and `earlier_b`, too, which are another micro-batch's with scales of their own.
 
     The operands are `[p, padded]` and `[q, padded]`, rows of an expert padded to a multiple of TILE_K; or
     `[m, p]` and `[m, q]` where SCALES is "none". `a_stride`, `b_stride`: from the scale of an expert to the next; with
@@ -153,16 +171,26 @@ def sums_kernel(a, b, out_epq, ends_e, a_scale_inv, b_scale_inv, p, q, a_stride,
     i0, j0 = i * TILE_M, j * TILE_N
     start = tl.load(ends_e + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_e + expert)
+    has_rows = start < end
     sums = tl.zeros([TILE_M, TILE_N], tl.float32)
+    if PAIR:
+        earlier_start = tl.load(earlier_ends_e + expert - 1, mask=expert > 0, other=0)
+        earlier_end = tl.load(earlier_ends_e + expert)
+        has_rows |= earlier_start < earlier_end
     if SCALES == "1x128":
-        a_scale_inv += i0 + tl.arange(0, TILE_M)
-        b_scale_inv += j0 + tl.arange(0, TILE_N)
-        for k0 in range(start, end, TILE_K):
-            a_scale = tl.load(a_scale_inv + k0 // TILE_K * a_stride)
-            b_scale = tl.load(b_scale_inv + k0 // TILE_K * b_stride)
-            product = _product(a.load([i0, k0]), b.load([j0, k0]).T, INTERPRETED)
-            sums += product * a_scale[:, None] * b_scale[None, :]
+        if PAIR:
+            sums = _add_blocks(sums, earlier_a, earlier_b, earlier_a_scale_inv, earlier_b_scale_inv, earlier_start,
+                               earlier_end, i0, j0, a_stride, b_stride, INTERPRETED, TILE_M, TILE_N,
+                               TILE_K)  # fmt: skip
+        sums = _add_blocks(sums, a, b, a_scale_inv, b_scale_inv, start, end, i0, j0, a_stride, b_stride, INTERPRETED,
+                           TILE_M, TILE_N, TILE_K)  # fmt: skip
     elif SCALES != "none":
+        if PAIR:
+            for k0 in range(earlier_start, earlier_end, TILE_K):
+                sums = _dot(earlier_a.load([i0, k0]), earlier_b.load([j0, k0]).T, sums, FAST, INTERPRETED)
+            a_ratio = tl.load(earlier_a_scale_inv + expert * a_stride) / tl.load(a_scale_inv + expert * a_stride)
+            b_ratio = tl.load(earlier_b_scale_inv + expert * b_stride) / tl.load(b_scale_inv + expert * b_stride)
+            sums = sums * a_ratio * b_ratio  # as if they had the scales of a and b
         for k0 in range(start, end, TILE_K):
             sums = _dot(a.load([i0, k0]), b.load([j0, k0]).T, sums, FAST, INTERPRETED)
     else:
@@ -178,7 +206,7 @@ def sums_kernel(a, b, out_epq, ends_e, a_scale_inv, b_scale_inv, p, q, a_stride,
     elif SCALES == "row":
         i, j = i0 + tl.arange(0, TILE_M), j0 + tl.arange(0, TILE_N)
         sums = _scaled(sums, a_scale_inv + expert * p, b_scale_inv + expert * q, i, j, p, q)
-    if (not ACCUMULATE) or start < end:
+    if (not ACCUMULATE) or has_rows:
         total = sums.reshape(1, TILE_M, TILE_N)
         if ACCUMULATE:
             total += out_epq.load([expert, i0, j0])
@@ -243,14 +271,20 @@ def rows_times_matrices(
 
 def sums_over_rows(
     a: Tensor | ScaledTensor, b: Tensor | ScaledTensor, ends_e: Tensor, out_epq: Tensor, *, accumulate: bool,
-    fast: bool = False,
+    fast: bool = False, earlier: tuple[ScaledTensor, ScaledTensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Each expert's sum over its rows of outer products, into `out_epq` or added to it (fp32).
 
     bf16 operands are `[m, p]` and `[m, q]`, and `ends_e` where the rows of each expert end; FP8 ones are `[p, padded]`
     and `[q, padded]` as `megafp8.numerics.groups` casts them, with its padded ends; p and q are multiples of 128 where
-    they have scales of 1×128 blocks.
+    they have scales of 1×128 blocks. `earlier`: a, b and ends of another micro-batch, whose sum is added; FP8 with one
+    scale an expert or blocks only.
     """
+    if earlier is not None and not earlier[0].data.numel():
+        earlier = None
+    if earlier is not None and not (a.data if isinstance(a, ScaledTensor) else a).numel():
+        a, b, ends_e = earlier
+        earlier = None
     experts, p, q = out_epq.shape
     a_data, a_scale_inv, a_stride, scales = _parts(a)
     b_data, b_scale_inv, b_stride, _ = _parts(b)
@@ -261,14 +295,22 @@ def sums_over_rows(
     if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
         _check(a, b, p, q)
         if a.granularity is BLOCK_1X128 and hopper.takes(out_epq.device):
-            hopper.sums_over_rows(a, b, ends_e, out_epq, accumulate=accumulate)
+            hopper.sums_over_rows(a, b, ends_e, out_epq, accumulate=accumulate, earlier=earlier)
             return
     tile, tile_k, constants = _launched(a_data.dtype, scales, fast=fast)
-    shapes = ([tile_k, size] if scales == "none" else [size, tile_k] for size in tile[:2])
+    shapes = [[tile_k, size] if scales == "none" else [size, tile_k] for size in tile[:2]]
     operands = map(TensorDescriptor.from_tensor, (a_data, b_data), shapes)
+    earlier_operands: list[TensorDescriptor | None] = [None, None]
+    earlier_scales: list[Tensor | None] = [None, None]
+    if earlier is not None:
+        assert scales in (TENSOR.name, BLOCK_1X128.name)
+        assert [_parts(x)[2:] for x in earlier[:2]] == [(a_stride, scales), (b_stride, scales)]
+        earlier_operands = [TensorDescriptor.from_tensor(x.data, shape) for x, shape in zip(earlier[:2], shapes)]
+        earlier_scales = [x.scale_inv for x in earlier[:2]]
     sums_kernel[(experts * ceil_div(p, tile.rows) * ceil_div(q, tile.columns),)](
-        *operands, TensorDescriptor.from_tensor(out_epq, [1, tile.rows, tile.columns]), ends_e, a_scale_inv,
-        b_scale_inv, p, q, a_stride, b_stride, ACCUMULATE=accumulate, **constants,
+        *operands, *earlier_operands, TensorDescriptor.from_tensor(out_epq, [1, tile.rows, tile.columns]), ends_e,
+        None if earlier is None else earlier[2], a_scale_inv, b_scale_inv, *earlier_scales, p, q, a_stride, b_stride,
+        ACCUMULATE=accumulate, PAIR=earlier is not None, **constants,
     )  # fmt: skip
 
 

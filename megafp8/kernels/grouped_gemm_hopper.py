@@ -252,26 +252,43 @@ def _sum_at(tile, ends_e, down, across):
 
 
 @gluon.jit
-def _copy_sums(a, b, a_scale_inv, b_scale_inv, out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored,
-               ends_e, p, q, e, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr):  # fmt: skip
+def _copy_blocks(a, b, a_scale_inv, b_scale_inv, a_s, b_s, a_scale_s, b_scale_s, full, empty, i0, j0, first, stop,
+                 block, STAGES: gl.constexpr):  # fmt: skip
+    """Copy the blocks of rows from `first` to `stop` of a tile, with their scales; blocks copied so far."""
+    for k in range(first, stop):
+        stage = block % STAGES
+        mbarrier.wait(empty.index(stage), (block // STAGES + 1) & 1)
+        arrived = full.index(stage)
+        mbarrier.expect(arrived, 256 * _BLOCK + 1024)
+        for side in gl.static_range(2):
+            to = a_s.index(2 * stage + side)
+            _load_tile(a, [i0 + side * _SIDE, k * _BLOCK], arrived, to)
+        _load_tile(b, [j0, k * _BLOCK], arrived, b_s.index(stage))
+        _load_tile(a_scale_inv, [k, i0], arrived, a_scale_s.index(stage))
+        _load_tile(b_scale_inv, [k, j0], arrived, b_scale_s.index(stage))
+        block += 1
+    return block
+
+
+@gluon.jit
+def _copy_sums(a, b, a_scale_inv, b_scale_inv, earlier_a, earlier_b, earlier_a_scale_inv, earlier_b_scale_inv, out, a_s,
+               b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored, ends_e, earlier_ends_e, p, q, e,
+               STAGES: gl.constexpr, ACCUMULATE: gl.constexpr, PAIR: gl.constexpr):  # fmt: skip
     """The producer of `sums_kernel`. What is added to follows the last block, when the tile before is stored."""
     down, across, block, count = p // 128, q // 128, 0, 0
     for tile in range(gl.program_id(0), e * down * across, gl.num_programs(0)):
         expert, i0, j0, first, stop = _sum_at(tile, ends_e, down, across)
-        for k in range(first, stop):
-            stage = block % STAGES
-            mbarrier.wait(empty.index(stage), (block // STAGES + 1) & 1)
-            arrived = full.index(stage)
-            mbarrier.expect(arrived, 256 * _BLOCK + 1024)
-            for side in gl.static_range(2):
-                to = a_s.index(2 * stage + side)
-                _load_tile(a, [i0 + side * _SIDE, k * _BLOCK], arrived, to)
-            _load_tile(b, [j0, k * _BLOCK], arrived, b_s.index(stage))
-            _load_tile(a_scale_inv, [k, i0], arrived, a_scale_s.index(stage))
-            _load_tile(b_scale_inv, [k, j0], arrived, b_scale_s.index(stage))
-            block += 1
+        blocks = stop - first
+        if PAIR:
+            _, _, _, earlier_first, earlier_stop = _sum_at(tile, earlier_ends_e, down, across)
+            blocks += earlier_stop - earlier_first
+            block = _copy_blocks(earlier_a, earlier_b, earlier_a_scale_inv, earlier_b_scale_inv, a_s, b_s, a_scale_s,
+                                 b_scale_s, full, empty, i0, j0, earlier_first, earlier_stop, block,
+                                 STAGES)  # fmt: skip
+        block = _copy_blocks(a, b, a_scale_inv, b_scale_inv, a_s, b_s, a_scale_s, b_scale_s, full, empty, i0, j0,
+                             first, stop, block, STAGES)  # fmt: skip
         if ACCUMULATE:  # noqa: SIM102 -- known when the kernel is compiled
-            if first < stop:
+            if blocks > 0:
                 for side in gl.static_range(2):
                     mbarrier.wait(stored.index(side), (count + 1) & 1)
                     mbarrier.expect(old.index(side), _SIDE * 128 * 4)
@@ -281,23 +298,28 @@ def _copy_sums(a, b, a_scale_inv, b_scale_inv, out, a_s, b_s, a_scale_s, b_scale
 
 
 @gluon.jit
-def _multiply_sums(out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored, ends_e, p, q, e,
-                   CONSUMER: gl.constexpr, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr):  # fmt: skip
+def _multiply_sums(out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored, ends_e, earlier_ends_e, p, q,
+                   e, CONSUMER: gl.constexpr, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr,
+                   PAIR: gl.constexpr):  # fmt: skip
     """A consumer of `sums_kernel`: half of the tile's rows."""
     layout: gl.constexpr = _sums()
     down, across, block, count = p // 128, q // 128, 0, 0
     results = out_s.index(CONSUMER)
     for tile in range(gl.program_id(0), e * down * across, gl.num_programs(0)):
         expert, i0, j0, first, stop = _sum_at(tile, ends_e, down, across)
+        blocks = stop - first
+        if PAIR:
+            _, _, _, earlier_first, earlier_stop = _sum_at(tile, earlier_ends_e, down, across)
+            blocks += earlier_stop - earlier_first
         sums = gl.zeros([_SIDE, 128], gl.float32, layout)
-        for k in range(first, stop):
+        for k in range(blocks):
             stage = block % STAGES
             mbarrier.wait(full.index(stage), (block // STAGES) & 1)
             product = _begin(a_s.index(2 * stage + CONSUMER), b_s.index(stage))
             rows = _vector(a_scale_s.index(stage), CONSUMER * _SIDE, _SIDE, gl.SliceLayout(1, layout))
             columns = _vector(b_scale_s.index(stage), 0, 128, gl.SliceLayout(0, layout))
             if ACCUMULATE:  # noqa: SIM102
-                if (k == first) & (count > 0):
+                if (k == 0) & (count > 0):
                     tma.store_wait(0)
                     _barrier()
                     mbarrier.arrive(stored.index(CONSUMER), count=1)
@@ -305,7 +327,7 @@ def _multiply_sums(out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old,
             mbarrier.arrive(empty.index(stage), count=1)
             sums += product * gl.expand_dims(columns, 0) * gl.expand_dims(rows, 1)
             block += 1
-        if (not ACCUMULATE) or first < stop:
+        if (not ACCUMULATE) or blocks > 0:
             if ACCUMULATE:
                 mbarrier.wait(old.index(CONSUMER), count & 1)
                 sums += results.load(layout)
@@ -321,9 +343,13 @@ def _multiply_sums(out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old,
 
 
 @gluon.jit(do_not_specialize=["e"])
-def sums_kernel(a, b, a_scale_inv, b_scale_inv, out, ends_e, p, q, e, STAGES: gl.constexpr,
-                ACCUMULATE: gl.constexpr):  # fmt: skip
-    """Each expert's sum over its rows of a's row times b's: into `out` `[e·p, q]`, or added to it (ACCUMULATE)."""
+def sums_kernel(a, b, a_scale_inv, b_scale_inv, earlier_a, earlier_b, earlier_a_scale_inv, earlier_b_scale_inv, out,
+                ends_e, earlier_ends_e, p, q, e, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr,
+                PAIR: gl.constexpr):  # fmt: skip
+    """Each expert's sum over its rows of a's row times b's: into `out` `[e·p, q]`, or added to it (ACCUMULATE).
+
+    PAIR: over the rows of `earlier_a` and `earlier_b`, too; else these are not read.
+    """
     a_s = gl.allocate_shared_memory(a.dtype, [2 * STAGES, _SIDE, _BLOCK], a.layout)
     b_s = gl.allocate_shared_memory(b.dtype, [STAGES, 128, _BLOCK], b.layout)
     a_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], a_scale_inv.layout)
@@ -333,12 +359,13 @@ def sums_kernel(a, b, a_scale_inv, b_scale_inv, out, ends_e, p, q, e, STAGES: gl
     old, stored = _barriers(2, 1)
     gl.warp_specialize(
         [
-            (_multiply_sums, (out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored, ends_e, p, q, e,
-                              gl.constexpr(0), STAGES, ACCUMULATE)),
-            (_multiply_sums, (out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored, ends_e, p, q, e,
-                              gl.constexpr(1), STAGES, ACCUMULATE)),
-            (_copy_sums, (a, b, a_scale_inv, b_scale_inv, out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old,
-                          stored, ends_e, p, q, e, STAGES, ACCUMULATE)),
+            (_multiply_sums, (out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored, ends_e,
+                              earlier_ends_e, p, q, e, gl.constexpr(0), STAGES, ACCUMULATE, PAIR)),
+            (_multiply_sums, (out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored, ends_e,
+                              earlier_ends_e, p, q, e, gl.constexpr(1), STAGES, ACCUMULATE, PAIR)),
+            (_copy_sums, (a, b, a_scale_inv, b_scale_inv, earlier_a, earlier_b, earlier_a_scale_inv,
+                          earlier_b_scale_inv, out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored,
+                          ends_e, earlier_ends_e, p, q, e, STAGES, ACCUMULATE, PAIR)),
         ],
         [4, 1],
         [_REGISTERS, _PRODUCER_REGISTERS],
@@ -378,14 +405,23 @@ def rows_times_matrices(
     )  # fmt: skip
 
 
-def sums_over_rows(a: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_epq: Tensor, *, accumulate: bool) -> None:
-    """Each expert's sum over its rows of outer products, into `out_epq` or added to it."""
+def sums_over_rows(
+    a: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_epq: Tensor, *, accumulate: bool,
+    earlier: tuple[ScaledTensor, ScaledTensor, Tensor] | None,
+) -> None:  # fmt: skip
+    """Each expert's sum over its rows of outer products, and those of `earlier`, into `out_epq` or added to it."""
     experts, p, q = out_epq.shape
     results = gl.NVMMASharedLayout(128, 8 * out_epq.element_size(), 2)
+    operands: list[TensorDescriptor] = []
+    for x, y in ((a, b), earlier[:2] if earlier is not None else (a, b)):
+        operands += [
+            TensorDescriptor.from_tensor(x.data, [64, 128], _DATA),
+            TensorDescriptor.from_tensor(y.data, [128, 128], _DATA),
+            TensorDescriptor.from_tensor(x.scale_inv.t(), [1, 128], _SCALES),
+            TensorDescriptor.from_tensor(y.scale_inv.t(), [1, 128], _SCALES),
+        ]
     sums_kernel[(_programs(out_epq.device),)](
-        TensorDescriptor.from_tensor(a.data, [64, 128], _DATA), TensorDescriptor.from_tensor(b.data, [128, 128], _DATA),
-        TensorDescriptor.from_tensor(a.scale_inv.t(), [1, 128], _SCALES),
-        TensorDescriptor.from_tensor(b.scale_inv.t(), [1, 128], _SCALES),
-        TensorDescriptor.from_tensor(out_epq.flatten(0, 1), [64, 128], results), ends_e, p, q, experts, STAGES=4,
-        ACCUMULATE=accumulate, num_warps=4,
+        *operands, TensorDescriptor.from_tensor(out_epq.flatten(0, 1), [64, 128], results), ends_e,
+        ends_e if earlier is None else earlier[2], p, q, experts, STAGES=4, ACCUMULATE=accumulate,
+        PAIR=earlier is not None, num_warps=4,
     )  # fmt: skip

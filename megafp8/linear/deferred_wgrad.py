@@ -8,13 +8,18 @@ Gradients of norms, biases and embeddings are cheap and stay in the backward pas
 A deferred gradient begins and finishes in two calls. Under sequence parallelism it begins by gathering columnwise data
 over the tensor-parallel ranks, and `run` begins the next one before it finishes the current one, so that the gather
 overlaps with a GEMM. All tensor-parallel ranks run the same schedule, so their gathers match.
+
+*Pairs.* A gradient that is added to an fp32 sum reads and writes all of it, which for experts with few rows takes
+longer than the products. With a `WgradPair` operands of a micro-batch are kept until the next one's gradient, and one
+kernel adds both. It costs the memory of the operands.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -46,6 +51,46 @@ class WgradStore:
         """Defer a weight gradient."""
         assert self._open is not None
         self._open.append(wgrad)
+
+
+class WgradPair:
+    """Operands of one weight's gradient that are kept until those of the next micro-batch come.
+
+    `is_last`: whether no other gradient is known to come.
+    """
+
+    def __init__(self, is_last: Callable[[], bool]) -> None:
+        self._is_last = is_last
+        self._kept: tuple[Any, Callable[[Any], object]] | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether operands are kept."""
+        return self._kept is not None
+
+    def put(self, operands: Any, alone: Callable[[Any], object]) -> Sequence[Any]:
+        """The operands to compute with now: those kept and `operands`, or `operands` if they are the last.
+
+        Empty if `operands` are kept; where no others come, `alone` is called with them.
+        """
+        if self._kept is not None:
+            (earlier, _), self._kept = self._kept, None
+            return [earlier, operands]
+        if self._is_last():
+            return [operands]
+        self._kept = operands, alone
+        return []
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Compute with what is kept."""
+        if self._kept is not None:
+            (operands, alone), self._kept = self._kept, None
+            alone(operands)
+
+    def clear(self) -> None:
+        """Forget what is kept."""
+        self._kept = None
 
 
 @torch.no_grad()

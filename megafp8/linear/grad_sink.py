@@ -14,13 +14,14 @@ Shapes: k inputs, n outputs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megafp8.dtypes import sum_dtype
-from megafp8.linear.deferred_wgrad import WgradStore
+from megafp8.linear.deferred_wgrad import WgradPair, WgradStore
 
 
 class GradSink(Protocol):
@@ -28,7 +29,8 @@ class GradSink(Protocol):
 
     `is_empty`: there is no sum yet, and `main_grad` has any values: the first gradient is written, not added. `wgrads`
     takes wgrad for later while it is open; None where there is no later. `added` is called when a gradient has been
-    written or added to `main_grad`.
+    written or added to `main_grad`. `pair`: keeps operands, so that kernels which can compute gradients of two
+    micro-batches at once; None where each is computed by itself.
     """
 
     @property
@@ -39,6 +41,9 @@ class GradSink(Protocol):
 
     @property
     def wgrads(self) -> WgradStore | None: ...
+
+    @property
+    def pair(self) -> WgradPair | None: ...
 
     def added(self) -> None: ...
 
@@ -140,4 +145,24 @@ def wgrad_by(weight: Tensor, experts: int, compute: Callable[..., None]) -> Tens
     if found is None:
         return deliver(weight, dw)
     was_added(weight)
+    return None
+
+
+def paired_wgrad_by(weight: Tensor, experts: int, operands: Any, compute: Callable[..., None]) -> Tensor | None:
+    """As `wgrad_by`, of two micro-batches at once if the weight's sink wants pairs.
+
+    `compute(of_micro_batches, dw_enk, accumulate=...)`: the sum of those of one or two `operands`.
+    """
+
+    def alone(operands: Any) -> Tensor | None:
+        return wgrad_by(weight, experts, partial(compute, [operands]))
+
+    sink = grad_sink(weight)
+    if sink is None or sink.pair is None:
+        return alone(operands)
+    now = sink.pair.put(operands, alone)
+    if now:
+        wgrad_by(weight, experts, partial(compute, now))
+    if len(now) > 1:
+        sink.added()  # the gradient of the micro-batch that was kept
     return None

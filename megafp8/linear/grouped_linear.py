@@ -43,12 +43,12 @@ from megafp8.linear.gemms import (
     quantize_input,
     tensors_of,
 )
-from megafp8.linear.grad_sink import deliver, now_or_later, wgrad_by, wgrad_dtype
+from megafp8.linear.grad_sink import deliver, now_or_later, paired_wgrad_by, wgrad_by, wgrad_dtype
 from megafp8.linear.group_state import GroupState
 from megafp8.linear.state import LinearState, QuantizedGradHandoff
 from megafp8.linear.weight_forms import WeightForm
 from megafp8.numerics.groups import RowGroups, row_slices
-from megafp8.numerics.tensor import Granularity, QuantizedTensor, ScaledTensor
+from megafp8.numerics.tensor import BLOCK_1X128, TENSOR, Granularity, QuantizedTensor, ScaledTensor
 from megafp8.plan import PerGemm
 
 
@@ -145,13 +145,30 @@ class _JointLinear(Function):
 def _joint_wgrad(weight: Tensor, dy: Operand, x: Operand, groups: RowGroups, fast: bool) -> Tensor | None:
     """dw `[e·n, k]` to the weight's sink or back."""
     if isinstance(x, ScaledTensor):
-        sums = partial(_kernels().sums_over_rows, dy, x, groups.padded_ends_e, fast=fast)
+        operands, add = (dy, x, groups.padded_ends_e), partial(_add_sums, fast=fast)
+        if x.granularity in (TENSOR, BLOCK_1X128):
+            return paired_wgrad_by(weight, len(groups.ends_e), operands, add)
+        sums = partial(add, [operands])
     elif wgrad_dtype(weight) == x.dtype:  # faster than ours, which can add to fp32
         assert isinstance(dy, Tensor)
         return deliver(weight, grouped_mm(dy.t(), x, offs=groups.ends_e).flatten(0, 1))
     else:
         sums = partial(_kernels().sums_over_rows, dy, x.detach(), groups.ends_e)
     return wgrad_by(weight, len(groups.ends_e), sums)
+
+
+def _add_sums(
+    of_micro_batches: Sequence[tuple[ScaledTensor, ScaledTensor, Tensor]],
+    dw_enk: Tensor,
+    *,
+    accumulate: bool,
+    fast: bool,
+) -> None:
+    """Write to `dw_enk`, or add to it, the weight gradient of one or two micro-batches: dy, x, padded ends."""
+    *earlier, (dy, x, padded_ends_e) = of_micro_batches
+    _kernels().sums_over_rows(
+        dy, x, padded_ends_e, dw_enk, accumulate=accumulate, fast=fast, earlier=earlier[0] if earlier else None
+    )
 
 
 class _OneByOneLinear(Function):

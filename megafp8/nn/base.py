@@ -36,7 +36,7 @@ from megafp8.fp8.onnx import QdqLinear, exported
 from megafp8.fp8.standalone import StandaloneLayers, StandaloneLinear
 from megafp8.fp8.weight import Fp8Weight, WeightFormat, attributes_of, converting_modules
 from megafp8.linear.autograd import once_differentiable
-from megafp8.linear.deferred_wgrad import WgradStore
+from megafp8.linear.deferred_wgrad import WgradPair, WgradStore
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.grad_sink import grad_sink, set_grad_sink
 from megafp8.linear.linear import linear, with_bias
@@ -458,6 +458,7 @@ class MainGradSink:
     """Adds wgrad to the weight's `main_grad`, and tells Megatron-LM's data parallelism so."""
 
     wgrads: WgradStore | None = None
+    pair: WgradPair | None = None
 
     def __init__(self, weight: Any) -> None:
         self._weight = weakref.ref(weight)

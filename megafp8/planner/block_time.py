@@ -208,7 +208,8 @@ class _Block:
             seconds = []
             for gemm, how in zip(GEMMS, layer.plan.gemms, strict=True):
                 element, rate = self._rate(layer.plan, gemm, how)
-                weights = layer.weights * (8 if gemm == "wgrad" else element) / ceilings.bandwidth
+                sums = 4 if self.config.fp8.paired_wgrad and how != "high" else 8
+                weights = layer.weights * (sums if gemm == "wgrad" else element) / ceilings.bandwidth
                 product = 2 * rows * layer.site.inputs * layer.site.outputs / rate
                 seconds.append((product + weights if gemm == "wgrad" else max(product, weights)) + ceilings.launch)
             total += Phases(*seconds)

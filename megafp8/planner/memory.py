@@ -208,7 +208,12 @@ def rank_memory(outline: ModelOutline, data: int, stages: Sequence[range], actio
         workspace=_WORKSPACES,
     )
     overlaps = p.overlap_grad_reduce and any(action.microbatch for action in actions)
-    return _peak(static, [_chunk(outline, layers, data, overlaps) for layers in stages], actions)
+    memory = _peak(static, [_chunk(outline, layers, data, overlaps) for layers in stages], actions)
+    pairs = config.fp8.paired_wgrad and len({action.microbatch for action in actions}) > 1
+    if pairs and not data_parallel_plans(config, data)[1].gathers_blocks:
+        kept = sum(outline.paired_wgrad(index) for layers in stages for index in layers)
+        memory = replace(memory, activations=memory.activations + kept)
+    return memory
 
 
 class _Chunk(NamedTuple):

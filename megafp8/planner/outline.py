@@ -134,6 +134,14 @@ class ModelOutline:
                 total += tokens * (site.inputs + site.outputs) * (batch.element if plan.gemms[2] == "high" else 1)
         return total
 
+    def paired_wgrad(self, index: int) -> int:
+        """Bytes of the operands of its experts' FP8 weight gradients that layer `index` keeps for the next micro-batch
+        (fp8.paired_wgrad). Rows of each expert are padded to a multiple of 128."""
+        layer, batch = self.layers[index], self.batch_of(index)
+        fp8 = [x for x in layer.of_experts if x.plan.gemms[2] != "high"]
+        rows = [layer.block.ffn.reserved_rows(batch) + 127 * x.copies for x in fp8]
+        return sum(tokens * (x.site.inputs + x.site.outputs) for tokens, x in zip(rows, fp8))
+
     def parameters(self, layers: range) -> list[Parameter]:
         """Those of a stage of `layers`, in the order of its constructor."""
         if layers not in self._ends:

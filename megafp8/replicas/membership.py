@@ -20,7 +20,6 @@ with an error, and the launch agent starts the replica anew. Its heartbeats end 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import statistics
@@ -28,7 +27,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -166,8 +165,8 @@ class Membership:
             outcome = None
             if self._is_main:
                 answer = answer or _in_thread(lambda: self._ask(own))
-                with contextlib.suppress(TimeoutError):
-                    outcome = answer.result(min(self._limits.exchange, 5.0))
+                wait([answer], min(self._limits.exchange, 5.0))
+                outcome = answer.result() if answer.done() else None
             outcome = broadcast_object(outcome, self._inner)
             self._progress = time.monotonic()
             if outcome is not None:
@@ -203,8 +202,7 @@ class Membership:
         name = f"replicas/{quorum.key}/{rank}"
         error: Exception | None = None
         try:
-            limit = timedelta(seconds=min(self._limits.exchange, _CONNECT_SECONDS))
-            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+            store = _connected(host, int(port), min(self._limits.exchange, _CONNECT_SECONDS))
             size = len(quorum.members)
             self._group = ReplicaGroup(store, name, quorum.rank, size, self._device, self._limits.exchange)
             if quorum.sources and quorum.step != NEW:
@@ -410,6 +408,17 @@ def _in_thread(action: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=work, name="quorum", daemon=True).start()
     return future
+
+
+def _connected(host: str, port: int, seconds: float) -> dist.Store:
+    """The store at an address. RuntimeError if it does not answer in time."""
+    limit = timedelta(seconds=seconds)
+    # Bounded here, too: with a process that is stopped torch waits several times as long.
+    store = _in_thread(lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
+    wait([store], seconds)
+    if not store.done():
+        raise RuntimeError(f"the store at {host}:{port} does not answer")
+    return store.result()
 
 
 def _store_address() -> str:

@@ -64,6 +64,7 @@ def build_data_parallel(
             dtype=sum_dtype(dtype),
             reduce_dtype=state_dtype(config.optimizer.reduce_dtype, dtype),
             wgrads=wgrads,
+            in_pairs=config.fp8.paired_wgrad,
         )
 
     if p.fsdp:

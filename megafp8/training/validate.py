@@ -27,6 +27,7 @@ from megafp8.training.history import History
 from megafp8.training.init_from import check_init
 from megafp8.training.inputs import Inputs, open_inputs
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
+from megafp8.training.resilience.membership import check_shares, own_place
 from megafp8.training.resilience.node_memory import memory_folder
 from megafp8.training.state import check_next_stage, check_resume, checkpoint_folder
 
@@ -42,6 +43,7 @@ def validate(config: Config, world_size: int, source: str) -> Inputs:
         set_cuda_environment()  # before CUDA is used
     inputs = open_inputs(config, source, newest_step(config))
     plan = plan_pipeline(inputs.config, num_microbatches(config, world_size))
+    check_shares(inputs.config, num_microbatches(config, world_size))
     device = choose_device(config)
     if config.deterministic:
         make_deterministic(device)  # before CUDA is used
@@ -133,6 +135,7 @@ def check_run(inputs: Inputs) -> CheckpointReader | None:
         if value is not None and importlib.util.find_spec(package) is None:
             works = f"run pip install {install}, or leave it out"
             raise ConfigError("config", [Problem(f"logging.{key}", value, f"{package} is not installed", works)])
+    _check_replicas(inputs)
     cache = config.data.index_cache
     works = "name a folder on local disk that can be written to"
     path = default_cache() if cache is None else Path(cache)
@@ -161,6 +164,22 @@ def check_run(inputs: Inputs) -> CheckpointReader | None:
         works = "name a folder in the memory of each node, such as /dev/shm"
         _check_writable(memory, "checkpoint.memory_folder", key, "checkpoints cannot be written to", works)
     return reader
+
+
+def _check_replicas(inputs: Inputs) -> None:
+    """Raise ValueError if this process cannot be of one of the replicas that the config asks for."""
+    replicas = inputs.config.resilience.replicas
+    if replicas is None:
+        return
+    key, value = "resilience.replicas", replicas.model_dump(mode="json")
+    if importlib.util.find_spec("torchft") is None:
+        works = "run pip install 'megafp8[replicas]', or leave it out"
+        raise ConfigError("config", [Problem(key, value, "torchft is not installed", works)])
+    if inputs.positions is not None:
+        rule = "text is packed while it is read, at positions that only the ranks which have read it know"
+        works = "pack it first (megafp8 preprocess), or leave resilience.replicas out"
+        raise ConfigError("config", [Problem("data.train", list(inputs.config.data.train), rule, works)])
+    own_place(inputs.config)
 
 
 def check_writable(config: Config, folder: Path) -> None:

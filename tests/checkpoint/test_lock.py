@@ -214,3 +214,16 @@ def test_all_ranks_are_refused_together(world2: World, tmp_path: Path) -> None:
     first, second = world2.run(_enter, str(tmp_path))
     assert first == second
     assert "is in use by another job" in first
+
+
+def test_a_replica_takes_the_lock_of_another_one_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = {"host": "elsewhere", "pid": 1, "token": "of the lost one"}
+    _write_lock(tmp_path, **other)
+    monkeypatch.setenv("MEGAFP8_LIGHTHOUSE", "head:29510")
+    with pytest.raises(FolderInUse), FolderLock(tmp_path, takes_over=True):
+        pass  # the owner is no replica of this job
+    _write_lock(tmp_path, **other)
+    with FolderLock(tmp_path, takes_over=True) as lock:
+        lock.check()
+    _write_lock(tmp_path, **other)
+    assert not _is_taken(tmp_path), "only where the caller knows that it is lost"

@@ -443,6 +443,16 @@ RESILIENCE = [
     (["resilience.inject=[{kind: flip_gradient, rank: 0, step: 1}]"], 1, "set resilience.recompute_interval"),
     (["resilience.recompute_interval=2", "resilience.inject=[{kind: flip_gradient, rank: 0, step: 9}]"], 1, "try 10"),
     (["resilience.inject=[{kind: lose_memory, rank: 0, step: 1}]"], 1, "set checkpoint.memory_interval"),
+    (["resilience.replicas={count: 2, min: 3}"], 1, "resilience.replicas.min = 3: there are 2 replicas"),
+    (["resilience.replicas={count: 4}", "training.global_batch_size=4", "training.micro_batch_size=2"], 1,
+     "training.global_batch_size = 4: a rank of a replica has 2 micro-batches of the global batch, too few for 4"),
+    (["resilience.replicas={count: 3, batch: shrink}", "training.global_batch_size=8", "training.micro_batch_size=1"],
+     1, "each of 3 replicas has the same share of 8 micro-batches; try 9"),
+    (["resilience.replicas={count: 2}", "checkpoint.memory_interval=1"], 1, "a replica copies its state from others"),
+    (["resilience.replicas={count: 2}", "checkpoint.resume=false"], 1, "goes on with the run; try true"),
+    (["resilience.replicas={count: 2}", "resilience.hang_seconds=100"], 1, "a rank may wait twice exchange_seconds"),
+    (["resilience.replicas={count: 2}", "resilience.loss_spike={action: rewind}", "checkpoint.interval=5"], 1,
+     "resilience.loss_spike.action = 'rewind': with resilience.replicas, replicas do not go back together; try skip"),
     (["checkpoint.interval=50", "checkpoint.memory_interval=60"], 1, "checkpoint.memory_interval = 60: the newest"),
 ]  # fmt: skip
 CASES: list[tuple[list[str], int, str]] = [
@@ -558,6 +568,12 @@ CASES: list[tuple[list[str], int, str]] = [
     (["optimizer.store_param_remainders=true", "parallel.zero=1", "fp8.param_gather=true", "fp8.recipe=delayed"], 2,
      "fp8.param_gather stores FP8 data and fp32 masters, and no bf16 weights that would be half of these; try "
      "fp8.param_gather=false"),
+    (["fp8.paired_wgrad=true", "fp8.recipe=delayed"], 1,
+     "fp8.paired_wgrad = True: it is for weight gradients of experts, and the model has none; try "
+     "fp8.paired_wgrad=false"),
+    (["fp8.paired_wgrad=true", "model.moe.num_experts=8", "fp8.recipe=none"], 1,
+     "fp8.paired_wgrad = True: fp8.recipe is none, so no weight gradient is computed in FP8; try "
+     "fp8.paired_wgrad=false"),
     (["optimizer.muon.momentum=0.9"], 1,
      "optimizer.muon = {'momentum': 0.9}: optimizer.name is adamw; leave it out, or try name: muon"),
     (["optimizer.name=muon", "optimizer.moments_dtype=bf16"], 1,

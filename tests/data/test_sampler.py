@@ -18,6 +18,7 @@ from megafp8.data.blend import Blend, Segment
 from megafp8.data.sampler import _Samples, batches, sample_indices
 from megafp8.data.samples import PackedDataset
 from megafp8.objectives.next_token import NextToken
+from megafp8.replicas import share
 from tests.data.datasets import write_dataset
 
 small = st.integers(1, 4)
@@ -31,6 +32,10 @@ def test_ranks_share_a_step_between_them(consumed: int, micro: int, dp: int, cou
     alone = sample_indices(consumed, total, micro, 0, 1)
     interleaved = [rank[m] for m in range(count) for rank in ranks]
     assert interleaved == alone, "micro-batches hold other samples under data parallelism"
+    for members in range(1, count + 1):  # replicas have shares of each rank's micro-batches
+        shares = [share(count, members, member) for member in range(members)]
+        parts = [sample_indices(consumed, total, micro, 0, dp, own) for own in shares]
+        assert [rows for part in parts for rows in part] == ranks[0]
 
 
 class Numbers:

@@ -17,7 +17,7 @@ from megafp8.kernels import grouped_gemm_hopper as kernels
 
 CONSTANTS: dict[str, dict[str, Any]] = {
     "rows": {"STAGES": 6},
-    "sums": {"STAGES": 4, "ACCUMULATE": True},
+    "sums": {"STAGES": 4, "ACCUMULATE": True, "PAIR": False},
 }
 DIVISIBLE = {"n", "k", "p", "q", "row_step", "column_step"}
 
@@ -27,17 +27,17 @@ def compiled(name: str, **options: Any) -> Any:
     kernel, given = getattr(kernels, f"{name}_kernel"), CONSTANTS[name] | options
     signature, values, aligned = {}, {}, {}
     for index, argument in enumerate(kernel.arg_names):
-        rows = 64 if argument == "a" else 128
+        rows = 64 if argument in ("a", "earlier_a") else 128
         if argument in given:
             signature[argument], values[index,] = "constexpr", given[argument]
-        elif argument in ("a", "b"):
+        elif argument in ("a", "b", "earlier_a", "earlier_b"):
             signature[argument] = f"tensordesc<fp8e4nv[{rows}, 128],{kernels._DATA!r}>"
-        elif argument == "a_scale_inv" or (argument == "b_scale_inv" and name == "sums"):
+        elif argument.endswith("a_scale_inv") or (argument.endswith("b_scale_inv") and name == "sums"):
             signature[argument] = f"tensordesc<fp32[1, 128],{kernels._SCALES!r}>"
         elif argument == "out":
             signature[argument] = f"tensordesc<fp32[64, 128],{gl.NVMMASharedLayout(128, 32, 2)!r}>"
-        elif argument in ("out_mn", "b_scale_inv", "ends_e"):
-            pointer = {"out_mn": "*bf16", "ends_e": "*i32"}.get(argument, "*fp32")
+        elif argument in ("out_mn", "b_scale_inv", "ends_e", "earlier_ends_e"):
+            pointer = {"out_mn": "*bf16", "ends_e": "*i32", "earlier_ends_e": "*i32"}.get(argument, "*fp32")
             signature[argument], aligned[index,] = pointer, [["tt.divisibility", 16]]
         else:
             signature[argument] = "i32"
@@ -48,5 +48,5 @@ def compiled(name: str, **options: Any) -> Any:
 
 
 if __name__ == "__main__":
-    kernel = compiled(sys.argv[1])
+    kernel = compiled("sums", PAIR=True) if sys.argv[1] == "pairs" else compiled(sys.argv[1])
     print(sys.argv[1], kernel.metadata.shared)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from megafp8.kernels.grouped_cast import cast_groups_1x128
+from megafp8.kernels.grouped_cast import cast_groups, cast_groups_1x128
 from megafp8.kernels.grouped_gemm import rows_times_matrices, sums_over_rows
 from megafp8.kernels.quantize import cast_128x128
 from megafp8.numerics.formats import E4M3, E5M2, Format
 from megafp8.numerics.groups import RowGroups, row_slices
 from megafp8.numerics.sources import Plain
-from megafp8.numerics.tensor import QuantizedTensor, ScaledTensor
+from megafp8.numerics.tensor import BLOCK_1X128, TENSOR, Granularity, QuantizedTensor, ScaledTensor
 
 
 def _cast(x: Tensor, fmt: Format, groups: RowGroups) -> tuple[QuantizedTensor, Tensor]:
@@ -39,6 +40,69 @@ def _columnwise(x: ScaledTensor, groups: RowGroups) -> list[Tensor]:
 def _assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
     """In root mean square: Hopper adds the products of a block in 14 bits."""
     assert (found.double() - expected).norm() <= tolerance * expected.norm()
+
+
+def _columnwise_operand(x: Tensor, groups: RowGroups, granularity: Granularity) -> ScaledTensor:
+    """The columnwise cast of `x` with scales of experts or blocks."""
+    if granularity is BLOCK_1X128:
+        return _cast(x, E4M3, groups)[0].required_columnwise
+    scale_e = torch.rand(len(groups.ends_e), device=x.device) + 0.5
+    newest_amax_e = torch.zeros_like(scale_e)
+    made = cast_groups(
+        Plain(x), scale_e, scale_e.reciprocal(), E4M3, groups, rowwise=False, columnwise=True,
+        newest_amax_e=newest_amax_e,
+    )  # fmt: skip
+    return made.required_columnwise
+
+
+def _dequantized(x: ScaledTensor, groups: RowGroups) -> list[Tensor]:
+    """The values of each expert `[c, rows]`, in float64."""
+    if x.granularity is BLOCK_1X128:
+        return _columnwise(x, groups)
+    ends = groups.padded_ends_e.tolist()
+    parts = [x.data[:, start:end] for start, end in zip([0, *ends], ends)]
+    return [part.double() * scale_inv.double() for part, scale_inv in zip(parts, x.scale_inv)]
+
+
+def _check_pair(granularity: Granularity, sizes: Sequence[Sequence[int]], p: int, q: int, device: str) -> None:
+    torch.manual_seed(sum(map(sum, sizes)))
+    operands, expected = [], torch.zeros(len(sizes[0]), p, q, dtype=torch.float64, device=device)
+    for of_micro_batch in sizes:
+        ends = torch.tensor(of_micro_batch, device=device).cumsum(0, dtype=torch.int32)
+        groups, m = RowGroups.of(ends, sum(of_micro_batch)), sum(of_micro_batch)
+        a, b = (
+            _columnwise_operand(torch.randn(m, width, device=device).bfloat16(), groups, granularity)
+            for width in (p, q)
+        )
+        pairs = zip(_dequantized(a, groups), _dequantized(b, groups), strict=True)
+        expected += torch.stack([x @ y.t() for x, y in pairs])
+        operands.append((a, b, groups.padded_ends_e))
+    earlier, (a, b, ends_e) = operands
+    for accumulate in (False, True):
+        dw = torch.full(expected.shape, 3.0, device=device)
+        sums_over_rows(a, b, ends_e, dw, accumulate=accumulate, earlier=earlier)
+        _assert_close(dw - 3.0 * accumulate, expected, 1e-3 if device == "cuda" else 1e-6)
+
+
+PAIRS = {
+    "uneven": [[3, 0, 130, 0, 16], [140, 0, 1, 200, 0]],
+    "one is empty": [[0, 0, 0], [5, 0, 128]],
+    "the other is empty": [[5, 0, 128], [0, 0, 0]],
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("granularity", [TENSOR, BLOCK_1X128], ids=lambda x: x.name)
+def test_sums_of_two_micro_batches(granularity: Granularity, name: str) -> None:
+    """With other rows and other scales of each expert."""
+    _check_pair(granularity, PAIRS[name], 128, 128, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", [TENSOR, BLOCK_1X128], ids=lambda x: x.name)
+@pytest.mark.parametrize("sizes", [*PAIRS.values(), [[40] * 70, [300, 7] * 35]], ids=[*PAIRS, "many experts"])
+def test_sums_of_two_micro_batches_on_a_gpu(granularity: Granularity, sizes: Sequence[Sequence[int]]) -> None:
+    _check_pair(granularity, sizes, 384, 256, "cuda")
 
 
 @pytest.mark.gpu
@@ -83,7 +147,7 @@ def test_products_of_blocks(sizes: list[int], k: int, n: int, fmt: Format) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["rows", "sums"])
+@pytest.mark.parametrize("name", ["rows", "sums", "pairs"])
 def test_compiles_for_hopper(name: str) -> None:
     """In no more shared memory than there is."""
     command = [sys.executable, "-m", "tests.kernels.compile_grouped_gemm", name]

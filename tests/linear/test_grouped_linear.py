@@ -22,6 +22,7 @@ from megafp8.fp8 import (
     Rule,
     StaticScaling,
 )
+from megafp8.kernels import grouped_gemm
 from megafp8.linear import group_state
 from megafp8.linear.deferred_wgrad import WgradStore, run
 from megafp8.linear.group_state import GroupState
@@ -187,6 +188,63 @@ def test_all_experts_at_once(recipe: str, sink: bool, device: str, monkeypatch: 
             else:
                 scale = expected[name].abs().amax().item() if actual.numel() else 1.0
                 torch.testing.assert_close(actual, expected[name], rtol=1e-2, atol=4e-3 * scale, msg=f"{step} {name}")
+
+
+PAIRED = [
+    (recipe, count, known)
+    for recipe in ("delayed", "current", "blockwise")
+    for count, known in ((1, 1), (2, 1), (3, 3), (3, 1), (3, 0), (4, 2))
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("recipe", "count", "known"), slow_but(PAIRED, PAIRED[2], PAIRED[9], PAIRED[16]))
+def test_gradients_of_two_micro_batches_at_once(
+    recipe: str, count: int, known: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums of `count` micro-batches one by one, in half as many kernels; the last one alone where they are odd.
+
+    `known`: of how many last micro-batches the buffer is told that they are to come, so that it can send sums early.
+    """
+    monkeypatch.setattr(group_state, "has_kernels", lambda *_: True)
+    launched: list[bool] = []
+    sums_over_rows = grouped_gemm.sums_over_rows
+
+    def counted(*args: Any, **options: Any) -> None:
+        launched.append(options["earlier"] is not None)
+        sums_over_rows(*args, **options)
+
+    monkeypatch.setattr(grouped_gemm, "sums_over_rows", counted)
+    sizes, k, n = ([3, 0, 130, 1], [0, 0, 40, 7], [1, 2, 0, 4], [0, 0, 0, 0]), 128, 256
+    found = []
+    for in_pairs in (False, True):
+        manager, state = _manager(JOINT[recipe], device)
+        generator = torch.Generator().manual_seed(1)
+        weight = nn.Parameter(torch.randn(4 * n, k, generator=generator).to(device, torch.bfloat16))
+        set_spec(weight, ParamSpec(unsharded("w", tuple(weight.shape)), Init("zeros"), replicated_over_tp=False))
+        buffer = GradBuffer(
+            [weight], data_parallel_group=None, bucket_elements=1000, device=torch.device(device), in_pairs=in_pairs
+        )
+        launched.clear()
+        for _ in range(2):  # steps; nothing of one is left to the next
+            buffer.clear()
+            main_grad_of(weight).fill_(torch.nan)  # the first gradient is written
+            for i, of_micro_batch in enumerate(sizes[:count]):
+                if known and i == count - known:
+                    buffer.start_overlap(known)
+                x, dy = (
+                    torch.randn(sum(of_micro_batch), width, generator=generator).to(device, torch.bfloat16)
+                    for width in (k, n)
+                )
+                ends = torch.tensor(of_micro_batch, device=device).cumsum(0, dtype=torch.int32)
+                grouped_linear(x.requires_grad_(), weight, RowGroups.of(ends, len(x)), state).backward(dy)
+            buffer.finish()
+            manager.end_step()
+            found.append(main_grad_of(weight).clone())
+        assert launched == (2 * ([True] * (count // 2) + [False] * (count % 2)) if in_pairs else [False] * 2 * count)
+    for expected, actual in zip(found[:2], found[2:], strict=True):
+        assert expected.norm() > 0
+        assert (actual - expected).norm() <= 1e-6 * expected.norm()
 
 
 class _Steps:

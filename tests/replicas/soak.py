@@ -6,7 +6,7 @@ Faults, each of one replica or of two at once:
 
     kill_rank         SIGKILL of a rank
     stop_rank         SIGSTOP of a rank
-    pause_rank        SIGSTOP of a rank, and SIGCONT some seconds later
+    pause_rank        SIGSTOP of a rank, and SIGCONT once the others have gone on
     kill_node         SIGKILL of the agent and all ranks; the agent is started again after a while
     twice             kill_rank of two replicas at once
     during_save       SIGKILL of a rank of the replica that is writing a checkpoint
@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,36 +73,35 @@ class Soak:
             victims = []
         others = [i for i in everybody if i not in victims]
         before = {i: cluster.pids(i) for i in everybody}
-        # The quorum of the running step, and perhaps of the next one, may have been there before a lighthouse is lost.
-        least = max(cluster.newest(i)["step"] for i in everybody) + (3 if kind == "kill_lighthouse" else 0)
+        seen = max(cluster.newest(i)["step"] for i in everybody)
         began = self._strike(kind, victims)
         lost = set(victims[1:] if kind == "during_rejoin" else victims)
+        # The quorum of the next step, and of one more, may have been there before a lighthouse is lost.
+        least = seen + (3 if kind == "kill_lighthouse" else 1)
 
-        def stepped() -> bool:
-            newest = [cluster.newest(i) for i in others]
-            # A replica may be back before the others have done a step.
-            gone = {i for i in lost if cluster.pids(i) == before[i]}
-            return all(x["time"] > began and not gone & set(x["replicas"]) for x in newest)
+        def counts(record: dict[str, Any]) -> bool:
+            """Whether a step is one that was begun after the fault."""
+            # A replica may be back before the others have done a step; its vote for the running one may have come.
+            without = not lost & set(record["replicas"]) or record["step"] > least
+            return record["time"] > began and record["step"] >= least and without
 
-        outcome: dict[str, Any] = {"kind": kind, "victims": victims, "step": cluster.newest(others[0])["step"]}
-        if kind == "kill_lighthouse":
-            cluster.wait(lambda: all(cluster.newest(i)["step"] >= least for i in others), PATIENCE, kind)
-        elif kind != "pause_rank":  # which may be over before anybody has noticed
-            cluster.wait(stepped, PATIENCE, kind)
-        outcome["seconds"] = max(self._first(i, began, lost, least) for i in others) - began
+        outcome: dict[str, Any] = {"kind": kind, "victims": victims, "step": seen}
+        cluster.wait(lambda: all(counts(cluster.newest(i)) for i in others), PATIENCE, kind)
+        outcome["seconds"] = max(self._first(i, counts) for i in others) - began
         if kind == "pause_rank":
-            time.sleep(2.5)
             for pid in before[victims[0]]:
                 _signal(pid, signal.SIGCONT)
-        for victim in victims:
-            if kind == "kill_node":
-                cluster.start(victim)
+        back = time.time()
+        if kind == "kill_node":
+            cluster.start(victims[0])
 
         def rejoined() -> bool:
-            newest = [cluster.newest(i) for i in everybody]
-            return all(x["time"] > began + 0.01 and len(x["replicas"]) == cluster.count for x in newest)
+            return all(
+                (x := cluster.newest(i))["time"] > back and x["pid"] in cluster.pids(i) and len(x["replicas"]) == count
+                for i in everybody
+            )
 
-        back = time.time()
+        count = cluster.count
         cluster.wait(rejoined, PATIENCE, f"{kind}: all replicas again")
         outcome["rejoined"] = time.time() - (back if kind == "kill_node" else began)
         outcome["same_processes"] = all(cluster.pids(i) == before[i] for i in others)
@@ -148,13 +147,14 @@ class Soak:
             _signal(self.random.choice(cluster.pids(second)), signal.SIGKILL)
         if kind == "kill_lighthouse":
             cluster.restart_lighthouse()
+        if kind == "flip_weight":  # found after the next comparison
+            cluster.wait(lambda: not set(dead) & set(cluster.pids(victims[0])), PATIENCE, "the comparison of replicas")
+            began = time.time()
         return began
 
-    def _first(self, replica: int, began: float, lost: set[int], least: int) -> float:
-        """When a replica had done its first step after `began`, of at least this number, without the `lost` ones."""
-        steps = [x for x in self.cluster.latest(replica, 400) if x["time"] > began and x["step"] >= least]
-        without = (x["time"] for x in steps if not lost & set(x["replicas"]) or x["step"] >= least + 2)
-        return float(next(without, began))
+    def _first(self, replica: int, counts: Callable[[dict[str, Any]], bool]) -> float:
+        """When a replica had done its first step that `counts`."""
+        return float(next(x["time"] for x in self.cluster.latest(replica, 400) if counts(x)))
 
 
 def _signal(pid: int, number: int) -> None:
@@ -214,7 +214,7 @@ def overrides(data: QuickstartData, layout: Sequence[str]) -> list[str]:
         "optimizer.learning_rate=1e-4",
         "optimizer.min_learning_rate=1e-4",
         "logging.layer_norms_interval=0",
-        "resilience.hang_seconds=5",
+        "resilience.hang_seconds=8",
         "timeout_seconds=60",
     ]
 
@@ -224,17 +224,27 @@ FSDP2 = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.fsdp=true"]
 
 
 def run(
-    folder: Path, data: QuickstartData, layout: Sequence[str], kinds: Sequence[str], seed: int, twin_steps: int
+    folder: Path,
+    data: QuickstartData,
+    layout: Sequence[str],
+    kinds: Sequence[str],
+    seed: int,
+    twin_steps: int,
+    replicas: int = 4,
+    delay: float = 0.0,
 ) -> dict[str, Any]:
-    """Faults of `kinds`, one after the other; returns what was measured, with counts of what must not be."""
+    """Faults of `kinds`, one after the other; returns what was measured, with counts of what must not be.
+
+    `delay`: seconds that each step takes longer, for several of these beside each other.
+    """
     arguments = overrides(data, layout)
-    cluster = Cluster(folder, arguments, 4, 2)
+    cluster = Cluster(folder, arguments, replicas, 2, delay=delay)
     soak = Soak(cluster, seed)
     began = time.time()
     try:
-        for i in range(4):
+        for i in range(replicas):
             cluster.start(i)
-        cluster.wait(lambda: all(cluster.newest(i)["step"] >= 3 for i in range(4)), PATIENCE, "first steps")
+        cluster.wait(lambda: all(cluster.newest(i)["step"] >= 3 for i in range(replicas)), PATIENCE, "first steps")
         for number, kind in enumerate(kinds):
             soak.inject(kind)
             result = soak.results[-1]
@@ -284,6 +294,8 @@ def main() -> int:
     parser.add_argument("--layout", choices=["tp2", "fsdp2"], default="tp2")
     parser.add_argument("--twin-steps", type=int, default=1000000)
     parser.add_argument("--kinds", nargs="*")
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, help="a new folder for data, logs and checkpoints, which stays")
     options = parser.parse_args()
@@ -297,7 +309,9 @@ def main() -> int:
         script = "import sys, pathlib, tests.quickstart_data as q; q.make_quickstart_data(pathlib.Path(sys.argv[1]))"
         subprocess.run([sys.executable, "-c", script, root / "data"], cwd=ROOT, check=True, capture_output=True)
         data, layout = QuickstartData(root / "data"), TP2 if options.layout == "tp2" else FSDP2
-        result = run(root / "run", data, layout, kinds, options.seed, options.twin_steps)
+        result = run(
+            root / "run", data, layout, kinds, options.seed, options.twin_steps, options.replicas, options.delay
+        )
     print(table(result["faults"]))
     print({key: value for key, value in result.items() if key != "faults"})
     if options.out:

@@ -14,14 +14,46 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from megafp8.batch import Batch
+from megafp8.optimizer.step import StepResult
+from megafp8.training.trainer import Loss, Trainer
 from tests.replicas.cluster import fork, free_port
 
 
 class _Computed(Exception):
     """The passes of a share are done; the step is not."""
+
+
+class SharesInTurn:
+    """The exchange of a trainer that computes the shares of all members itself, one after the other."""
+
+    def __init__(self) -> None:
+        self._parts: list[list[list[Tensor]]] = []
+        self._members = 0
+
+    def __call__(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> None:
+        self._parts.append([[x.clone() for x in xs] for xs in (sums, maxima)])
+        if len(self._parts) < self._members:
+            raise _Computed
+        for i, x in enumerate(sums):
+            total = self._parts[0][0][i]
+            for part in self._parts[1:]:
+                total = total + part[0][i]
+            x.copy_(total)
+        for i, x in enumerate(maxima):
+            x.copy_(torch.stack([part[1][i] for part in self._parts]).amax(dim=0))
+
+    def step(self, trainer: Trainer, step: int, shares: Sequence[Sequence[Batch]]) -> tuple[Loss, StepResult]:
+        """A step of `trainer`, whose exchange this is, with the micro-batches of each member."""
+        self._parts, self._members = [], len(shares)
+        for batches in shares[:-1]:
+            with pytest.raises(_Computed):
+                trainer.train_step(step, batches)
+        return trainer.train_step(step, shares[-1])
 
 
 def run_twin(folder: Path, arguments: Sequence[str], ranks: int, membership: Sequence[Sequence[int]]) -> list[Any]:
@@ -43,7 +75,6 @@ def _run(place: Mapping[str, str], arguments: Sequence[str], membership: Sequenc
     from megafp8.replicas import share
     from megafp8.training import command_line
     from megafp8.training.parallel import build_parallel
-    from megafp8.training.trainer import Trainer
 
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", **place}
@@ -52,34 +83,16 @@ def _run(place: Mapping[str, str], arguments: Sequence[str], membership: Sequenc
     assert inputs is not None
     config = inputs.config
     parallel = build_parallel(config, initialize_distributed("cpu"))
-    parts: list[list[list[Tensor]]] = []
-    members = 0
-
-    def exchange(sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> None:
-        parts.append([[x.clone() for x in xs] for xs in (sums, maxima)])
-        if len(parts) < members:
-            raise _Computed
-        for i, x in enumerate(sums):
-            total = parts[0][0][i]
-            for part in parts[1:]:
-                total = total + part[0][i]
-            x.copy_(total)
-        for i, x in enumerate(maxima):
-            x.copy_(torch.stack([part[1][i] for part in parts]).amax(dim=0))
-
+    exchange = SharesInTurn()
     trainer = Trainer(config, parallel, None, exchange)
     samples = config.training.global_batch_size
     with out.open("w") if parallel.rank == 0 else open(os.devnull, "w") as file:
         for step, trained in enumerate(membership):
-            parts.clear()
-            members = len(trained)
-            for member in range(members):
-                own = share(trainer.num_microbatches, members, member)
-                batches = next(inputs.batches(inputs.train, parallel, step * samples, num_workers=0, share=own))
-                try:
-                    loss, result = trainer.train_step(step, batches)
-                except _Computed:
-                    continue
-                line = {"loss": float(loss.mean).hex(), "norm": float(result.grad_norm).hex()}
-                file.write(json.dumps(line) + "\n")
+            shares = [share(trainer.num_microbatches, len(trained), member) for member in range(len(trained))]
+            streams = [
+                inputs.batches(inputs.train, parallel, step * samples, num_workers=0, share=own) for own in shares
+            ]
+            loss, result = exchange.step(trainer, step, [next(stream) for stream in streams])
+            line = {"loss": float(loss.mean).hex(), "norm": float(result.grad_norm).hex()}
+            file.write(json.dumps(line) + "\n")
     return 0

@@ -93,7 +93,7 @@ def config_of(preset: Preset, *, seed: int = 1234, device: str = "cpu", **more: 
 
 EXECUTION = {
     "training": {"cuda_graphs", "micro_batch_size"},
-    "fp8": {"param_gather", "report_interval"},
+    "fp8": {"param_gather", "report_interval", "paired_wgrad"},
     "optimizer": {"store_param_remainders", "reduce_dtype"},
 }
 """Keys beside `parallel` that say how a run is executed and not what it computes."""

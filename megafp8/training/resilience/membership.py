@@ -14,15 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megafp8.config import Config
+from megafp8.config import Config, ConfigError, Problem
 from megafp8.distributed.collectives import all_gather_objects
 from megafp8.fp8.health import Record
 from megafp8.parallel_state import ParallelState
-from megafp8.replicas import Membership, ReplicaLost
+from megafp8.replicas import Membership, ReplicaLost, share
 from megafp8.replicas.lighthouse import Place, place_of
 from megafp8.replicas.membership import Limits, StateTensors
 from megafp8.training.errors import ReplicasDiffer
 from megafp8.training.observer import Observer, StepMetrics
+from megafp8.training.pipeline import plan_pipeline
 from megafp8.training.replicas import bit_sums, compared_state, held_state
 from megafp8.training.trainer import Trainer
 
@@ -34,6 +35,27 @@ def own_place(config: Config) -> Place | None:
     """
     replicas = config.resilience.replicas
     return None if replicas is None else place_of(os.environ, replicas.count)
+
+
+def check_shares(config: Config, micro_batches: int) -> None:
+    """Raise ConfigError if a share of the `micro_batches` of a rank's batch cannot run through the pipeline.
+
+    Whatever replicas may be lost: those of any number of them from `min` to `count`.
+    """
+    r = config.resilience.replicas
+    if r is None:
+        return
+    per_replica = micro_batches // r.count
+    for members in range(r.min, r.count + 1):
+        count = per_replica * members if r.batch == "shrink" else micro_batches
+        for size in {len(share(count, members, rank)) for rank in range(members)}:
+            try:
+                plan_pipeline(config, size)
+            except ConfigError as error:
+                problem = error.problems[0]
+                rule = f"with {members} replicas some have {size} of {micro_batches} micro-batches: {problem.rule}"
+                works = "try a larger training.global_batch_size, resilience.replicas.batch=shrink, or another schedule"
+                raise ConfigError("config", [Problem(problem.path, problem.value, rule, works)]) from None
 
 
 def log_folder(config: Config, run: Path) -> Path:

@@ -1,0 +1,508 @@
+"""Goodput of a planned run under failures: a simulation, a closed form, and the best checkpoint interval.
+
+Goodput is the time of steps that count over the wall time, each weighted with the part of the GPUs that take part in
+it: a step of seven of eight replicas counts for seven eighths of its time. Spare nodes are not GPUs of the job.
+
+Recovery is one of three: the job restarts from disk, or from checkpoints in the memory of its nodes; or it is divided
+into replicas, of which the others repeat the step without the one that failed, and go on with a smaller batch while
+that restarts and copies its state from them. With replicas the job restarts (from memory) only for failures of the
+whole job, for silent corruption and when no replica is left. A failure during a restart begins it again, one during the
+stall of replicas begins that again.
+
+The simulation goes from event to event and counts positions in seconds of steps. Stalls of saves are spread evenly over
+the time between them. Checkpoints are taken at multiples of their interval, are complete some seconds later, and hold
+no silent corruption, since replicas are compared before each. Left out: two neighboring nodes that are lost at once
+(the job would continue from disk), slow ranks, evaluations, and failures of restarts themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from megafp8.config import Config
+from megafp8.models.costs import ELEMENT
+from megafp8.planner.hardware import Cluster
+from megafp8.planner.memory import least_moment_bytes, sum_bytes
+from megafp8.planner.outline import ModelOutline
+from megafp8.planner.stages import stages_of
+
+PARTS: Mapping[str, str] = {
+    "training": "steps that count, times the part of the GPUs in them",
+    "detection": "from a failure to its message",
+    "startup": "restart of the job up to its first step",
+    "regrouping": "all wait while a replica leaves or rejoins",
+    "repeated": "steps lost in a failure and repeated",
+    "degraded": "GPUs of replicas that are away while the others train",
+    "waiting": "for a spare node, or for enough replicas",
+    "saves": "stalls for checkpoints",
+    "planned": "planned stops: save, and restart",
+}
+"""Parts of the wall time; `training`, `repeated`, `saves` and `startup` are those of `megafp8.training.goodput`."""
+
+KINDS = ("node", "job", "silent", "planned")
+"""Kinds of failures: of one node; of the whole job; corruption that a comparison of replicas finds; planned stops."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Published interruptions of a run of `days` on `gpus` GPUs, by kind. `planned` ones do not grow with GPUs.
+
+    `LLAMA3`: The Llama 3 Herd of Models (arXiv 2407.21783), table 5: 466 interruptions, of which 47 planned. Of the 419
+    others 54 software bugs and 2 dependencies count as failures of the job, 6 as silent corruption, the rest (GPUs 262,
+    network 35, maintenance of hosts 32, hosts 21, watchdog 7) as failures of a node.
+    """
+
+    gpus: int
+    days: float
+    node: int
+    job: int
+    silent: int
+    planned: int
+
+    @property
+    def mtbf_gpu_hours(self) -> float:
+        """GPU-hours between unplanned interruptions."""
+        return self.gpus * self.days * 24 / (self.node + self.job + self.silent)
+
+    def per_second(self, gpus: int, mtbf_gpu_hours: float | None = None) -> dict[str, float]:
+        """Failures a second by kind in a job of `gpus`; with `mtbf_gpu_hours` unplanned ones have that rate instead."""
+        scale = gpus / self.gpus * self.mtbf_gpu_hours / (mtbf_gpu_hours or self.mtbf_gpu_hours) / (self.days * 86400)
+        return {
+            "node": self.node * scale,
+            "job": self.job * scale,
+            "silent": self.silent * scale,
+            "planned": self.planned / (self.days * 86400),
+        }
+
+
+LLAMA3 = Rates(gpus=16384, days=54, node=357, job=56, silent=6, planned=47)
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a config does not say, in seconds and bytes a second, with sources.
+
+    `detection`: of a failure with an error; ByteRobust (arXiv 2509.16293, table 3) 2 to 60 s, a lost GPU 10.
+    `hangs`: the part of failures without one, found by `hang_detection`; ByteRobust, table 1:
+    5,506 hangs of 44,184 failures. `restart`, `restart_gpu`: of processes and their groups, and more for each GPU of
+    the largest group; ByteRobust, table 7: 46 to 65 s; FT-HSDP (arXiv 2602.00277): 600 s, of which 60 detection, on
+    98,304 GPUs. `regroup`: gradient groups without a replica; FT-HSDP's expected stall of 90 s less 60 s of detection
+    and a step of 20. `rejoin`: stall when a replica rejoins; FT-HSDP 100. `repair`: of a node, assumed. `host_copy`,
+    `host_memory`: a rank's copy to the host, assumed; its save to /dev/shm, measured (2026-11-23-h200-faults).
+    `save`: stall of a save besides the copy, which is the comparison of replicas, measured (the same page).
+    `disk_gpu`: storage bandwidth for each GPU of the job; Llama 3's 2 TB/s for 16,384. `disk_interval`: between saves
+    on disk beside those in memory, assumed. FT-HSDP's times are from summaries of the paper.
+    """
+
+    detection: float = 10.0
+    hangs: float = 5506 / 44184
+    restart: float = 60.0
+    restart_gpu: float = 480 / 98304
+    regroup: float = 10.0
+    rejoin: float = 100.0
+    repair: float = 86400.0
+    host_copy: float = 20e9
+    host_memory: float = 0.9e9
+    disk_gpu: float = 2e12 / 16384
+    save: float = 0.05
+    disk_interval: float = 3600.0
+
+
+@dataclass(frozen=True)
+class Saves:
+    """Checkpoints of one place: seconds of steps between them, stall and time until complete of each, time to load."""
+
+    interval: float
+    stall: float = 0.0
+    duration: float = 0.0
+    load: float = 0.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as the simulation takes it; times in seconds.
+
+    `saves`: from which it restarts; `also`: further ones, which only cost stalls. `restart`: of the whole job;
+    `replica_restart`: of one of `replicas`, from its failure's message until it rejoins. At least `least_replicas`
+    train. `check`: between comparisons of replicas. `spares`: nodes beside the job, None for enough.
+    """
+
+    step: float
+    saves: Saves
+    restart: float
+    also: Sequence[Saves] = ()
+    replicas: int = 1
+    least_replicas: int = 1
+    replica_restart: float = 0.0
+    regroup: float = 0.0
+    rejoin: float = 0.0
+    check: float = math.inf
+    planned: float = 0.0
+    spares: int | None = None
+    repair: float = 0.0
+
+    @property
+    def speed(self) -> float:
+        """Seconds of steps in a second of training, saves included."""
+        return 1 / (1 + sum(saves.stall / saves.interval for saves in (self.saves, *self.also)))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A failure at a time, with the seconds until it is detected. `place`, from 0 to 1, chooses the replica."""
+
+    at: float
+    kind: str = "node"
+    detection: float = 0.0
+    place: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds of each of `PARTS`, which add up to the simulated time, and the number of failures by kind."""
+
+    seconds: Mapping[str, float]
+    faults: Mapping[str, int]
+
+    @property
+    def goodput(self) -> float:
+        return self.seconds["training"] / sum(self.seconds.values())
+
+    def share(self, part: str) -> float:
+        return self.seconds[part] / sum(self.seconds.values())
+
+
+def random_faults(
+    rates: Mapping[str, float],
+    seconds: float,
+    seed: int,
+    *,
+    detection: float = 0.0,
+    hangs: float = 0.0,
+    hang: float = 0.0,
+) -> Iterator[Fault]:
+    """Random failures with `rates` a second by kind, of which the part `hangs` is detected after `hang` seconds."""
+    draws, at, kinds = random.Random(seed), 0.0, list(rates)
+    total = sum(rates.values())
+    while total and (at := at + draws.expovariate(total)) < seconds:
+        kind = draws.choices(kinds, [rates[kind] for kind in kinds])[0]
+        yield Fault(at, kind, hang if draws.random() < hangs else detection, draws.random())
+
+
+@dataclass
+class _State:
+    """The job at a time. `position`: seconds of steps done.
+
+    `segments`: of these since the last restart, from where, to where, with which part of the GPUs, and begun when.
+    """
+
+    job: Job
+    time: float = 0.0
+    position: float = 0.0
+    loaded: float = 0.0
+    """Position of the checkpoint from which the job went on last."""
+    corrupt: float = math.inf
+    """Position at which corruption will be found."""
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    segments: list[tuple[float, float, float, float]] = field(default_factory=list)
+    stalls: list[tuple[float, str]] = field(default_factory=list)
+    """Parts that the time goes to next, each with its end."""
+    back: dict[int, float] = field(default_factory=dict)
+    """When replicas that are away rejoin."""
+    repairs: list[float] = field(default_factory=list)
+    ready: float = 0.0
+    """When there are nodes for the whole job."""
+
+    @property
+    def starting(self) -> bool:
+        """Whether the whole job restarts."""
+        return any(part in ("startup", "planned") for _, part in self.stalls)
+
+    def advance(self, until: float) -> None:
+        """Let time pass, in which nothing fails."""
+        job = self.job
+        while self.time < until:
+            taking_part = job.replicas - len(self.back)
+            trains = not self.stalls and taking_part >= job.least_replicas
+            found = self.time + (self.corrupt - self.position) / job.speed if trains else math.inf
+            end = min([until, found, *(at for at, _ in self.stalls[:1]), *self.back.values()])
+            passed = max(0.0, end - self.time)
+            if trains:
+                self._train(passed * job.speed, passed, taking_part / job.replicas)
+            else:
+                self.seconds[self.stalls[0][1] if self.stalls else "waiting"] += passed
+            self.time = end
+            self.stalls = [stall for stall in self.stalls if stall[0] > end]
+            rejoining = [index for index, at in self.back.items() if at <= end]
+            for index in rejoining:
+                del self.back[index]
+            if rejoining and job.rejoin and not self.starting:
+                last = self.stalls[-1][0] if self.stalls else end
+                self.stalls.append((last + job.rejoin, "regrouping"))
+            if end == found:
+                self._restart(0.0, 0.0, corrupt=True)
+
+    def _train(self, moved: float, passed: float, part: float) -> None:
+        self.segments.append((self.position, self.position + moved, part, self.time))
+        self.position += moved
+        self.seconds["training"] += moved * part
+        self.seconds["degraded"] += moved * (1 - part)
+        self.seconds["saves"] += passed - moved
+
+    def _stall(self, *parts: tuple[float, str]) -> None:
+        """Replace what stalls the job."""
+        self.stalls, end = [], self.time
+        for seconds, part in parts:
+            if seconds > 0:
+                end += seconds
+                self.stalls.append((end, part))
+
+    def _lose(self, position: float) -> None:
+        """Go back to a position; what was done since will be repeated."""
+        while self.segments and self.segments[-1][1] > position:
+            begin, end, part, began = self.segments.pop()
+            lost = end - max(begin, position)
+            self.seconds["training"] -= lost * part
+            self.seconds["repeated"] += lost * part
+            if begin < position:
+                self.segments.append((begin, position, part, began))
+        self.position = position
+
+    def _restart(self, detection: float, waiting: float, *, corrupt: bool = False) -> None:
+        """Restart the whole job from its newest complete checkpoint; `corrupt`: what would be saved now is not."""
+        saves, speed = self.job.saves, self.job.speed
+        for begin, end, _, began in reversed(self.segments):
+            last = min(end, begin + (self.time - saves.duration - began) * speed)
+            if corrupt:
+                last = min(last, self.position - saves.interval / 2)
+            complete = last // saves.interval * saves.interval
+            if complete > begin:
+                self.loaded = complete
+                break
+        self._lose(self.loaded)
+        self.segments.clear()  # saved: no failure loses them
+        self.corrupt = math.inf
+        self.ready = max(self.ready, self.time + waiting)
+        waiting = self.ready - self.time - detection
+        self._stall((detection, "detection"), (waiting, "waiting"), (self.job.restart + saves.load, "startup"))
+
+    def _spare(self) -> float:
+        """Seconds until a node replaces one that fails now."""
+        job = self.job
+        if job.spares is None:
+            return 0.0
+        self.repairs = [at for at in self.repairs if at > self.time] + [self.time + job.repair]
+        missing = len(self.repairs) - 1 - job.spares
+        return self.repairs[missing] - self.time if missing >= 0 else 0.0
+
+    def fail(self, fault: Fault) -> None:
+        """What a failure does now."""
+        job = self.job
+        if fault.kind == "planned":
+            if self.corrupt < math.inf:  # the save compares replicas
+                self._restart(0.0, 0.0, corrupt=True)
+            self.loaded = self.position
+            self.segments.clear()
+            self._stall((job.planned, "planned"))
+        elif fault.kind == "silent":
+            periods = [period for period in (job.check, job.saves.interval) if period < math.inf]
+            self.corrupt = min([self.corrupt, *((self.position // period + 1) * period for period in periods)])
+        elif fault.kind == "job":
+            self._restart(fault.detection, 0.0)
+        else:
+            self._lose_node(fault)
+
+    def _lose_node(self, fault: Fault) -> None:
+        job, waiting = self.job, self._spare()
+        if job.replicas == 1 or self.starting:
+            self._restart(fault.detection, waiting)
+            return
+        index = min(int(fault.place * job.replicas), job.replicas - 1)
+        away = index in self.back
+        rejoins = self.time + max(fault.detection, waiting) + job.replica_restart
+        self.back[index] = max(self.back.get(index, 0.0), rejoins)
+        if away:
+            return
+        if len(self.back) == job.replicas:  # nobody has the state
+            self.back.clear()
+            self._restart(fault.detection, waiting)
+            return
+        self._lose(max(self.loaded, self.position // job.step * job.step))
+        self._stall((fault.detection, "detection"), (job.regroup, "regrouping"))
+
+
+def simulate(job: Job, faults: Iterable[Fault], seconds: float) -> Outcome:
+    """The first `seconds` of a job under `faults`, in order of time."""
+    state, counts = _State(job), dict.fromkeys(KINDS, 0)
+    for fault in faults:
+        if fault.at >= seconds:
+            break
+        state.advance(fault.at)
+        state.fail(fault)
+        counts[fault.kind] += 1
+    state.advance(seconds)
+    return Outcome(state.seconds, counts)
+
+
+def _rollbacks(job: Job, rates: Mapping[str, float]) -> float:
+    """Restarts of the whole job a second."""
+    return rates.get("job", 0.0) + rates.get("silent", 0.0) + (rates.get("node", 0.0) if job.replicas == 1 else 0.0)
+
+
+def expected_goodput(job: Job, rates: Mapping[str, float], detection: float = 0.0) -> float:
+    """Goodput by formula: Daly's for restarts, to the first order for replicas, planned stops and silent corruption.
+
+    Exact if failures are all of the job, there are spares, and saves complete at once.
+
+    J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006: seconds for an
+    interval and its save are exp(r · restart) · (exp(r · (interval + stall)) - 1) / r with r restarts a second.
+    """
+    rate, saves, node = _rollbacks(job, rates), job.saves, rates.get("node", 0.0) if job.replicas > 1 else 0.0
+    found = job.speed
+    if rate:
+        growth = math.expm1(min(rate * saves.interval / job.speed, 700.0)) / rate
+        found = saves.interval / growth * math.exp(-rate * (detection + job.restart + saves.load + saves.duration))
+    found *= 1 - rates.get("silent", 0.0) * min(job.check, saves.interval) / 2
+    stall = detection + job.regroup + job.rejoin + job.step / 2
+    away = detection + job.replica_restart
+    return (
+        found
+        * math.exp(-node * stall)
+        * (1 - node * away / job.replicas)
+        * (1 - rates.get("planned", 0.0) * job.planned)
+    )
+
+
+def young_interval(job: Job, rates: Mapping[str, float]) -> float:
+    """J. W. Young's first-order best interval in seconds of steps, 1974: the root of 2 · stall / restarts a second."""
+    rate = _rollbacks(job, rates)
+    return math.sqrt(2 * job.saves.stall / rate) if rate else math.inf
+
+
+def best_interval(job: Job, rates: Mapping[str, float], detection: float = 0.0) -> int:
+    """Steps between saves with the highest `expected_goodput`; not less than a save takes."""
+    least = max(1, math.ceil(job.saves.duration / job.step))
+    most = max(least, math.ceil(min(young_interval(job, rates), 1e7 * job.step) * 3 / job.step))
+
+    def goodput(steps: int) -> float:
+        return expected_goodput(replace(job, saves=replace(job.saves, interval=steps * job.step)), rates, detection)
+
+    while most - least > 2:  # it has one maximum
+        third = (most - least) // 3
+        left, right = least + third, most - third
+        least, most = (left, most) if goodput(left) < goodput(right) else (least, right)
+    return max(range(least, most + 1), key=goodput)
+
+
+def spares_needed(rate: float, repair: float, part: float = 0.999) -> int:
+    """Spare nodes that are enough for `part` of the time; the nodes in repair are Poisson-distributed."""
+    mean = rate * repair
+    if mean > 500:  # where the sum underflows, a normal distribution is within a node
+        return math.ceil(mean + 3.1 * math.sqrt(mean))
+    count, probability = 0, math.exp(-mean)
+    total = probability
+    while total < part:
+        count += 1
+        probability *= mean / count
+        total += probability
+    return count
+
+
+def state_bytes_of(outline: ModelOutline) -> int:
+    """Bytes of a checkpoint: weights, masters and moments of all parameters."""
+    config = outline.config
+    each = ELEMENT[config.training.precision] + sum_bytes(config) + least_moment_bytes(config)
+    return each * sum(x.in_model for layers in stages_of(config)[1] for x in outline.parameters(layers))
+
+
+def hang_detection(config: Config) -> float:
+    """Seconds until a hang is named, with up to two polls of the watch (docs/resilience.md); without it a timeout."""
+    return 1.2 * config.hang_seconds or config.timeout_seconds
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Goodput of a config with one kind of recovery, at its best interval.
+
+    `young`: steps by Young's formula; `configured`: expected goodput at the config's own interval, None without one.
+    """
+
+    gpus: int
+    recovery: str
+    interval: int
+    step: float
+    young: float
+    expected: float
+    configured: float | None
+    outcome: Outcome
+    spares: int
+    mtbf: float
+
+    @property
+    def goodput(self) -> float:
+        return self.outcome.goodput
+
+
+def forecasts(
+    config: Config,
+    cluster: Cluster,
+    step: float,
+    state: int,
+    replicas: tuple[int, int],
+    mtbf_gpu_hours: float | None = None,
+    assumed: Assumptions = Assumptions(),
+    *,
+    faults: int = 4000,
+) -> list[Forecast]:
+    """Goodput of `config` with restarts from disk, from memory, and with `replicas` (number, least).
+
+    `step`: predicted seconds; `state`: bytes of a checkpoint; `faults`: failures to simulate.
+    """
+    gpus, of_rank = cluster.gpus, state / cluster.gpus
+    rates = LLAMA3.per_second(gpus, mtbf_gpu_hours)
+    unplanned = sum(rates.values()) - rates["planned"]
+    hang = hang_detection(config)
+    detection = assumed.detection + assumed.hangs * (hang - assumed.detection)
+    stall = assumed.save + of_rank / assumed.host_copy
+    to_disk = of_rank / assumed.disk_gpu
+    to_memory = of_rank / assumed.host_memory + of_rank / cluster.gpu.network
+    disk = Saves(max(config.checkpoint.interval, 1) * step, stall, to_disk, to_disk)
+    memory = Saves(max(config.checkpoint.memory_interval, 1) * step, stall, to_memory, to_memory)
+    spares = spares_needed(rates["node"], assumed.repair)
+    count, least = replicas
+    found: list[Forecast] = []
+    for recovery, saves, number in (
+        ("restart, disk", disk, 1),
+        ("restart, memory", memory, 1),
+        (f"{count} replicas", memory, count),
+    ):
+        restart = assumed.restart + assumed.restart_gpu * gpus / number
+        job = Job(
+            step=step,
+            saves=saves,
+            restart=restart,
+            replicas=number,
+            least_replicas=least if number > 1 else 1,
+            replica_restart=restart + of_rank * number / cluster.gpu.network,
+            regroup=assumed.regroup,
+            rejoin=assumed.rejoin,
+            check=(config.training.replica_check_interval or math.inf) * step,
+            planned=to_disk + restart + to_disk,
+            spares=spares,
+            repair=assumed.repair,
+        )
+        if saves is memory:  # those on disk are then rare
+            job = replace(job, also=(replace(disk, interval=assumed.disk_interval),))
+        set_interval = config.checkpoint.interval if saves is disk else config.checkpoint.memory_interval
+        configured = expected_goodput(job, rates, detection) if set_interval else None
+        steps = best_interval(job, rates, detection)
+        best = replace(job, saves=replace(saves, interval=steps * step))
+        seconds = faults / (unplanned + rates["planned"])
+        drawn = random_faults(rates, seconds, 0, detection=assumed.detection, hangs=assumed.hangs, hang=hang)
+        outcome = simulate(best, drawn, seconds)
+        young, expected = young_interval(job, rates) / step, expected_goodput(best, rates, detection)
+        found.append(Forecast(gpus, recovery, steps, step, young, expected, configured, outcome, spares, 1 / unplanned))
+    return found

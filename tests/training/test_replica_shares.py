@@ -1,0 +1,92 @@
+"""A global batch that replicas compute in shares: weights and state are those of one trainer that computes it whole."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megafp8.batch import Batch
+from megafp8.replicas import ReplicaLost, share
+from megafp8.training.replicas import held_state
+from megafp8.training.trainer import Trainer
+from tests.replicas.twin import SharesInTurn
+from tests.training.presets import (
+    DEEPSEEK,
+    DELAYED,
+    FP64,
+    GLOBAL_BALANCE,
+    MTP,
+    QK_CLIP,
+    Preset,
+    config_of,
+)
+from tests.training.runs import batches, start
+from tests.world import World
+
+MEMBERS = [3, 2, 1, 4]
+"""Replicas that train each step."""
+
+
+def _started(preset: Preset) -> tuple[Trainer, SharesInTurn, Trainer, list[list[Batch]]]:
+    """A trainer of shares with its exchange, a trainer of whole batches, and these."""
+    config = config_of(preset, training={"global_batch_size": 4})
+    whole, parallel = start(config)
+    exchange = SharesInTurn()
+    return Trainer(config, parallel, None, exchange), exchange, whole, [batches(i, config, parallel) for i in range(4)]
+
+
+def _compare(preset: Preset) -> None:
+    shared, exchange, whole, global_batches = _started(preset)
+    for step, (members, batch) in enumerate(zip(MEMBERS, global_batches)):
+        parts = [[batch[i] for i in share(4, members, rank)] for rank in range(members)]
+        loss, result = exchange.step(shared, step, parts)
+        expected_loss, expected = whole.train_step(step, batch)
+        assert loss.tokens == expected_loss.tokens
+        ours = [loss.mean, loss.more or 0.0, result.grad_norm, shared.max_attention_logit or 0.0]
+        theirs = [expected_loss.mean, expected_loss.more or 0.0, expected.grad_norm, whole.max_attention_logit or 0.0]
+        assert ours == pytest.approx(theirs, rel=1e-11)
+        if whole.expert_load is not None:
+            assert shared.expert_load is not None
+            assert shared.expert_load.tokens == whole.expert_load.tokens
+    for a, b in zip(held_state(shared), held_state(whole), strict=True):
+        assert a.name == b.name
+        assert torch.allclose(a.values.double(), b.values.double(), rtol=1e-9, atol=1e-12), a.name
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [FP64 | DELAYED, FP64 | DEEPSEEK | DELAYED, FP64 | GLOBAL_BALANCE, FP64 | QK_CLIP, FP64 | MTP],
+    ids=str,
+)
+def test_shares_of_changing_numbers_of_replicas_add_up_to_the_whole(world2: World, preset: Preset) -> None:
+    world2.run(_compare, preset, ranks=1)
+
+
+def _without_micro_batches() -> None:
+    shared, exchange, whole, global_batches = _started(FP64 | DEEPSEEK | DELAYED)
+    for step, batch in enumerate(global_batches):
+        loss, _ = exchange.step(shared, step, [batch, []])
+        assert loss == whole.train_step(step, batch)[0]
+    for a, b in zip(held_state(shared), held_state(whole), strict=True):
+        assert torch.equal(a.values, b.values), a.name
+
+
+def test_a_replica_without_micro_batches_gets_the_same_state(world2: World) -> None:
+    world2.run(_without_micro_batches, ranks=1)
+
+
+def _lost() -> None:
+    shared, exchange, _, (batch, *_) = _started(FP64 | DEEPSEEK | DELAYED)
+    before = [x.values.clone() for x in held_state(shared)]
+    with patch.object(shared, "_exchange", side_effect=ReplicaLost), pytest.raises(ReplicaLost):
+        shared.train_step(0, batch)
+    for x, values in zip(held_state(shared), before, strict=True):
+        assert torch.equal(x.values, values), x.name
+    exchange.step(shared, 0, [batch])
+    assert shared.optimizer.step_count == 1
+
+
+def test_a_step_that_does_not_count_changes_nothing(world2: World) -> None:
+    world2.run(_lost, ranks=1)
