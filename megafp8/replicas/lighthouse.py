@@ -29,6 +29,8 @@ REPLICA = "MEGAFP8_REPLICA"
 PORT = 29510
 _SHORTEST_TOKEN = 16
 _HEARTBEAT_SECONDS = 0.1
+_CLOSE_SECONDS = 10.0
+"""Longest wait for a heartbeat that is being sent, whose own limit is shorter."""
 
 
 class Place(NamedTuple):
@@ -156,9 +158,14 @@ class Lighthouse:
         while not self._closed.wait(_HEARTBEAT_SECONDS):
             if self._alive():
                 with contextlib.suppress(RuntimeError, TimeoutError):  # the next one may reach it
-                    self._beats.heartbeat(self._id)
+                    self._beats.heartbeat(self._id, timeout=timedelta(seconds=5))
 
     def close(self) -> None:
-        """End the heartbeats."""
+        """End the heartbeats; waits for one that is being sent.
+
+        Python ends threads that come back from native code once it exits, and torchft's aborts the process then.
+        """
         self._closed.set()
         tunnel.close(self._tunnel)
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_SECONDS)

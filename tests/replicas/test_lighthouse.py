@@ -63,6 +63,23 @@ def test_without_enough_replicas_there_is_no_quorum() -> None:
     stop()
 
 
+def test_no_heartbeat_is_being_sent_after_the_end(port: int) -> None:
+    replica = Lighthouse(Place("127.0.0.1", port, WORD, 0), "0:id")
+    sending, sent = threading.Event(), threading.Event()
+
+    class Slow:
+        def heartbeat(self, *arguments: object, **options: object) -> None:
+            sending.set()
+            time.sleep(0.5)
+            sent.set()
+
+    replica._beats = Slow()
+    replica.quorum(own(0), 10.0)
+    assert sending.wait(10)
+    replica.close()
+    assert sent.is_set()
+
+
 def test_another_token_is_refused_by_either_side(port: int) -> None:
     with pytest.raises(ConnectionError, match="refused the token"):
         Lighthouse(Place("127.0.0.1", port, "another token...", 0), "0:id")
