@@ -159,6 +159,19 @@ def _plans(config: Config, world_size: int, fp8: Fp8Manager) -> list[LinearPlan]
     return planned.plans
 
 
+def _describe_replicas(config: Config, world_size: int) -> list[str]:
+    """How the micro-batches of a rank and step are divided among replicas of so many ranks, if there are several."""
+    replicas, micro_batches = config.resilience.replicas, num_microbatches(config, world_size)
+    if replicas is None:
+        return []
+    fewest = micro_batches // replicas.count
+    most = fewest if replicas.batch == "shrink" else -(-micro_batches // replicas.min)
+    return [
+        f"replicas: {replicas.count}, each of {world_size} ranks; {replicas.min} or more train, and a rank computes "
+        f"{f'{fewest} to {most}' if fewest < most else fewest} of the micro-batches"
+    ]
+
+
 def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePlan) -> str:
     """Layout, parameters and their state, groups. `fp8`: which layers are FP8 according to the config."""
     p, t = config.parallel, config.training
@@ -176,6 +189,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f"micro-batches per step and rank: {num_microbatches(config, world_size)}"
         f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
         f" {t.global_batch_size * t.seq_length:,} tokens a step",
+        *_describe_replicas(config, world_size),
         f"parameters: {in_model:,} in the model{_describe_active(config)}; {describe_flops(config)}",
         *describe_longrope(config),
         *(["only LoRA's parameters are trained"] if config.lora is not None else []),
