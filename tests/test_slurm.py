@@ -18,7 +18,7 @@ import pytest
 
 from megafp8.training.metrics import read_metrics
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
-from tests.test_agent import Launch, descendants, free_port
+from tests.test_agent import FOREVER, ONE_RANK, Launch, descendants, free_port
 
 pytestmark = [
     pytest.mark.slow,
@@ -270,3 +270,60 @@ def test_a_wrong_config_is_not_queued_again(slurm: Slurm, launch: Launch) -> Non
         time.sleep(0.5)
     assert (slurm.job(job.number, "ExitCode"), job.restarts) == ("2:0", 0)
     assert "training.seq_length = 127" in job.log.read_text()
+
+
+def test_replicas_are_queued_again_alone(slurm: Slurm, launch: Launch) -> None:
+    """An array of two replicas on a node each. The one that is killed has the array's own job number.
+
+    The lighthouse's script runs outside Slurm, as the array has all nodes.
+    """
+    script = ["bash", "launch/lighthouse.sbatch"]
+    options = [*ONE_RANK, FOREVER, "training.global_batch_size=64", "training.micro_batch_size=1"]
+    options += ["resilience.replicas={count: 2, start_seconds: 120}", "checkpoint.interval=1000000"]
+    flags = ("--nodes=1", "--array=0-1", f"--output={launch.folder}/task-%a.log")
+    array = Job(slurm, launch, *options, nodes=2, flags=flags)
+    address, token = (slurm.checkout / f"megafp8-lighthouse.{name}" for name in ("address", "token"))
+    port = free_port()
+    variables = {"SLURM_SUBMIT_DIR": str(slurm.checkout), "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "localhost"}
+    variables |= {"ARRAY": array.number, "LIGHTHOUSE_PORT": str(port), "POLL_SECONDS": "1", "PYTHONPATH": str(ROOT)}
+    variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    lighthouse = subprocess.Popen(script, cwd=ROOT, env=slurm.environment | variables)
+
+    def ranks() -> dict[int, list[int]]:
+        found = {i: slurm.processes(f"SLURM_ARRAY_TASK_ID={i}", b"pretrain") for i in (0, 1)}
+        return {
+            i: [x for x in pids if b"launch" not in Path(f"/proc/{x}/cmdline").read_bytes()]
+            for i, pids in found.items()
+        }
+
+    def said(i: int) -> str:
+        log = launch.folder / f"task-{i}.log"
+        return log.read_text() if log.exists() else ""
+
+    def wait_for(what: str, condition: Callable[[], bool], seconds: float = 240) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{what} did not come\n{said(0)}\n{said(1)}"
+            time.sleep(0.5)
+
+    try:
+        curves = [launch.folder / "quickstart" / f"replica-{i}" / "metrics.jsonl" for i in (0, 1)]
+        wait_for("steps", lambda: all(x.exists() and len(read_metrics(x)) > 3 for x in curves))
+        assert address.read_text() == f"localhost:{port}\n"
+        assert token.stat().st_mode & 0o777 == 0o600
+        whole = set(slurm.processes(f"SLURM_JOB_ID={array.number}", b"megafp8\0launch"))
+        lost = next(i for i in (0, 1) if whole & set(slurm.processes(f"SLURM_ARRAY_TASK_ID={i}")))
+        others = ranks()[1 - lost]
+        (agent,) = whole
+        slurm.kill([agent, *descendants(agent)])
+        wait_for("a rejoin", lambda: "copied from replica" in said(lost))
+        assert ranks()[1 - lost] == others
+        assert slurm.job(f"{array.number}_{lost}", "Restarts") == "1"
+        assert slurm.job(f"{array.number}_{1 - lost}", "Restarts") == "0"
+        slurm.run("scancel", "--signal=TERM", array.number)
+        wait_for("the end", lambda: all(slurm.job(f"{array.number}_{i}", "JobState") == "COMPLETED" for i in (0, 1)))
+        assert lighthouse.wait(60) == 0
+        assert not address.exists()
+        assert launch.saved()
+    finally:
+        lighthouse.kill()
