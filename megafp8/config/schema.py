@@ -1189,8 +1189,8 @@ class ReplicasConfig(Section):
     slow_steps: Count = 0
     """Number of such steps in a row after which a slow replica leaves, to be started anew. 0: it stays."""
     outer: OuterConfig | None = None
-    """Exchange weights after each round of steps, for slow links. Where this page says step, it is a round then.
-    Default: gradients are exchanged in each step."""
+    """Exchange weights after each round of steps, for slow links. Members, exchange_seconds and slow_steps are those of
+    rounds then. Default: gradients are exchanged in each step."""
 
 
 class ResilienceConfig(Section):
