@@ -65,10 +65,28 @@ def replicas(config: Config, world_size: int) -> Iterator[Problem]:
             "a replica that rejoins computes none",
         ),
     )
+    yield from _outer(config)
     for key, value, only, why in unusable:
         if value != only:
             shown = str(only).lower() if isinstance(only, bool) else only
             yield Problem(key, value, f"with {path}, {why}", f"try {shown}")
+
+
+def _outer(config: Config) -> Iterator[Problem]:
+    """Between outer steps nothing is kept that should be of all replicas."""
+    r, c = config.resilience.replicas, config.checkpoint
+    if r is None or r.outer is None:
+        return
+    path, steps = "resilience.replicas.outer", r.outer.inner_steps
+    if c.interval % steps:
+        rule = f"a checkpoint is of all replicas, which are equal after every {steps} steps ({path}.inner_steps)"
+        yield Problem("checkpoint.interval", c.interval, rule, f"try {-(-c.interval // steps) * steps}")
+    if config.optimizer.average_decay is not None:
+        rule = f"with {path}, each replica would average weights of its own between outer steps"
+        yield Problem("optimizer.average_decay", config.optimizer.average_decay, rule, "leave it out")
+    if config.model.moe is not None:
+        rule = f"with {path}, each replica would balance experts by its own tokens alone, and with biases of its own"
+        yield Problem("model.moe", "set", rule, f"leave {path} out")
 
 
 def faults(config: Config, world_size: int) -> Iterator[Problem]:

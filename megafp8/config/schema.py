@@ -1159,6 +1159,19 @@ class FaultConfig(Section):
     """full_disk: bytes that stay free."""
 
 
+class OuterConfig(Section):
+    """Outer steps of replicas joined by slow links (DiLoCo, arXiv:2311.08105): each replica trains by itself for a
+    round of `inner_steps` steps, then SGD with Nesterov momentum updates the weights of all by what they have changed,
+    on average (docs/resilience.md)."""
+
+    inner_steps: PositiveInt = 32
+    """Steps of a round; the last one ends with the run. The paper has 500 for a model that was trained before."""
+    learning_rate: PositiveFloat = 0.7
+    """Of the outer step. With 1, and momentum 0, the new weights are the average."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Nesterov momentum of the outer step."""
+
+
 class ReplicasConfig(Section):
     """Replicas of the whole model, each a job of its own, that may leave and come back while the others train
     (docs/resilience.md). The ranks of a replica are laid out as `parallel` says; the global batch is that of all."""
@@ -1179,6 +1192,9 @@ class ReplicasConfig(Section):
     """A replica is named in the log whose time in a step is more than so many times the median of all."""
     slow_steps: Count = 0
     """Number of such steps in a row after which a slow replica leaves, to be started anew. 0: it stays."""
+    outer: OuterConfig | None = None
+    """Exchange weights after each round of steps, for slow links. Members, exchange_seconds and slow_steps are those of
+    rounds then. Default: gradients are exchanged in each step."""
 
 
 class ResilienceConfig(Section):
@@ -1341,6 +1357,11 @@ class Config(Section):
         """Time without progress after which the job is ended; 0 for none."""
         given = self.resilience.hang_seconds
         return self.timeout_seconds / 2 if given is None else given
+
+    @property
+    def outer(self) -> OuterConfig | None:
+        """The outer steps of replicas, if there are any."""
+        return None if self.resilience.replicas is None else self.resilience.replicas.outer
 
     @property
     def tunes_gemms(self) -> bool:

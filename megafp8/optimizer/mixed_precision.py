@@ -63,6 +63,9 @@ BATCH = 1 << 24
 AVERAGE = "average"
 """Name in the state of the moving average of weights."""
 
+OUTER_MOMENTUM = "outer_momentum"
+"""Name in the state of the momentum of outer steps (`megafp8.optimizer.outer`)."""
+
 State = dict[str, list[tuple[FlatShard, Tensor]]]
 """Shards and their state, flat, by name of the state."""
 
@@ -104,7 +107,8 @@ class MixedPrecisionOptimizer:
     where updates are of whole matrices, all of them construct this and step at the same time. `reason` says in one line
     which implementations run and why; `step_count` is the number of updates made so far. `seed`: of the noise of FP8
     moments. `released`: parameters whose values, read here for the last time, are in the masters from now on, and which
-    have no remainders. `masters`: existing masters, fp32 and flat, updated in place.
+    have no remainders. `masters`: existing masters, fp32 and flat, updated in place. `outer`: hold the momentum of
+    outer steps, too.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class MixedPrecisionOptimizer:
         released: AbstractSet[nn.Parameter] = frozenset(),
         masters: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
         matrix_group: ProcessGroup | None = None,
+        outer: bool = False,
     ) -> None:
         assert config.average_decay is None or not config.store_param_remainders
         self._average_decay = config.average_decay
@@ -135,14 +140,16 @@ class MixedPrecisionOptimizer:
             by_update[update].append(shard)
             self._masters[param], self.storage[master] = master, {}
             storage = self.storage[master]
-            average = {} if config.average_decay is None else {AVERAGE: PlainStorage(master.detach().clone())}
+            more = {} if config.average_decay is None else {AVERAGE: PlainStorage(master.detach().clone())}
+            if outer:
+                more[OUTER_MOMENTUM] = PlainStorage(torch.zeros_like(master.detach()))
             if config.store_param_remainders and param.dtype == torch.bfloat16 and param not in released:
                 storage["master"] = RemainderStorage(shard.view(param.detach()))
                 master.data = master.data.new_empty(0)
             elif param.dtype != master.dtype:
                 storage["master"] = PlainStorage(master)
                 rounded += [] if param in released else [shard]
-            storage |= {**_moments(shard, update, config.moments_dtype, seed), **average}
+            storage |= {**_moments(shard, update, config.moments_dtype, seed), **more}
         self._shard_of = {self._masters[shard.param]: shard for shard in shards}
         stored = {update: fits and update.updates_stored(device) for update in by_update}
         in_less = config.store_param_remainders or config.moments_dtype != "fp32"
@@ -218,6 +225,22 @@ class MixedPrecisionOptimizer:
     def master_of(self, shard: FlatShard) -> Tensor:
         """The fp32 values of a shard, flat, live."""
         return self._masters[shard.param].detach()
+
+    def load_master(self, shard: FlatShard) -> Tensor:
+        """The fp32 values of a shard, flat: live, or a copy where they are stored as remainders."""
+        storage = self.storage[self._masters[shard.param]].get("master")
+        return storage.load() if isinstance(storage, RemainderStorage) else self.master_of(shard)
+
+    @torch.no_grad()
+    def store_master(self, shard: FlatShard, values: Tensor) -> None:
+        """Set the master of a shard to `values`, fp32 and flat, and round it into the parameter."""
+        master = self._masters[shard.param]
+        storage = self.storage[master].get("master")
+        if isinstance(storage, RemainderStorage):
+            storage.store(values, self._step_count)
+            return
+        master.detach().copy_(values)
+        round_masters({key: param for key, param in self._rounded.items() if key is master})
 
     def released_values(self) -> list[tuple[FlatShard, Tensor]]:
         """The shards of released parameters with their values, flat, in the parameters' dtype.

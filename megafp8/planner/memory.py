@@ -124,23 +124,23 @@ def state_bytes(config: Config, dtype: str) -> int:
 
 
 def least_moment_bytes(config: Config) -> int:
-    """Bytes of moments and moving average of an element, at least."""
+    """Bytes of moments, moving average and outer state of an element, at least."""
     moments = min(len(config.optimizer.update(hidden_matrix=hidden).moments) for hidden in (False, True))
-    return moments * state_bytes(config, config.optimizer.moments_dtype) + _average_bytes(config)
+    return moments * state_bytes(config, config.optimizer.moments_dtype) + _kept_bytes(config)
 
 
 def _moments(config: Config, tensors: Iterable[tuple[int, int]]) -> int:
-    """Bytes of the moments of tensors, given by the number of these and of elements, and of their moving average."""
+    """Bytes of the moments of tensors, given by the number of these and of elements, and of what is kept beside."""
     dtype, total = config.optimizer.moments_dtype, 0
     for moments, count in tensors:
         scales = -(-count // BLOCK) if dtype == "fp8" else 0
-        total += moments * (count * state_bytes(config, dtype) + scales) + count * _average_bytes(config)
+        total += moments * (count * state_bytes(config, dtype) + scales) + count * _kept_bytes(config)
     return total
 
 
-def _average_bytes(config: Config) -> int:
-    """Bytes of an element's moving average."""
-    return sum_bytes(config) if config.optimizer.average_decay is not None else 0
+def _kept_bytes(config: Config) -> int:
+    """Bytes of an element's moving average, and of its momentum and start in outer steps."""
+    return sum_bytes(config) * ((config.optimizer.average_decay is not None) + 2 * (config.outer is not None))
 
 
 class BlockElements(NamedTuple):

@@ -327,8 +327,7 @@ class Membership:
         self._step_seconds = time.monotonic() - self._began
         self._lineage = quorum.after_step()
         self._judge(seconds)
-        if quorum.sources:
-            self._copies = self._closed(self._copies)
+        self._copies = self._closed(self._copies)
 
     def _judge(self, seconds: Sequence[float]) -> None:
         """Name a slow replica, by its own time until the exchange, and end this one if it is slow too often."""

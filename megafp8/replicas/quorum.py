@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 NEW = -1
@@ -109,6 +109,14 @@ class Quorum:
         and left before the others knew, and these did it again without it.
         """
         return _digest((self.lineage, str(self.step), self.key))
+
+    def after_copies(self) -> Quorum:
+        """This quorum once all members have copied the newest state, so that all of them train."""
+        have_state = (
+            replace(member, step=self.step, lineage=self.lineage, writes=rank == self.writer)
+            for rank, member in enumerate(self.members)
+        )
+        return Quorum(tuple(have_state), self.rank)
 
     @property
     def store(self) -> str:

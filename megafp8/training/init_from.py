@@ -35,14 +35,14 @@ from megafp8.conversion.model import is_mtp
 from megafp8.conversion.upcycle import UpcycledSource, is_router
 from megafp8.data.hub import missing_folder
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
-from megafp8.optimizer.mixed_precision import AVERAGE
+from megafp8.optimizer.mixed_precision import AVERAGE, OUTER_MOMENTUM
 from megafp8.tensor_parallel.lora import is_lora
 from megafp8.training.state import checkpoint_folder, saved_model, tensor_kinds, weights
 from megafp8.training.trainer import Trainer
 
 _PROBE = "The 3 quick brown foxes' été: naïve Straße, 東京! def f(x_1):\n\treturn x_1 ** 2 != 0x1F  # ~3.14\n"
 _FILES: dict[TokenizerKind, str] = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
-_NOT_NEEDED = {"master", AVERAGE}
+_NOT_NEEDED = {"master", AVERAGE, OUTER_MOMENTUM}
 """Optimizer state that begins with the weights."""
 _RESOLVED = ("vocab_size", "max_position_embeddings")
 """Keys for which null means the default, which here is the folder's value."""

@@ -62,12 +62,14 @@ from megafp8.training.process import StopRequest, garbage_collected_after_steps
 from megafp8.training.resilience.faults import Faults
 from megafp8.training.resilience.membership import (
     log_folder,
+    micro_batches,
     open_membership,
     own_place,
     state_tensors,
     took_over,
 )
 from megafp8.training.resilience.node_memory import find_newest, free_memory, newest_on_disk, open_memory
+from megafp8.training.resilience.rounds import Rounds
 from megafp8.training.resilience.spikes import LossSpikes
 from megafp8.training.run_log import RunLog, record_launch
 from megafp8.training.state import (
@@ -193,8 +195,10 @@ class Job:
         keep = self.config.checkpoint
         self.flops_per_token = flops_per_token(self.config)
         self.membership = self._open_membership(shared.place)
-        exchange = None if self.membership is None else self.membership.exchange
+        in_each_step = self.membership is not None and self.config.outer is None
+        exchange = self.membership.exchange if self.membership is not None and in_each_step else None
         self.trainer = Trainer(self.config, parallel, saved_choice(self.config, reader), exchange)
+        self.rounds = self._open_rounds()
         logger.info(f"run folder: {self.folder}")
         self.step, self.history = 0, History()
         self.spikes = LossSpikes(self.config, self.run_folder, parallel.rank, None)
@@ -233,6 +237,13 @@ class Job:
             metadata=self._as_metadata,
             restore=self._restore,
         )
+
+    def _open_rounds(self) -> Rounds | None:
+        """The rounds between outer steps, if there are any."""
+        replicas, outer = self.config.resilience.replicas, self.config.outer
+        if self.membership is None or replicas is None or outer is None:
+            return None
+        return Rounds(self.trainer, self.membership, replicas, outer)
 
     def _begin_with(self, reader: CheckpointReader | None, memory: NodeMemory | None = None) -> None:
         """Take the state over that the job begins with: that of a checkpoint, or the initial one. Collective."""
@@ -276,13 +287,16 @@ class Job:
         data, more = self._records()
         saved = metadata_of(self.trainer, self.step, self.inputs.fingerprint, data, self.history, more)
         loop = {name: getattr(self, name) for name in ("step", *_LOOP_STATE)}
-        return {"saved": saved | {"step": self.step}, "updates": self.trainer.optimizer.step_count, "loop": loop}
+        updates, rounds = self.trainer.optimizer.step_count, None if self.rounds is None else self.rounds.state()
+        return {"saved": saved | {"step": self.step}, "updates": updates, "loop": loop, "round": rounds}
 
     def _restore(self, metadata: Mapping[str, Any]) -> None:
         """Go on with the state of a peer, whose tensors have been received. Collective."""
         took_over(self.trainer, metadata["updates"])
         for name, value in metadata["loop"].items():
             setattr(self, name, value)
+        if self.rounds is not None:
+            self.rounds.restore(metadata["round"])
         self._take_position(metadata["saved"])
 
     def _open_saver(self) -> BackgroundSaver:
@@ -423,6 +437,8 @@ class Job:
             if self.spikes.rewinds_after(metrics) and self._rewind():
                 stream = self._training_batches()
                 continue
+            if self._in_round:
+                continue
             if not self.faults.happens("leave_out_collective", self.step):
                 stopped = self.stop.agreed(self.parallel.world.group)
             ends = stopped or self.step == self.last_step
@@ -441,13 +457,32 @@ class Job:
         """Whether all steps are done; with replicas by all members of the next quorum, which it begins. Collective."""
         if self.membership is None:
             return self.step >= self.last_step
+        if self.rounds is not None and self.rounds.running:
+            return False
         quorum = self.membership.begin(self.step) if self.entered else self._enter(self.membership)
         self.entered = True
+        if self.rounds is not None and self.rounds.running:  # copied from a replica at the end of its round
+            self._end_round()
+            return self._is_done()
         while self.step >= self.last_step and quorum.sources:  # somebody still copies the state
             self.membership.wait_copied()
             quorum = self.membership.begin(self.step)
         self._choose_writer(quorum)
+        if self.rounds is not None and self.step < self.last_step:
+            self.rounds.begin(self.step, self.last_step)
         return self.step >= self.last_step
+
+    @property
+    def _in_round(self) -> bool:
+        """Whether this replica has trained by itself since the latest outer step."""
+        return self.rounds is not None and self.rounds.running and self.step > self.rounds.start
+
+    def _end_round(self) -> None:
+        """Make the outer step, with the other replicas. Collective."""
+        assert self.rounds is not None
+        assert self.membership is not None
+        self.rounds.finish()
+        self._choose_writer(self.membership.quorum)
 
     def _batches_of_share(self, membership: Membership) -> Iterator[list[Batch]]:
         """This replica's share of the batch of each step to come, none in steps in which it has no state."""
@@ -460,8 +495,7 @@ class Job:
                 yield []
                 continue
             rank, members = quorum.trainers.index(quorum.rank), len(quorum.trainers)
-            if r.batch == "shrink":
-                count = count // r.count * members
+            count = micro_batches(r, count, members)
             if self.step != steps.stop or share != share_of(count, members, rank):
                 share = share_of(count, members, rank)
                 # In this process: members change at any step, and new ones would take seconds to start.
@@ -543,17 +577,20 @@ class Job:
         loss, result = self.trainer.train_step(
             self.step, batches, before_update=self._wait_copied, loss_limit=self.spikes.limit
         )
-        seconds = time.perf_counter() - start - (self.save_seconds - saving)
         learning_rate = self.trainer.learning_rate(self.step)
         ranks, samples = self.parallel.world_size, t.global_batch_size
-        if self.membership is not None:
-            r, replicas = self.config.resilience.replicas, self.membership.quorum.indices
+        replicas = None if self.membership is None else self.membership.quorum.indices
+        if replicas is not None:
+            r = self.config.resilience.replicas
             assert r is not None
             ranks *= len(replicas)
             if r.batch == "shrink":
                 samples = samples // r.count * len(replicas)
                 self.history = self.history.after(self.step + 1, samples, self.config)
         self.step += 1
+        if self.rounds is not None and self.step == self.rounds.end:
+            self._end_round()
+        seconds = time.perf_counter() - start - (self.save_seconds - saving)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         observed: dict[str, Any] = {}
         for observer in self.observers:
@@ -585,7 +622,7 @@ class Job:
             index_loss=self.trainer.index_loss,
             max_attention_logit=self.trainer.max_attention_logit,
             layer_norms=result.layer_norms,
-            replicas=None if self.membership is None else self.membership.quorum.indices,
+            replicas=replicas,
             **observed,
         )
 
@@ -603,7 +640,9 @@ class Job:
 
     def _wait_copied(self) -> None:
         """Before weights are updated, wait until those of a save in progress are copied to the host. `Membership` waits
-        for copies that other replicas get."""
+        for copies that other replicas get, but for those of a round, which its first step changes."""
+        if self.rounds is not None and self.membership is not None:
+            self.membership.wait_copied()
         if self.savers:
             start = time.perf_counter()
             for saver in self.savers:

@@ -67,7 +67,7 @@ def open_observers(
         observers += [SectionTimer(parallel.device), *_writers(trainer, folder, step)]
     if config.training.replica_check_interval and several:
         observers.append(ReplicaCheck(trainer, step, config.training.replica_check_interval))
-    if config.training.replica_check_interval and membership is not None:
+    if config.training.replica_check_interval and membership is not None and trainer.outer is None:
         intervals = config.training.replica_check_interval, config.checkpoint.interval
         observers.append(PeerCheck(trainer, membership, *intervals))
     return observers

@@ -5,6 +5,7 @@
                                                    exp_avg_sq), in optimizer.moments_dtype; FP8 ones as bf16
     optimizer.master.<name>                        fp32, only if the weight is not
     optimizer.average.<name>                       fp32, the moving average of the weight, with optimizer.average_decay
+    optimizer.outer_momentum.<name>                fp32, with resilience.replicas.outer
     fp8.<layer>.<operand>.{amax_history,scale}     state of delayed scaling; {amax,calibrated_steps} of static scaling
     fp8.<layer>.input.channel_scale                of smooth SwiGLU, for all channels
     <router>.shares                                of the choices of the step before (moe.aux_loss_scope: global_batch)
@@ -62,7 +63,7 @@ from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.dtypes import DTYPES, state_dtype, sum_dtype
 from megafp8.object_store import AnyPath, as_path
 from megafp8.optimizer.loss_scale import LossScaler
-from megafp8.optimizer.mixed_precision import AVERAGE, State
+from megafp8.optimizer.mixed_precision import AVERAGE, OUTER_MOMENTUM, State
 from megafp8.optimizer.param_groups import is_hidden_matrix
 from megafp8.parallel_state import ParallelState
 from megafp8.planner.stages import stages_of
@@ -111,6 +112,8 @@ def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
         dtypes["optimizer.master."] = master
     if config.optimizer.average_decay is not None:
         dtypes[f"optimizer.{AVERAGE}."] = master
+    if config.outer is not None:
+        dtypes[f"optimizer.{OUTER_MOMENTUM}."] = master
     by_kind = {
         hidden: {
             **dtypes,
@@ -332,8 +335,9 @@ def _unknown_config(reader: CheckpointReader, error: Exception) -> IncompatibleC
 
 
 def _can_lack(name: str) -> bool:
-    """Whether a run can resume without a tensor: FP8 state, and the moving average of weights, which start anew."""
-    return name.startswith(("fp8.", f"optimizer.{AVERAGE}."))
+    """Whether a run can resume without a tensor: FP8 state, the moving average of weights, and outer momentum, which
+    start anew."""
+    return name.startswith(("fp8.", f"optimizer.{AVERAGE}.", f"optimizer.{OUTER_MOMENTUM}."))
 
 
 _ANOTHER = "or choose another name for a new run"

@@ -3,7 +3,8 @@
 The differentiated loss is the sum over a micro-batch's tokens divided by the *nominal* number of tokens in the global
 batch; in fp16, times the loss scale. Gradients summed over micro-batches, data-parallel and context-parallel ranks are
 then those of the mean over the whole batch, in any layout. If masks leave fewer tokens, the true number is known only
-after all ranks have counted, and the gradients are multiplied by nominal / true once, before clipping.
+after all ranks have counted, and the gradients are multiplied by nominal / true once, before clipping. So they are with
+outer steps: a replica trains by itself on its share of the batch, and its losses and tokens are those of the share.
 
 The losses of multi-token prediction are divided by the same number (DeepSeek-V3, equation 24), though the last tokens
 of a sample have none. So is that of BERT's binary head, which counts as often as its sample has tokens to predict.
@@ -38,6 +39,7 @@ from megafp8.models.recompute import block_memory
 from megafp8.optimizer.layer_norms import layers_of_model
 from megafp8.optimizer.loss_scale import LossScaler
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megafp8.optimizer.outer import OuterOptimizer
 from megafp8.optimizer.step import OptimizerStep, StepResult
 from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.engine import PipelineEngine, StageFunction, StageOutput
@@ -91,7 +93,7 @@ class Trainer:
     replicas combine the gradients of a step, of which this one then has a share (`megafp8.replicas`).
 
     Attributes: `stages`: one for each chunk of the pipeline placement; `model`: all of them. `strategy`: of data
-    parallelism, which has their parameters and gradients. `expert_load`,
+    parallelism, which has their parameters and gradients. `outer`: of outer steps, if there are any. `expert_load`,
     `index_loss`, `max_attention_logit`: of the latest `train_step`. `timeline`: of the
     step `logging.pipeline_trace_step`, once it is done. `fp8_records`: FP8 health of all stages in the latest
     `train_step`, on rank 0, if that step was sampled; else empty.
@@ -162,6 +164,9 @@ class Trainer:
         self.update = self._build_update()
         self.optimizer = self.update.optimizer
         self.strategy.begin(self.optimizer.master_of)
+        self.outer: OuterOptimizer | None = None
+        if (o := config.outer) is not None:
+            self.outer = OuterOptimizer(self.optimizer, self.strategy.owned, o.learning_rate, o.momentum)
         b = t.micro_batch_size
         rows = self.stages[0].stream_rows(t.seq_length // p.context, b, config.decoder_length or 0)
         self.engine = PipelineEngine(
@@ -200,6 +205,7 @@ class Trainer:
                 released=strategy.released,
                 masters=strategy.masters,
                 matrix_group=parallel.amax.group,  # all ranks that have parts of this rank's stages
+                outer=self.config.outer is not None,
             ),
             tensor_group=parallel.tensor.group,
             model_group=parallel.model.group,
@@ -327,7 +333,7 @@ class Trainer:
         amaxes = [] if self._exchange is None else self._combine(self._exchange, passes)
         total = self._total(passes.report)
         report = total.to("cpu", non_blocking=True)  # complete once the update has waited for the norm
-        masked = not batches or batches[0].loss_mask is not None
+        masked = self.outer is not None or not batches or batches[0].loss_mask is not None
         scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
         if self.graphs is not None and self.load_collector is not None:  # what is not finite is skipped
             scale = torch.where(total[-1] > 0, torch.nan, 1.0 if scale is None else scale)
@@ -486,7 +492,7 @@ class Trainer:
         grad.fill_(1.0) if self.loss_scaler is None else grad.copy_(self.loss_scaler.scale)
         masks = [batch.loss_mask for batch in batches if batch.loss_mask is not None]
         if masks:
-            if self._exchange is not None:
+            if self.config.resilience.replicas is not None:
                 raise ValueError(
                     "resilience.replicas: auxiliary losses of experts are divided by the number of tokens that count "
                     "in the global batch, which no replica knows before the backward pass where masks leave out some; "

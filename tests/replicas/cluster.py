@@ -139,7 +139,8 @@ def flip_bit(trainer: Any) -> None:
 
 
 class Cluster:
-    """Replicas of `ranks` processes each, in `folder`. `overrides`: of the quickstart's config."""
+    """Replicas of `ranks` processes each, in `folder`. `overrides`: of the quickstart's config. `outer`: YAML of
+    `resilience.replicas.outer`."""
 
     def __init__(
         self,
@@ -150,6 +151,8 @@ class Cluster:
         *,
         min_replicas: int = 1,
         delay: float = 0.0,
+        outer: str | None = None,
+        exchange_seconds: float = 2.0,
     ) -> None:
         os.environ.setdefault("RUST_LOG", "warn")
         # Before forks: what a rank would import.
@@ -163,8 +166,9 @@ class Cluster:
         gc.collect()
         gc.freeze()  # ranks collect nothing that is shared
         self.folder, self.count, self.ranks, self._delay = folder, count, ranks, delay
-        replicas = f"{{count: {count}, min: {min_replicas}, exchange_seconds: 2, start_seconds: 60}}"
-        self.arguments = ["--config", "quickstart", *overrides, f"run_dir={folder}", f"resilience.replicas={replicas}"]
+        replicas = f"count: {count}, min: {min_replicas}, exchange_seconds: {exchange_seconds}, start_seconds: 60"
+        replicas = f"resilience.replicas={{{replicas}{'' if outer is None else f', outer: {outer}'}}}"
+        self.arguments = ["--config", "quickstart", *overrides, f"run_dir={folder}", replicas]
         self._min = min_replicas
         self.lighthouse, self.address = start_lighthouse(folder, min_replicas)
         self.agents: dict[int, int] = {}

@@ -14,9 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megafp8.config import Config, ConfigError, Problem
+from megafp8.config import Config, ConfigError, Problem, ReplicasConfig
 from megafp8.distributed.collectives import all_gather_objects
 from megafp8.fp8.health import Record
+from megafp8.optimizer.mixed_precision import OUTER_MOMENTUM
 from megafp8.parallel_state import ParallelState
 from megafp8.replicas import Membership, ReplicaLost, share
 from megafp8.replicas.lighthouse import Place, place_of
@@ -69,7 +70,8 @@ def state_tensors(trainer: Trainer) -> StateTensors:
     trainer.strategy.wait()
     held = held_state(trainer)
     recorded = [x.values for x in held if x.name.startswith("fp8.")]
-    return StateTensors([x.values for x in held if not x.name.startswith("fp8.")], recorded)
+    start = [] if trainer.outer is None else trainer.outer.start
+    return StateTensors([*(x.values for x in held if not x.name.startswith("fp8.")), *start], recorded)
 
 
 def took_over(trainer: Trainer, updates: int) -> None:
@@ -77,6 +79,11 @@ def took_over(trainer: Trainer, updates: int) -> None:
     trainer.optimizer.step_count = updates
     trainer.fp8.invalidate_weights()
     trainer.strategy.invalidate()
+
+
+def micro_batches(replicas: ReplicasConfig, count: int, members: int) -> int:
+    """The micro-batches of a data-parallel rank that `members` share, of `count` of the whole batch."""
+    return count // replicas.count * members if replicas.batch == "shrink" else count
 
 
 def open_membership(
@@ -105,6 +112,8 @@ def check_peers(trainer: Trainer, membership: Membership, step: int) -> None:
     """
     trainer.strategy.wait()
     state = compared_state(trainer)
+    if trainer.outer is not None:
+        state = [x for x in state if x.name.startswith(_EQUAL_BETWEEN_ROUNDS)]
     sums = bit_sums([x.values for x in state], trainer.parallel.device).cpu()
     rows_mt2 = membership.gather(sums.view(-1)).view(-1, *sums.shape)
     members, own = membership.quorum.members, membership.quorum.rank
@@ -125,6 +134,10 @@ def check_peers(trainer: Trainer, membership: Membership, step: int) -> None:
             "state is given up: the replica is started anew and copies that of another. The cause may be a faulty GPU, "
             "memory or link: test that host (nvidia-smi -q -d ECC; dcgmi diag -r 3)"
         )
+
+
+_EQUAL_BETWEEN_ROUNDS = ("model.", "optimizer.master.", f"optimizer.{OUTER_MOMENTUM}.")
+"""What replicas with outer steps have in common: weights and outer state."""
 
 
 class PeerCheck(Observer):
