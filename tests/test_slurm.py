@@ -326,4 +326,5 @@ def test_replicas_are_queued_again_alone(slurm: Slurm, launch: Launch) -> None:
         assert not address.exists()
         assert launch.saved()
     finally:
-        lighthouse.kill()
+        lighthouse.terminate()  # it ends its server
+        lighthouse.wait(30)

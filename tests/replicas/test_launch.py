@@ -244,7 +244,8 @@ def test_the_lighthouse_job_writes_its_address_and_a_token(tmp_path: Path) -> No
         assert process.wait(30) == 0
         assert not address.exists()
     finally:
-        process.kill()
+        process.terminate()  # it ends its server
+        process.wait(30)
 
 
 def test_no_port_is_opened_without_a_token() -> None:
