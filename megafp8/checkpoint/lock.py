@@ -1,7 +1,7 @@
 """Lock file that lets one job at a time write to a run's checkpoints.
 
     <folder>/.lock   {"host": ..., "pid": ..., "pid_namespace": ..., "process_start": ..., "job": ...,
-                      "lighthouse": ..., "restart": ..., "since": ..., "token": ...}
+                      "replicas": ..., "restart": ..., "since": ..., "token": ...}
 
 Two jobs in one folder would delete each other's incomplete checkpoints. So rank 0 creates this file before anything
 else is changed, with O_EXCL, which is exclusive on local disks and on NFS (since version 3).
@@ -13,7 +13,8 @@ may differ. A lock is taken over
 - at once where the owner ran on this host and its process is gone (process numbers are reused, so the start time is
   compared too; they are valid within their PID namespace only, e.g. that of a container);
 - at once where the owner was an earlier attempt of this very job, restarted by Slurm or torchrun;
-- at once where the owner was a replica that the others have lost (`takes_over`);
+- at once where the owner was a replica that the others have lost (`takes_over`), unless it writes before it leaves
+  (`busy`);
 - otherwise when its heartbeat is 2 minutes old. An attempt of the same job on another host waits for that: it may have
   been started, with restarts counted anew, because the owner's host is gone.
 
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import logging
 import os
 import socket
@@ -36,6 +38,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -58,6 +61,7 @@ _SETTLING_SECONDS = 3.0
 def describe_this_process() -> dict[str, Any]:
     """Content of the lock file that this process writes."""
     environment = os.environ
+    token = environment.get("MEGAFP8_LIGHTHOUSE_TOKEN")  # of all replicas of this job, and of no other
     elastic = environment.get("TORCHELASTIC_RUN_ID", "")
     job = environment.get("SLURM_JOB_ID") or ("" if elastic == "none" else elastic)
     restarts = (environment.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
@@ -67,7 +71,7 @@ def describe_this_process() -> dict[str, Any]:
         "pid_namespace": pid_namespace(),
         "process_start": process_start("self"),
         "job": job,
-        "lighthouse": environment.get("MEGAFP8_LIGHTHOUSE"),
+        "replicas": hashlib.sha256(token.encode()).hexdigest()[:16] if token else None,
         "restart": sum(int(number) for number in restarts if number.isdigit()),
         "since": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "token": uuid.uuid4().hex,
@@ -83,7 +87,7 @@ def is_over(owner: dict[str, Any], us: dict[str, Any]) -> bool:
 
 def is_replica(owner: dict[str, Any], us: dict[str, Any]) -> bool:
     """Whether `owner` and `us` are of replicas of one job."""
-    return us["lighthouse"] is not None and owner.get("lighthouse") == us["lighthouse"]
+    return us["replicas"] is not None and owner.get("replicas") == us["replicas"]
 
 
 def _is_here(owner: dict[str, Any], us: dict[str, Any]) -> bool:
@@ -163,6 +167,25 @@ class FolderLock:
             f"{self.file} is no longer ours: {who}. Two jobs must not write to one folder, so this one stops"
         )
 
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Context in which no replica takes the lock over while this process lives: it writes."""
+        self._describe(busy=True)
+        try:
+            yield
+        finally:
+            self._describe(busy=False)
+
+    def _describe(self, *, busy: bool) -> None:
+        if self._is_rank0 and self.is_ours():
+            self._us["busy"] = busy
+            if isinstance(self.file, ObjectPath):
+                self.file.write_bytes(to_json(self._us))
+                return
+            new = self.file.with_name(f"{LOCK_FILE}.{self._us['token']}.new")
+            new.write_bytes(to_json(self._us))
+            os.replace(new, self.file)
+
     def is_ours(self) -> bool:
         """Whether the lock file is still the one that this process, rank 0, made."""
         try:
@@ -178,15 +201,17 @@ class FolderLock:
             with contextlib.suppress(FileNotFoundError):  # released in between
                 self._check_is_file()
                 owner, age = _read(self.file), _age(self.file)
-                lost = self._takes_over and is_replica(owner, self._us)
-                if lost or (owner and is_over(owner, self._us)) or age >= STALE_SECONDS:
+                replaces = self._takes_over and is_replica(owner, self._us)
+                if (replaces and not owner.get("busy")) or (owner and is_over(owner, self._us)) or age >= STALE_SECONDS:
                     self._remove(owner)
                     taken_over = isinstance(self.file, ObjectPath)
-                elif may_be_restarted(owner, self._us) and (deadline is None or time.monotonic() < deadline):
+                elif (replaces or may_be_restarted(owner, self._us)) and (
+                    deadline is None or time.monotonic() < deadline
+                ):
                     if deadline is None:
                         deadline = time.monotonic() + STALE_SECONDS + HEARTBEAT_SECONDS
                         logger.warning(
-                            f"{self.file} is held by an attempt of this job on {owner['host']}; waiting until "
+                            f"{self.file} is held by this job on {owner['host']}; waiting until "
                             f"{STALE_SECONDS:.0f} s after its last heartbeat"
                         )
                     time.sleep(min(1.0, STALE_SECONDS / 10))

@@ -9,7 +9,7 @@ Each replica is a job of its own (torchrun, process groups, a launch agent). No 
 those of `group`, which are made anew whenever the members change. docs/resilience.md tells how to run them.
 """
 
-from megafp8.replicas.membership import Membership, ReplicaLost, ReplicaStopped
+from megafp8.replicas.membership import Membership, ReplicaLost, ReplicaStopped, StopAsked
 from megafp8.replicas.quorum import Member, Quorum, share
 
-__all__ = ["Member", "Membership", "Quorum", "ReplicaLost", "ReplicaStopped", "share"]
+__all__ = ["Member", "Membership", "Quorum", "ReplicaLost", "ReplicaStopped", "StopAsked", "share"]

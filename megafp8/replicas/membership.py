@@ -52,6 +52,10 @@ class ReplicaLost(Exception):
     """A member did not take part to the end, so the step does not count. Raised on all ranks of this replica."""
 
 
+class StopAsked(Exception):
+    """This process was asked to stop while it waits for other replicas. Raised on all ranks of this replica."""
+
+
 class ReplicaStopped(RuntimeError):
     """This replica cannot go on: a rank of it hangs, or it has been too slow for too long."""
 
@@ -82,7 +86,8 @@ class Membership:
 
     `is_main`: this is its rank 0. `device`: of the tensors. `state`: the tensors that make up this rank's state, and
     `metadata` what else there is of it, JSON, equal on all ranks; `restore` takes the metadata of a peer over once its
-    tensors have been received into `state`. All are called between two steps. Call `begin`, then `exchange`.
+    tensors have been received into `state`. All are called between two steps. `stops`: whether a signal has asked this
+    rank to stop. Call `begin`, then `exchange`.
 
     Attributes: `quorum`: of the running step, or of the latest one.
     """
@@ -97,10 +102,11 @@ class Membership:
         state: Callable[[], StateTensors],
         metadata: Callable[[], Mapping[str, Any]],
         restore: Callable[[Mapping[str, Any]], None],
+        stops: Callable[[], bool] = lambda: False,
     ) -> None:
         self.index, self.quorum = place.replica, Quorum((), 0)
         self._device, self._limits = device, limits
-        self._state, self._metadata, self._restore = state, metadata, restore
+        self._state, self._metadata, self._restore, self._stops = state, metadata, restore, stops
         # A rank of this replica that hangs in an exchange is found by the others before the hang watch would.
         self._inner = host_group(3 * limits.exchange + 5)
         self._is_main = is_main
@@ -155,7 +161,9 @@ class Membership:
             return self.quorum
 
     def _members_with(self, own: Member) -> list[Member]:
-        """The members of the next quorum, on all ranks. Raises ReplicaStopped if there is none in time.
+        """The members of the next quorum, on all ranks.
+
+        Raises ReplicaStopped if there is none in time, StopAsked if this replica is to stop before.
 
         The other ranks hear from rank 0 while it waits, so that they notice if it hangs. The request itself is not
         repeated meanwhile: the lighthouse may just be answering it, and others would wait for a member that asks again.
@@ -179,6 +187,8 @@ class Membership:
                 if self._is_main and not warned:
                     logger.warning(f"replica {self.index}: {error}; trying again")
                     warned = True
+            if not self._all_succeeded(not self._stops()):
+                raise StopAsked
             if time.monotonic() >= deadline:
                 raise ReplicaStopped(f"replica {self.index} has waited {self._limits.quorum:g} s for enough others")
 

@@ -39,7 +39,7 @@ from megafp8.parallel_state import (
     rejoin,
 )
 from megafp8.planner.flops import describe_flops, flops_per_token
-from megafp8.replicas import Membership, Quorum, ReplicaLost
+from megafp8.replicas import Membership, Quorum, ReplicaLost, StopAsked
 from megafp8.replicas.lighthouse import Place
 from megafp8.replicas.quorum import NEW
 from megafp8.replicas.quorum import share as share_of
@@ -236,6 +236,7 @@ class Job:
             state=lambda: state_tensors(self.trainer),
             metadata=self._as_metadata,
             restore=self._restore,
+            stops=lambda: self.stop.signal is not None,
         )
 
     def _open_rounds(self) -> Rounds | None:
@@ -423,7 +424,13 @@ class Job:
         """Step until the run ends; returns whether it was asked to stop before that."""
         stream = self._training_batches() if self.membership is None else self._batches_of_share(self.membership)
         stopped = False
-        while not self._is_done() and not stopped:
+        while not stopped:
+            try:
+                if self._is_done():
+                    break
+            except StopAsked:  # there are too few replicas to go on
+                self._save(ends=True)
+                return True
             try:
                 metrics = self._one_step(stream)
             except ReplicaLost:
@@ -468,6 +475,9 @@ class Job:
             self.membership.wait_copied()
             quorum = self.membership.begin(self.step)
         self._choose_writer(quorum)
+        if self.step >= self.last_step and self.writes:  # the writer before may have been lost while it saved this step
+            self.saved_step = on_rank0(lambda: newest_on_disk(self.config, self.run_folder), self.parallel.world.group)
+            self._save(ends=True)
         if self.rounds is not None and self.step < self.last_step:
             self.rounds.begin(self.step, self.last_step)
         return self.step >= self.last_step
@@ -680,21 +690,24 @@ class Job:
         if self.saver is not None and not ends:
             begin_save(self.trainer, self.saver, self.step, fingerprint, data, self.history, metadata)
         else:
-            if self.saver is not None:
-                self.saver.finish()
             keep_all, files = self.skipped_in_a_row > 0, self.tokenizer
-            path = save_state(
-                self.trainer,
-                self.run_folder,
-                self.step,
-                fingerprint,
-                self.lock,
-                data=data,
-                history=self.history,
-                files=files,
-                keep_all=keep_all,
-                more=metadata,
-            )
+            with contextlib.ExitStack() as stack:
+                if self.membership is not None:  # the others may go on without this replica
+                    stack.enter_context(self.lock.busy())
+                if self.saver is not None:
+                    self.saver.finish()
+                path = save_state(
+                    self.trainer,
+                    self.run_folder,
+                    self.step,
+                    fingerprint,
+                    self.lock,
+                    data=data,
+                    history=self.history,
+                    files=files,
+                    keep_all=keep_all,
+                    more=metadata,
+                )
             logger.info(f"saved {path} in {time.perf_counter() - start:.1f} s")
         self.save_seconds += time.perf_counter() - start
 

@@ -219,11 +219,31 @@ def test_all_ranks_are_refused_together(world2: World, tmp_path: Path) -> None:
 def test_a_replica_takes_the_lock_of_another_one_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = {"host": "elsewhere", "pid": 1, "token": "of the lost one"}
     _write_lock(tmp_path, **other)
-    monkeypatch.setenv("MEGAFP8_LIGHTHOUSE", "head:29510")
+    monkeypatch.setenv("MEGAFP8_LIGHTHOUSE_TOKEN", "a token of this job")
     with pytest.raises(FolderInUse), FolderLock(tmp_path, takes_over=True):
         pass  # the owner is no replica of this job
     _write_lock(tmp_path, **other)
+    assert "a token" not in (tmp_path / LOCK_FILE).read_text(), "only a digest of it"
     with FolderLock(tmp_path, takes_over=True) as lock:
         lock.check()
     _write_lock(tmp_path, **other)
     assert not _is_taken(tmp_path), "only where the caller knows that it is lost"
+
+
+def test_a_replica_that_writes_before_it_leaves_keeps_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAFP8_LIGHTHOUSE_TOKEN", "a token of this job")
+    owner, taken = FolderLock(tmp_path), threading.Event()
+    owner.__enter__()
+
+    def take() -> None:
+        with FolderLock(tmp_path, takes_over=True):
+            taken.set()
+
+    with owner.busy():
+        thread = threading.Thread(target=take)
+        thread.start()
+        assert not taken.wait(1.5)
+        owner.check()
+    owner.__exit__(None, None, None)
+    thread.join(20)
+    assert taken.is_set()

@@ -94,13 +94,21 @@ def open_membership(
     state: Callable[[], StateTensors],
     metadata: Callable[[], Mapping[str, Any]],
     restore: Callable[[Mapping[str, Any]], None],
+    stops: Callable[[], bool],
 ) -> Membership:
     """The membership of this rank's replica. Collective over its ranks."""
     r = config.resilience.replicas
     assert r is not None
     limits = Limits(r.exchange_seconds, config.timeout_seconds, r.slow_ratio, r.slow_steps)
     return Membership(
-        place, parallel.world.is_first, parallel.device, limits, state=state, metadata=metadata, restore=restore
+        place,
+        parallel.world.is_first,
+        parallel.device,
+        limits,
+        state=state,
+        metadata=metadata,
+        restore=restore,
+        stops=stops,
     )
 
 
