@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from megafp8.checkpoint import (
     Saved,
     clean_incomplete,
 )
-from megafp8.checkpoint.errors import on_rank0
+from megafp8.checkpoint.errors import SaveFailed, on_rank0
 from megafp8.config import end_of_stage, stage_at
 from megafp8.distributed import activity, flight_recorder
 from megafp8.fp8 import describe_path
@@ -439,8 +440,7 @@ class Job:
             for observer in self.observers:
                 observer.write(metrics, self.trainer.fp8_records)
             self._stop_if_diverged(metrics)
-            for saver in self.savers:
-                saver.poll()
+            self._unless_replaced(self._poll)
             if self.spikes.rewinds_after(metrics) and self._rewind():
                 stream = self._training_batches()
                 continue
@@ -455,7 +455,7 @@ class Job:
             if save_is_due or in_memory:
                 self._check_state()
             if save_is_due:
-                self._save(ends)
+                self._unless_replaced(partial(self._save, ends))
             if in_memory:
                 self._save_to_memory()
         return stopped
@@ -522,9 +522,7 @@ class Job:
             return
         self.writes = writes
         if not writes:  # it was lost for a while
-            self.savers, self.saver = [], None
-            with contextlib.suppress(RuntimeError):  # the folder is another replica's by now
-                self.writing.close()
+            self._cease_to_write()
             return
         folder = checkpoint_folder(self.run_folder, self.config.checkpoint.folder)
         self.lock = self.writing.enter_context(FolderLock(folder, takes_over=True))
@@ -533,6 +531,29 @@ class Job:
             self.saver = self.writing.enter_context(self._open_saver())
             self.savers = [self.saver]
         logger.info(f"this replica writes the checkpoints from step {self.step} on")
+
+    def _cease_to_write(self) -> None:
+        """Leave the folder of checkpoints to another replica."""
+        self.writes, self.savers, self.saver = False, [], None
+        with contextlib.suppress(RuntimeError):  # the folder is another replica's by now
+            self.writing.close()
+
+    def _poll(self) -> None:
+        for saver in self.savers:
+            saver.poll()
+
+    def _unless_replaced(self, write: Callable[[], None]) -> None:
+        """Write checkpoints; if that fails because another replica does so by now, cease to. Collective.
+
+        Others replace this replica without its knowledge where the lighthouse was lost, too, and heard of them first.
+        """
+        try:
+            write()
+        except SaveFailed as error:
+            if self.membership is None or on_rank0(self.lock.is_ours, self.parallel.world.group):
+                raise
+            logger.warning(f"another replica writes the checkpoints now: {error}")
+            self._cease_to_write()
 
     def _training_batches(self) -> Iterator[list[Batch]]:
         """The batches of the steps to come."""

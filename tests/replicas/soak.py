@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -177,8 +178,10 @@ def check(cluster: Cluster, data_ranks: int) -> tuple[list[dict[str, Any]], int]
     assert sorted(by_step)[:last] == list(range(1, last + 1)), "steps are missing"
     repeated, kept = 0, []
     for step in range(1, last + 1):
-        newest = max((x for *_, x in by_step[step]), key=lambda x: x["time"])
-        repeated += len({_version(x) for *_, x in by_step[step]}) - 1
+        # Of two versions that of most replicas stays, as their lineages say; of as many, the later one.
+        count = Counter(_version(x) for *_, x in by_step[step])
+        newest = max((x for *_, x in by_step[step]), key=lambda x: (count[_version(x)], x["time"]))
+        repeated += len(count) - 1
         written = {(i, rank): x["samples"] for i, rank, x in by_step[step] if _version(x) == _version(newest)}
         seen: list[int] = []
         for place, i in enumerate(newest["replicas"]):
