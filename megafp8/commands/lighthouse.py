@@ -14,13 +14,12 @@ import sys
 import threading
 
 from megafp8.arguments import ArgumentParser
-from megafp8.replicas import lighthouse
 
 
 def make_parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--bind", default=f"0.0.0.0:{lighthouse.PORT}", metavar="HOST:PORT", help="address to listen at (%(default)s)"
+        "--bind", default="0.0.0.0", metavar="HOST[:PORT]", help="address to listen at (%(default)s, port 29510)"
     )
     parser.add_argument("--min", type=int, default=1, metavar="N", help="fewest replicas that train (%(default)s)")
     parser.add_argument(
@@ -42,6 +41,8 @@ def make_parser() -> ArgumentParser:
 
 def main() -> int:
     options = make_parser().parse_args()
+    from megafp8.replicas import lighthouse  # needs torch
+
     try:
         bind = lighthouse.address_of(options.bind)
         token = lighthouse.token_of(os.environ)
