@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 
-from megafp8.arguments import ArgumentParser
+from megafp8.arguments import ArgumentParser, at_least
 
 
 def make_parser() -> ArgumentParser:
@@ -21,7 +21,7 @@ def make_parser() -> ArgumentParser:
     parser.add_argument(
         "--bind", default="0.0.0.0", metavar="HOST[:PORT]", help="address to listen at (%(default)s, port 29510)"
     )
-    parser.add_argument("--min", type=int, default=1, metavar="N", help="fewest replicas that train (%(default)s)")
+    parser.add_argument("--min", type=at_least(1), default=1, metavar="N", help="fewest replicas that train (%(default)s)")
     parser.add_argument(
         "--join-seconds",
         type=float,

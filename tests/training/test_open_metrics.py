@@ -100,7 +100,7 @@ def test_metrics_of_a_resumed_run(tmp_path: Path) -> None:
 def test_every_metric_of_a_step_has_a_description() -> None:
     fields = {field.name for field in dataclasses.fields(StepMetrics)}
     described = {"memory_gib" if name == "memory_bytes" else name for name in HELP}
-    assert fields - described == {"time", "evaluations", "layer_norms"}
+    assert fields - described == {"time", "evaluations", "layer_norms", "replicas"}, "these are no numbers"
 
 
 def test_a_port_in_use_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
