@@ -21,7 +21,9 @@ def make_parser() -> ArgumentParser:
     parser.add_argument(
         "--bind", default="0.0.0.0", metavar="HOST[:PORT]", help="address to listen at (%(default)s, port 29510)"
     )
-    parser.add_argument("--min", type=at_least(1), default=1, metavar="N", help="fewest replicas that train (%(default)s)")
+    parser.add_argument(
+        "--min", type=at_least(1), default=1, metavar="N", help="fewest replicas that train (%(default)s)"
+    )
     parser.add_argument(
         "--join-seconds",
         type=float,
