@@ -83,7 +83,7 @@ LLAMA3 = Rates(gpus=16384, days=54, node=357, job=56, silent=6, planned=47)
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a config does not say, in seconds and bytes a second, with sources.
+    """Assumptions that no config states, in seconds and bytes a second, with sources.
 
     `detection`: of a failure with an error; ByteRobust (arXiv 2509.16293, table 3) 2 to 60 s, a lost GPU 10.
     `hangs`: the part of failures without one, found by `hang_detection`; ByteRobust, table 1:
@@ -299,7 +299,7 @@ class _State:
         return self.repairs[missing] - self.time if missing >= 0 else 0.0
 
     def fail(self, fault: Fault) -> None:
-        """What a failure does now."""
+        """Apply a failure: lose steps and replicas, and begin its recovery."""
         job = self.job
         if fault.kind == "planned":
             if self.corrupt < math.inf:  # the save compares replicas
