@@ -496,7 +496,7 @@ class Job:
 
     def _batches_of_share(self, membership: Membership) -> Iterator[list[Batch]]:
         """This replica's share of the batch of each step to come, none in steps in which it has no state."""
-        r, share, steps = self.config.resilience.replicas, None, range(0)
+        r, share, position = self.config.resilience.replicas, None, -1
         stream: Iterator[list[Batch]] = iter(())
         assert r is not None
         while True:
@@ -506,13 +506,13 @@ class Job:
                 continue
             rank, members = quorum.trainers.index(quorum.rank), len(quorum.trainers)
             count = micro_batches(r, count, members)
-            if self.step != steps.stop or share != share_of(count, members, rank):
-                share = share_of(count, members, rank)
+            if self.consumed_samples != position or share != share_of(count, members, rank):
+                share, position = share_of(count, members, rank), self.consumed_samples
                 # In this process: members change at any step, and new ones would take seconds to start.
                 stream = self.inputs.batches(
                     self.inputs.train, self.parallel, self.consumed_samples, self.spikes.position_of, 0, share
                 )
-            steps = range(self.step, self.step + 1)
+            position += self.config.training.global_batch_size
             yield next(stream)
 
     def _choose_writer(self, quorum: Quorum) -> None:

@@ -333,8 +333,9 @@ class Trainer:
         amaxes = [] if self._exchange is None else self._combine(self._exchange, passes)
         total = self._total(passes.report)
         report = total.to("cpu", non_blocking=True)  # complete once the update has waited for the norm
-        masked = self.outer is not None or not batches or batches[0].loss_mask is not None
-        scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
+        # Replicas may train on fewer samples than the batch has, and one without samples must scale as the others do.
+        varies = self.outer is not None or self._exchange is not None or batches[0].loss_mask is not None
+        scale = self.nominal_tokens / total[1].clamp(min=1) if varies else None
         if self.graphs is not None and self.load_collector is not None:  # what is not finite is skipped
             scale = torch.where(total[-1] > 0, torch.nan, 1.0 if scale is None else scale)
         if loss_limit is not None:

@@ -24,6 +24,8 @@ from typing import Any
 from tests.quickstart_data import ROOT
 
 TOKEN = "a token of tests, not of users"
+SLOW_SECONDS = 1.0
+"""How much longer a step takes on a rank that has got SIGRTMIN."""
 CHECK_INTERVAL = 5
 """Steps between comparisons of replicas."""
 SMALL = [
@@ -100,11 +102,13 @@ def audit(folder: Path, replica: int, rank: int, delay: float = 0.0) -> None:
     train_step, one_step = Trainer.train_step, Job._one_step
     samples: list[int] = []
     flips: list[int] = []
+    slower: list[float] = [delay]
     signal.signal(signal.SIGUSR1, lambda *_: flips.append(1))
+    signal.signal(signal.SIGRTMIN, lambda *_: slower.append(SLOW_SECONDS))
 
     def step_with_samples(self: Trainer, step: int, batches: Sequence[Any], **options: Any) -> Any:
         samples[:] = [x for batch in batches for x in batch.samples.tolist()]
-        time.sleep(delay)
+        time.sleep(sum(slower))
         return train_step(self, step, batches, **options)
 
     def audited(self: Job, stream: Iterator[Any]) -> Any:
@@ -139,8 +143,8 @@ def flip_bit(trainer: Any) -> None:
 
 
 class Cluster:
-    """Replicas of `ranks` processes each, in `folder`. `overrides`: of the quickstart's config. `outer`: YAML of
-    `resilience.replicas.outer`."""
+    """Replicas of `ranks` processes each, in `folder`. `overrides`: of the quickstart's config. `options`: more of
+    `resilience.replicas`, as YAML."""
 
     def __init__(
         self,
@@ -151,7 +155,7 @@ class Cluster:
         *,
         min_replicas: int = 1,
         delay: float = 0.0,
-        outer: str | None = None,
+        options: str = "",
         exchange_seconds: float = 2.0,
     ) -> None:
         os.environ.setdefault("RUST_LOG", "warn")
@@ -167,7 +171,7 @@ class Cluster:
         gc.freeze()  # ranks collect nothing that is shared
         self.folder, self.count, self.ranks, self._delay = folder, count, ranks, delay
         replicas = f"count: {count}, min: {min_replicas}, exchange_seconds: {exchange_seconds}, start_seconds: 60"
-        replicas = f"resilience.replicas={{{replicas}{'' if outer is None else f', outer: {outer}'}}}"
+        replicas = f"resilience.replicas={{{replicas}{options and f', {options}'}}}"
         self.arguments = ["--config", "quickstart", *overrides, f"run_dir={folder}", replicas]
         self._min = min_replicas
         self.lighthouse, self.address = start_lighthouse(folder, min_replicas)

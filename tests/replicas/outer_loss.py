@@ -34,7 +34,8 @@ def train(
         *("checkpoint.interval=0", "timeout_seconds=900", "training.replica_check_interval=32"),
         *more,
     ]
-    cluster = Cluster(folder, arguments, count, 1, min_replicas=count, outer=outer, exchange_seconds=60)
+    options = "" if outer is None else f"outer: {outer}"
+    cluster = Cluster(folder, arguments, count, 1, min_replicas=count, options=options, exchange_seconds=60)
     try:
         for replica in range(count):
             cluster.start(replica)

@@ -13,16 +13,19 @@ Faults, each of one replica or of two at once:
     during_rejoin     SIGKILL of a rank while another replica, which was killed before, comes back
     flip_weight       one bit of a weight of one rank, found by the comparison of replicas
     kill_lighthouse   SIGKILL of the lighthouse, which is started again
+    slow_rank         a rank becomes slow, so that its replica leaves by rule (`slow_steps`)
 
 For each fault: the time from it until the others have done a step without the lost replica, whether their processes are
-the same as before, and the time until it takes part again. At the end: every step was done, its samples are those of
-the batch, each once, all replicas agree on its loss, and a twin without replicas has the same losses, bit for bit.
+the same as before, the time until it takes part again, and the longest step of the others until then. At the end:
+every step was done, its samples are those of the batch, each once, all replicas agree on its loss, and a twin without
+replicas has the same losses, bit for bit.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -51,8 +54,11 @@ KINDS = {
     "during_rejoin": 2,
     "flip_weight": 1,
     "kill_lighthouse": 1,
+    "slow_rank": 1,
 }
 """Kinds of faults, and how often each happens."""
+BATCH = 8
+"""Samples of a step, of one a micro-batch."""
 SAVE_INTERVAL = 25
 PATIENCE = 90.0
 
@@ -106,6 +112,7 @@ class Soak:
         cluster.wait(rejoined, PATIENCE, f"{kind}: all replicas again")
         outcome["rejoined"] = time.time() - (back if kind == "kill_node" else began)
         outcome["same_processes"] = all(cluster.pids(i) == before[i] for i in others)
+        outcome["stall"] = max(self._longest_step(i, began + outcome["seconds"]) for i in others)
         self.results.append(outcome)
 
     def _writer(self) -> int:
@@ -136,8 +143,8 @@ class Soak:
                 os.waitpid(cluster.agents[victim], 0)
             elif kind in ("stop_rank", "pause_rank"):
                 _signal(pid, signal.SIGSTOP)
-            elif kind == "flip_weight":
-                _signal(pid, signal.SIGUSR1)
+            elif kind in ("flip_weight", "slow_rank"):
+                _signal(pid, signal.SIGUSR1 if kind == "flip_weight" else signal.SIGRTMIN)
             else:
                 _signal(pid, signal.SIGKILL)
         if kind == "during_rejoin":
@@ -148,8 +155,8 @@ class Soak:
             _signal(self.random.choice(cluster.pids(second)), signal.SIGKILL)
         if kind == "kill_lighthouse":
             cluster.restart_lighthouse()
-        if kind == "flip_weight":  # found after the next comparison
-            cluster.wait(lambda: not set(dead) & set(cluster.pids(victims[0])), PATIENCE, "the comparison of replicas")
+        if kind in ("flip_weight", "slow_rank"):  # found after the next comparison, or some steps
+            cluster.wait(lambda: not set(dead) & set(cluster.pids(victims[0])), PATIENCE, f"{kind}: to be found")
             began = time.time()
         return began
 
@@ -157,17 +164,22 @@ class Soak:
         """When a replica had done its first step that `counts`."""
         return float(next(x["time"] for x in self.cluster.latest(replica, 400) if counts(x)))
 
+    def _longest_step(self, replica: int, since: float) -> float:
+        """Seconds of the longest step of a replica that began after a time: that of a rejoin is among them."""
+        times = [x["time"] for x in self.cluster.latest(replica, 400) if x["time"] >= since]
+        return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
+
 
 def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
-def check(cluster: Cluster, data_ranks: int) -> tuple[list[dict[str, Any]], int]:
+def check(cluster: Cluster, data_ranks: int, shrinks: bool) -> tuple[list[dict[str, Any]], int]:
     """What the run has done step by step, and how many steps were done again by others than those that did them first.
 
     AssertionError if a step is missing, replicas disagree on it, or its samples are not those of its batch, each once.
-    `data_ranks`: ranks of a replica that read samples of their own.
+    `data_ranks`: ranks of a replica that read samples of their own. `shrinks`: the batch, with the number of members.
     """
     records = {(i, rank): cluster.steps(i, rank) for i in range(cluster.count) for rank in range(cluster.ranks)}
     by_step: dict[int, list[tuple[int, int, dict[str, Any]]]] = {}
@@ -176,20 +188,22 @@ def check(cluster: Cluster, data_ranks: int) -> tuple[list[dict[str, Any]], int]
             by_step.setdefault(record["step"], []).append((i, rank, record))
     last = max(by_step) - 1  # the stop may have come in the middle of the last one
     assert sorted(by_step)[:last] == list(range(1, last + 1)), "steps are missing"
-    repeated, kept = 0, []
+    repeated, kept, start = 0, [], 0
     for step in range(1, last + 1):
         # Of two versions that of most replicas stays, as their lineages say; of as many, the later one.
         count = Counter(_version(x) for *_, x in by_step[step])
         newest = max((x for *_, x in by_step[step]), key=lambda x: (count[_version(x)], x["time"]))
         repeated += len(count) - 1
+        size = BATCH // cluster.count * len(newest["replicas"]) if shrinks else BATCH
         written = {(i, rank): x["samples"] for i, rank, x in by_step[step] if _version(x) == _version(newest)}
         seen: list[int] = []
         for place, i in enumerate(newest["replicas"]):
             own = [written.get((i, rank)) for rank in range(data_ranks)]
             if None in own:  # it was lost after its vote, before it could write: its share is what others have not
-                own = [_share_of(step, len(newest["replicas"]), place, data_ranks)]
+                own = [_share_of(start, size, len(newest["replicas"]), place, data_ranks)]
             seen += [x for samples in own for x in samples or ()]
-        assert sorted(seen) == list(range(8 * (step - 1), 8 * step)), f"step {step}: samples {sorted(seen)}"
+        assert sorted(seen) == list(range(start, start + size)), f"step {step}: samples {sorted(seen)}"
+        start += size
         kept.append(newest)
     return kept, repeated
 
@@ -198,9 +212,9 @@ def _version(record: dict[str, Any]) -> tuple[str, str, tuple[int, ...]]:
     return record["loss"], record["norm"], tuple(record["replicas"])
 
 
-def _share_of(step: int, members: int, place: int, data_ranks: int) -> list[int]:
-    rounds = 8 // data_ranks
-    bounds = (8 * (step - 1) + data_ranks * (rounds * x // members) for x in (place, place + 1))
+def _share_of(start: int, size: int, members: int, place: int, data_ranks: int) -> list[int]:
+    rounds = size // data_ranks
+    bounds = (start + data_ranks * (rounds * x // members) for x in (place, place + 1))
     return list(range(*bounds))
 
 
@@ -235,13 +249,17 @@ def run(
     twin_steps: int,
     replicas: int = 4,
     delay: float = 0.0,
+    batch: str = "keep",
 ) -> dict[str, Any]:
     """Faults of `kinds`, one after the other; returns what was measured, with counts of what must not be.
 
-    `delay`: seconds that each step takes longer, for several of these beside each other.
+    `delay`: seconds that each step takes longer, for several of these beside each other. `batch`: that of
+    `resilience.replicas`.
     """
     arguments = overrides(data, layout)
-    cluster = Cluster(folder, arguments, replicas, 2, delay=delay)
+    # Cores are shared: only where a rank is made slow on purpose may one be found to be.
+    options = f"batch: {batch}, slow_ratio: 4, slow_steps: {3 if 'slow_rank' in kinds else 0}"
+    cluster = Cluster(folder, arguments, replicas, 2, delay=delay, options=options)
     soak = Soak(cluster, seed)
     began = time.time()
     try:
@@ -259,9 +277,11 @@ def run(
         cluster.stop()
     finally:
         cluster.kill()
-    steps, repeated = check(cluster, 2 if layout == FSDP2 else 1)
+    steps, repeated = check(cluster, 2 if layout == FSDP2 else 1, batch == "shrink")
     members = [x["replicas"] for x in steps[:twin_steps]]
-    twin = run_twin(folder, ["--config", "quickstart", *arguments, f"run_dir={folder / 'twin'}"], 2, members)
+    shrink_from = replicas if batch == "shrink" else None
+    config = ["--config", "quickstart", *arguments, f"run_dir={folder / 'twin'}"]
+    twin = run_twin(folder, config, 2, members, shrink_from)
     different = [i + 1 for i, (a, b) in enumerate(zip(steps, twin)) if (a["loss"], a["norm"]) != (b["loss"], b["norm"])]
     return {
         "seconds": time.time() - began,
@@ -276,7 +296,8 @@ def run(
 def table(faults: Sequence[dict[str, Any]]) -> str:
     """Figures by kind: number, seconds until the next step of the others and until all take part, others restarted."""
     lines = [
-        f"{'kind':16} {'faults':>6} {'next step: median':>18} {'p99':>6} {'max':>6} {'all again':>10} {'restarted':>9}"
+        f"{'kind':16} {'faults':>6} {'next step: median':>18} {'p99':>6} {'max':>6} {'all again':>10} "
+        f"{'longest step':>13} {'restarted':>9}"
     ]
     for kind in dict.fromkeys(x["kind"] for x in faults):
         own = [x for x in faults if x["kind"] == kind]
@@ -285,6 +306,7 @@ def table(faults: Sequence[dict[str, Any]]) -> str:
         back = statistics.median(x["rejoined"] for x in own)
         lines.append(
             f"{kind:16} {len(own):6} {statistics.median(seconds):18.2f} {p99:6.2f} {seconds[-1]:6.2f} {back:10.2f} "
+            f"{statistics.median(x['stall'] for x in own):6.2f} {max(x['stall'] for x in own):6.2f} "
             f"{sum(not x['same_processes'] for x in own):9}"
         )
     return "\n".join(lines)
@@ -298,6 +320,7 @@ def main() -> int:
     parser.add_argument("--twin-steps", type=int, default=1000000)
     parser.add_argument("--kinds", nargs="*")
     parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--batch", choices=["keep", "shrink"], default="keep")
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, help="a new folder for data, logs and checkpoints, which stays")
@@ -312,9 +335,8 @@ def main() -> int:
         script = "import sys, pathlib, tests.quickstart_data as q; q.make_quickstart_data(pathlib.Path(sys.argv[1]))"
         subprocess.run([sys.executable, "-c", script, root / "data"], cwd=ROOT, check=True, capture_output=True)
         data, layout = QuickstartData(root / "data"), TP2 if options.layout == "tp2" else FSDP2
-        result = run(
-            root / "run", data, layout, kinds, options.seed, options.twin_steps, options.replicas, options.delay
-        )
+        more = (options.replicas, options.delay, options.batch)
+        result = run(root / "run", data, layout, kinds, options.seed, options.twin_steps, *more)
     print(table(result["faults"]))
     print({key: value for key, value in result.items() if key != "faults"})
     if options.out:

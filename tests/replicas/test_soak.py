@@ -29,6 +29,10 @@ def test_three_replicas_of_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     _soak(tmp_path, "--replicas", "3", "--kinds", "kill_rank", "pause_rank", "flip_weight")
 
 
+def test_a_slow_replica_leaves_by_rule_and_batches_shrink(tmp_path: Path) -> None:
+    _soak(tmp_path, "--batch", "shrink", "--layout", "fsdp2", "--kinds", "slow_rank", "kill_rank")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
 def test_every_kind_of_fault(tmp_path: Path, layout: str) -> None:

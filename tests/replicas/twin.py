@@ -56,21 +56,34 @@ class SharesInTurn:
         return trainer.train_step(step, shares[-1])
 
 
-def run_twin(folder: Path, arguments: Sequence[str], ranks: int, membership: Sequence[Sequence[int]]) -> list[Any]:
-    """Losses and norms, as hexadecimal floats, of steps that `membership` trains. `arguments`: a config's."""
+def run_twin(
+    folder: Path, arguments: Sequence[str], ranks: int, membership: Sequence[Sequence[int]], shrink_from: int | None
+) -> list[Any]:
+    """Losses and norms, as hexadecimal floats, of steps that `membership` trains. `arguments`: a config's.
+
+    `shrink_from`: None if a step always has the whole batch, or else the number of members that have it.
+    """
     port = str(free_port())
     out = folder / "twin.jsonl"
     out.unlink(missing_ok=True)
     pids = []
     for rank in range(ranks):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": port}
-        pids.append(fork(lambda place=place: _run(place, arguments, membership, out), folder / "twin.log", True))
+        pids.append(
+            fork(lambda place=place: _run(place, arguments, membership, shrink_from, out), folder / "twin.log", True)
+        )
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     assert not any(codes), (folder / "twin.log").read_text()[-3000:]
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def _run(place: Mapping[str, str], arguments: Sequence[str], membership: Sequence[Sequence[int]], out: Path) -> int:
+def _run(
+    place: Mapping[str, str],
+    arguments: Sequence[str],
+    membership: Sequence[Sequence[int]],
+    shrink_from: int | None,
+    out: Path,
+) -> int:
     from megafp8.parallel_state import initialize_distributed
     from megafp8.replicas import share
     from megafp8.training import command_line
@@ -85,13 +98,15 @@ def _run(place: Mapping[str, str], arguments: Sequence[str], membership: Sequenc
     parallel = build_parallel(config, initialize_distributed("cpu"))
     exchange = SharesInTurn()
     trainer = Trainer(config, parallel, None, exchange)
-    samples = config.training.global_batch_size
+    samples, consumed = config.training.global_batch_size, 0
     with out.open("w") if parallel.rank == 0 else open(os.devnull, "w") as file:
         for step, trained in enumerate(membership):
-            shares = [share(trainer.num_microbatches, len(trained), member) for member in range(len(trained))]
-            streams = [
-                inputs.batches(inputs.train, parallel, step * samples, num_workers=0, share=own) for own in shares
-            ]
+            members, count = len(trained), trainer.num_microbatches
+            parts = 1 if shrink_from is None else shrink_from
+            present = parts if shrink_from is None else members
+            shares = [share(count // parts * present, members, member) for member in range(members)]
+            streams = [inputs.batches(inputs.train, parallel, consumed, num_workers=0, share=own) for own in shares]
+            consumed += samples // parts * present
             loss, result = exchange.step(trainer, step, [next(stream) for stream in streams])
             line = {"loss": float(loss.mean).hex(), "norm": float(result.grad_norm).hex()}
             file.write(json.dumps(line) + "\n")
