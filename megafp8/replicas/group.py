@@ -35,10 +35,12 @@ SLICE = 1 << 25
 PART = 1 << 28
 """Bytes of a message, each of which is bounded in time."""
 _POLL_SECONDS = 0.0002
+_CLOSE_SECONDS = 5.0
 
 Failed = (RuntimeError, TimeoutError, ConnectionError)
 """What operations raise where a peer is lost: torch's errors of connections are RuntimeErrors."""
-_NEVER_SENT = 2  # a tag
+_CLOSES = 2  # a tag
+_WATCH = "watch of a neighbour"
 
 
 class ReplicaGroup:
@@ -55,6 +57,8 @@ class ReplicaGroup:
         self.rank, self.size, self._device, self._seconds = rank, size, device, seconds
         limit = timedelta(seconds=seconds)
         self._lost = threading.Event()
+        self._watches = False
+        self._last_words: Any = None
         self._host: Any = None
         self._device_group: Any = None
         if size == 1:
@@ -71,16 +75,17 @@ class ReplicaGroup:
     def watch_neighbour(self) -> None:
         """Learn in the background when the next member closes its connections, which NCCL does not notice.
 
-        Whoever learns it closes its own, so within moments all members do.
+        It says so, or is gone. Whoever learns it closes its own, so within moments all members do.
         """
         host, neighbour, lost = self._host, (self.rank + 1) % self.size, self._lost
 
         def wait() -> None:
             with contextlib.suppress(*Failed):
-                host.recv([torch.zeros(1)], neighbour, _NEVER_SENT).wait(timedelta(days=30))
+                host.recv([torch.zeros(1)], neighbour, _CLOSES).wait(timedelta(days=30))
             lost.set()
 
-        threading.Thread(target=wait, name="neighbour", daemon=True).start()
+        self._watches = True
+        threading.Thread(target=wait, name=_WATCH, daemon=True).start()
 
     def sum_(self, x: Tensor, ranks: Sequence[int]) -> None:
         """Replace `x`, contiguous, on all members by the sum of those of `ranks`, in that order. See `synchronize`."""
@@ -152,11 +157,26 @@ class ReplicaGroup:
 
     def close(self) -> None:
         """Close all connections; operations in progress, here and at peers, fail."""
+        if self._watches:  # gloo's connections stay open for as long as this rank waits for its neighbour
+            with contextlib.suppress(*Failed):
+                self._last_words = self._host.send([torch.zeros(1)], (self.rank - 1) % self.size, _CLOSES)
+            self._watches = False
         groups, self._host, self._device_group = {id(x): x for x in (self._host, self._device_group)}, None, None
         for group in groups.values():
             if group is not None:
                 with contextlib.suppress(RuntimeError):
                     group.abort()
+
+
+def wait_for_watches() -> None:
+    """Wait, for a bounded time, for the threads that have watched neighbours, whose groups have been closed.
+
+    Python ends threads that come back from native code once it exits, and torch's abort the process then.
+    """
+    deadline = time.monotonic() + _CLOSE_SECONDS
+    for thread in threading.enumerate():
+        if thread.name == _WATCH:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def bounded(done: Callable[[], bool], seconds: float, lost: Callable[[], bool] = lambda: False) -> None:

@@ -38,7 +38,7 @@ from torch import Tensor
 from megafp8.distributed import activity
 from megafp8.distributed.collectives import all_reduce, broadcast_object
 from megafp8.parallel_state import host_group
-from megafp8.replicas.group import Failed, ReplicaGroup
+from megafp8.replicas.group import Failed, ReplicaGroup, wait_for_watches
 from megafp8.replicas.lighthouse import Lighthouse, Place
 from megafp8.replicas.quorum import NEW, Member, Quorum
 
@@ -118,6 +118,7 @@ class Membership:
         self._writes = False
         self._group: ReplicaGroup | None = None
         self._copies: ReplicaGroup | None = None
+        self._asking: threading.Thread | None = None
         self._sending: threading.Thread | None = None
         self._send_error: Exception | None = None
         self._progress = time.monotonic()
@@ -172,7 +173,8 @@ class Membership:
         while True:
             outcome = None
             if self._is_main:
-                answer = answer or _in_thread(lambda: self._ask(own))
+                if answer is None:
+                    answer, self._asking = _in_thread(lambda: self._ask(own))
                 wait([answer], min(self._limits.exchange, 5.0))
                 outcome = answer.result() if answer.done() else None
             outcome = broadcast_object(outcome, self._inner)
@@ -403,10 +405,13 @@ class Membership:
         self._disconnect()
         if self._lighthouse is not None:
             self._lighthouse.close()
+        if self._asking is not None:  # as for those of the lighthouse
+            self._asking.join(_CONNECT_SECONDS)
+        wait_for_watches()
 
 
-def _in_thread(action: Callable[[], T]) -> Future[T]:
-    """The result of `action` to come, which a thread computes that does not keep the process alive."""
+def _in_thread(action: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
+    """The result of `action` to come, and the thread that computes it, which does not keep the process alive."""
     future: Future[T] = Future()
 
     def work() -> None:
@@ -415,15 +420,16 @@ def _in_thread(action: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=work, name="quorum", daemon=True).start()
-    return future
+    thread = threading.Thread(target=work, name="quorum", daemon=True)
+    thread.start()
+    return future, thread
 
 
 def _connected(host: str, port: int, seconds: float) -> dist.Store:
     """The store at an address. RuntimeError if it does not answer in time."""
     limit = timedelta(seconds=seconds)
     # Bounded here, too: with a process that is stopped torch waits several times as long.
-    store = _in_thread(lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
+    store, _ = _in_thread(lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
     wait([store], seconds)
     if not store.done():
         raise RuntimeError(f"the store at {host}:{port} does not answer")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +27,8 @@ SECONDS = 2.0
 def _member(rank: int, port: int, body: Callable[[ReplicaGroup, int], Any], results: Any) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, SIZE, is_master=rank == 0, wait_for_workers=False)
+    store.set(str(rank), "")
+    store.wait([str(other) for other in range(SIZE)], timedelta(seconds=100))  # imports take their time
     group = ReplicaGroup(store, "name", rank, SIZE, torch.device("cpu"), SECONDS)
     try:
         results.put((rank, body(group, rank)))
@@ -110,6 +115,22 @@ def test_a_member_that_is_killed_ends_the_waits_of_all_others() -> None:
     found = run(_lose_a_member, answers=2)
     assert set(found) == {0, 2}
     assert all(seconds < SECONDS for seconds in found.values())
+
+
+def _close(group: ReplicaGroup, rank: int) -> tuple[float, list[str]]:
+    group.watch_neighbour()
+    group.max_(torch.zeros(1))
+    start = time.monotonic()
+    with patch.object(dist.ProcessGroupGloo, "abort", lambda _: None):  # in torch 2.11 it leaves connections open
+        group.close()
+    group_module.wait_for_watches()
+    return time.monotonic() - start, [x.name for x in threading.enumerate() if x.name == group_module._WATCH]
+
+
+def test_no_member_watches_another_once_all_have_closed() -> None:
+    for seconds, watches in run(_close).values():
+        assert not watches
+        assert seconds < SECONDS
 
 
 def _hang(group: ReplicaGroup, rank: int) -> float:
