@@ -31,7 +31,7 @@ from megafp8.distributed.tp_overlap import default_overlap
 from megafp8.dtypes import DTYPES
 from megafp8.inference.model import Model, check_decoder
 from megafp8.inference.quantized_weights import check_stages, weight_format
-from megafp8.inference.refit import Copies, Refit
+from megafp8.inference.refit import Copies, JobPeers, Refit
 from megafp8.inference.staged_weights import prepare_weights, tensors_of
 from megafp8.linear.quantized_weight import WeightFormat
 from megafp8.models.build import build_stage
@@ -255,7 +255,7 @@ class LiveWeights:
         if model is not None:
             _share_parameters(trainer, model)
             self._wants = tensors_of(model)
-            self._refit = Refit(self._has(), self._wants, trainer.parallel.world.group)
+            self._refit = Refit(self._has(), self._wants, JobPeers(trainer.parallel.world.group))
 
     @property
     def version(self) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -72,7 +72,9 @@ def described(tensors: Mapping[str, Rectangles]) -> dict[str, Holding]:
     """`tensors` without values."""
     return {
         name: Holding(
-            x.global_shape, str(x.dtype).removeprefix("torch."), [(part.offset, tuple(part.view.shape)) for part in x.parts]
+            x.global_shape,
+            str(x.dtype).removeprefix("torch."),
+            [(part.offset, tuple(part.view.shape)) for part in x.parts],
         )
         for name, x in tensors.items()
     }
@@ -119,32 +121,58 @@ def plan_refit(ranks: Sequence[RankTensors]) -> list[Transfer]:
     return transfers
 
 
+class Peers(Protocol):
+    """The ranks that a refit concerns; `rank`: this one's number among them."""
+
+    rank: int
+
+    def exchange(self, own: RankTensors) -> Sequence[RankTensors]:
+        """What each rank has and wants. Collective."""
+        ...
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Send the bytes `x`, and wait until it may be freed."""
+        ...
+
+    def receive(self, x: Tensor, sender: int) -> None:
+        """Fill the bytes `x`."""
+        ...
+
+
+class JobPeers:
+    """The ranks of a process group of the job."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.rank, self._group = rank(group), group
+
+    def exchange(self, own: RankTensors) -> Sequence[RankTensors]:
+        return all_gather_objects(own, self._group)
+
+    def send(self, x: Tensor, to: int) -> None:
+        assert self._group is not None
+        send_async(x, self._group, to).wait()
+
+    def receive(self, x: Tensor, sender: int) -> None:
+        assert self._group is not None
+        recv_async(x, self._group, sender).wait()
+
+
 class Refit:
-    """Gives ranks of `group` the tensors that they want, from those that ranks of it have. Collective.
+    """Gives `peers` the tensors that they want, from those that some of them have. Collective.
 
     `has`, `wants`: of this rank, by global name; of one layout in all calls. The plan is made here. Raises ValueError,
-    on all ranks, where something that is wanted is missing or has another shape. `described_ranks`: what all ranks have
-    and want, where it has been exchanged otherwise. `on_host`: `group` exchanges tensors of the host only.
+    on all ranks, where something that is wanted is missing or has another shape.
     """
 
-    def __init__(
-        self,
-        has: Mapping[str, Rectangles],
-        wants: Mapping[str, Rectangles],
-        group: ProcessGroup | None,
-        *,
-        described_ranks: Sequence[RankTensors] | None = None,
-        on_host: bool = False,
-    ) -> None:
-        if described_ranks is None:
-            described_ranks = all_gather_objects(RankTensors(described(has), described(wants)), group)
-        self._group, self._on_host, me = group, on_host, rank(group)
-        self.transfers = [x for x in plan_refit(described_ranks) if me in (x.sender, x.receiver)]
+    def __init__(self, has: Mapping[str, Rectangles], wants: Mapping[str, Rectangles], peers: Peers) -> None:
+        self._peers = peers
+        transfers = plan_refit(peers.exchange(RankTensors(described(has), described(wants))))
+        self.transfers = [x for x in transfers if peers.rank in (x.sender, x.receiver)]
 
     @torch.no_grad()
     def run(self, has: Mapping[str, Rectangles], wants: Mapping[str, Rectangles]) -> Copies:
         """Fill the views of `wants` from those of `has`. Collective."""
-        me, local, received, nbytes = rank(self._group), 0, 0, 0
+        me, local, received, nbytes = self._peers.rank, 0, 0, 0
         for transfer in self.transfers:
             name, number = transfer.name, transfer.source
             source = _within(has[name].parts[number], transfer) if transfer.sender == me else None
@@ -162,17 +190,13 @@ class Refit:
         return Copies(local, received, nbytes)
 
     def _send(self, x: Tensor, to: int) -> None:
-        assert self._group is not None
-        for part in _parts((x.cpu() if self._on_host else x).contiguous()):
-            send_async(part, self._group, to).wait()
+        for part in _parts(x.contiguous()):
+            self._peers.send(part, to)
 
     def _receive(self, target: Tensor, sender: int) -> None:
-        assert self._group is not None
-        in_place = target.is_contiguous() and not (self._on_host and target.is_cuda)
-        device = "cpu" if self._on_host else target.device
-        x = target if in_place else torch.empty(target.shape, dtype=target.dtype, device=device)
+        x = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
         for part in _parts(x):
-            recv_async(part, self._group, sender).wait()
+            self._peers.receive(part, sender)
         if x is not target:
             target.copy_(x)
 

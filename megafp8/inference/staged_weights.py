@@ -38,7 +38,9 @@ class StagedWeights:
 
     def __init__(self, model: Model) -> None:
         self._model, self._live = model, _others(model)
-        shapes = {param: (sum(x.shape[0] for x in spec_of(param).shards), *param.shape[1:]) for param in _parameters(model)}
+        shapes = {
+            param: (sum(x.shape[0] for x in spec_of(param).shards), *param.shape[1:]) for param in _parameters(model)
+        }
         for layer in _packed_layers(model):  # whose parameter may have been freed
             assert layer.state.packed_weight is not None
             shapes[layer.weight] = layer.state.packed_weight.shape

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megafp8.checkpoint import CheckpointReader, latest
 from megafp8.config import Config
 from megafp8.inference import Generator
-from megafp8.inference.refit import Copies, Holding, RankTensors, plan_refit
 from megafp8.inference.staged_weights import tensors_of
 from megafp8.training.state import checkpoint_folder, save_state
 from tests.inference.test_checkpoints import CACHE, OPTIONS, PROMPTS, SCALES_OF_BATCHES

@@ -40,12 +40,20 @@ def write_model(folder: Path) -> Path:
 
 @contextmanager
 def served(
-    generator: Generator, folder: Path, api_key: str | None = None, max_connections: int | None = None, **limits: Any
+    generator: Generator,
+    folder: Path,
+    api_key: str | None = None,
+    max_connections: int | None = None,
+    allow_refit: bool = False,
+    **limits: Any,
 ) -> Iterator[tuple[str, Service]]:
     """The URL of a server in another thread, and its service."""
     assert generator.tokenizer is not None
     encode_chat = chat_prompt_encoder(generator.tokenizer, read_chat_template(str(folder / "tokenizer.json")))
-    service = Service(Engine(generator), "tiny", encode_chat=encode_chat, limits=Limits(**limits), api_key=api_key)
+    service = Service(
+        Engine(generator), "tiny", encode_chat=encode_chat, limits=Limits(**limits), api_key=api_key,
+        allow_refit=allow_refit,
+    )  # fmt: skip
     server = uvicorn.Server(
         uvicorn.Config(
             service.app(),
