@@ -230,9 +230,9 @@ def live_model(trainer: Trainer, layout: Layout | None = None) -> tuple[Model, L
         return model, LiveWeights(trainer)
     check_decoder(config.model)
     world_size, ranks = trainer.parallel.world_size, layout.tensor * layout.pipeline
-    if world_size % ranks:
+    if min(layout) < 1 or world_size % ranks:
         given = f"tensor = {layout.tensor} and pipeline = {layout.pipeline} are {ranks} ranks"
-        raise ValueError(f"{given}, which do not divide the job's {world_size}")
+        raise ValueError(f"{given}, and the job's {world_size} cannot be divided by that")
     described = config.model.model_copy(update={"max_position_embeddings": config.position_rows})
     cuda, dtype = trainer.parallel.device.type == "cuda", DTYPES[config.training.precision]
     own = config_of(described, layout, config.fp8, dtype, cuda=cuda).model_copy(update={"lora": config.lora})
