@@ -82,7 +82,7 @@ SLOW: list[tuple[Preset, Layout]] = [
     (MTP | PP2 | LAYERS_4, {"pipeline": 1}),
     (HYBRID | TP2 | DELAYED, {"tensor": 1}),
     (TP2 | DP2 | BF16, {"tensor": 4}),
-    (LORA | DP2 | DELAYED, {"tensor": 2}),
+    (LORA | DP2, {"tensor": 2}),
     (CALIBRATED | DP2, {"tensor": 2}),
 ]
 
