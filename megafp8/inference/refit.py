@@ -99,8 +99,9 @@ def plan_refit(ranks: Sequence[RankTensors]) -> list[Transfer]:
             shapes = {x.global_shape for x in has.values()}
             if shapes != {wants.global_shape}:
                 actual = " and ".join(f"it with shape {list(shape)}" for shape in sorted(shapes)) or "no such tensor"
-                shape = list(wants.global_shape)
-                raise ValueError(f"the trainer does not fit: the model has {name} {shape}, and there is {actual}")
+                raise ValueError(
+                    f"the trainer does not fit: the model has {name} {list(wants.global_shape)}, and there is {actual}"
+                )
             for target, (offset, shape) in enumerate(wants.parts):
                 missing = math.prod(shape)
                 for (low, size), numbers in holders.items():
