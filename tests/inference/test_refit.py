@@ -298,3 +298,30 @@ def test_layouts_that_do_not_fit(world2: World) -> None:
     for messages in world2.run(_layout_that_does_not_fit, config_of(TP2)):
         assert len(messages) == 3
         assert messages[0] == "tensor = 3 and pipeline = 1 are 3 ranks, and the job's 2 cannot be divided by that"
+
+
+def _trained_meanwhile(config: Config, layout: Layout) -> list[Any]:
+    """A text during which the trainer makes a step, and the rest of it by a generator that is made after the step."""
+    trainer, parallel = start(config)
+    steps_of(trainer, parallel, range(1))
+    generator = Generator.from_trainer(trainer, cache=CACHE, **layout)
+    submission = generator.submit(PROMPTS[0], SamplingOptions(max_tokens=12, ignore_end=True))
+    completion = submission.texts[0].completion
+    while len(completion.tokens) < 5:
+        generator.step()
+    before = list(completion.tokens)
+    steps_of(trainer, parallel, range(1, 6))
+    while not submission.finished:
+        generator.step()
+    later = Generator.from_trainer(trainer, cache=CACHE, **layout)
+    (rest,) = later.generate(PROMPTS[0] + before, SamplingOptions(max_tokens=7, ignore_end=True))
+    assert completion.weight_versions == [1, 6]
+    assert completion.logprobs[5:] == pytest.approx(rest.logprobs, abs=1e-5)
+    return [completion.tokens, before + rest.tokens]
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2}])
+def test_a_step_of_the_trainer_during_a_text(world2: World, layout: Layout) -> None:
+    """Nothing that was cached with the weights before the step is used after it."""
+    for text, expected in world2.run(_trained_meanwhile, config_of(DP2), layout):
+        assert text == expected

@@ -137,6 +137,7 @@ class Service:
     async def drain(self) -> None:
         """Accept no more requests, and wait for those that run; after `Limits.shutdown` seconds cancel them."""
         self.draining = True
+        self.engine.resume()
         with anyio.move_on_after(self.limits.shutdown):
             while self.engine.open_texts or self._reserved:
                 await anyio.sleep(0.02)
