@@ -286,13 +286,15 @@ def initialize_model_parallel(
     device: torch.device | None = None,
     timeout_seconds: float = 600.0,
     backend: str | None = None,
+    default: bool = True,
 ) -> ParallelState:
-    """Build the groups of the running job. Call after `torch.distributed` is initialized, once, on every rank.
+    """Build the groups of the running job. Call after `torch.distributed` is initialized, on every rank.
 
     `fsdp_replicas`: number of replicas of the shards of FSDP (Megatron-LM's `num_distributed_optimizer_instances`).
     `expert_model_parallel_size`, `expert_tensor_parallel_size`: over so many ranks of data × context × tensor the
     experts of a layer are divided, and each expert.
-    `backend`: of the groups; None: gloo on CPU, NCCL on CUDA. Raises ValueError, on every rank alike and before any
+    `backend`: of the groups; None: gloo on CPU, NCCL on CUDA. `default`: the accessors at the end of this file give its
+    groups; False for a second model of a job. Raises ValueError, on every rank alike and before any
     group is built, where the sizes do not fit the world.
     """
     global _STATE
@@ -331,7 +333,7 @@ def initialize_model_parallel(
     expert_data = joint("expert_data", data_context, amax)
     fsdp_shard, fsdp_shard_backward = joint("fsdp_shard", data_context), group("fsdp_shard")
     expert_shard = joint("expert_shard", fsdp_shard, expert_data)
-    _STATE = ParallelState(
+    state = ParallelState(
         mesh=mesh,
         device=device,
         rank=rank,
@@ -358,7 +360,9 @@ def initialize_model_parallel(
         embedding=group("embedding") if mine["embedding"] else None,
         virtual_pipeline_size=virtual_pipeline_model_parallel_size or 1,
     )
-    return _STATE
+    if default:
+        _STATE = state
+    return state
 
 
 def host_group(timeout_seconds: float = 600.0) -> ProcessGroup:

@@ -5,27 +5,43 @@ from __future__ import annotations
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from megafp8.checkpoint import Rectangles
+from megafp8.checkpoint.errors import on_all_ranks
 from megafp8.data.tokenizers import Tokenizer
 from megafp8.distributed.collectives import broadcast, broadcast_object
-from megafp8.inference.load import Device, Layout, Opened, live_model, load_model, open_checkpoint, start_of_documents
+from megafp8.inference.load import (
+    Device,
+    Layout,
+    LiveWeights,
+    Opened,
+    live_model,
+    load_model,
+    open_checkpoint,
+    read_weights,
+    start_of_documents,
+)
 from megafp8.inference.model import CachedModel, Model
 from megafp8.inference.options import CacheDtype, CacheOptions, SamplingOptions
 from megafp8.inference.pages import PageAllocator
 from megafp8.inference.sampling import GREEDY, Row, VocabShard, choose, stream_of
 from megafp8.inference.scheduler import GrowingSequence, Scheduler
+from megafp8.inference.staged_weights import StagedWeights
 from megafp8.inference.text import TextStream
 from megafp8.linear.quantized_weight import WeightFormatName
 from megafp8.training.trainer import Trainer
 
 Prompt = str | Sequence[int]
 FinishReason = Literal["end", "stop", "length"]
+WeightSource = Callable[[Model, Mapping[str, Rectangles]], None]
+"""Fills the tensors of a model (`staged_weights.tensors_of`) with new values, on every rank."""
 
 _CACHED_TOKENS = 65536
 _STORED: dict[CacheDtype, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -42,6 +58,8 @@ class Completion:
     to one that ends the text, which `text` does not have. `logprobs`: the log-probability of each. `top_logprobs`: for
     each of them the most probable tokens and their log-probabilities, as many as `SamplingOptions.logprobs`.
     `finish_reason`: end (a token that ends texts), stop (a stop string), length (`max_tokens`). `seed`: what was used.
+    `weight_versions`: of the weights that computed the tokens (`Generator.weight_version`), the oldest first; several
+    where a refit came between two of them.
     """
 
     prompt: int
@@ -53,6 +71,7 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    weight_versions: list[int] = field(default_factory=list)
 
 
 class Piece(NamedTuple):
@@ -102,7 +121,10 @@ class Generator:
 
     `tokenizer`: None where prompts are tokens. `start_tokens`: before each prompt that is a text; one that is tokens
     stays as it is. `end_tokens`: any of them ends a text. `max_length`: the most tokens of prompt and output together.
-    `before`: called before each generation, for a model whose weights change.
+    `live`: of a model whose weights change, what is called before each generation.
+
+    `weight_version`: number of the weights: of a live model of optimizer steps, else of refits. What the cache has of
+    older weights is not used.
     """
 
     def __init__(
@@ -114,7 +136,7 @@ class Generator:
         end_tokens: Sequence[int] = (),
         max_length: int,
         cache: CacheOptions = DEFAULT_CACHE,
-        before: Callable[[], None] = lambda: None,
+        live: LiveWeights | None = None,
     ) -> None:
         config = model.config
         model.check_length(max_length)
@@ -129,7 +151,8 @@ class Generator:
         assert config.vocab_size is not None
         self._vocab_size = config.vocab_size
         self.model, self.tokenizer, self.max_length, self.cache = model, tokenizer, max_length, cache
-        self.start_tokens, self.end_tokens, self._before = list(start_tokens), frozenset(end_tokens), before
+        self.start_tokens, self.end_tokens, self.live = list(start_tokens), frozenset(end_tokens), live
+        self.weight_version = 0 if live is None else live.version
         self._allocator = PageAllocator(-(-tokens // cache.page_size), cache.page_size)
         self._running: dict[GrowingSequence, _Running] = {}
         self._submitted = 0  # calls of `submit`
@@ -183,18 +206,30 @@ class Generator:
 
     @classmethod
     def from_trainer(
-        cls, trainer: Trainer, tokenizer: Tokenizer | None = None, *, cache: CacheOptions = DEFAULT_CACHE
+        cls,
+        trainer: Trainer,
+        tokenizer: Tokenizer | None = None,
+        *,
+        tensor: int | None = None,
+        pipeline: int | None = None,
+        expert: int | None = None,
+        cache: CacheOptions = DEFAULT_CACHE,
     ) -> Generator:
-        """A generator with the live model of a running job, in its layout: always with the weights of the latest step.
-        Collective."""
+        """A generator with the live model of a running job: always with the weights of the latest step. Collective.
 
-        model, before = live_model(trainer)
+        `tensor`, `pipeline`, `expert`: another layout on the same ranks, whose weights are sent between them after each
+        step; None: as in training. In the trainer's own layout nothing is copied. Raises ValueError for a layout that
+        does not fit.
+        """
+        p = trainer.config.parallel
+        given = (tensor, p.tensor), (pipeline, p.pipeline), (expert, p.expert)
+        model, live = live_model(trainer, Layout(*(default if x is None else x for x, default in given)))
         start: list[int] = []
         ends: list[int] = []
         if tokenizer is not None:
             start, ends = start_of_documents(trainer.config, tokenizer), [tokenizer.eod_id]
         length = trainer.config.position_rows
-        return cls(model, tokenizer, start_tokens=start, end_tokens=ends, max_length=length, cache=cache, before=before)
+        return cls(model, tokenizer, start_tokens=start, end_tokens=ends, max_length=length, cache=cache, live=live)
 
     def generate(
         self,
@@ -262,7 +297,9 @@ class Generator:
         if None in seeds:
             drawn = broadcast_object([secrets.randbits(32) for _ in seeds], self.model.parallel.world.group)
             seeds = [new if seed is None else seed for seed, new in zip(seeds, drawn, strict=True)]
-        self._before()
+        if self.live is not None:
+            self.live()
+            self._follow()
         submission = Submission()
         self._submitted += 1
         for i, (prompt, prompt_options, seed) in enumerate(zip(tokens, each, seeds, strict=True)):
@@ -331,10 +368,49 @@ class Generator:
                 f"cache holds {room}; make it larger (cache_tokens = {length})"
             )
 
+    def refit(self, source: WeightSource | str | Path | None = None, version: int | None = None) -> None:
+        """Generate with other weights of the same model from the next step on. Collective.
+
+        `source`: a checkpoint of any format and layout, or what fills the tensors of a model (`WeightSource`); None:
+        what has become of the trainer's, also without a step of it. `version`: of the new weights, by default the next
+        number. Running texts go on: prompt and output are read again. Raises ValueError, and goes on with the old
+        weights, where the new ones do not fit or do not arrive whole.
+        """
+        if self.live is not None:
+            if source is not None:
+                raise ValueError("a generator of a live model has the trainer's weights; it takes no others")
+            self.live(always=True)
+            self._follow(always=True)
+            return
+        if source is None:
+            raise ValueError("refit needs a checkpoint, or a trainer that sends")
+        fill = source if callable(source) else partial(read_weights, source)
+        staged, world = StagedWeights(self.model), self.model.parallel.world.group
+        try:
+            on_all_ranks(lambda: fill(self.model, staged.tensors), world)
+        except Exception as error:
+            raise ValueError(f"the weights stay as they are: {' '.join(str(error).split())}") from error
+        staged.apply()
+        self._changed(self.weight_version + 1 if version is None else version)
+
+    def _follow(self, *, always: bool = False) -> None:
+        """Note the version of a live model's weights, which have been brought up to date."""
+        assert self.live is not None
+        if always or self.live.version != self.weight_version:
+            self._changed(self.live.version)
+
+    def _changed(self, version: int) -> None:
+        self.weight_version = version
+        self._scheduler.restart()
+        self._cached.weights_changed()
+
     def step(self) -> None:
         """Run the model once for all texts that were submitted, and append what it adds to the pieces of each."""
         if not self._running:
             return
+        if self.live is not None and self.live.version != self.weight_version:
+            self.live()
+            self._follow()
         batch = self._scheduler.next_batch()
         logits_rv = self._cached.step(batch)
         self._scheduler.done(batch)
@@ -385,6 +461,8 @@ class Generator:
         running.sequence.tokens.append(token)
         completion.tokens.append(token)
         completion.logprobs.append(logprob)
+        if completion.weight_versions[-1:] != [self.weight_version]:
+            completion.weight_versions.append(self.weight_version)
         if options.logprobs:
             completion.top_logprobs.append(top)
         ended = token in self.end_tokens and not options.ignore_end

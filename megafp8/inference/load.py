@@ -4,37 +4,43 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from pydantic import ValidationError
 
-from megafp8.checkpoint import Rectangles, collect
+from megafp8.checkpoint import Rectangles
 from megafp8.checkpoint.files import parse_object, read_file
+from megafp8.checkpoint.rectangles import as_rectangles
 from megafp8.config import Config, Fp8Config, ModelConfig
 from megafp8.config.checks import check_layout
 from megafp8.conversion.adapters import MergedSource
 from megafp8.conversion.base import Source
 from megafp8.conversion.formats import open_source
+from megafp8.conversion.hf_config import differences
 from megafp8.conversion.hf_source import CONFIG_FILE, GENERATION_FILE, HfSource
 from megafp8.conversion.hf_tokenizer import find_tokenizer
 from megafp8.conversion.load import load_weights
 from megafp8.data.chats import read_special_tokens
 from megafp8.data.tokenizers import Tokenizer, build_tokenizer
+from megafp8.distributed.sharding import spec_of
 from megafp8.distributed.tp_overlap import default_overlap
 from megafp8.dtypes import DTYPES
 from megafp8.inference.model import Model, check_decoder
-from megafp8.inference.packed_weights import pack_weights
-from megafp8.inference.quantized_weights import check_stages, quantize_stages, weight_format
+from megafp8.inference.quantized_weights import check_stages, weight_format
+from megafp8.inference.refit import Copies, JobPeers, Refit
+from megafp8.inference.staged_weights import prepare_weights, tensors_of
 from megafp8.linear.quantized_weight import WeightFormat
 from megafp8.models.build import build_stage
-from megafp8.models.context import BuildContext
+from megafp8.models.context import BuildContext, lora_of
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.planner.stages import stages_of
 from megafp8.training.cuda_graphs import why_not
 from megafp8.training.fp8_config import build_fp8
+from megafp8.training.state import weights
 from megafp8.training.trainer import Trainer
 
 Device = Literal["auto", "cuda", "cpu"]
@@ -135,25 +141,46 @@ def open_checkpoint(
 def load_model(opened: Opened) -> Model:
     """Join the job, build this rank's stages, and read their weights. Collective."""
     source = opened.source
-    model = build_model(opened.config, opened.left_out, opened.trained_length)
+    model = replace(build_model(opened.config, opened.left_out, opened.trained_length), weights=opened.weights)
     if opened.weights is not None:
         check_stages(model.stages, opened.weights, model.parallel.world.group)
-    for stage in model.stages:
-        wanted = collect(stage.parameters(), lambda param: param.detach(), "model.")
-        load_weights(source, wanted | {f"model.{name}": Rectangles.whole(x) for name, x in stage.constants.items()})
-    _load_fp8(source, model.fp8.state_dict())
-    model.fp8.invalidate_weights()
-    if opened.weights is not None:
-        quantize_stages(model.stages, opened.weights)
-    pack_weights(model.stages)
+    _read_tensors(source, tensors_of(model))
+    prepare_weights(model)
     return model
 
 
-def build_model(config: Config, left_out: Sequence[str] = (), trained_length: int = 0) -> Model:
-    """Join the job and build this rank's stages, with weights that are not initialized. Collective."""
+def read_weights(path: str | Path, model: Model, tensors: Mapping[str, Rectangles]) -> None:
+    """Fill `tensors`, which are those of `model`, from another checkpoint of the same model, of any format and layout.
+
+    Raises ValueError where it is another model; then, and where a file is damaged, only a part may be filled.
+    """
+    source = open_source(path)
+    if isinstance(source, HfSource):
+        source = HfSource(source.path, math.lcm(128, model.parallel.tensor.size))
+    if fields := differences(_for_generation(source.model), model.config):
+        raise ValueError(f"{source.path} is of another model: {', '.join(fields)} differ")
+    _read_tensors(source, tensors)
+
+
+def _read_tensors(source: Source, tensors: Mapping[str, Rectangles]) -> None:
+    """Fill weights and FP8 scales, each rank its own."""
+    scales = {name: x for name, x in tensors.items() if name.startswith("fp8.")}
+    load_weights(source, {name: x for name, x in tensors.items() if name not in scales})
+    _load_fp8(source, {name: x.parts[0].view for name, x in scales.items()})
+
+
+def build_model(
+    config: Config, left_out: Sequence[str] = (), trained_length: int = 0, *, default: bool = True
+) -> Model:
+    """Join the job and build this rank's stages, with weights that are not initialized. Collective.
+
+    `default`: as of `initialize_model_parallel`.
+    """
     p = config.parallel
     device = initialize_distributed("cpu" if config.device == "cpu" else "cuda")
-    parallel = initialize_model_parallel(p.tensor, p.pipeline, expert_model_parallel_size=p.expert, device=device)
+    parallel = initialize_model_parallel(
+        p.tensor, p.pipeline, expert_model_parallel_size=p.expert, device=device, default=default
+    )
     fp8 = build_fp8(config, parallel)
     fp8.leave_out(left_out)
     context = BuildContext(
@@ -169,6 +196,7 @@ def build_model(config: Config, left_out: Sequence[str] = (), trained_length: in
         gathers_tokens=config.gathers_tokens,
         expert_overlap=default_overlap(parallel.expert.group, sequence_parallel=True),
         sequence_group=parallel.tensor.group,
+        lora=lora_of(config),
     )
     placement, layers = stages_of(config)
     stages = [
@@ -186,19 +214,76 @@ def _why_eager(config: Config) -> str:
     return why_not(config, config.device)
 
 
-def live_model(trainer: Trainer) -> tuple[Model, Callable[[], None]]:
-    """The model of a running job, and what must be called before its use after a step. Both collective."""
+def live_model(trainer: Trainer, layout: Layout | None = None) -> tuple[Model, LiveWeights]:
+    """The model of a running job, and what must be called before its use after a step. Both collective.
 
-    def before() -> None:
-        trainer.strategy.wait()
-        trainer.fp8.forget_weights()  # copies may lie in the memory of a CUDA graph
-
+    `layout`: another one than the trainer's, for which the model is built a second time; each data-parallel rank of it
+    has the same. Weights that this rank has in both layouts are the same memory. Raises ValueError for one that does
+    not fit.
+    """
     config = trainer.config
-    length, placement = config.training.seq_length, trainer.plan.placement
-    why_eager = "copies of weights, which change, have other addresses after each step"
-    return Model(
-        config.model, trainer.stages, placement, trainer.parallel, trainer.fp8, length, why_eager, True
-    ), before
+    length, placement, p = config.training.seq_length, trainer.plan.placement, config.parallel
+    if layout is None or layout == (p.tensor, p.pipeline, p.expert):
+        why_eager = "copies of weights, which change, have other addresses after each step"
+        parallel = trainer.parallel
+        model = Model(config.model, trainer.stages, placement, parallel, trainer.fp8, length, why_eager, True)
+        return model, LiveWeights(trainer)
+    check_decoder(config.model)
+    world_size, ranks = trainer.parallel.world_size, layout.tensor * layout.pipeline
+    if min(layout) < 1 or world_size % ranks:
+        given = f"tensor = {layout.tensor} and pipeline = {layout.pipeline} are {ranks} ranks"
+        raise ValueError(f"{given}, and the job's {world_size} cannot be divided by that")
+    described = config.model.model_copy(update={"max_position_embeddings": config.position_rows})
+    cuda, dtype = trainer.parallel.device.type == "cuda", DTYPES[config.training.precision]
+    own = config_of(described, layout, config.fp8, dtype, cuda=cuda).model_copy(update={"lora": config.lora})
+    check_layout(own, ranks, "the generator's layout")
+    model = build_model(own, trainer.auto_filter.layers, length, default=False)
+    return (live := replace(model, in_training=True)), LiveWeights(trainer, live)
+
+
+class LiveWeights:
+    """Makes the weights of the trainer's latest step those of a model that generates: its own, or `model`'s in another
+    layout. Collective: built and called on all ranks.
+
+    `version`: number of optimizer steps, without those that were skipped. `copies`: of the last call.
+    """
+
+    def __init__(self, trainer: Trainer, model: Model | None = None) -> None:
+        self._trainer, self._model = trainer, model
+        self._done: int | None = None
+        self.copies = Copies(0, 0, 0)
+        if model is not None:
+            _share_parameters(trainer, model)
+            self._wants = tensors_of(model)
+            self._refit = Refit(self._has(), self._wants, JobPeers(trainer.parallel.world.group))
+
+    @property
+    def version(self) -> int:
+        return self._trainer.optimizer.step_count
+
+    def __call__(self, *, always: bool = False) -> None:
+        """`always`: also where the trainer has made no step since the last call, as after loading a checkpoint."""
+        if self._model is None:
+            self._trainer.strategy.wait()
+            # Copies may lie in the memory of a CUDA graph; those of frozen weights are kept where there is none.
+            self._trainer.fp8.forget_weights(frozen=False)
+        elif always or self._done != self.version:
+            self.copies = self._refit.run(self._has(), self._wants)
+            self._model.fp8.invalidate_weights()
+            self._done = self.version
+
+    def _has(self) -> dict[str, Rectangles]:
+        return weights(self._trainer) | as_rectangles(self._trainer.fp8.state_dict())
+
+
+def _share_parameters(trainer: Trainer, model: Model) -> None:
+    """Let parameters of `model` that the trainer has on this rank with the same shards be the same memory."""
+    kept = [param for param in trainer.strategy.params if param not in trainer.optimizer.released and param.numel()]
+    by_shards = {spec_of(param).shards: param for param in kept}
+    for param in (param for stage in model.stages for param in stage.parameters()):
+        same = by_shards.get(spec_of(param).shards)
+        if same is not None and (same.dtype, same.device) == (param.dtype, param.device):
+            param.data = same.data
 
 
 def _config_of_run(source: Source) -> Config | None:
@@ -215,11 +300,7 @@ def _config_of_run(source: Source) -> Config | None:
 
 def config_of(model: ModelConfig, layout: Layout, fp8: Fp8Config, dtype: torch.dtype, *, cuda: bool) -> Config:
     """A config of `model` in this layout and dtype; what is about training has no meaning."""
-    moe = None if model.moe is None else model.moe.model_copy(update={"capacity_factor": None})
-    changes = {"moe": moe, "mtp_num_layers": 0, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    if model.position_embedding != "learned":
-        changes["max_position_embeddings"] = None  # a run's source has its sequence length there
-    model = model.model_copy(update=changes)
+    model = _for_generation(model)
     precision = next(name for name, each in DTYPES.items() if each == dtype)
     sections = {
         "name": "generation",
@@ -229,7 +310,7 @@ def config_of(model: ModelConfig, layout: Layout, fp8: Fp8Config, dtype: torch.d
             "pipeline": layout.pipeline,
             "expert": layout.expert,
             # A sequence has any number of tokens; experts need ranks to have tokens of their own.
-            "sequence_parallel": moe is not None,
+            "sequence_parallel": model.moe is not None,
         },
         "training": {"steps": 1, "seq_length": layout.tensor, "global_batch_size": 1, "precision": precision},
         "optimizer": {"learning_rate": 1.0},
@@ -237,6 +318,15 @@ def config_of(model: ModelConfig, layout: Layout, fp8: Fp8Config, dtype: torch.d
     }
     fp8 = fp8.model_copy(update={"param_gather": False, "report_interval": 0, "auto_filter": "none"})
     return Config.model_validate(sections | {"model": model, "fp8": fp8})
+
+
+def _for_generation(model: ModelConfig) -> ModelConfig:
+    """`model` without what only training has."""
+    moe = None if model.moe is None else model.moe.model_copy(update={"capacity_factor": None})
+    changes = {"moe": moe, "mtp_num_layers": 0, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    if model.position_embedding != "learned":
+        changes["max_position_embeddings"] = None  # a run's source has its sequence length there
+    return model.model_copy(update=changes)
 
 
 def _load_fp8(source: Source, state: Mapping[str, torch.Tensor]) -> None:

@@ -24,6 +24,7 @@ from megafp8.inference.decode_graphs import DecodeGraphs
 from megafp8.inference.paged_cache import PagedCache
 from megafp8.inference.scheduler import Chunk
 from megafp8.inference.states import StateStore, StepRecurrence
+from megafp8.linear.quantized_weight import WeightFormat
 from megafp8.models.gpt import GPTStage
 from megafp8.models.mixer import StateCache, TokenCache, Tokens
 from megafp8.models.rotary import RotaryEmbedding
@@ -42,7 +43,7 @@ class Model:
 
     `trained_length`: tokens of the sequences that a run trained it with; 0 where that is not known. `why_eager`: why
     decode steps are not replayed from CUDA graphs; empty where they are. `in_training`: its weights change, and what it
-    makes of them is used with gradients.
+    makes of them is used with gradients. `weights`: the format that weights of linear layers are quantized to.
     """
 
     config: ModelConfig
@@ -53,6 +54,7 @@ class Model:
     trained_length: int = 0
     why_eager: str = ""
     in_training: bool = False
+    weights: WeightFormat | None = None
 
     @property
     def last_rank(self) -> int:
@@ -236,11 +238,19 @@ class CachedModel(PackedModel):
         )
         states = {layer: cache for layer, cache in kept if isinstance(cache, StateCache)}
         self.states = StateStore(states, sequences, context.device)
-        self._graphs: DecodeGraphs | None = None
-        if self.cache.in_place and not model.why_eager:
-            self._graphs = DecodeGraphs(
-                self._run_stage, self.cache, context.device, longest=longest, multiple=self.multiple
-            )
+        self._longest = longest
+        self._graphs = self._new_graphs()
+
+    def _new_graphs(self) -> DecodeGraphs | None:
+        if not self.cache.in_place or self.model.why_eager:
+            return None
+        device = self.model.stages[0].context.device
+        return DecodeGraphs(self._run_stage, self.cache, device, longest=self._longest, multiple=self.multiple)
+
+    def weights_changed(self) -> None:
+        """Forget CUDA graphs if layers compute with something made of the weights, which has other addresses now."""
+        if self.model.fp8.recipe is not None or self.model.weights is not None:
+            self._graphs = self._new_graphs()
 
     def step(self, batch: Sequence[Chunk]) -> Tensor | None:
         """Run the chunks, and return this rank's logits `[r, v/t]` after those that are `last`, float32.

@@ -118,6 +118,13 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
+    def restart(self) -> None:
+        """Let all running sequences be read again, prompt and output: what is cached of them is of older weights."""
+        while self.running:
+            last = self.running.pop()
+            self._forget(last)
+            self.waiting.appendleft(last)
+
     def next_batch(self) -> list[Chunk]:
         """The chunks of the next step, those of one token first; empty if there is no sequence. `done` must follow."""
         while self.waiting:

@@ -264,8 +264,11 @@ class LinearState:
         """Compute with `part()` `[n, k]` from now on: the layer's part of a weight that is gathered in FP8."""
         self._gathered_part = part
 
-    def set_packed_weight(self, weight: PackedWeight) -> None:
-        """Compute with `weight` in high precision, without gradients, from now on; the parameter is never read."""
+    def set_packed_weight(self, weight: PackedWeight | None) -> None:
+        """Compute with `weight` in high precision, without gradients, from now on; the parameter is never read.
+
+        None: compute with the parameter again.
+        """
         assert not self.plan.fp8, "the operation before the layer would quantize its input"
         self.packed_weight = weight
 

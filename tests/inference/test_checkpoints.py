@@ -151,13 +151,14 @@ def test_fp8_needs_its_scales(world2: World, tmp_path: Path) -> None:
     assert 1e-4 < max(abs(a - b) for a, b in zip(fp8, high, strict=True)) < 0.3
 
 
-def _bytes_config() -> Config:
+def bytes_config(preset: Preset = NONE) -> Config:
+    """Of a run over bytes."""
     model, data = {"vocab_size": 257, "vocab_multiple": 64}, {"tokenizer": {"kind": "bytes"}}
-    return config_of(NONE, model=model, data=data, training={"seq_length": 64})
+    return config_of(preset, model=model, data=data, training={"seq_length": 64})
 
 
 def save_bytes_run(folder: str) -> None:
-    trainer, _ = start(_bytes_config())
+    trainer, _ = start(bytes_config())
     save_state(trainer, Path(folder), 1, build_tokenizer("bytes").fingerprint)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megafp8.batch import Batch
-from megafp8.inference import Generator, SamplingOptions, load
+from megafp8.inference import Generator, SamplingOptions, staged_weights
 from megafp8.inference.load import Layout, load_model, open_checkpoint
 from megafp8.linear.onednn_weight import OneDnnInt8Weight, OneDnnWeight, packs, packs_int8
 from megafp8.numerics.sources import ACTIVATION_SOURCES
@@ -84,13 +84,13 @@ def _check_gradients(folder: Path, in_training: bool) -> None:
 def _texts(
     folder: Path, dtype: torch.dtype, weights: Any, tensor: int, packed: bool
 ) -> list[tuple[list[int], list[float]]]:
-    pack_weights = load.pack_weights
+    pack_weights = staged_weights.pack_weights
     try:
         if not packed:
-            load.pack_weights = lambda model: None
+            staged_weights.pack_weights = lambda model: None
         generator = Generator.from_checkpoint(folder, device="cpu", dtype=dtype, weights=weights, tensor=tensor)
     finally:
-        load.pack_weights = pack_weights
+        staged_weights.pack_weights = pack_weights
     return [(own.tokens, own.logprobs) for own in generator.generate(PROMPTS, GREEDY)]
 
 

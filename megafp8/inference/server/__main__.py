@@ -62,6 +62,7 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--name", help="of the model in requests; default: the last part of the path")
     parser.add_argument("--chat-template", type=Path, help="default: that of the tokenizer")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key of requests")
+    parser.add_argument("--allow-refit", action="store_true", help="requests may pause it and change its weights")
     add_model_flags(parser)
     add_cache_flags(parser)
     limits = parser.add_argument_group("limits")
@@ -197,7 +198,8 @@ def run(arguments: argparse.Namespace) -> None:
             engine.follow()
         else:
             name = arguments.name or arguments.checkpoint.resolve().name
-            service = Service(engine, name, encode_chat=chats, limits=limits, api_key=key)
+            allow_refit = arguments.allow_refit
+            service = Service(engine, name, encode_chat=chats, limits=limits, api_key=key, allow_refit=allow_refit)
             serve(service, listener, max_connections=arguments.max_connections)
     finally:
         destroy_model_parallel()

@@ -22,9 +22,22 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from megafp8.inference.options import SamplingOptions
-from megafp8.inference.server.engine import Engine, Handle, Update
+from megafp8.inference.server.engine import Engine, Handle, NewWeights, Update
 from megafp8.inference.server.metrics import Metrics
-from megafp8.inference.server.protocol import AnyBody, ApiError, ChatBody, CompletionBody, Response, parse, to_json
+from megafp8.inference.server.protocol import (
+    AnyBody,
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    Control,
+    PauseBody,
+    RefitBody,
+    Response,
+    ResumeBody,
+    parse,
+    parse_control,
+    to_json,
+)
 
 _CLOSED = 499  # of nginx: the client closed the connection
 _FAREWELL = 5.0
@@ -71,7 +84,8 @@ class Service:
     """What all requests share.
 
     `name`: of the model. `encode_chat`: from messages to tokens, or why there are no chats. `api_key`: which requests
-    must have; None: none. `draining`: requests are not accepted any more.
+    must have; None: none. `allow_refit`: whether requests may pause the server and give it other weights, from folders
+    that it can read. `draining`: requests are not accepted any more.
     """
 
     def __init__(
@@ -82,10 +96,11 @@ class Service:
         encode_chat: EncodeChat | str,
         limits: Limits,
         api_key: str | None = None,
+        allow_refit: bool = False,
     ) -> None:
-        self.engine, self.name, self.limits = engine, name, limits
+        self.engine, self.name, self.limits, self._allow_refit = engine, name, limits, allow_refit
         self._encode_chat, self._api_key = encode_chat, api_key
-        self.metrics = Metrics(lambda: engine.load)
+        self.metrics = Metrics(lambda: engine.load, lambda: engine.weight_version)
         self.draining = False
         self._reserved = 0
         self._texts_of = Counter[str]()  # by client, of requests that have not ended
@@ -107,6 +122,10 @@ class Service:
             Route("/v1/chat/completions", _Generate(self, ChatBody), methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._models),
+            Route("/v1/weights", self._weights),
+            Route("/v1/weights/pause", self._pause, methods=["POST"]),
+            Route("/v1/weights/refit", self._refit, methods=["POST"]),
+            Route("/v1/weights/resume", self._resume, methods=["POST"]),
             Route("/health", self._health),
             Route("/metrics", self._metrics),
         ]
@@ -118,6 +137,7 @@ class Service:
     async def drain(self) -> None:
         """Accept no more requests, and wait for those that run; after `Limits.shutdown` seconds cancel them."""
         self.draining = True
+        self.engine.resume()
         with anyio.move_on_after(self.limits.shutdown):
             while self.engine.open_texts or self._reserved:
                 await anyio.sleep(0.02)
@@ -230,6 +250,44 @@ class Service:
         self.check_model(name)
         return _json(model)
 
+    async def _weights(self, request: Request) -> HttpResponse:
+        self.check_key(request)
+        return self._state_of_weights()
+
+    def _state_of_weights(self) -> HttpResponse:
+        return _json({"weight_version": self.engine.weight_version, "paused": self.engine.paused})
+
+    async def _control(self, kind: type[Control], request: Request) -> Control:
+        """The body of a request to change something. Raises ApiError."""
+        self.check_key(request)
+        if not self._allow_refit:
+            raise ApiError(403, "this server keeps its weights; start it with --allow-refit")
+        self.check_open()
+        check_json(request)
+        return parse_control(kind, await read_body(request, self.limits.body_bytes))
+
+    async def _pause(self, request: Request) -> HttpResponse:
+        body = await self._control(PauseBody, request)
+        with anyio.move_on_after(self.limits.seconds) as scope:
+            await self.engine.pause(hold=body.running == "hold")
+        if scope.cancelled_caught:
+            self.engine.resume()
+            raise ApiError(504, f"texts run for more than {self.limits.seconds:g} seconds; the server is not paused")
+        return self._state_of_weights()
+
+    async def _refit(self, request: Request) -> HttpResponse:
+        body = await self._control(RefitBody, request)
+        try:
+            await self.engine.refit(NewWeights(body.checkpoint, body.trainer, body.version, self.limits.seconds))
+        except ValueError as error:
+            raise ApiError(400, str(error), code="weights_refused") from None
+        return self._state_of_weights()
+
+    async def _resume(self, request: Request) -> HttpResponse:
+        await self._control(ResumeBody, request)
+        self.engine.resume()
+        return self._state_of_weights()
+
     async def _health(self, request: Request) -> HttpResponse:
         self.check_open()
         return _json({"status": "ok"})
@@ -282,10 +340,9 @@ class _Exchange:
         service = self._service
         service.check_key(self._request)
         service.check_open()
-        if self._request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            # Browsers send other types across origins without asking.
-            raise ApiError(415, "the content type must be application/json")
-        body: AnyBody = await service.in_thread(parse, kind, await self._read())
+        check_json(self._request)
+        raw = await read_body(self._request, service.limits.body_bytes)
+        body: AnyBody = await service.in_thread(parse, kind, raw)
         self._streams = body.stream
         service.check_model(body.model)
         prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
@@ -305,16 +362,6 @@ class _Exchange:
             finally:
                 watcher.cancel()
                 service.engine.cancel(handle)
-
-    async def _read(self) -> bytes:
-        """The body. Raises ApiError if it is too large."""
-        limit = self._service.limits.body_bytes
-        body = bytearray()
-        async for part in self._request.stream():
-            body += part
-            if len(body) > limit:
-                raise ApiError(413, f"the body has more than {limit} bytes, which are allowed")
-        return bytes(body)
 
     async def _watch(self, scope: anyio.CancelScope) -> None:
         """Cancel the exchange when the client closes the connection."""
@@ -392,6 +439,22 @@ class _Exchange:
             await self._send_whole(_json(error.content(), error))
         else:
             await self._send_events([to_json(error.content())], more=False)
+
+
+def check_json(request: Request) -> None:
+    """Raise ApiError for a body of another type: browsers send others across origins without asking."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "the content type must be application/json")
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body. Raises ApiError if it has more than `limit` bytes."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise ApiError(413, f"the body has more than {limit} bytes, which are allowed")
+    return bytes(body)
 
 
 def _shutting_down() -> ApiError:

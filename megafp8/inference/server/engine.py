@@ -8,6 +8,9 @@ and applies the same commands. So every rank makes the same calls of the generat
 socket, on CUDA too, where a collective of NCCL would occupy the GPU. While there is nothing to do the first rank sends
 an empty command every `HEARTBEAT` seconds. That is far below the group's time-out, which therefore means what it
 says: the first rank hangs.
+
+*Pauses.* While the engine is paused, requests wait in its inbox. Those that run end before (`finish`), or wait too
+(`hold`): no steps are made. Only then may the weights be changed.
 """
 
 from __future__ import annotations
@@ -18,14 +21,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_gather_objects, broadcast, broadcast_object, rank, size
-from megafp8.inference.generator import FinishReason, Generator, Load, Submission
+from megafp8.inference.generator import FinishReason, Generator, Load, Submission, WeightSource
 from megafp8.inference.options import SamplingOptions
+from megafp8.inference.weight_transfer import receive_weights
 from megafp8.parallel_state import host_group
 
 HEARTBEAT = 30.0
@@ -36,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 class Update(NamedTuple):
     """One more token of a text. `prompt`, `sample`, `top_logprobs`, `finish_reason`: as in `Completion`; `text`: what
-    it adds, which may be nothing."""
+    it adds, which may be nothing. `weight_version`: of the weights that computed it."""
 
     prompt: int
     sample: int
@@ -45,6 +50,7 @@ class Update(NamedTuple):
     logprob: float
     top_logprobs: Sequence[tuple[int, float]]
     finish_reason: FinishReason | None
+    weight_version: int = 0
 
 
 class Added(NamedTuple):
@@ -56,12 +62,26 @@ class Added(NamedTuple):
     client: str = ""
 
 
+class NewWeights(NamedTuple):
+    """Where weights are: in the folder `checkpoint`, or sent by the trainer whose store is at `trainer`, host:port.
+
+    `version`: of them; None: the next number. `seconds`: for which a trainer is waited for.
+    """
+
+    checkpoint: str | None = None
+    trainer: str | None = None
+    version: int | None = None
+    seconds: float = 600.0
+
+
 class Command(NamedTuple):
-    """What to do before a step."""
+    """What to do before a step; `steps`: whether there is one."""
 
     added: Sequence[Added] = ()
     cancelled: Sequence[int] = ()
     stop: bool = False
+    steps: bool = True
+    weights: NewWeights | None = None
 
 
 _NOTHING = Command()
@@ -81,6 +101,8 @@ class _Requests:
     def __init__(self, generator: Generator, group: ProcessGroup | None = None) -> None:
         self._generator, self._group = generator, group
         self._submissions: dict[int, Submission] = {}
+        self.refused: ValueError | None = None
+        """Why the weights of the last command with some were not taken."""
 
     def __len__(self) -> int:
         return len(self._submissions)
@@ -102,7 +124,10 @@ class _Requests:
         for number in command.cancelled:  # some of them may have been added just now
             if (submission := self._submissions.pop(number, None)) is not None:
                 self._generator.cancel(submission)
-        self._generator.step()
+        if command.weights is not None:
+            self._refit(command.weights)
+        if command.steps:
+            self._generator.step()
         for number, submission in list(self._submissions.items()):
             if submission.pieces:
                 updates[number] = _updates(submission)
@@ -112,6 +137,15 @@ class _Requests:
             if submission.failure is not None or submission.finished:
                 del self._submissions[number]
         return updates
+
+    def _refit(self, new: NewWeights) -> None:
+        self.refused = None
+        source: WeightSource | str = new.checkpoint or partial(receive_weights, new.trainer or "", new.seconds)
+        try:
+            self._generator.refit(source, new.version)
+        except ValueError as error:  # the same on all ranks
+            logger.error("refit: %s", error)
+            self.refused = error
 
     def _check_agreement(self, failures: Mapping[int, object]) -> None:
         """Raise where other ranks could prepare a request, and this one could not, or the reverse."""
@@ -131,7 +165,14 @@ def _updates(submission: Submission) -> list[Update]:
         top = so_far.top_logprobs[-1] if so_far.top_logprobs else ()
         updates.append(
             Update(
-                so_far.prompt, so_far.sample, text, so_far.tokens[-1], so_far.logprobs[-1], top, so_far.finish_reason
+                so_far.prompt,
+                so_far.sample,
+                text,
+                so_far.tokens[-1],
+                so_far.logprobs[-1],
+                top,
+                so_far.finish_reason,
+                so_far.weight_versions[-1],
             )
         )
     return updates
@@ -145,6 +186,14 @@ class Handle:
     number: int
     texts: int
     updates: asyncio.Queue[list[Update] | Exception] = field(default_factory=asyncio.Queue)
+
+
+@dataclass(eq=False)
+class _Pause:
+    """`hold`: running texts wait, instead of ending. `reached`: nothing runs any more."""
+
+    hold: bool
+    reached: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Engine:
@@ -166,6 +215,9 @@ class Engine:
         self._added: list[Added] = []
         self._cancelled: list[int] = []
         self._stopped = False
+        self._pause: _Pause | None = None
+        self._weights: NewWeights | None = None
+        self._refit: asyncio.Future[None] | None = None  # the last one
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
 
     def start(self, on_failure: Callable[[], None] = lambda: None) -> None:
@@ -201,8 +253,51 @@ class Engine:
             return
         self.open_texts -= handle.texts
         with self._inbox:
-            self._cancelled.append(handle.number)
+            waiting = [added for added in self._added if added.number != handle.number]
+            if len(waiting) < len(self._added):
+                self._added = waiting
+            else:
+                self._cancelled.append(handle.number)
             self._inbox.notify()
+
+    @property
+    def weight_version(self) -> int:
+        """Of the generator's weights."""
+        return self.generator.weight_version
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing runs until `resume`."""
+        return self._pause is not None and self._pause.reached.is_set()
+
+    async def pause(self, *, hold: bool) -> None:
+        """Let nothing run until `resume`, and wait until nothing does; `hold`: without waiting for running texts."""
+        pause = _Pause(hold)
+        with self._inbox:
+            self._pause = pause
+            self._inbox.notify()
+        await pause.reached.wait()
+
+    def resume(self) -> None:
+        """Go on with what waits, if the engine is paused or about to be."""
+        with self._inbox:
+            pause, self._pause = self._pause, None
+            self._inbox.notify()
+        if pause is not None:
+            pause.reached.set()  # for one who waits for it
+
+    async def refit(self, weights: NewWeights) -> None:
+        """Generate with other weights. Raises ValueError, and keeps the old ones, where these cannot be taken, the
+        engine is not paused, or another refit runs."""
+        if not self.paused:
+            raise ValueError("weights change only while the server is paused; POST /v1/weights/pause first")
+        if self._refit is not None and not self._refit.done():
+            raise ValueError("another refit runs; try again later")
+        self._refit = self._loop.create_future()
+        with self._inbox:
+            self._weights = weights
+            self._inbox.notify()
+        await asyncio.shield(self._refit)  # it goes on if nobody waits any more
 
     def abandon(self, error: Exception) -> None:
         """Cancel all requests; their handles raise `error`."""
@@ -225,6 +320,8 @@ class Engine:
                 requests = _Requests(self.generator, self._group)
                 while not (command := _share(self._next_command(len(requests) > 0), self._group)).stop:
                     updates = requests.step(command)
+                    if command.weights is not None:
+                        self._loop.call_soon_threadsafe(self._refitted, requests.refused)
                     self.load = self.generator.load
                     if updates:
                         self._loop.call_soon_threadsafe(self._deliver, updates)
@@ -235,13 +332,27 @@ class Engine:
     def _next_command(self, busy: bool) -> Command:
         """What came since the last one; waits for it unless there is something to generate."""
         with self._inbox:
-            if not (busy or self._added or self._cancelled or self._stopped):
+            if self._pause is not None and (self._pause.hold or not busy):
+                self._loop.call_soon_threadsafe(self._pause.reached.set)
+                busy = False
+            added = self._added if self._pause is None else []
+            if not (busy or added or self._cancelled or self._stopped or self._weights):
                 self._inbox.wait(HEARTBEAT)
-            command = Command(self._added, self._cancelled, self._stopped)
-            if not (command.added or command.cancelled or command.stop):
+            steps, added, cancelled, weights = True, self._added, self._cancelled, self._weights
+            self._added, self._cancelled, self._weights = [], [], None
+            if self._pause is not None:
+                steps, self._added, added = not self._pause.hold, added, []
+            if steps and not (added or cancelled or self._stopped or weights):
                 return _NOTHING
-            self._added, self._cancelled = [], []
-            return command
+            return Command(added, cancelled, self._stopped, steps, weights)
+
+    def _refitted(self, refused: ValueError | None) -> None:
+        assert self._refit is not None
+        if not self._refit.done():
+            if refused is None:
+                self._refit.set_result(None)
+            else:
+                self._refit.set_exception(refused)
 
     def _deliver(self, updates: Mapping[int, list[Update] | Exception]) -> None:
         for number, arrived in updates.items():
@@ -262,4 +373,7 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         self.failure = error
         self.abandon(error)
+        self.resume()
+        if self._refit is not None:
+            self._refitted(ValueError("the generator has failed; the server ends"))
         self._on_failure()

@@ -19,11 +19,12 @@ def _field(load: Callable[[], Load], name: str) -> float:
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own. `load`: of the generator, when it is asked for."""
+    """The metrics of one server, in a registry of their own. `load`, `weight_version`: of the generator, when it is
+    asked for."""
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, load: Callable[[], Load]) -> None:
+    def __init__(self, load: Callable[[], Load], weight_version: Callable[[], int]) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
             "megafp8_requests",
@@ -53,6 +54,8 @@ class Metrics:
         }.items():
             gauge = Gauge(f"megafp8_{name}", text, registry=registry)
             gauge.set_function(partial(_field, load, name))
+        version = Gauge("megafp8_weight_version", "Version of the weights", registry=registry)
+        version.set_function(weight_version)
         ProcessCollector(registry=registry)
 
     def text(self) -> bytes:

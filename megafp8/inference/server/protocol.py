@@ -2,7 +2,8 @@
 
 A field that OpenAI's server does not know is an error there and here, since a misspelled option would silently give
 other texts. A field that it knows and this server does not support is an error too, unless its value changes nothing.
-Extensions: `top_k`, `min_p`, `repetition_penalty`, `ignore_end`, with the meaning of `SamplingOptions`.
+Extensions: `top_k`, `min_p`, `repetition_penalty`, `ignore_end`, with the meaning of `SamplingOptions`; and of
+responses and chunks `weight_versions`, those of `Completion` for all their tokens.
 """
 
 from __future__ import annotations
@@ -198,18 +199,63 @@ class ChatBody(_Body):
         return "max_completion_tokens", self.max_completion_tokens
 
 
+class PauseBody(_Strict):
+    """POST /v1/weights/pause. `running`: texts that run end before, or wait and go on with what weights there are."""
+
+    running: Literal["finish", "hold"] = "finish"
+
+
+class RefitBody(_Strict):
+    """POST /v1/weights/refit: a checkpoint, or the address of a trainer that sends (`send_weights`)."""
+
+    checkpoint: str | None = None
+    trainer: str | None = None
+    version: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+
+
+class ResumeBody(_Strict):
+    """POST /v1/weights/resume."""
+
+
 AnyBody: TypeAlias = CompletionBody | ChatBody
 Body = TypeVar("Body", bound=_Body)
 
 
-def parse(kind: type[Body], raw: bytes) -> Body:
-    """The body of a request. Raises ApiError. A field that is null has its default."""
+def _object(raw: bytes) -> dict[str, Any]:
+    """A JSON object. Raises ApiError."""
     try:
         given = pydantic_core.from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is no JSON: {error}") from None
     if not isinstance(given, dict):
         raise ApiError(400, "the body is no JSON object")
+    return given
+
+
+def _invalid(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a body."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path, wrong = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{path}: {wrong}", param=path.partition(".")[0], code="invalid_value")
+
+
+Control = TypeVar("Control", PauseBody, RefitBody, ResumeBody)
+
+
+def parse_control(kind: type[Control], raw: bytes) -> Control:
+    """The body of a request about weights; empty for one without fields. Raises ApiError."""
+    try:
+        body = kind.model_validate(_object(raw or b"{}"))
+    except ValidationError as error:
+        raise _invalid(error) from None
+    if isinstance(body, RefitBody) and (body.checkpoint is None) == (body.trainer is None):
+        raise ApiError(400, "give one of checkpoint and trainer", param="checkpoint", code="invalid_value")
+    return body
+
+
+def parse(kind: type[Body], raw: bytes) -> Body:
+    """The body of a request. Raises ApiError. A field that is null has its default."""
+    given = _object(raw)
     fields: dict[str, Any] = {}
     for name, value in given.items():
         if value is None:
@@ -226,9 +272,7 @@ def parse(kind: type[Body], raw: bytes) -> Body:
         body = kind.model_validate(fields)
         body.sampling(1, 0)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        path, wrong = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-        raise ApiError(400, f"{path}: {wrong}", param=path.partition(".")[0], code="invalid_value") from None
+        raise _invalid(error) from None
     except ValueError as error:  # which begins with the option's name
         raise ApiError(400, str(error), param=str(error).partition(" ")[0], code="invalid_value") from None
     if body.stream_options is not None and not body.stream:
@@ -289,6 +333,7 @@ class Response:
         }
         self.prompt_tokens = sum(map(len, prompts))
         self.completion_tokens = 0
+        self._weight_versions = set[int]()
         self._choices = [_Choice(prompt[-1]) for prompt in prompts for _ in range(body.n)]
 
     @property
@@ -311,7 +356,8 @@ class Response:
         else:
             choice_json["text"] = update.text
         choice.begun = True
-        return self._chunk([choice_json]) | ({"usage": None} if self._includes_usage else {})
+        versions = {"weight_versions": [update.weight_version]}
+        return self._chunk([choice_json]) | versions | ({"usage": None} if self._includes_usage else {})
 
     def last_chunk(self) -> dict[str, Any] | None:
         """The chunk behind all others, with the usage; None if it is not wanted."""
@@ -331,7 +377,8 @@ class Response:
             choice_json: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": choice.finish_reason}
             text = {"message": {"role": "assistant", "content": choice.text}} if self._chat else {"text": choice.text}
             choices.append(choice_json | text)
-        return self._about | {"choices": choices, "usage": self.usage()}
+        versions = sorted(self._weight_versions)
+        return self._about | {"choices": choices, "usage": self.usage(), "weight_versions": versions}
 
     @property
     def _includes_usage(self) -> bool:
@@ -348,6 +395,7 @@ class Response:
         if update.finish_reason is not None:
             choice.finish_reason = "length" if update.finish_reason == "length" else "stop"
         self.completion_tokens += 1
+        self._weight_versions.add(update.weight_version)
         if self._body.top is None:
             return index, choice, None
         top = [self._entry(choice.before, *pair) for pair in update.top_logprobs]

@@ -18,7 +18,7 @@ from megafp8.config import ModelConfig
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.data.chats import chat_prompt_encoder, read_chat_template
 from megafp8.inference import Generator
-from megafp8.inference.server.app import Limits, Service
+from megafp8.inference.server.app import EncodeChat, Limits, Service
 from megafp8.inference.server.connections import LimitedProtocol
 from megafp8.inference.server.engine import Engine
 from tests.conversion.checkpoints import convert
@@ -40,12 +40,22 @@ def write_model(folder: Path) -> Path:
 
 @contextmanager
 def served(
-    generator: Generator, folder: Path, api_key: str | None = None, max_connections: int | None = None, **limits: Any
+    generator: Generator,
+    folder: Path | None,
+    api_key: str | None = None,
+    max_connections: int | None = None,
+    allow_refit: bool = False,
+    **limits: Any,
 ) -> Iterator[tuple[str, Service]]:
-    """The URL of a server in another thread, and its service."""
+    """The URL of a server in another thread, and its service. `folder`: with a chat template, if there is one."""
     assert generator.tokenizer is not None
-    encode_chat = chat_prompt_encoder(generator.tokenizer, read_chat_template(str(folder / "tokenizer.json")))
-    service = Service(Engine(generator), "tiny", encode_chat=encode_chat, limits=Limits(**limits), api_key=api_key)
+    encode_chat: EncodeChat | str = "no template"
+    if folder is not None:
+        encode_chat = chat_prompt_encoder(generator.tokenizer, read_chat_template(str(folder / "tokenizer.json")))
+    service = Service(
+        Engine(generator), "tiny", encode_chat=encode_chat, limits=Limits(**limits), api_key=api_key,
+        allow_refit=allow_refit,
+    )  # fmt: skip
     server = uvicorn.Server(
         uvicorn.Config(
             service.app(),

@@ -1,0 +1,89 @@
+"""The tensors of a model that generates: what a checkpoint or a trainer fills, and how others take their place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megafp8.checkpoint import Rectangles, collect
+from megafp8.distributed.sharding import spec_of
+from megafp8.inference.model import Model
+from megafp8.inference.packed_weights import pack_weights
+from megafp8.inference.quantized_weights import quantize_stages
+from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+
+def tensors_of(model: Model) -> dict[str, Rectangles]:
+    """Views of this rank's weights, of what belongs to them without gradients, and of FP8 scales, by global name."""
+    return _collected(model, {param: param.detach() for param in _parameters(model)}, _others(model))
+
+
+def prepare_weights(model: Model) -> None:
+    """Make what layers compute with of weights that were written: quantized or packed. Collective.
+
+    `model` is not one of training, whose weights are used as they are.
+    """
+    model.fp8.invalidate_weights()
+    if model.weights is not None:
+        quantize_stages(model.stages, model.weights)
+    pack_weights(model.stages)
+
+
+class StagedWeights:
+    """New values of all tensors of `model` beside the old ones, which stay in use until `apply`.
+
+    They lie on the model's device if they fit there, else in the host's memory. `tensors`: to be filled, as
+    `tensors_of`.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._live = model, _others(model)
+        shapes = {
+            param: (sum(x.shape[0] for x in spec_of(param).shards), *param.shape[1:]) for param in _parameters(model)
+        }
+        for layer in _packed_layers(model):  # whose parameter may have been freed
+            assert layer.state.packed_weight is not None
+            shapes[layer.weight] = layer.state.packed_weight.shape
+        device = model.parallel.device
+        needed = sum(torch.Size(shape).numel() * param.itemsize for param, shape in shapes.items())
+        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.1 * needed:
+            device = torch.device("cpu")
+        self._params = {p: torch.empty(shape, dtype=p.dtype, device=device) for p, shape in shapes.items()}
+        self._staged = {name: torch.empty_like(x) for name, x in self._live.items()}
+        self.tensors = _collected(model, self._params, self._staged)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Put the new values in the place of the old ones. Collective."""
+        for layer in _packed_layers(self._model):
+            layer.state.set_packed_weight(None)
+        for param, values in self._params.items():
+            if param.shape == values.shape:
+                param.copy_(values)
+            else:
+                param.data = values.to(param.device)
+        for name, values in self._staged.items():
+            self._live[name].copy_(values)
+        self._params.clear()
+        prepare_weights(self._model)
+
+
+def _parameters(model: Model) -> list[nn.Parameter]:
+    return list(dict.fromkeys(param for stage in model.stages for param in stage.parameters()))
+
+
+def _others(model: Model) -> dict[str, Tensor]:
+    """This rank's tensors that are not parameters, as a checkpoint names them."""
+    constants = {f"model.{name}": x for stage in model.stages for name, x in stage.constants.items()}
+    return constants | model.fp8.state_dict()
+
+
+def _collected(model: Model, params: dict[nn.Parameter, Tensor], others: dict[str, Tensor]) -> dict[str, Rectangles]:
+    whole = {name: Rectangles.whole(x) for name, x in others.items()}
+    return collect(_parameters(model), lambda param: params[param], "model.") | whole
+
+
+def _packed_layers(model: Model) -> list[ColumnParallelLinear | RowParallelLinear]:
+    kinds = (ColumnParallelLinear, RowParallelLinear)
+    layers = [x for stage in model.stages for x in stage.modules() if isinstance(x, kinds)]
+    return [layer for layer in layers if layer.state.packed_weight is not None]

@@ -1,0 +1,215 @@
+"""A trainer sends its weights to a server, which is another job, without a file.
+
+    send_weights(trainer, "http://10.0.0.7:8000")        # all ranks of the trainer call it
+
+The first rank of the trainer asks the server to pause, to refit from the address of a store that it has opened, and to
+resume. All ranks of both jobs meet in that store, the trainer's first, and exchange what they have and want as JSON.
+From this all compute the same plan (`megafp8.inference.refit`). Messages go over NCCL where each rank has a GPU of its
+own, else over gloo by the hosts' memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megafp8.checkpoint import Rectangles
+from megafp8.checkpoint.errors import on_rank0
+from megafp8.checkpoint.rectangles import as_rectangles
+from megafp8.inference.model import Model
+from megafp8.inference.refit import Holding, RankTensors, Refit
+from megafp8.training.state import weights
+from megafp8.training.trainer import Trainer
+
+Running = Literal["finish", "hold"]
+
+SECONDS = 600.0
+"""The longest time that an operation may take, such as waiting for the other job."""
+
+
+def send_weights(
+    trainer: Trainer,
+    url: str,
+    *,
+    version: int | None = None,
+    running: Running = "finish",
+    api_key: str | None = None,
+    seconds: float = SECONDS,
+) -> int:
+    """Make the weights of the live trainer those of the server at `url`, and return their version. Collective.
+
+    `version`: by default the number of optimizer steps. `running`: as of the server's pause. `api_key`: of the server.
+    Raises ValueError on all ranks, and leaves the server with its old weights, where it refuses them or does not
+    answer.
+    """
+    world, limit = trainer.parallel.world, timedelta(seconds=seconds)
+    server = _Server(url, api_key, seconds)
+    version = trainer.optimizer.step_count if version is None else version
+    stores: list[dist.TCPStore] = []
+
+    def begin() -> tuple[str, int]:
+        server.post("pause", {"running": running})
+        host = server.own_address()
+        stores.append(dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit))
+        return host, stores[0].port
+
+    host, port = on_rank0(begin, world.group)
+    has = weights(trainer) | as_rectangles(trainer.fp8.state_dict())
+    replies: list[dict[str, Any] | ValueError] = []
+
+    def ask() -> None:
+        try:
+            replies.append(server.post("refit", {"trainer": f"{host}:{port}", "version": version}))
+        except ValueError as error:
+            replies.append(error)
+            stores[0].set("receivers", json.dumps([0, str(error)]))  # where it has not come to say how many
+
+    asking = threading.Thread(target=ask, name="refit", daemon=True)
+    failure: Exception | None = None
+    try:
+        if world.is_first:
+            stores[0].set("senders", str(world.group.size()))
+            asking.start()
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        receivers, refusal = json.loads(store.get("receivers"))
+        if not receivers:
+            raise ValueError(refusal)
+        with TwoJobs(store, world.rank, world.group.size() + receivers, trainer.parallel.device, limit) as peers:
+            Refit(has, {}, peers).run(has, {})
+    except Exception as error:
+        failure = error
+
+    def end() -> int:
+        if asking.ident is not None:
+            asking.join(seconds)
+        reply = replies[0] if replies else None
+        server.post("resume", {})
+        if isinstance(reply, ValueError):
+            raise reply
+        if failure is not None or reply is None:
+            raise ValueError(f"{url} has not taken the weights: {failure}")
+        return int(reply["weight_version"])
+
+    return on_rank0(end, world.group)
+
+
+def receive_weights(address: str, seconds: float, model: Model, tensors: Mapping[str, Rectangles]) -> None:
+    """Fill `tensors` with what the trainer at `address` sends; a `WeightSource` once the first two are given. Raises
+    ValueError where its model is another one, and other errors where it does not answer."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"trainer = {address!r}: must be host:port")
+    world, limit = model.parallel.world, timedelta(seconds=seconds)
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+    if world.is_first:
+        store.set("receivers", json.dumps([world.group.size(), ""]))
+    senders = int(store.get("senders"))
+    size = senders + world.group.size()
+    with TwoJobs(store, senders + world.rank, size, model.parallel.device, limit) as peers:
+        Refit({}, tensors, peers).run({}, tensors)
+
+
+class TwoJobs:
+    """All ranks of both jobs, which meet in `store`: `Peers`. `device`: of the tensors of this rank.
+
+    Leaving its context closes its connections, so that peers that wait for it fail too.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, limit: timedelta) -> None:
+        self.rank, self._store, self._size, self._device, self._limit = rank, store, size, device, limit
+        self._group: Any = None
+        self._on_host = True
+
+    def exchange(self, own: RankTensors) -> Sequence[RankTensors]:
+        cuda = self._device.type == "cuda"
+        place = f"{socket.gethostname()}/{torch.cuda.get_device_properties(self._device).uuid}" if cuda else ""
+        self._store.set(f"rank/{self.rank}", json.dumps([place, own.has, own.wants]))
+        given = [json.loads(self._store.get(f"rank/{i}")) for i in range(self._size)]
+        gpus = {place for place, *_ in given}
+        self._on_host = "" in gpus or len(gpus) < self._size
+        if self._on_host:
+            store = dist.PrefixStore("host", self._store)
+            self._group = dist.ProcessGroupGloo(store, self.rank, self._size, self._limit)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._limit
+            store = dist.PrefixStore("device", self._store)
+            self._group = dist.ProcessGroupNCCL(store, self.rank, self._size, options)
+        return [
+            RankTensors(*({name: _holding(x) for name, x in part.items()} for part in parts)) for _, *parts in given
+        ]
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._group.send([x.cpu() if self._on_host else x], to, 0).wait()
+
+    def receive(self, x: Tensor, sender: int) -> None:
+        received = torch.empty_like(x, device="cpu") if self._on_host and x.is_cuda else x
+        self._group.recv([received], sender, 0).wait()
+        if received is not x:
+            x.copy_(received)
+
+    def __enter__(self) -> TwoJobs:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._group is None:
+            return
+        try:
+            if kind is None:  # until all have received what is on its way
+                self._group.barrier().wait()
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+        finally:
+            with contextlib.suppress(RuntimeError):
+                self._group.abort()
+
+
+def _holding(given: Any) -> Holding:
+    """From JSON, which has lists in the place of tuples."""
+    shape, dtype, parts = given
+    return Holding(tuple(shape), str(dtype), [(tuple(offset), tuple(size)) for offset, size in parts])
+
+
+class _Server:
+    """Requests to a server's endpoints for weights. Raise ValueError with what it answers."""
+
+    def __init__(self, url: str, api_key: str | None, seconds: float) -> None:
+        self._url, self._seconds = url.rstrip("/"), seconds
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def post(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        url, data = f"{self._url}/v1/weights/{action}", json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(url, data, self._headers)
+            with urllib.request.urlopen(request, timeout=self._seconds) as response:
+                reply: dict[str, Any] = json.load(response)
+        except urllib.error.HTTPError as error:
+            try:
+                message = json.load(error)["error"]["message"]
+            except (ValueError, KeyError, TypeError):
+                message = f"status {error.code}"
+            raise ValueError(f"{url}: {message}") from None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{url}: {error}") from None
+        return reply
+
+    def own_address(self) -> str:
+        """The address of this host that the server reaches it under: that of connections to it."""
+        parts = urlsplit(self._url)
+        with socket.create_connection((parts.hostname or "", parts.port or 80), self._seconds) as connection:
+            address: str = connection.getsockname()[0]
+        return address
