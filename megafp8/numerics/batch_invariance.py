@@ -19,6 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+from torch import Tensor
+
 _enabled = False  # of the process: backward passes, which may recompute a forward pass, have threads of their own
 
 
@@ -42,3 +45,10 @@ def batch_invariant(flag: bool = True) -> Iterator[None]:
         yield
     finally:
         set_batch_invariant(before)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x). On a CPU torch's differs where a tensor ends, whose last elements it computes one by one."""
+    if _enabled and not x.is_cuda:
+        return (1 + (-x).exp()).reciprocal()
+    return torch.sigmoid(x)

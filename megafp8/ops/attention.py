@@ -55,7 +55,7 @@ from megafp8.linear.grad_sink import deliver, wgrad_dtype
 from megafp8.numerics import attention_reference, invariant_attention_reference
 from megafp8.numerics.attention_mask import CAUSAL, AttentionMask, one_segment
 from megafp8.numerics.attention_scores import PLAIN, Scores
-from megafp8.numerics.batch_invariance import is_batch_invariant
+from megafp8.numerics.batch_invariance import is_batch_invariant, sigmoid
 from megafp8.numerics.onnx_export import in_onnx_export
 from megafp8.ops import cpu_attention, cudnn_attention
 
@@ -170,7 +170,7 @@ class _Attention(Function):
 def with_sink(o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp with sinks, from those of the keys alone."""
     sink = sink_a.detach().to(lse_sba.dtype)
-    key_share = torch.sigmoid(lse_sba - sink).unsqueeze(-1)
+    key_share = sigmoid(lse_sba - sink).unsqueeze(-1)
     return (o_sbad * key_share).to(o_sbad.dtype), torch.logaddexp(lse_sba, sink)
 
 
