@@ -183,6 +183,17 @@ def _strides(scale_inv: Tensor, granularity: Granularity) -> tuple[int, int]:
     return scale_inv.stride(0), scale_inv.stride(1)
 
 
+def tile_of(m: int, size: int, *, blocks: bool) -> tuple[_Tile, int]:
+    """The tile of m rows of elements of `size` bytes, and summands that are read at once."""
+    few = m <= _FEW_M
+    tile = _Tile(_FEW_N, max(16, next_power_of_2(m)), 4, 6 if size == 1 else 5) if few else _Tile(128, 128, 8, 4)
+    if size > 2:  # not multiplied by tensor cores
+        return tile._replace(stages=2), 32
+    if blocks and not few:  # registers hold the sums of all parts, of one, and of a block
+        tile = tile._replace(m=64)
+    return tile, _BLOCK if size == 1 or blocks or few else 64
+
+
 def product(
     x: Tensor | ScaledTensor, w: Tensor | ScaledTensor, dtype: torch.dtype, *, fast: bool = True,
     out: Tensor | None = None,
@@ -207,12 +218,8 @@ def product(
         w_rows = 128 if w.granularity is BLOCK_128X128 else 1
         strides = (*_strides(w_scale, w.granularity), *_strides(x_scale, x.granularity))
     x_data, w_data = kernel_input(x_data.contiguous()), kernel_input(w_data.contiguous())
-    few = m <= _FEW_M
-    count, size = parts(n, k), x_data.element_size()
-    tile = _Tile(_FEW_N, max(16, next_power_of_2(m)), 4, 6 if size == 1 else 5) if few else _Tile(128, 128, 8, 4)
-    block_k = _BLOCK if size == 1 or blocks else (128 if few else 64)
-    if size > 2:  # not multiplied by tensor cores
-        block_k, tile = 32, tile._replace(stages=2)
+    few, count, size = m <= _FEW_M, parts(n, k), x_data.element_size()
+    tile, block_k = tile_of(m, size, blocks=blocks)
     length = ceil_div(ceil_div(k, count), _BLOCK) * _BLOCK
     tiles = ceil_div(n, tile.n)
     grid, sums = (tiles * ceil_div(m, tile.m), 1), y
