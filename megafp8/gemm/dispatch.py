@@ -193,7 +193,10 @@ def _fits(a_mk: ScaledTensor, b_nk: ScaledTensor) -> bool:
 
 
 def emulated(
-    a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, multiply: Callable[[Tensor, Tensor], Tensor] | None = None
+    a_mk: ScaledTensor,
+    b_nk: ScaledTensor,
+    out_dtype: torch.dtype,
+    multiply: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """`Fp8Gemm.tn` in fp32 or wider. `multiply`: a · bᵀ of such matrices; None: torch's."""
     multiply = multiply or (lambda a, b: a @ b.t())

@@ -189,9 +189,7 @@ def build_model(config: Config, left_out: Sequence[str] = (), trained_length: in
     ]
     fp8.materialize(device)
     why_eager, invariant = _why_eager(config), config.inference.batch_invariant
-    return Model(
-        config.model, stages, placement, parallel, fp8, trained_length, why_eager, batch_invariant=invariant
-    )
+    return Model(config.model, stages, placement, parallel, fp8, trained_length, why_eager, batch_invariant=invariant)
 
 
 def _why_eager(config: Config) -> str:

@@ -61,9 +61,7 @@ def forward(
     origin_bs = key_origins(mask, s, t, q_sbad.device)
     positions_bs = torch.arange(s, device=q_sbad.device)[None] if mask.positions_bs is None else mask.positions_bs
     for sample in range(b):
-        first_s, end_s, origin_s, position_s = (
-            x[sample % len(x)] for x in (first_bs, end_bs, origin_bs, positions_bs)
-        )
+        first_s, end_s, origin_s, position_s = (x[sample % len(x)] for x in (first_bs, end_bs, origin_bs, positions_bs))
         q, k, v = (_heads_first(x[:, sample], wide) for x in (q_sbad, k_tbgd, v_tbgd))
         has_keys_s = end_s > first_s
         for origin in origin_s[has_keys_s].unique().tolist():
