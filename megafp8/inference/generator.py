@@ -172,9 +172,10 @@ class Generator:
         `expert`: the ranks of a stage over which experts are divided. `dtype`: None: that of the checkpoint. `fp8`: use
         FP8 where the model was trained in it. `weights`: quantize the weights of linear layers to this format, and
         compute in `dtype`, also where the model was trained in FP8. `batch_invariant`: log-probabilities are those of
-        training, whatever the batch (`inference.batch_invariant`); None: as the run's config says. `max_length`: None: the positions that the model
-        was trained with. A text prompt begins after what a document of the run begins after, or what the tokenizer's
-        files say. Raises ValueError, before ranks wait for each other, where the checkpoint does not fit.
+        training, whatever the batch (`inference.batch_invariant`); None: as the run's config says. `max_length`: None:
+        the positions that the model was trained with. A text prompt begins after what a document of the run begins
+        after, or what the tokenizer's files say. Raises ValueError, before ranks wait for each other, where the
+        checkpoint does not fit.
         """
         opened = open_checkpoint(
             path,

@@ -10,8 +10,8 @@ contracted. Queries that have no key in a block are unchanged by it.
 
 A tile of M queries may have several sequences: it goes over the keys of one after the other.
 
-Shapes: s queries, t keys, b micro-batch, a query heads, g key-value heads, d head width, w width of values, r distances;
-n single queries, z tokens of a page, m pages of a sequence, u parts; tiles of M queries and N keys.
+Shapes: s queries, t keys, b micro-batch, a query heads, g key-value heads, d head width, w width of values, r
+distances; n single queries, z tokens of a page, m pages of a sequence, u parts; tiles of M queries and N keys.
 """
 
 from __future__ import annotations
@@ -205,10 +205,11 @@ _forward, _attend, _merge = Kernel(forward_kernel), Kernel(attend_kernel), Kerne
 def _constants(d: int, w: int, scores: Scores, dtype: torch.dtype) -> dict[str, object]:
     """Of either kernel that multiplies; the same for both."""
     wide = max(d, w) > 128 or dtype == torch.float32
+    stages = 1 if dtype == torch.float32 else (2 if wide else 3)
     return {
         "SOFTCAP": scores.softcap is not None, "BIAS": scores.distance_bias_ar is not None, "D": d, "W": w,
         "D_TILE": max(16, next_power_of_2(d)), "W_TILE": max(16, next_power_of_2(w)), "M": _M, "N": KEYS,
-        "PART": PART, "num_warps": 8 if wide else 4, "num_stages": 1 if dtype == torch.float32 else (2 if wide else 3), "enable_fp_fusion": False,
+        "PART": PART, "num_warps": 8 if wide else 4, "num_stages": stages, "enable_fp_fusion": False,
     }  # fmt: skip
 
 

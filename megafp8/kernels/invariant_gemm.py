@@ -8,9 +8,9 @@ all the work and a program for each tile alone would leave most of the GPU idle:
 up what all of them have written. For many rows a program goes over all parts. Both compute the same numbers in the same
 order, so the same bits.
 
-*One instruction.* A tile has outputs as its rows and rows of x as its columns: y transposed. Hopper's instruction (wgmma)
-multiplies 64 rows by 8 to 256 columns, so few rows of x need no padding to 64, and an element is computed in one way
-whatever the number of columns. What a tensor core does within the instruction's 16 (FP8: 32) summands is the same too.
+*One instruction.* A tile has outputs as its rows and rows of x as its columns: y transposed. Hopper's instruction
+(wgmma) multiplies 64 rows by 8 to 256 columns, so few rows of x need no padding to 64, and all numbers of columns add
+up the instruction's 16 (FP8: 32) summands in one way (tests/kernels/test_invariant_gemm.py, on a GPU).
 
 *Scales.* Those of tensors and rows multiply finished sums. With blocks of 128 summands each block's product is
 multiplied and then added. FP8 sums of one part stay in the tensor core, with its 14 bits, where `fast`, else they are

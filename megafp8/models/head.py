@@ -88,8 +88,8 @@ class Head(nn.Module):
     ) -> Tensor:
         """Loss of each token, `[s, b]` float32; beside it, `[s, 2b]`, that of the binary head in the first row.
 
-        Without labels this rank's `logits` `[s, b, v/t]`. `look_ahead`: the output layer's input with that of all depths
-        of multi-token prediction, from that of the model. `dropout`: of the branch.
+        Without labels this rank's `logits` `[s, b, v/t]`. `look_ahead`: the output layer's input with that of all
+        depths of multi-token prediction, from that of the model. `dropout`: of the branch.
         """
         if labels_bs is None:
             return self.logits(x_sbh, branch_sbh, capped=capped)

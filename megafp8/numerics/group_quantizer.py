@@ -99,8 +99,9 @@ class GroupQuantizer:
                 eps=rule.eps, token_group=None,
             )  # fmt: skip
             if not columnwise:
-                return by_token  # type: ignore[no-any-return]
-            return by_token._replace(columnwise=self(source, row_groups, rowwise=False, columnwise=True).columnwise)
+                return by_token
+            by_expert = self(source, row_groups, rowwise=False, columnwise=True)
+            return QuantizedTensor(by_token.rowwise, by_expert.columnwise)
         recording = first.recorded_amax is not None and isinstance(first, AmaxRecording) and first.recording
         newest_amax_e = self._recorded_amaxes if recording else None
         if first.known_scale is None:

@@ -5,10 +5,10 @@ part blocks are taken in order with a running maximum and sum, and parts are mer
 
     M' = max(M, m)      L' = L · 2^(M - M') + l · 2^(m - M')      O' = O · 2^(M - M') + o · 2^(m - M')
 
-of the maxima M and m, sums L and l and unnormalized outputs O and o of the parts so far and of this one. A block without
-a key of a query changes nothing of it, exactly: its factors are 2^0 and 0. So it does not matter with which other
-queries a query is computed, nor whether parts are computed one after the other, as for prompts, or side by side, as
-for single queries of long sequences. `megafp8.kernels.invariant_attention` computes so on GPUs.
+of the maxima M and m, sums L and l and unnormalized outputs O and o of the parts so far and of this one. A block
+without a key of a query changes nothing of it, exactly: its factors are 2^0 and 0. So it does not matter with which
+other queries a query is computed, nor whether parts are computed one after the other, as for prompts, or side by side,
+as for single queries of long sequences. `megafp8.kernels.invariant_attention` computes so on GPUs.
 
 Here every product has one shape, whatever there is to compute, and missing queries and keys are zeros: libraries choose
 kernels by shape.
@@ -68,9 +68,9 @@ def forward(
             rows = torch.nonzero(has_keys_s & (origin_s == origin)).flatten()
             for rows_i in rows.split(_QUERIES):
                 lacking = _QUERIES - len(rows_i)
-                ranges = [F.pad(x[rows_i], (0, lacking)) for x in (first_s, end_s, position_s)]
+                first_i, end_i, position_i = (F.pad(x[rows_i], (0, lacking)) for x in (first_s, end_s, position_s))
                 q_aid = F.pad(q[:, rows_i], (0, 0, 0, lacking))
-                o_aiw, lse_ai = _of_queries(q_aid, k, v, origin, *ranges, scores, scale, t)
+                o_aiw, lse_ai = _of_queries(q_aid, k, v, origin, first_i, end_i, position_i, scores, scale, t)
                 o_sbad[rows_i, sample] = o_aiw[:, : len(rows_i), :w].transpose(0, 1).to(o_sbad.dtype)
                 lse_sba[rows_i, sample] = lse_ai[:, : len(rows_i)].T
     return o_sbad, lse_sba

@@ -58,7 +58,7 @@ def product(case: str) -> Any:
     few, size = m <= 64, {"bf16": 2, "fp8e4nv": 1, "fp32": 4}[data]
     tile, block_k = invariant_gemm.tile_of(m, size, blocks=blocks)
     pointers = {"w_nk": f"*{data}", "x_mk": f"*{data}", "y_mn": "*bf16", "arrived": "*i32"}
-    pointers |= {name: "*fp32" for name in ("w_scale_inv", "x_scale_inv", "sums_of_parts")}
+    pointers |= dict.fromkeys(("w_scale_inv", "x_scale_inv", "sums_of_parts"), "*fp32")
     constants = {
         "SIDE_BY_SIDE": few, "PARTS": parts, "SCALED": size == 1 and not blocks, "BLOCKS": blocks,
         "W_ROWS": 128 if blocks else 1, "FAST": fast, "WHOLE": True, "INTERPRETED": False, "N": tile.n, "M": tile.m,

@@ -77,7 +77,7 @@ def test_a_query_has_the_same_bits_everywhere(name: str, module: object) -> None
     o, lse = forward(q, k, v, mask, scores)
     wide_scores = Scores(softcap=case.softcap, distance_bias_ar=scores.distance_bias_ar)
     expected = attention_reference.forward(q.double(), k.double(), v.double(), mask, wide_scores)
-    tolerance = 2e-6 if DTYPE == torch.float32 else 8e-3
+    tolerance = 2e-6 if torch.float32 == DTYPE else 8e-3
     torch.testing.assert_close(o.double(), expected[0], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse.double(), expected[1], rtol=1e-5, atol=1e-5)
 
