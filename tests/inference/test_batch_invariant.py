@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megafp8.batch import Batch
-from megafp8.config import Config
+from megafp8.config import Config, ConfigError, check_layout
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.load import live_model
 from megafp8.inference.options import CacheOptions
@@ -150,3 +150,32 @@ def test_a_run_and_its_checkpoint(world2: World, tmp_path: Path, preset: Preset)
         assert waited > 0
         for scored, generated in pairs:
             assert scored == generated
+
+
+@pytest.mark.parametrize(
+    ("preset", "key"),
+    [
+        (TP2, "parallel.tensor"),
+        (CP2, "parallel.context"),
+        (HYBRID, "model.mixer.kind"),
+        (HYPER, "model.hyper_connections"),
+        (DROPPING, "model.moe.capacity_factor"),
+        (DROPOUT, "model.attention_dropout"),
+        (NVFP4, "fp8.recipe"),
+        (PREFIX, "data.prefix_lm"),
+    ],
+)
+def test_what_cannot_be_is_refused(preset: Preset, key: str) -> None:
+    config = config_of(preset, inference={"batch_invariant": True})
+    with pytest.raises(ConfigError) as error:
+        check_layout(config, preset.ranks)
+    assert key in str(error.value)
+
+
+def test_other_numbers_than_those_of_training_are_refused(tmp_path: Path) -> None:
+    make_theirs("llama3").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="weights = int8: with batch_invariant"):
+        Generator.from_checkpoint(tmp_path, device="cpu", weights="int8", batch_invariant=True)
+    with pytest.raises(ValueError, match="dtype = fp8 of the cache: with batch_invariant"):
+        Generator.from_checkpoint(tmp_path, device="cpu", batch_invariant=True, cache=CacheOptions(dtype="fp8"))
+    destroy_model_parallel()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 
+from megafp8.kernels.grouped_gemm import rows_times_matrices, values_times_matrices
 from megafp8.kernels.invariant_gemm import product
 from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
 from tests.kernels import DEVICE, noise
@@ -71,3 +76,49 @@ def test_products(name: str) -> None:
         out = torch.empty(m, n, device=whole.device)
         assert product(rows_of(x, rows), w, torch.float32, fast=kind != "split", out=out) is out
         assert torch.equal(out, whole[rows])
+
+
+@pytest.mark.parametrize("granularity", [None, ROW])
+def test_experts(granularity: Granularity | None) -> None:
+    """Rows in high precision, and rows with a scale each by matrices with one, do not depend on other rows."""
+    n, k, ends = 48, 256, [70, 70, 200]
+    x = matrix(ends[-1], k, granularity, 0)
+    w = matrix(3 * n, k, granularity and TENSOR, 5)
+    if isinstance(w, ScaledTensor):
+        w = w._replace(scale_inv=noise(3).abs() + 0.1)
+        w_values = w.data.double() * w.scale_inv.double().repeat_interleave(n).unsqueeze(1)
+    else:
+        w_values = w.double()
+
+    def multiply(x: Tensor | ScaledTensor, ends: list[int]) -> Tensor:
+        ends_e = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        if isinstance(x, ScaledTensor):
+            assert isinstance(w, ScaledTensor)
+            return rows_times_matrices(x, w, ends_e, n, torch.float32, columnwise=False, fast=True)
+        assert isinstance(w, Tensor)
+        return values_times_matrices(x, w, ends_e, n)
+
+    whole = multiply(x, ends)
+    matrices = w_values.view(3, n, k)
+    expected = torch.cat([values(x)[:70] @ matrices[0].t(), values(x)[70:] @ matrices[2].t()])
+    tolerance = 1e-5 if DEVICE == "cpu" else 2**-8
+    torch.testing.assert_close(whole.double(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+    rows = torch.tensor([69, 3, 199, 100, 70], device=DEVICE)
+    assert torch.equal(multiply(rows_of(x, rows), [2, 2, 5]), whole[rows])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiles_for_hopper() -> None:
+    """All tiles with one kind of instruction, without contractions, in its shared memory."""
+    command = [sys.executable, "-m", "tests.kernels.compile_invariant"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for line in done.stdout.splitlines():
+        name, instructions, fused, shared = line.split("; ")
+        assert int(shared) <= 227 * 1024, line
+        if "fp32" not in name:
+            assert "'wgmma" in instructions, line
+            assert "'mma" not in instructions, line
+            assert int(fused) == 0, line
