@@ -5,8 +5,8 @@
     python -m benchmarks.bench_generate --config configs/gemma2-9b.yaml --set model.num_layers=4 --profile
 
 A variant is bf16 or an FP8 recipe, with +int8, +int4, +fp8 (quantized weights; the recipe is then bf16), +fp8-cache or
-+int8-cache, and +eager (no CUDA graphs). `transformers` is its `generate` in bf16 with its default cache,
-`transformers-static` with the static cache, for which it compiles the model.
++int8-cache, +eager (no CUDA graphs) and +invariant (`inference.batch_invariant`). `transformers` is its `generate` in
+bf16 with its default cache, `transformers-static` with the static cache, for which it compiles the model.
 
 A decode step is what a call with more tokens takes longer than one with few, divided by the tokens: everything that
 `generate` does is in it. "of bound": the time in which --bandwidth reads the weights of blocks and output layer and the
@@ -53,11 +53,13 @@ def our_generate(
     """A model with random weights, and the bytes of weights that a decode step reads."""
     recipe, *extras = variant.split("+")
     for extra in extras:
-        if extra not in (*CACHES, *WEIGHT_FORMATS, "eager"):
-            raise ValueError(f"--variants: +{extra} is none of +eager, +{', +'.join((*CACHES, *WEIGHT_FORMATS))}")
+        if extra not in (*CACHES, *WEIGHT_FORMATS, "eager", "invariant"):
+            known = ", +".join((*CACHES, *WEIGHT_FORMATS))
+            raise ValueError(f"--variants: +{extra} is none of +eager, +invariant, +{known}")
         cache = cache._replace(**CACHES.get(extra, {}))  # type: ignore[arg-type]
     fp8 = Fp8Config() if recipe == "bf16" else Fp8Config(recipe=recipe)  # type: ignore[arg-type]
-    built = build_model(config_of(model, Layout(), fp8, torch.bfloat16, cuda=torch.cuda.is_available()))
+    invariant, cuda = "invariant" in extras, torch.cuda.is_available()
+    built = build_model(config_of(model, Layout(), fp8, torch.bfloat16, cuda=cuda, batch_invariant=invariant))
     (stage,) = built.stages
     initialize_parameters(stage, seed=0)
     assert stage.head is not None
@@ -69,7 +71,8 @@ def our_generate(
     for form in (WEIGHT_FORMATS[extra] for extra in extras if extra in WEIGHT_FORMATS):  # type: ignore[index]
         quantize_stages(built.stages, form)
         size = output + (blocks // 2 if form.kind == "int4" else blocks)
-    pack_weights(built.stages)
+    if not invariant:
+        pack_weights(built.stages)
     if "eager" in extras:
         built = replace(built, why_eager="+eager")
     generator = Generator(built, max_length=longest, cache=cache)

@@ -72,6 +72,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _object_cache,
         _evaluation,
         _deterministic,
+        _batch_invariant,
         _cuda_graphs,
         resilience_checks.layout,
         _profile,
@@ -672,6 +673,42 @@ def _deterministic(config: Config) -> Iterator[Problem]:
     if f.gemm_autotune:
         rule = "deterministic, and another algorithm, which rounds otherwise, may be the fastest in the next run"
         yield Problem("fp8.gemm_autotune", True, rule, f"leave it out, {off}")
+
+
+def _batch_invariant(config: Config) -> Iterator[Problem]:
+    if not config.inference.batch_invariant:
+        return
+    p, model, off = config.parallel, config.model, "or inference.batch_invariant=false"
+    for axis in ("tensor", "context", "expert"):
+        if (ranks := getattr(p, axis)) > 1:
+            rule = "inference.batch_invariant, and sums over ranks depend on what is summed together"
+            yield Problem(f"parallel.{axis}", ranks, rule, f"try parallel.{axis}=1, {off}")
+    off = "set inference.batch_invariant=false"
+    for kind in dict.fromkeys(layer.mixer.kind for layer in model.distinct_layers):
+        if kind not in ("attention", "latent_attention", "none"):
+            rule = "inference.batch_invariant is for layers of softmax attention over all or the latest tokens"
+            yield Problem("model.mixer.kind", kind, rule, off)
+    if model.architecture != "gpt":
+        rule = "inference.batch_invariant is for models that continue a text"
+        yield Problem("model.architecture", model.architecture, rule, off)
+    if model.hyper_connections is not None:
+        rule = "inference.batch_invariant: their products have no batch-invariant kernel"
+        yield Problem("model.hyper_connections", "given", rule, off)
+    if model.attention_dropout:
+        rule = "inference.batch_invariant: no batch-invariant kernel of attention has dropout"
+        yield Problem("model.attention_dropout", model.attention_dropout, rule, f"try 0, {off}")
+    if model.moe is not None and model.moe.capacity_factor is not None:
+        rule = "inference.batch_invariant, and which tokens an expert drops depends on the other tokens"
+        yield Problem("model.moe.capacity_factor", model.moe.capacity_factor, rule, f"leave it out, {off}")
+    recipes = {config.fp8.recipe} if config.fp8.recipe != "custom" else {
+        recipe for rule in config.fp8.custom for recipe in (rule.input, rule.weight, rule.grad_output)
+    }  # fmt: skip
+    if "nvfp4" in recipes:
+        rule = "inference.batch_invariant, and its scale of a tensor depends on all tokens"
+        yield Problem("fp8.recipe", config.fp8.recipe, rule, f"try blockwise or mxfp8, {off}")
+    if config.data.prefix_lm:
+        rule = "inference.batch_invariant: no batch-invariant kernel attends to later tokens"
+        yield Problem("data.prefix_lm", True, rule, off)
 
 
 _MOST_RANKS = 2**18

@@ -1261,6 +1261,16 @@ class ProfileConfig(Section):
     also written by all ranks after a hang."""
 
 
+class InferenceConfig(Section):
+    """The model's forward passes in generation and scoring, of a checkpoint or of the running job."""
+
+    batch_invariant: bool = False
+    """Forward passes whose numbers for a token do not depend on what is computed beside it: log-probabilities of
+    generated tokens are those of training, bit for bit, whatever the batch, its order and chunks of prompts. Training
+    computes its forward passes so, too, which is slower; backward passes are as they were. On one rank or with
+    parallel.pipeline, for layers of softmax attention (docs/generation.md)."""
+
+
 class StageConfig(Section):
     """A part of a run in which some keys have other values. It begins as if the run had been stopped and resumed with
     these."""
@@ -1308,6 +1318,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     resilience: ResilienceConfig = ResilienceConfig()
+    inference: InferenceConfig = InferenceConfig()
     profile: ProfileConfig | None = None
     """Profile some steps. Default: none."""
 

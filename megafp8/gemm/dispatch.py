@@ -22,6 +22,7 @@ Shapes: m, n the result's dims, k the dim summed over.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -122,7 +123,7 @@ class Fp8Gemm:
             self._cublaslt.matmul_tn(a_mk, b_nk, out, accumulate=False, use_fast_accum=use_fast_accum, bias=bias)
             return out
         if self.backend == "emulated" or (a_mk.granularity, b_nk.granularity) not in HOPPER_PAIRS:
-            return _into(out, _emulated(a_mk, b_nk, out_dtype))
+            return _into(out, emulated(a_mk, b_nk, out_dtype))
         assert a_mk.data.is_contiguous()
         assert b_nk.data.is_contiguous()
         return _into(out, _scaled_mm(a_mk, b_nk, out_dtype, use_fast_accum))
@@ -191,12 +192,19 @@ def _fits(a_mk: ScaledTensor, b_nk: ScaledTensor) -> bool:
     )
 
 
-def _emulated(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype) -> Tensor:
+def emulated(
+    a_mk: ScaledTensor,
+    b_nk: ScaledTensor,
+    out_dtype: torch.dtype,
+    multiply: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """`Fp8Gemm.tn` in fp32 or wider. `multiply`: a · bᵀ of such matrices; None: torch's."""
+    multiply = multiply or (lambda a, b: a @ b.t())
     wide = torch.promote_types(out_dtype, torch.float32)
     if all(x.granularity in (TENSOR, DEQUANTIZED) for x in (a_mk, b_nk)):  # scale_inv multiplies the finished sum
-        y_mn = a_mk.data.to(wide) @ b_nk.data.to(wide).t()
+        y_mn = multiply(a_mk.data.to(wide), b_nk.data.to(wide))
         return y_mn.mul_(a_mk.scale_inv).mul_(b_nk.scale_inv).to(out_dtype)
-    return (a_mk.dequantize(wide) @ b_nk.dequantize(wide).t()).to(out_dtype)
+    return multiply(a_mk.dequantize(wide), b_nk.dequantize(wide)).to(out_dtype)
 
 
 def _scaled_mm(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:

@@ -23,6 +23,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="default: that of the checkpoint")
     model.add_argument("--no-fp8", action="store_true", help="compute in high precision what was trained in FP8")
     model.add_argument("--weights", choices=get_args(WeightFormatName), help="quantize the weights of linear layers")
+    model.add_argument(
+        "--batch-invariant",
+        action=argparse.BooleanOptionalAction,
+        help="log-probabilities are those of training, whatever the batch; default: as the run's config says",
+    )
     model.add_argument("--max-length", type=int, help="tokens of a text; default: those of the training")
 
 
@@ -35,6 +40,7 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "dtype": DTYPES.get(arguments.dtype),
         "fp8": not arguments.no_fp8,
         "weights": arguments.weights,
+        "batch_invariant": arguments.batch_invariant,
     }
 
 

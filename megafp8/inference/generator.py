@@ -145,6 +145,11 @@ class Generator:
                 raise ValueError(f"{name} = {value}: must be at least 1")
         if cache.dtype is not None and cache.dtype not in _STORED:
             raise ValueError(f"dtype = {cache.dtype!r} of the cache: must be one of {', '.join(_STORED)}, or None")
+        if cache.dtype is not None and model.batch_invariant:
+            raise ValueError(
+                f"dtype = {cache.dtype} of the cache: with batch_invariant keys and values are stored as they are, as "
+                "training has them; leave it out"
+            )
         tokens = cache.cache_tokens
         if tokens is None:
             tokens = max(min(8 * max_length, _CACHED_TOKENS), max_length)
@@ -180,6 +185,7 @@ class Generator:
         dtype: torch.dtype | None = None,
         fp8: bool = True,
         weights: WeightFormatName | None = None,
+        batch_invariant: bool | None = None,
         max_length: int | None = None,
         cache: CacheOptions = DEFAULT_CACHE,
     ) -> Generator:
@@ -188,12 +194,20 @@ class Generator:
 
         `expert`: the ranks of a stage over which experts are divided. `dtype`: None: that of the checkpoint. `fp8`: use
         FP8 where the model was trained in it. `weights`: quantize the weights of linear layers to this format, and
-        compute in `dtype`, also where the model was trained in FP8. `max_length`: None: the positions that the model
-        was trained with. A text prompt begins after what a document of the run begins after, or what the tokenizer's
-        files say. Raises ValueError, before ranks wait for each other, where the checkpoint does not fit.
+        compute in `dtype`, also where the model was trained in FP8. `batch_invariant`: log-probabilities are those of
+        training, whatever the batch (`inference.batch_invariant`); None: as the run's config says. `max_length`: None:
+        the positions that the model was trained with. A text prompt begins after what a document of the run begins
+        after, or what the tokenizer's files say. Raises ValueError, before ranks wait for each other, where the
+        checkpoint does not fit.
         """
         opened = open_checkpoint(
-            path, Layout(tensor, pipeline, expert), device=device, dtype=dtype, fp8=fp8, weights=weights
+            path,
+            Layout(tensor, pipeline, expert),
+            device=device,
+            dtype=dtype,
+            fp8=fp8,
+            weights=weights,
+            batch_invariant=batch_invariant,
         )
         length = opened.max_length(max_length)
         return cls.of(opened, load_model(opened), max_length=length, cache=cache)
@@ -441,8 +455,12 @@ class Generator:
         if logits_rv is None:
             result = torch.empty(len(rows), 2 + 2 * top, dtype=torch.float64, device=parallel.device)
         else:
-            shard = VocabShard(logits_rv, self._vocab_size, parallel.tensor.group)
+            shard = VocabShard(self._cached.capped(logits_rv), self._vocab_size, parallel.tensor.group)
             chosen = choose(shard, rows, None if self.tokenizer is None else self.tokenizer.vocab_size)
+            if self.model.batch_invariant:
+                tokens_rc = torch.cat([chosen.tokens.unsqueeze(1), chosen.top_tokens], dim=1)
+                logprobs_rc = self._cached.loss_logprobs(logits_rv, tokens_rc)
+                chosen = chosen._replace(logprobs=logprobs_rc[:, 0], top_logprobs=logprobs_rc[:, 1:])
             columns = (chosen.tokens.unsqueeze(1), chosen.logprobs.unsqueeze(1), chosen.top_tokens, chosen.top_logprobs)
             result = torch.cat([x.double() for x in columns], dim=1)
         ranks_of_a_stage = parallel.world_size // parallel.pipeline.size

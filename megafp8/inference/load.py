@@ -95,8 +95,12 @@ def open_checkpoint(
     dtype: torch.dtype | None = None,
     fp8: bool = True,
     weights: str | None = None,
+    batch_invariant: bool | None = None,
 ) -> Opened:
-    """Read what describes the checkpoint, and check that it fits. Raises ValueError; needs no process group."""
+    """Read what describes the checkpoint, and check that it fits. Raises ValueError; needs no process group.
+
+    `batch_invariant`: None: as the run's config says.
+    """
     source = open_source(path)
     if isinstance(source, HfSource):  # its vocabulary is not padded, so it fits any number of ranks
         source = HfSource(source.path, math.lcm(128, layout.tensor))
@@ -111,7 +115,14 @@ def open_checkpoint(
         dtype = stored if run is None else DTYPES[run.training.precision]
     trained = run is not None and not isinstance(source, MergedSource)  # merged weights have no scales
     fp8_config = run.fp8 if run is not None and trained and fp8 and form is None else Fp8Config()
-    config = config_of(source.model, layout, fp8_config, dtype, cuda=cuda)
+    if batch_invariant is None:
+        batch_invariant = run is not None and run.inference.batch_invariant
+    if batch_invariant and form is not None:
+        raise ValueError(
+            f"weights = {weights}: with batch_invariant the model computes as in training, with the weights that it "
+            "has there; leave one of the two out"
+        )
+    config = config_of(source.model, layout, fp8_config, dtype, cuda=cuda, batch_invariant=batch_invariant)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = layout.tensor * layout.pipeline
     if ranks != world_size:
@@ -204,7 +215,8 @@ def build_model(
         for stage in placement.stages[parallel.pipeline.rank]
     ]
     fp8.materialize(device)
-    return Model(config.model, stages, placement, parallel, fp8, trained_length, _why_eager(config))
+    why_eager, invariant = _why_eager(config), config.inference.batch_invariant
+    return Model(config.model, stages, placement, parallel, fp8, trained_length, why_eager, batch_invariant=invariant)
 
 
 def _why_eager(config: Config) -> str:
@@ -225,8 +237,8 @@ def live_model(trainer: Trainer, layout: Layout | None = None) -> tuple[Model, L
     length, placement, p = config.training.seq_length, trainer.plan.placement, config.parallel
     if layout is None or layout == (p.tensor, p.pipeline, p.expert):
         why_eager = "copies of weights, which change, have other addresses after each step"
-        parallel = trainer.parallel
-        model = Model(config.model, trainer.stages, placement, parallel, trainer.fp8, length, why_eager, True)
+        shared = (config.model, trainer.stages, placement, trainer.parallel, trainer.fp8, length, why_eager)
+        model = Model(*shared, in_training=True, batch_invariant=config.inference.batch_invariant)
         return model, LiveWeights(trainer)
     check_decoder(config.model)
     world_size, ranks = trainer.parallel.world_size, layout.tensor * layout.pipeline
@@ -235,7 +247,9 @@ def live_model(trainer: Trainer, layout: Layout | None = None) -> tuple[Model, L
         raise ValueError(f"{given}, and the job's {world_size} cannot be divided by that")
     described = config.model.model_copy(update={"max_position_embeddings": config.position_rows})
     cuda, dtype = trainer.parallel.device.type == "cuda", DTYPES[config.training.precision]
-    own = config_of(described, layout, config.fp8, dtype, cuda=cuda).model_copy(update={"lora": config.lora})
+    invariant = config.inference.batch_invariant
+    own = config_of(described, layout, config.fp8, dtype, cuda=cuda, batch_invariant=invariant)
+    own = own.model_copy(update={"lora": config.lora})
     check_layout(own, ranks, "the generator's layout")
     model = build_model(own, trainer.auto_filter.layers, length, default=False)
     return (live := replace(model, in_training=True)), LiveWeights(trainer, live)
@@ -298,7 +312,15 @@ def _config_of_run(source: Source) -> Config | None:
         raise ValueError(f"{source.path} holds no config of a run that this version knows: {wrong}") from None
 
 
-def config_of(model: ModelConfig, layout: Layout, fp8: Fp8Config, dtype: torch.dtype, *, cuda: bool) -> Config:
+def config_of(
+    model: ModelConfig,
+    layout: Layout,
+    fp8: Fp8Config,
+    dtype: torch.dtype,
+    *,
+    cuda: bool,
+    batch_invariant: bool = False,
+) -> Config:
     """A config of `model` in this layout and dtype; what is about training has no meaning."""
     model = _for_generation(model)
     precision = next(name for name, each in DTYPES.items() if each == dtype)
@@ -315,6 +337,7 @@ def config_of(model: ModelConfig, layout: Layout, fp8: Fp8Config, dtype: torch.d
         "training": {"steps": 1, "seq_length": layout.tensor, "global_batch_size": 1, "precision": precision},
         "optimizer": {"learning_rate": 1.0},
         "data": {"train": ["none"]},
+        "inference": {"batch_invariant": batch_invariant},
     }
     fp8 = fp8.model_copy(update={"param_gather": False, "report_interval": 0, "auto_filter": "none"})
     return Config.model_validate(sections | {"model": model, "fp8": fp8})

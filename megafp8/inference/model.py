@@ -28,10 +28,12 @@ from megafp8.linear.quantized_weight import WeightFormat
 from megafp8.models.gpt import GPTStage
 from megafp8.models.mixer import StateCache, TokenCache, Tokens
 from megafp8.models.rotary import RotaryEmbedding
+from megafp8.numerics.batch_invariance import batch_invariant
 from megafp8.ops.attention import CoreAttention
 from megafp8.ops.recurrence import Recurrence
 from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.actions import Placement
+from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 _FP8_ROWS, _FP8_SHARD = 16, 128
 """FP8 GEMMs, and ranks that quantize slices, get a multiple of this many tokens: the largest `shard_alignment`."""
@@ -44,6 +46,7 @@ class Model:
     `trained_length`: tokens of the sequences that a run trained it with; 0 where that is not known. `why_eager`: why
     decode steps are not replayed from CUDA graphs; empty where they are. `in_training`: its weights change, and what it
     makes of them is used with gradients. `weights`: the format that weights of linear layers are quantized to.
+    `batch_invariant`: forward passes are (`megafp8.numerics.batch_invariance`).
     """
 
     config: ModelConfig
@@ -55,6 +58,7 @@ class Model:
     why_eager: str = ""
     in_training: bool = False
     weights: WeightFormat | None = None
+    batch_invariant: bool = False
 
     @property
     def last_rank(self) -> int:
@@ -147,7 +151,8 @@ class PackedModel:
         if model.fp8.recipe is not None:
             self.multiple *= _FP8_ROWS if self._ranks == 1 else _FP8_SHARD
         # Where operations without kernels of ours then run PyTorch's own (`ops.fusion.runs_unfused`).
-        self._inference_mode = context.device.type == "cpu" and not model.in_training
+        own_ops = context.device.type == "cpu" and not model.in_training and not model.batch_invariant
+        self._inference_mode = own_ops
 
     def run(self, packed: P, run_stage: Callable[[int, Tensor | None, P], Tensor | None]) -> Tensor | None:
         """What `run_stage` gives for the last stage; None on ranks without it.
@@ -159,7 +164,7 @@ class PackedModel:
         x_sbh: Tensor | None = None
         # torch.inference_mode(False) would allow gradients.
         without_gradients = torch.inference_mode if self._inference_mode else torch.no_grad
-        with without_gradients(), model.fp8.recording(False):
+        with without_gradients(), model.fp8.recording(False), batch_invariant(model.batch_invariant):
             for index, (home, chunk) in enumerate(model.placement.homes):
                 if home != pipeline.rank:
                     continue
@@ -191,11 +196,31 @@ class PackedModel:
         return stage.run_blocks(x_sbh, inputs)
 
     def logits(self, stage: GPTStage, x_sbh: Tensor, branch_sbh: Tensor | None, rows_r: Tensor) -> Tensor:
-        """This rank's logits `[r, v/t]`, float32, after these tokens, from the stream after the last stage's blocks."""
+        """This rank's logits `[r, v/t]`, float32, after these tokens, from the stream after the last stage's blocks.
+
+        Where `model.batch_invariant` those without a soft cap, as the loss reads them (`capped`, `loss_logprobs`).
+        """
         assert stage.head is not None
         streams = [None if x is None else self._rows(x, rows_r, stage) for x in (x_sbh, branch_sbh)]
-        logits_rbv: Tensor = stage.head(*streams, None)
+        logits_rbv: Tensor = stage.head(*streams, None, capped=not self.model.batch_invariant)
         return logits_rbv[: len(rows_r), 0].float()
+
+    def capped(self, logits_rv: Tensor) -> Tensor:
+        """`logits` with the model's soft cap."""
+        cap = self.model.config.logit_softcap
+        return logits_rv if cap is None or not self.model.batch_invariant else cap * (logits_rv / cap).tanh()
+
+    def loss_logprobs(self, logits_rv: Tensor, tokens_rc: Tensor) -> Tensor:
+        """Log-probabilities `[r, c]` of tokens, computed as the loss of training is, from this rank's `logits`."""
+        size, cap = self.model.config.vocab_size, self.model.config.logit_softcap
+        assert size is not None
+        group = self.model.stages[0].context.tensor
+        logits_1rv = logits_rv.unsqueeze(0)
+        losses = [
+            vocab_parallel_cross_entropy(logits_1rv, x.contiguous().unsqueeze(0), group, vocab_size=size, softcap=cap)
+            for x in tokens_rc.unbind(1)
+        ]
+        return -torch.cat(losses).t()
 
     def _rows(self, x_sbh: Tensor, rows_r: Tensor, stage: GPTStage) -> Tensor:
         """These tokens of the residual stream, sharded as it is, with some of padding then."""

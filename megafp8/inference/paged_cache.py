@@ -16,7 +16,9 @@ from torch import Tensor
 from megafp8.kernels.limits import LARGEST_HEAD
 from megafp8.models.mixer import TokenCache
 from megafp8.numerics.attention_scores import Scores
+from megafp8.numerics.batch_invariance import is_batch_invariant
 from megafp8.numerics.formats import E4M3
+from megafp8.ops.attention import with_sink
 
 _LARGEST = {torch.float8_e4m3fn: E4M3.max, torch.int8: 127.0}
 """What the amax of a head of a token becomes in a quantized cache."""
@@ -110,13 +112,33 @@ class PagedCache:
         self, layer: int, q_nad: Tensor, table_nm: Tensor, positions_n: Tensor, window: int | None,
         chunk: int | None, sink_a: Tensor | None, scores: Scores,
     ) -> Tensor:  # fmt: skip
-        """Attention of one query of each sequence, where `in_place`: `kernels.paged_attention.attend`."""
+        """Attention of one query of each sequence, where `in_place`: `kernels.paged_attention.attend`.
+
+        Where forward passes are batch-invariant by `kernels.invariant_attention`.
+        """
+        if is_batch_invariant():
+            return self._attend_invariant(layer, q_nad, table_nm, positions_n, window, chunk, sink_a, scores)
         from megafp8.kernels import paged_attention  # needs Triton, which comes with torch's CUDA builds
 
         cached = self._layers[layer]
         return paged_attention.attend(
             q_nad, cached.keys, cached.values, cached.scales, table_nm, positions_n, window, chunk, sink_a, scores
         )
+
+    def _attend_invariant(
+        self, layer: int, q_nad: Tensor, table_nm: Tensor, positions_n: Tensor, window: int | None,
+        chunk: int | None, sink_a: Tensor | None, scores: Scores,
+    ) -> Tensor:  # fmt: skip
+        from megafp8.kernels import invariant_attention  # needs Triton, which comes with torch's CUDA builds
+
+        cached = self._layers[layer]
+        assert cached.scales is None
+        o_naw, lse_na = invariant_attention.attend(
+            q_nad, cached.keys, cached.values, table_nm, positions_n, window, chunk, scores
+        )
+        if sink_a is None:
+            return o_naw
+        return with_sink(o_naw.unsqueeze(1), lse_na.unsqueeze(1), sink_a)[0].squeeze(1)
 
     def read(self, layer: int, table_bp: Tensor) -> tuple[Tensor, Tensor]:
         """Keys `[t, b, g, d]` and values `[t, b, g, w]` in the pages of b sequences, int32 or int64; views of `[b, t,

@@ -398,8 +398,12 @@ class Scorer:
         assert size is not None
         scores = []
         for rows_r, labels_rc in zip(step.rows_r.split(_LOGIT_ROWS), step.labels_rc.split(_LOGIT_ROWS), strict=True):
-            shard = VocabShard(self._packed.logits(stage, x_sbh, branch_sbh, rows_r), size, group)
-            logprobs_rc = shard.at(shard.logits, labels_rc) - shard.logsumexp(shard.logits).unsqueeze(1)
+            logits_rv = self._packed.logits(stage, x_sbh, branch_sbh, rows_r)
+            shard = VocabShard(self._packed.capped(logits_rv), size, group)
+            if self.model.batch_invariant:
+                logprobs_rc = self._packed.loss_logprobs(logits_rv, labels_rc)
+            else:
+                logprobs_rc = shard.at(shard.logits, labels_rc) - shard.logsumexp(shard.logits).unsqueeze(1)
             greedy_rc = shard.most_probable(shard.logits).unsqueeze(1) == labels_rc
             scores.append(torch.stack([logprobs_rc.double(), greedy_rc.double()], dim=-1))
         return torch.cat(scores)

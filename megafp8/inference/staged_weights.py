@@ -26,7 +26,8 @@ def prepare_weights(model: Model) -> None:
     model.fp8.invalidate_weights()
     if model.weights is not None:
         quantize_stages(model.stages, model.weights)
-    pack_weights(model.stages)
+    if not model.batch_invariant:
+        pack_weights(model.stages)
 
 
 class StagedWeights:

@@ -244,6 +244,8 @@ def rows_times_matrices(
 ) -> Tensor:
     """`[m, n]` in `out_dtype`: FP8 rows `[m, k]` times the transpose of their expert's matrix `[n, k]`.
 
+    A scale for each row of `a_mk` may meet one for each matrix.
+
     `b`: the matrices one below the other, `[e·n, k]`; or `columnwise` beside each other, `[n, padded]`, as
     `megafp8.numerics.groups` casts weights whose gradients are to flow on. Widths are multiples of 16; of 128 where a
     has scales of 1×128 blocks and b of 128×128. `ends_e`: int32, where the rows of each expert end. `fast`: sums stay
@@ -253,6 +255,8 @@ def rows_times_matrices(
     out_mn = torch.empty(m, n, dtype=out_dtype, device=a_mk.data.device)
     if not out_mn.numel():
         return out_mn
+    if a_mk.granularity is ROW and b.granularity is TENSOR:  # each row of a matrix has its scale
+        b = b._replace(scale_inv=b.scale_inv.repeat_interleave(n).unsqueeze(1), granularity=ROW)
     _check(a_mk, b, n, k)
     row_step, column_step = (0, b.data.shape[1] // experts) if columnwise else (n, 0)
     if a_mk.granularity is BLOCK_1X128 and hopper.takes(out_mn.device):
@@ -265,6 +269,23 @@ def rows_times_matrices(
         TensorDescriptor.from_tensor(b.data, [tile.columns, tile_k]), out_mn, ends_e, a_mk.scale_inv, b.scale_inv, m, n,
         k, experts, a_mk.scale_inv.stride(-1), b.scale_inv.stride(0), row_step, column_step,
         EXPERTS=next_power_of_2(experts), **constants,
+    )  # fmt: skip
+    return out_mn
+
+
+def values_times_matrices(a_mk: Tensor, b: Tensor, ends_e: Tensor, n: int) -> Tensor:
+    """`rows_times_matrices` of bf16 or fp16 and matrices one below the other, with one tile for all numbers of rows:
+    a row's results do not depend on how many others there are, as those of `grouped_mm` may."""
+    (m, k), experts = a_mk.shape, len(ends_e)
+    out_mn = torch.empty(m, n, dtype=a_mk.dtype, device=a_mk.device)
+    if not out_mn.numel():
+        return out_mn
+    tile, tile_k, constants = _launched(torch.bfloat16, "none", fast=True)
+    most = (m // tile.rows + experts) * ceil_div(n, tile.columns)
+    rows_kernel[(min(most, _programs(out_mn.device, tile)),)](
+        TensorDescriptor.from_tensor(a_mk.contiguous(), [tile.rows, tile_k]),
+        TensorDescriptor.from_tensor(b, [tile.columns, tile_k]), out_mn, ends_e, out_mn, out_mn, m, n, k, experts, 0, 0,
+        n, 0, EXPERTS=next_power_of_2(experts), **constants,
     )  # fmt: skip
     return out_mn
 

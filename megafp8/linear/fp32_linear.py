@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from megafp8.gemm import invariant
 from megafp8.gemm.dispatch import gemm
 from megafp8.linear.autograd import once_differentiable
 from megafp8.linear.grad_sink import deliver, now_or_later, wgrad_dtype
+from megafp8.numerics.batch_invariance import is_batch_invariant
 
 
 def fp32_linear(x_mk: Tensor, weight: nn.Parameter) -> Tensor:
@@ -34,7 +36,8 @@ class _Fp32Linear(Function):
     def forward(ctx: Any, x_mk: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x_mk, weight)
         ctx.weight = weight  # saved tensors may come back as other objects, without their sink
-        return gemm(x_mk, weight.to(x_mk.dtype).t(), torch.promote_types(x_mk.dtype, torch.float32))
+        w_nk, wide = weight.to(x_mk.dtype), torch.promote_types(x_mk.dtype, torch.float32)
+        return invariant.product(x_mk, w_nk, wide) if is_batch_invariant() else gemm(x_mk, w_nk.t(), wide)
 
     @staticmethod
     @once_differentiable

@@ -24,10 +24,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megafp8.gemm import invariant
 from megafp8.gemm.dispatch import gemm
 from megafp8.linear.grad_sink import deliver, in_place, was_added, wgrad_dtype
 from megafp8.linear.state import LinearState, Quantizers
 from megafp8.linear.weight_forms import WeightForm
+from megafp8.numerics.batch_invariance import is_batch_invariant
 from megafp8.numerics.sources import Plain
 from megafp8.numerics.tensor import Granularity, QuantizedTensor, ScaledTensor
 from megafp8.plan import LinearSite, PerGemm
@@ -112,6 +114,9 @@ def fprop(
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`x wᵀ + bias`, `[m, n]` in `dtype`; into `out` if given."""
+    if is_batch_invariant():
+        w = w if isinstance(w, ScaledTensor) or isinstance(x, ScaledTensor) else in_dtype(w, x.dtype)
+        return invariant.product(x, w, dtype, fast=state.fast_accum.fprop, out=out, bias=bias)
     if isinstance(x, ScaledTensor):
         assert isinstance(w, ScaledTensor)
         return state.gemm.tn(x, w, dtype, use_fast_accum=state.fast_accum.fprop, out=out, bias=bias)

@@ -47,6 +47,7 @@ from megafp8.linear.grad_sink import deliver, now_or_later, paired_wgrad_by, wgr
 from megafp8.linear.group_state import GroupState
 from megafp8.linear.state import LinearState, QuantizedGradHandoff
 from megafp8.linear.weight_forms import WeightForm
+from megafp8.numerics.batch_invariance import is_batch_invariant
 from megafp8.numerics.groups import RowGroups, row_slices
 from megafp8.numerics.tensor import BLOCK_1X128, TENSOR, Granularity, QuantizedTensor, ScaledTensor
 from megafp8.plan import PerGemm
@@ -101,7 +102,9 @@ class _JointLinear(Function):
         if x8 is None:
             x8 = quantize_input(layer, x_mk, for_wgrad=needs_dw)
         w8 = fp8_weight(layer, weight, needs_dx=needs_dx)
-        if high.fprop:
+        if high.fprop and is_batch_invariant():
+            y_mn = _kernels().values_times_matrices(x_mk, in_dtype(weight, x_mk.dtype), ends_e, n)
+        elif high.fprop:
             y_mn = grouped_mm(x_mk, in_dtype(weight, x_mk.dtype).view(-1, n, k).transpose(1, 2), offs=ends_e)
         else:
             y_mn = _kernels().rows_times_matrices(

@@ -33,6 +33,7 @@ from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import RotaryEmbedding
 from megafp8.numerics.attention_mask import AttentionMask
 from megafp8.numerics.attention_scores import AttentionDropout, Scores, alibi_slopes
+from megafp8.numerics.batch_invariance import sigmoid
 from megafp8.ops import attention
 from megafp8.ops.attention import CoreAttention
 from megafp8.ops.rotary import QKNorms, rotate_and_split, rotate_heads
@@ -411,4 +412,4 @@ class Attention(Mixer):
 
 
 def _gated(y: Tensor, gate: Tensor) -> Tensor:
-    return y * gate.sigmoid()
+    return y * sigmoid(gate)

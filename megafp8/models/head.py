@@ -65,10 +65,10 @@ class Head(nn.Module):
             return x_sbh
         return normalized(self.norm, x_sbh, branch_sbh, dropout)
 
-    def logits(self, x_sbh: Tensor, branch_sbh: Tensor | None) -> Tensor:
-        """This rank's logits `[s, b, v/t]`."""
+    def logits(self, x_sbh: Tensor, branch_sbh: Tensor | None, *, capped: bool = True) -> Tensor:
+        """This rank's logits `[s, b, v/t]`; not `capped`: as the loss reads them, which caps them in fp32."""
         logits_sbv = self._uncapped(self._hidden(x_sbh, branch_sbh))
-        return logits_sbv if self.softcap is None else self.softcap * (logits_sbv / self.softcap).tanh()
+        return logits_sbv if self.softcap is None or not capped else self.softcap * (logits_sbv / self.softcap).tanh()
 
     def _uncapped(self, hidden_sbh: Tensor) -> Tensor:
         """Logits before the soft cap. Their input, which is smaller, is scaled in their place."""
@@ -83,14 +83,16 @@ class Head(nn.Module):
         labels_bs: Tensor | None,
         look_ahead: Callable[[Tensor], Tensor] | None = None,
         dropout: Dropout | None = None,
+        *,
+        capped: bool = True,
     ) -> Tensor:
         """Loss of each token, `[s, b]` float32; beside it, `[s, 2b]`, that of the binary head in the first row.
 
-        Without labels this rank's logits `[s, b, v/t]`. `look_ahead`: the output layer's input with that of all depths
-        of multi-token prediction, from that of the model. `dropout`: of the branch.
+        Without labels this rank's `logits` `[s, b, v/t]`. `look_ahead`: the output layer's input with that of all
+        depths of multi-token prediction, from that of the model. `dropout`: of the branch.
         """
         if labels_bs is None:
-            return self.logits(x_sbh, branch_sbh)
+            return self.logits(x_sbh, branch_sbh, capped=capped)
         assert self.vocab_size is not None
         hidden_sbh = self._hidden(x_sbh, branch_sbh, dropout)
         b = hidden_sbh.shape[1]

@@ -52,6 +52,7 @@ from megafp8.models.mlp import MLP
 from megafp8.models.norms import Norm, block_norm, normalized
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.router import Router
+from megafp8.numerics.batch_invariance import sigmoid
 from megafp8.numerics.groups import RowGroups
 from megafp8.ops.activation import activation
 from megafp8.ops.mlp import UNFUSED
@@ -202,7 +203,7 @@ class SharedExpert(nn.Module):
         y_sbh = self.mlp(x_sbh)
         if self.gate is None:
             return y_sbh
-        return high_precision_linear(x_sbh, self.gate).sigmoid() * y_sbh
+        return sigmoid(high_precision_linear(x_sbh, self.gate)) * y_sbh
 
 
 class LatentProjection(nn.Module):

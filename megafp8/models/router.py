@@ -39,6 +39,7 @@ from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.linear.fp32_linear import fp32_linear
 from megafp8.models.context import BuildContext, replicated_parameter
+from megafp8.numerics.batch_invariance import sigmoid
 from megafp8.philox import Key, key_of, philox
 
 
@@ -60,7 +61,7 @@ class _SqrtSoftplus(Function):
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": partial(torch.softmax, dim=1),
-    "sigmoid": torch.sigmoid,
+    "sigmoid": sigmoid,
     "sqrtsoftplus": _SqrtSoftplus.apply,
 }
 """Scores of experts, from logits `[n, e]`, by `model.moe.score`."""

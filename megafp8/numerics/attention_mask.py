@@ -7,7 +7,7 @@ Shapes: s queries, t keys, b micro-batch, a heads; n segments of a sample.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -157,3 +157,9 @@ def key_ranges(mask: AttentionMask, s: int, t: int, device: torch.device) -> tup
         end = torch.maximum(end, torch.minimum(stop, mask.prefix_b.long()[:, None]))
     some = end > first
     return first * some, end * some
+
+
+def key_origins(mask: AttentionMask, s: int, t: int, device: torch.device) -> Tensor:
+    """The first key of each query's segment or chunk, whatever the window, int64 `[1 or b, s]`; 0 of queries without
+    keys."""
+    return key_ranges(replace(mask, window=None), s, t, device)[0]

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_reduce
 from megafp8.numerics import groups
+from megafp8.numerics.batch_invariance import is_batch_invariant
 from megafp8.numerics.groups import RowGroups
 from megafp8.numerics.implementations import kernels
 from megafp8.numerics.quantizers import AmaxRecording, Quantizer
@@ -91,6 +92,16 @@ class GroupQuantizer:
                 source, first.fmt, row_groups, rowwise=rowwise, columnwise=columnwise, power_of_two=rule.power_of_two,
                 eps=rule.eps,
             )  # fmt: skip
+        if rowwise and first.known_scale is None and first.tensor.operand == "input" and is_batch_invariant():
+            rule = first.rule  # a scale for each token, as `CurrentScaling.cast`
+            by_token = module.cast_groups_rows(
+                source, first.fmt, row_groups, rowwise=True, columnwise=False, power_of_two=rule.power_of_two,
+                eps=rule.eps, token_group=None,
+            )  # fmt: skip
+            if not columnwise:
+                return by_token
+            by_expert = self(source, row_groups, rowwise=False, columnwise=True)
+            return QuantizedTensor(by_token.rowwise, by_expert.columnwise)
         recording = first.recorded_amax is not None and isinstance(first, AmaxRecording) and first.recording
         newest_amax_e = self._recorded_amaxes if recording else None
         if first.known_scale is None:

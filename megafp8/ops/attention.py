@@ -52,9 +52,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megafp8.kernels.limits import LARGEST_HEAD
 from megafp8.linear.fusion import runs_unfused
 from megafp8.linear.grad_sink import deliver, wgrad_dtype
-from megafp8.numerics import attention_reference
+from megafp8.numerics import attention_reference, invariant_attention_reference
 from megafp8.numerics.attention_mask import CAUSAL, AttentionMask, one_segment
 from megafp8.numerics.attention_scores import PLAIN, Scores
+from megafp8.numerics.batch_invariance import is_batch_invariant, sigmoid
 from megafp8.numerics.onnx_export import in_onnx_export
 from megafp8.ops import cpu_attention, cudnn_attention
 
@@ -70,6 +71,8 @@ def attention(
     ValueError if bias or dropout of `scores` do not fit the shapes.
     """
     record_largest(q_sbad, k_tbgd, mask, scores)
+    if is_batch_invariant():
+        return _Attention.apply(q_sbad, k_tbgd, v_tbgd, sink_a, scores.distance_bias_ar, mask, scores)
     wide = q_sbad.is_cuda and q_sbad.shape[-1] > LARGEST_HEAD  # for which torch has but one with a matrix of scores
     plain = sink_a is None and scores.only_scales and mask.is_plain(q_sbad.shape[0], k_tbgd.shape[0])
     if wide or not plain or not _torch_takes_values(q_sbad, v_tbgd):
@@ -167,7 +170,7 @@ class _Attention(Function):
 def with_sink(o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp with sinks, from those of the keys alone."""
     sink = sink_a.detach().to(lse_sba.dtype)
-    key_share = torch.sigmoid(lse_sba - sink).unsqueeze(-1)
+    key_share = sigmoid(lse_sba - sink).unsqueeze(-1)
     return (o_sbad * key_share).to(o_sbad.dtype), torch.logaddexp(lse_sba, sink)
 
 
@@ -316,11 +319,25 @@ def forward(
     All dense. A query without any key has the output 0 and the log-sum-exp -inf.
     """
     _check_shapes(q_sbad, k_tbgd, mask, scores)
+    if is_batch_invariant():
+        return _invariant_forward(q_sbad, k_tbgd, v_tbgd, mask, scores)
     choice, w = _choice(q_sbad, k_tbgd, v_tbgd, mask, scores), v_tbgd.shape[-1]
     if w == q_sbad.shape[-1] or choice.narrow_values:
         return _forward(choice.kernel, q_sbad, k_tbgd, v_tbgd, mask, scores)
     o_sbad, lse_sba = _forward(choice.kernel, q_sbad, k_tbgd, _padded(v_tbgd, q_sbad), mask, scores)
     return o_sbad[..., :w].contiguous(), lse_sba
+
+
+def _invariant_forward(
+    q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """`forward` with an order of sums that does not depend on the other queries."""
+    invariant_attention_reference.check(mask, scores)
+    if q_sbad.is_cuda and q_sbad.dtype != torch.float64 and q_sbad.shape[-1] <= LARGEST_HEAD:
+        from megafp8.kernels import invariant_attention  # needs Triton, which comes with torch's CUDA builds
+
+        return invariant_attention.forward(q_sbad, k_tbgd, v_tbgd, mask, scores)
+    return invariant_attention_reference.forward(q_sbad, k_tbgd, v_tbgd, mask, scores)
 
 
 def _padded(x: Tensor, like: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from megafp8.linear.fusion import LinearInput, Recompute, RecomputedInput
 from megafp8.linear.state import LinearState, QuantizedGradHandoff
+from megafp8.numerics.batch_invariance import sigmoid
 from megafp8.numerics.sources import ACTIVATION_SOURCES, Plain
 from megafp8.ops.activation import activation
 
@@ -28,7 +29,7 @@ def _squared_relu(x: Tensor) -> Tensor:
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
+    return x * sigmoid(1.702 * x)
 
 
 def _gated(function: _Function) -> _Function:
@@ -47,7 +48,7 @@ UNFUSED: dict[str, _Function] = {
     "reglu": _gated(F.relu),
     "sreglu": _gated(_squared_relu),
     "qgeglu": _gated(_quick_gelu),
-    "glu": _gated(torch.sigmoid),
+    "glu": _gated(sigmoid),
 }
 """What activations without a kernel compute: of x, or of [gate | up]."""
 

@@ -36,6 +36,7 @@ from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext, lora_of, tokens_per_rank, weight_storage
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
+from megafp8.numerics.batch_invariance import batch_invariant
 from megafp8.optimizer.layer_norms import layers_of_model
 from megafp8.optimizer.loss_scale import LossScaler
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
@@ -461,7 +462,8 @@ class Trainer:
         if reduce and self.config.parallel.overlap_grad_reduce:
             self.strategy.start_overlap(len(batches))
         actions, shards = self._plan_of(batches).train[self.parallel.pipeline.rank], self._own_tokens(batches)
-        reports = self.engine.run(actions, self._stage_functions(), shards, backward=True, stopwatch=stopwatch)
+        with batch_invariant(self.config.inference.batch_invariant):  # backward passes may recompute forward passes
+            reports = self.engine.run(actions, self._stage_functions(), shards, backward=True, stopwatch=stopwatch)
         self.strategy.wait()
         if reduce:
             self.strategy.finish()
@@ -555,7 +557,7 @@ class Trainer:
         self.row_bound.exceeded.zero_()
         self.strategy.gather()
         actions, shards = self._plan_of(batches).evaluate[self.parallel.pipeline.rank], self._own_tokens(batches)
-        with self.fp8.recording(False):
+        with self.fp8.recording(False), batch_invariant(self.config.inference.batch_invariant):
             return self._sum(self.engine.run(actions, self._stage_functions(), shards, backward=False))
 
     @staticmethod

@@ -2,6 +2,10 @@
 
 Exact, at the cost of one pass more over the data, and of a reduction wherever ranks hold shards of a tensor, since a
 shard has another maximum than the whole.
+
+A token's scale then depends on the other tokens. Where forward passes are to be batch-invariant
+(`megafp8.numerics.batch_invariance`), each token of a layer's input has a scale of its own in fprop; all other casts
+stay as they are.
 """
 
 from __future__ import annotations
@@ -10,8 +14,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megafp8.distributed.collectives import all_reduce
-from megafp8.numerics.quantizers import casts
+from megafp8.numerics.batch_invariance import is_batch_invariant
+from megafp8.numerics.quantizers import casts, implementation
 from megafp8.numerics.recipes.base import PER_TENSOR, AmaxOptions, Capabilities, Fp8Tensor, fast_accumulation
+from megafp8.numerics.recipes.rowwise import cast_rows
 from megafp8.numerics.sources import Source
 from megafp8.numerics.tensor import QuantizedTensor
 
@@ -26,9 +32,18 @@ class CurrentScaling(AmaxOptions):
     use_fast_accum: tuple[bool, bool, bool] = fast_accumulation()
 
     def cast(self, source: Source, tensor: Fp8Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        implementation = casts(source)
-        whole_amax = all_reduce(implementation.amax(source), tensor.group, "max")
-        return implementation.cast_current(
+        if rowwise and tensor.operand == "input" and is_batch_invariant():
+            rule = self.scale_rule(self.format_of(tensor.operand))
+            by_token = implementation(cast_rows, source)(
+                source, self.format_of(tensor.operand), rowwise=True, columnwise=False,
+                power_of_two=rule.power_of_two, eps=rule.eps,
+            )  # fmt: skip
+            if not columnwise:
+                return by_token
+            return by_token._replace(columnwise=self.cast(source, tensor, rowwise=False, columnwise=True).columnwise)
+        module = casts(source)
+        whole_amax = all_reduce(module.amax(source), tensor.group, "max")
+        return module.cast_current(
             source, whole_amax, self.format_of(tensor.operand), rowwise=rowwise, columnwise=columnwise,
             power_of_two=self.power_of_two, eps=self.amax_epsilon,
         )  # fmt: skip

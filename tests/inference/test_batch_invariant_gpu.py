@@ -1,0 +1,67 @@
+"""`batch_invariant` on a GPU: log-probabilities of generated tokens are those of training's forward pass, bit for bit.
+
+`python -m benchmarks.bench_batch_invariant` does the same with real widths.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megafp8.batch import Batch
+from megafp8.config.schema import Fp8Config
+from megafp8.inference import Generator, SamplingOptions
+from megafp8.inference.load import Layout, build_model, config_of
+from megafp8.inference.options import CacheOptions
+from megafp8.numerics.batch_invariance import batch_invariant
+from megafp8.parallel_state import destroy_model_parallel
+from megafp8.tensor_parallel.random import initialize_parameters
+from tests.training.presets import *  # noqa: F403
+from tests.training.presets import Preset
+from tests.training.presets import config_of as run_of
+
+WIDTHS = {"hidden_size": 256, "ffn_hidden_size": 384, "init_std": 0.2}
+MODELS = {"llama": NONE, "experts": MOE, "gemma": GEMMA, "latent": DEEPSEEK, "sinks": GPT_OSS}
+RECIPES = ["bf16", "fp32", "delayed", "current", "rowwise", "blockwise", "mxfp8"]
+BATCHES = (1, 2, 5, 64)
+NEW = 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_logprobs_are_those_of_training(name: str, recipe: str) -> None:
+    preset: Preset = MODELS[name]
+    model = run_of(preset, model=WIDTHS).model
+    if model.moe is not None:
+        model = model.model_copy(update={"moe": model.moe.model_copy(update={"ffn_hidden_size": 128})})
+    dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
+    fp8 = Fp8Config() if recipe in ("bf16", "fp32") else Fp8Config(recipe=recipe)
+    built = build_model(config_of(model, Layout(), fp8, dtype, cuda=True, batch_invariant=True))
+    (stage,) = built.stages
+    initialize_parameters(stage, seed=0)
+    for history in built.fp8.state_dict().values():
+        history.fill_(4.0)
+    built.fp8.invalidate_weights()
+    own = random.Random(0)
+    prompts = [[own.randrange(1, 90) for _ in range(own.randint(1, 90))] for _ in range(max(BATCHES))]
+    options = SamplingOptions(max_tokens=NEW, temperature=1.0, seed=1, ignore_end=True)
+    for why_eager in ("", "without graphs"):
+        eager = replace(built, why_eager=why_eager or built.why_eager)
+        cache = CacheOptions(cache_tokens=1024, max_batch_tokens=50, max_sequences=24)
+        generator = Generator(eager, max_length=512, cache=cache)
+        for count in BATCHES:
+            order = own.sample(range(count), count)
+            for completion in generator.generate([prompts[i] for i in order], options):
+                text = [*completion.prompt_tokens, *completion.tokens]
+                ids = torch.zeros(1, 129, dtype=torch.int64)
+                ids[0, : len(text)] = torch.tensor(text)
+                ids = ids.cuda()
+                with batch_invariant(), built.fp8.recording(False):
+                    loss_sb = stage(None, Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
+                logprobs = -loss_sb.detach()[len(text) - 1 - NEW : len(text) - 1, 0].double()
+                assert logprobs.tolist() == completion.logprobs
+    destroy_model_parallel()
