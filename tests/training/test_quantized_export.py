@@ -1,0 +1,161 @@
+"""FP8 folders of runs: every byte against the FP8 weights that the live trainer computes with.
+
+The reader here is one of its own: safetensors' `load_file`, and a scale for each element.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megafp8.checkpoint import latest
+from megafp8.config import Config
+from megafp8.conversion.base import Source
+from megafp8.conversion.convert import Selected, verify
+from megafp8.conversion.formats import open_source
+from megafp8.conversion.hf_sink import HfSink
+from megafp8.conversion.hf_source import HfSource
+from megafp8.conversion.quantized_export import Activations, Expected, FormName, QuantizedExport
+from megafp8.distributed.sharding import spec_of
+from megafp8.linear.group_state import states_of
+from megafp8.models.linear_weights import linear_weights
+from megafp8.numerics.tensor import expand
+from megafp8.training.quantized_export import quantized_export
+from megafp8.training.state import checkpoint_folder, save_state
+from tests.conversion.checkpoints import convert
+from tests.training.presets import *  # noqa: F403
+from tests.training.presets import Preset, config_of
+from tests.training.runs import start, steps_of
+from tests.world import World
+
+BF16 = {"precision": "bf16"}
+ALIGNED = {"hidden_size": 256, "num_attention_heads": 2, "num_query_groups": 1, "ffn_hidden_size": 384}
+"""A model whose matrices and shards, on up to one rank, are of whole blocks."""
+HALVED = {"hidden_size": 256, "num_attention_heads": 2, "num_query_groups": 2, "ffn_hidden_size": 512}
+"""The same on two tensor-parallel ranks."""
+
+
+class Trained(NamedTuple):
+    """A rank's shard of a weight as its GEMMs read it: E4M3 bytes and the scale_inv of each element."""
+
+    name: str
+    offset: tuple[int, ...]
+    data: Tensor
+    scale_inv: Tensor
+
+
+def _trained(config: Config, folder: str) -> list[Trained]:
+    """Trains two steps and saves; the FP8 weights of the next forward pass."""
+    trainer, parallel = start(config)
+    steps_of(trainer, parallel, range(2))
+    save_state(trainer, Path(folder), 2, None)
+    shards: list[Trained] = []
+    for weight, state in (pair for stage in trainer.stages for pair in linear_weights(stage)):
+        states = states_of(state)
+        rows = weight.shape[0] // len(states)
+        for i, layer in enumerate(states):
+            if not layer.plan.fp8:
+                continue
+            of_layer = weight.detach()[i * rows : (i + 1) * rows]
+            with trainer.fp8.recording(False):
+                data, scale_inv, granularity, _ = layer.fp8_weight(of_layer, columnwise=False).required_rowwise
+            scales = expand(scale_inv, granularity, *data.shape).expand(data.shape)
+            for shard in spec_of(weight).shards:
+                if i * rows <= shard.row < (i + 1) * rows:
+                    own = slice(shard.row - i * rows, shard.row - i * rows + shard.shape[0])
+                    bits = data[own].view(torch.uint8).clone()
+                    shards.append(Trained(f"model.{shard.name}", shard.offset, bits, scales[own].clone()))
+    return shards
+
+
+def _checkpoint(folder: Path) -> Path:
+    newest = latest(checkpoint_folder(folder))
+    assert isinstance(newest, Path)
+    return newest
+
+
+def _export(folder: Path, form: FormName, activations: Activations | None = None) -> tuple[Path, QuantizedExport, Source]:
+    """Converted with --quantization, verified, and read back."""
+    whole = open_source(_checkpoint(folder))
+    export = quantized_export(whole, form, activations)
+    source = Selected(whole, weights_only=True, dtype=None, mtp=False)
+    sink = HfSink(folder / form, quantized=export, file_bytes=300_000)
+    convert(source, sink)
+    read = HfSource(sink.path, vocab_multiple=64)
+    verify(Expected(source, export), read)
+    return sink.path, export, read
+
+
+def _stored(folder: Path) -> dict[str, Tensor]:
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def _element_scales(stored: dict[str, Tensor], name: str) -> Tensor:
+    """The scale of each element of a weight in a folder."""
+    n, k = stored[name].shape
+    if f"{name}_scale_inv" in stored:
+        scale = stored[f"{name}_scale_inv"]
+        assert scale.shape == (-(-n // 128), -(-k // 128))
+        return scale[torch.arange(n) // 128][:, torch.arange(k) // 128]
+    scale = stored[f"{name}_scale"]
+    assert scale.shape in ((1,), (n, 1))
+    return scale.expand(n, k)
+
+
+def _compare(export: QuantizedExport, folder: Path, shards: list[Trained]) -> set[str]:
+    """Compare all that is said to be training's; the weights that were compared."""
+    stored, compared = _stored(folder), set()
+    ours = {p.name: (name, p.rows) for name, x in export.weights.items() if not x.why_not for p in x.pieces}
+    for name, offset, data, scale_inv in shards:
+        if name not in ours:
+            continue
+        theirs, rows = ours[name]
+        own = rows[offset[0] : offset[0] + len(data)]
+        columns = slice(offset[1], offset[1] + data.shape[1])
+        bits, scales = stored[theirs].view(torch.uint8), _element_scales(stored, theirs)
+        assert torch.equal(bits[own, columns], data), f"{name}: data"
+        assert torch.equal(scales[own, columns], scale_inv), f"{name}: scales"
+        compared.add(name)
+    return compared
+
+
+CASES: list[tuple[Preset, FormName, dict[str, Any], bool]] = [
+    (BLOCKWISE, "fp8-block", ALIGNED, True),
+    (BLOCKWISE | TP2, "fp8-block", HALVED, True),
+    (BLOCKWISE | TP2, "fp8-block", ALIGNED | {"num_query_groups": 2}, False),
+    (DELAYED, "fp8-tensor", {}, True),
+    (DELAYED | TP2, "fp8-channel", {}, True),
+    (DELAYED, "fp8-block", ALIGNED, True),
+    (CURRENT, "fp8-tensor", {}, True),
+    (CURRENT | TP2, "fp8-tensor", {}, True),
+    (CURRENT, "fp8-block", ALIGNED, True),
+    (STATIC, "fp8-tensor", {}, True),
+    (ROWWISE, "fp8-channel", {}, True),
+    (ROWWISE | TP2, "fp8-channel", {}, False),
+    (ROWWISE, "fp8-tensor", {}, False),
+    (CURRENT | MOE, "fp8-tensor", {}, True),
+    (BLOCKWISE | MOE | WIDE, "fp8-block", {}, False),
+    (ZERO | DP2 | FP8_GATHER | CURRENT, "fp8-tensor", {}, True),
+]
+
+
+@pytest.mark.parametrize(("preset", "form", "model", "all_trained"), CASES)
+def test_folders_hold_what_training_computes_with(
+    world2: World, tmp_path: Path, preset: Preset, form: FormName, model: dict[str, Any], all_trained: bool
+) -> None:
+    config = config_of(preset, model=model, training=BF16)
+    shards = [x for rank in world2.run(_trained, config, str(tmp_path), ranks=preset.ranks) for x in rank]
+    folder, export, read = _export(tmp_path, form)
+    compared = _compare(export, folder, shards)
+    assert (compared == {x.name for x in shards}) is all_trained
+    assert compared or not all_trained
+    for name in {x.name for x in shards}:
+        error = (read.read(name) - open_source(_checkpoint(tmp_path)).read(name).float()).abs().max()
+        assert 0 < error < 0.1
