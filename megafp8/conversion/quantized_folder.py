@@ -422,7 +422,7 @@ class _MXFP4:
                     )
                 data = read_rows(blocks, f"{self.name}_blocks", begin, end)
                 values = pairs[data.int()].flatten(-2)
-                factors = torch.ldexp(torch.ones(()), exponents.int() - 127).bfloat16()
+                factors = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127).bfloat16()
                 w_ekn[e - first, :, begin:end] = values.mul_(factors.unsqueeze(-1)).flatten(1).t()
         return w_ekn
 

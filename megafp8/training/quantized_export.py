@@ -6,10 +6,11 @@ from pydantic import ValidationError
 
 from megafp8.config import Config
 from megafp8.conversion.adapters import MergedSource
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import Source, is_weight
 from megafp8.conversion.model import without_mtp
 from megafp8.conversion.quantized_export import Activations, FormName, QuantizedExport
 from megafp8.conversion.weight_casts import weight_casts
+from megafp8.dtypes import DTYPES
 from megafp8.fp8 import CurrentScaling, Fp8Manager
 from megafp8.training.fp8_config import build_fp8
 
@@ -29,8 +30,11 @@ def quantized_export(source: Source, form: FormName, activations: Activations | 
     fp8.leave_out(source.about.get("fp8_left_out") or [])
     layout = {"tensor": config.parallel.tensor, "expert_tensor": config.parallel.expert_tensor}
     layout |= {key: x for key, x in (source.about.get("layout") or {}).items() if key in layout and type(x) is int}
-    merged = "adapters are merged into the weights" if isinstance(source, MergedSource) else ""
-    return QuantizedExport(source, weight_casts(source, model, fp8, trained=merged, **layout), form, activations)
+    changed = "adapters are merged into the weights" if isinstance(source, MergedSource) else ""
+    kinds = {info.dtype for name, info in source.tensors.items() if is_weight(name) and info.dtype.is_floating_point}
+    if DTYPES[config.training.precision] not in kinds:
+        changed = changed or "the weights of the checkpoint are not in training.precision"
+    return QuantizedExport(source, weight_casts(source, model, fp8, trained=changed, **layout), form, activations)
 
 
 def _config_of_run(source: Source) -> Config | None:

@@ -81,7 +81,9 @@ def _checkpoint(folder: Path) -> Path:
     return newest
 
 
-def _export(folder: Path, form: FormName, activations: Activations | None = None) -> tuple[Path, QuantizedExport, Source]:
+def _export(
+    folder: Path, form: FormName, activations: Activations | None = None
+) -> tuple[Path, QuantizedExport, Source]:
     """Converted with --quantization, verified, and read back."""
     whole = open_source(_checkpoint(folder))
     export = quantized_export(whole, form, activations)
@@ -159,3 +161,107 @@ def test_folders_hold_what_training_computes_with(
     for name in {x.name for x in shards}:
         error = (read.read(name) - open_source(_checkpoint(tmp_path)).read(name).float()).abs().max()
         assert 0 < error < 0.1
+
+
+# --- their own readers, what is said, and what is refused -------------------------------------------------------------
+
+
+def _model_of(folder: Path, form: FormName) -> Any:
+    """The folder as transformers loads it on a CPU: dequantized."""
+    import transformers
+
+    options: dict[str, Any] = {}
+    if form != "fp8-block":
+        pytest.importorskip("compressed_tensors")
+        options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+
+
+@pytest.mark.parametrize(
+    ("preset", "form"),
+    [
+        (BLOCKWISE, "fp8-block"),
+        (BLOCKWISE | MOE | WIDE, "fp8-block"),
+        (DELAYED, "fp8-tensor"),
+        (ROWWISE, "fp8-channel"),
+    ],
+)
+def test_transformers_loads_the_same_weights(world2: World, tmp_path: Path, preset: Preset, form: FormName) -> None:
+    """Its quantizers of finegrained FP8 and compressed-tensors against our reading, bit for bit; so are the logits."""
+    import transformers
+
+    model = {} if MOE in preset else ALIGNED
+    if MOE in preset:
+        model = {"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 128}}
+    config = config_of(preset, model=model, training=BF16)
+    world2.run(_trained, config, str(tmp_path), ranks=1)
+    folder, _, read = _export(tmp_path, form)
+    plain = convert(Selected(read, weights_only=True, dtype=torch.float32), HfSink(tmp_path / "plain"))
+    theirs, ours = _model_of(folder, form), transformers.AutoModelForCausalLM.from_pretrained(plain)
+    loaded, expected = theirs.state_dict(), ours.state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name].float(), x.float()) for name, x in expected.items())
+    tokens = torch.arange(24).view(2, 12)
+    assert torch.equal(theirs(tokens).logits, ours(tokens).logits)
+
+
+def test_what_is_left_out_follows_the_run(world2: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    preset = config_of(DELAYED, model=ALIGNED, training=BF16, fp8={"recipe": "delayed", "exclude": ["*.0.mlp.down"]})
+    world2.run(_trained, preset, str(tmp_path), ranks=1)
+    with caplog.at_level(logging.INFO):
+        folder, export, _ = _export(tmp_path, "fp8-tensor")
+    stored = _stored(folder)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["model.layers.0.mlp.down_proj", "lm_head"]
+    assert stored["model.layers.0.mlp.down_proj.weight"].dtype is torch.bfloat16
+    assert stored["model.layers.1.mlp.down_proj.weight"].dtype is torch.float8_e4m3fn
+    assert config["config_groups"]["group_0"]["input_activations"]["dynamic"] is False
+    checkpoint = open_source(_checkpoint(tmp_path))
+    for module, layer in (("self_attn.k_proj", "attention.qkv"), ("mlp.down_proj", "mlp.down")):
+        scale = checkpoint.read(f"fp8.layers.1.{layer}.input.scale")
+        assert torch.equal(stored[f"model.layers.1.{module}.input_scale"], scale.reciprocal().view(1))
+    assert "13 of 13 tensors have training's data and scales" in caplog.text
+    assert export.activations == "static"
+    dynamic, *_ = _export(tmp_path, "fp8-channel", "dynamic")
+    assert not any(name.endswith("input_scale") for name in _stored(dynamic))
+
+
+def test_what_training_does_not_say_follows_the_rule(
+    world2: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a run in bf16: 448 / amax of each block of the folder's, with its own formula."""
+    world2.run(_saved, config_of(NONE, model=ALIGNED, training=BF16), str(tmp_path), ranks=1)
+    with caplog.at_level(logging.INFO):
+        folder, *_ = _export(tmp_path, "fp8-block")
+    assert "14 tensors are quantized by the rule amax: fp8.recipe is none" in caplog.text
+    stored, checkpoint = _stored(folder), open_source(_checkpoint(tmp_path))
+    weight = checkpoint.read("model.layers.1.mlp.down.weight").float()
+    name = "model.layers.1.mlp.down_proj.weight"
+    for i in range(2):
+        for j in range(3):
+            block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+            scale = torch.tensor(448.0) / weight[block].abs().max()
+            assert stored[f"{name}_scale_inv"][i, j] == 1 / scale
+            assert torch.equal(stored[name][block].float(), (weight[block] * scale).to(torch.float8_e4m3fn).float())
+
+
+def _saved(config: Config, folder: str) -> None:
+    trainer, parallel = start(config)
+    steps_of(trainer, parallel, range(1))
+    save_state(trainer, Path(folder), 1, None)
+
+
+REFUSED: dict[str, tuple[Preset, FormName, Activations | None, str]] = {
+    "static blocks": (DELAYED, "fp8-block", "static", "fp8-block has dynamic ones"),
+    "static without scales": (CURRENT, "fp8-tensor", "static", r"no scale of the input of layers\.0\.attention\.qkv"),
+    "transposed": (CURRENT | GPT2, "fp8-tensor", None, r"c_attn\.weight holds the transpose"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_form_has_no_place_for_is_refused(world2: World, tmp_path: Path, case: str) -> None:
+    preset, form, activations, message = REFUSED[case]
+    world2.run(_saved, config_of(preset, training=BF16), str(tmp_path), ranks=1)
+    with pytest.raises(ValueError, match=message):
+        _export(tmp_path, form, activations)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoints"]
