@@ -175,6 +175,23 @@ class HfSource(Source):
         rows_of_entry = read_rows(entry, location.name, begin, end, padding)
         return rows_of_entry if torch.equal(rows, torch.arange(begin, end)) else rows_of_entry[rows - begin]
 
+    def fp8_rows(self, name: str, first: int, last: int) -> tuple[Tensor, Tensor] | None:
+        """Rows `[first, last)` of `read(name)` as they are stored: E4M3 data, and the scale of each row in fp32.
+
+        None where they are not stored so.
+        """
+        location = self.location(name, self.tensors[name].shape)
+        rows = location.rows[first:last]
+        if location.transposed or location.outer is not None or location.flat or len(rows) < last - first:
+            return None
+        begin, end = int(rows.min()), int(rows.max()) + 1
+        stored = quantized_folder.fp8_rows(self._entries[location.name], begin, end)
+        return (
+            None
+            if stored is None
+            else (stored[0].view(torch.uint8)[rows - begin].view(stored[0].dtype), stored[1][rows - begin])
+        )
+
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """config.json of the folder `path`. Raises ValueError."""

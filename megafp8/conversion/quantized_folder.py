@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 KEY = "quantization_config"
 Entries = dict[str, Entry]
-_CHUNK = 1 << 22
+_CHUNK = 1 << 20
 """Elements that are dequantized at a time, for a processor's cache."""
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 _OF_ENGINES = re.compile(
@@ -128,21 +128,48 @@ class _Scaled:
     block: tuple[int, int]
 
     def __call__(self, first: int, last: int) -> Tensor:
-        k, (rows, columns) = self.data.shape[1], self.block
-        w_rk = torch.empty(last - first, k)
-        low = first // rows
-        scale = _read_scales(self.scale, self.scale_name, low, max(-(-last // rows), low))
+        k, columns = self.data.shape[1], self.block[1]
+        w_rk, scale_r = torch.empty(last - first, k), self.row_scales(first, last)
         full = k // columns
+        buffer_rk: Tensor | None = None
         for begin, end in _chunks(first, last, k):
             part = w_rk[begin - first : end - first]
-            part.copy_(_e4m3_values(read_rows(self.data, self.name, begin, end), self.data.file, self.name))
-            by_row = scale[torch.arange(begin, end) // rows - low]
-            if scale.shape[1] == 1:
+            buffer_rk = torch.empty(part.shape, dtype=torch.int16) if buffer_rk is None else buffer_rk
+            data = read_rows(self.data, self.name, begin, end)
+            if not _decode_e4m3(data, buffer_rk[: len(data)], part):
+                raise _holds_nan(self.data.file, self.name)
+            by_row = scale_r[begin - first : end - first]
+            if by_row.shape[1] == 1:
                 part.mul_(by_row)
                 continue
             part[:, : full * columns].unflatten(1, (full, columns)).mul_(by_row[:, :full, None])
             part[:, full * columns :].mul_(by_row[:, full:])
         return w_rk
+
+    def row_scales(self, first: int, last: int) -> Tensor:
+        """The scales of rows, `[r, blocks of columns]`."""
+        rows = self.block[0]
+        low = first // rows
+        scale = _read_scales(self.scale, self.scale_name, low, max(-(-last // rows), low))
+        return scale[torch.arange(first, last) // rows - low]
+
+
+def fp8_rows(entry: Entry, first: int, last: int) -> tuple[Tensor, Tensor] | None:
+    """Rows of a weight as they are stored: E4M3 data `[r, k]`, and the scale of each, fp32 `[r]`.
+
+    None where it is not stored in E4M3 with one scale for all elements of a row.
+    """
+    stored = entry.values
+    if not isinstance(stored, _Scaled) or stored.scale.shape[1] != 1:
+        return None
+    data = read_rows(stored.data, stored.name, first, last)
+    if bool(((data.view(torch.uint8) & 0x7F) == 0x7F).any()):
+        raise _holds_nan(stored.data.file, stored.name)
+    return data, stored.row_scales(first, last)[:, 0]
+
+
+def _holds_nan(file: Path, name: str) -> ValueError:
+    return ValueError(f"{file}: {name} holds a NaN, which no weight is: take the folder from its source again")
 
 
 def _scaled(entry: Entry, name: str, scale: Entry, scale_name: str, blocks: Sequence[Shape]) -> Entry:
@@ -183,19 +210,18 @@ def _read_scales(entry: Entry, name: str, first: int, last: int) -> Tensor:
     return scale
 
 
-def _e4m3_values(data: Tensor, file: Path, name: str) -> Tensor:
-    """E4M3 `[r, k]` in fp32. Raises ValueError where it holds a NaN.
+def _decode_e4m3(data_rk: Tensor, buffer_rk: Tensor, out_rk: Tensor) -> bool:
+    """Write E4M3 data to fp32 `out_rk`; `buffer_rk`: int16. Whether there is no NaN.
 
-    As fp16, which has the same bits but for one more of exponent, its bias is 8 more. That is several times as fast as
+    The bits are those of fp16 but for one of the exponent, whose bias is 8 more. This takes a fifth of the time of
     torch's own cast.
     """
-    bits = data.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    values = bits.view(torch.float16).float().mul_(256.0)
-    if values.numel():
-        low, high = torch.aminmax(values)
-        if max(-float(low), float(high)) > E4M3.max:  # the bits of a NaN, taken for a number
-            raise ValueError(f"{file}: {name} holds a NaN, which no weight is: take the folder from its source again")
-    return values
+    buffer_rk.copy_(data_rk.view(torch.int8)).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    out_rk.copy_(buffer_rk.view(torch.float16)).mul_(256.0)
+    if not out_rk.numel():
+        return True
+    low, high = torch.aminmax(out_rk)
+    return max(-float(low), float(high)) <= E4M3.max  # more are the bits of a NaN, taken for a number
 
 
 def _chunks(first: int, last: int, columns: int) -> Iterator[tuple[int, int]]:

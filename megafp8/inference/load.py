@@ -144,7 +144,7 @@ def load_model(opened: Opened) -> Model:
     _load_fp8(source, model.fp8.state_dict())
     model.fp8.invalidate_weights()
     if opened.weights is not None:
-        quantize_stages(model.stages, opened.weights)
+        quantize_stages(model.stages, opened.weights, source)
     pack_weights(model.stages)
     return model
 
