@@ -22,7 +22,7 @@ from typing import Any
 from megafp8.arguments import ArgumentParser, at_least
 from megafp8.conversion.adapters import adapters_alone
 from megafp8.conversion.base import Source
-from megafp8.conversion.convert import Selected, convert, verify
+from megafp8.conversion.convert import Selected, convert, keep_freed_memory, verify
 from megafp8.conversion.format_names import FORMAT_NAMES
 from megafp8.conversion.formats import FORMATS, Format, fetched, recognize
 from megafp8.conversion.hf_sink import HfSink
@@ -133,6 +133,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    keep_freed_memory()
     try:
         run(parse_arguments(argv))
     except (ValueError, OSError) as error:
