@@ -88,10 +88,13 @@ def generate(model: ModelConfig, folder: Path) -> None:
         x.name: TensorInfo(x.shape, torch.bfloat16) for x in locations.values() if x.name not in quantized
     }
     files: list[dict[str, TensorInfo]] = [{}]
+    filled = 0
     for name, info in infos.items():
-        if sum(x.nbytes for x in files[-1].values()) + info.nbytes > FILE_BYTES:
+        if filled + info.nbytes > FILE_BYTES:
             files.append({})
+            filled = 0
         files[-1][name] = info
+        filled += info.nbytes
     make_own_folder(folder)
     by_name = {}
     for i, tensors in enumerate(files, 1):

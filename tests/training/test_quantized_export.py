@@ -34,6 +34,7 @@ from tests.training.presets import *  # noqa: F403
 from tests.training.presets import Preset, config_of
 from tests.training.runs import start, steps_of
 from tests.world import World
+from tools.convert_checkpoint import main
 
 BF16 = {"precision": "bf16"}
 ALIGNED = {"hidden_size": 256, "num_attention_heads": 2, "num_query_groups": 1, "ffn_hidden_size": 384}
@@ -265,3 +266,23 @@ def test_what_a_form_has_no_place_for_is_refused(world2: World, tmp_path: Path, 
     with pytest.raises(ValueError, match=message):
         _export(tmp_path, form, activations)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoints"]
+
+
+def test_the_command(world2: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world2.run(_saved, config_of(DELAYED, training=BF16), str(tmp_path), ranks=1)
+    load, save = ["--load", str(_checkpoint(tmp_path))], ["--save", str(tmp_path / "fp8"), "--to", "hf"]
+    assert main([*load, *save, "--quantization", "fp8-tensor", "--activations", "dynamic", "--verify"]) == 0
+    assert "equal to" in capsys.readouterr().out
+    _, export, _ = _export(tmp_path, "fp8-tensor", "dynamic")
+    assert _stored(tmp_path / "fp8").keys() == _stored(tmp_path / "fp8-tensor").keys()
+    assert export.activations == "dynamic"
+    other = ["--save", str(tmp_path / "native"), "--to", "native", "--dtype", "bf16"]
+    assert main(["--load", str(tmp_path / "fp8"), *other, "--verify"]) == 0
+    for wrong, message in (
+        (["--quantization", "fp8-block", "--dtype", "bf16"], "leave --dtype out"),
+        (["--activations", "static"], "give --quantization"),
+        (["--quantization", "int4"], "invalid choice"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*load, *save, *wrong])
+        assert message in capsys.readouterr().err
