@@ -1,6 +1,7 @@
 """Convert a checkpoint between megafp8, Hugging Face and Megatron-LM, tensor by tensor, on a CPU.
 
     megafp8 convert --load runs/mine --save exported --to hf --verify
+    megafp8 convert --load runs/mine --save fp8 --to hf --quantization fp8-block
     megafp8 convert --load meta-llama/Llama-3.1-8B --save llama --to native
     megafp8 convert --load runs/mine --save megatron --to megatron --tensor 2 --pipeline 4
     megafp8 convert --load runs/mine --save megatron --to torch_dist
@@ -21,15 +22,20 @@ from typing import Any
 from megafp8.arguments import ArgumentParser, at_least
 from megafp8.conversion.adapters import adapters_alone
 from megafp8.conversion.base import Source
-from megafp8.conversion.convert import Selected, convert, verify
+from megafp8.conversion.convert import Selected, convert, keep_freed_memory, verify
 from megafp8.conversion.format_names import FORMAT_NAMES
 from megafp8.conversion.formats import FORMATS, Format, fetched, recognize
+from megafp8.conversion.hf_sink import HfSink
+from megafp8.conversion.quantized_export import ACTIVATIONS, FORM_NAMES, Expected, QuantizedExport
+from megafp8.conversion.target import Sink
 from megafp8.dtypes import DTYPES
+from megafp8.training.quantized_export import quantized_export
 
 OF_MEGATRON = ("megatron", "torch_dist")
 SOURCE_OPTIONS = ("vocab_size",)
 """Keywords of the sources of `OF_MEGATRON`."""
 SINK_OPTIONS = {
+    "hf": ("quantization", "activations"),
     "megatron": ("tensor", "pipeline", "virtual_pipeline", "expert", "implementation"),
     "torch_dist": ("implementation",),
     "peft": ("base",),
@@ -58,6 +64,10 @@ def make_parser() -> ArgumentParser:
     of.add_argument(
         "--vocab-size", type=at_least(1), metavar="N", help="tokens before padding, if its files do not say"
     )
+    quantized = parser.add_argument_group("to Hugging Face, in FP8 (docs/converting.md)")
+    quantized.add_argument("--quantization", choices=FORM_NAMES, help="form of the weights that the run has in FP8")
+    help = "static: the run's scales of inputs; default: static where each FP8 layer has one"
+    quantized.add_argument("--activations", choices=ACTIVATIONS, help=help)
     help = "Hugging Face folder of the adapted model; default: the run's checkpoint.init_from"
     parser.add_argument_group("to PEFT").add_argument("--base", metavar="PATH", help=help)
     return parser
@@ -70,6 +80,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         foreign = tuple(option for option in options if option not in SINK_OPTIONS.get(arguments.to, ()))
         if given(arguments, foreign):
             parser.error(f"the format {arguments.to} has no such option: give {', '.join(foreign)} to {format}")
+    if arguments.activations and not arguments.quantization:
+        parser.error(f"--activations {arguments.activations} is of FP8: give --quantization fp8-tensor too")
+    if arguments.quantization and arguments.dtype:
+        parser.error("--quantization casts the weights as they are: leave --dtype out")
     return arguments
 
 
@@ -90,13 +104,19 @@ def run(arguments: argparse.Namespace) -> None:
     if source_options and format not in OF_MEGATRON:
         flags, formats = ", ".join(source_options), " and ".join(OF_MEGATRON)
         raise ValueError(f"{arguments.load} is of the format {format}; {flags} is for {formats}")
-    source = Selected(
-        opened(FORMATS[format], load, to, **source_options),
+    whole = opened(FORMATS[format], load, to, **source_options)
+    source: Source = Selected(
+        whole,
         weights_only=arguments.weights_only or arguments.dtype is not None or to.weights_only,
         dtype=DTYPES.get(arguments.dtype),
         mtp=to.mtp,
     )
-    sink = to.sink(arguments.save, **given(arguments, SINK_OPTIONS.get(arguments.to, ())))
+    export: QuantizedExport | None = None
+    if arguments.quantization:
+        export = quantized_export(whole, arguments.quantization, arguments.activations)
+        sink: Sink = HfSink(arguments.save, quantized=export)
+    else:
+        sink = to.sink(arguments.save, **given(arguments, SINK_OPTIONS.get(arguments.to, ())))
     options = (
         "to",
         "dtype",
@@ -105,12 +125,15 @@ def run(arguments: argparse.Namespace) -> None:
         *SOURCE_OPTIONS,
     )
     print(f"{sink.path}: {convert(source, sink, {name: getattr(arguments, name) for name in options})}")
+    if export is not None:
+        source = Expected(source, export)
     if arguments.verify:
         print(f"{sink.path}: equal to {source.path}: {verify(source, opened(to, sink.hidden, to))}")
     sink.publish()
 
 
 def main(argv: list[str] | None = None) -> int:
+    keep_freed_memory()
     try:
         run(parse_arguments(argv))
     except (ValueError, OSError) as error:

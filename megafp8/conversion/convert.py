@@ -6,6 +6,7 @@ its name.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import shutil
@@ -27,7 +28,20 @@ from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.model import is_mtp, without_mtp
 from megafp8.conversion.target import Sink, is_taken
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _SPARE_BYTES = 64 * 2**20  # indices, headers, journals
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc's allocator to keep up to 1 GiB of freed memory for this process, where there is one.
+
+    Else each tensor gets new pages, which the kernel fills with zeros first: dequantizing experts of 58 MB takes three
+    times as long.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 256 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
 class Selected(Source):

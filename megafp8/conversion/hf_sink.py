@@ -29,6 +29,8 @@ from megafp8.conversion.hf_names import Location
 from megafp8.conversion.hf_source import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, WEIGHTS_FILE
 from megafp8.conversion.hf_tokenizer import TokenizerExport, export_tokenizer
 from megafp8.conversion.model import check_source
+from megafp8.conversion.quantized_export import QuantizedExport, Write
+from megafp8.conversion.quantized_folder import KEY as QUANTIZATION
 from megafp8.conversion.safetensors_format import header
 from megafp8.conversion.target import Sink
 
@@ -44,11 +46,14 @@ class Stored(NamedTuple):
 
 
 class HfSink(Sink):
-    """Writes the folder `path`. `file_bytes`: size above which another safetensors file is begun."""
+    """Writes the folder `path`. `file_bytes`: size above which another safetensors file is begun.
 
-    def __init__(self, path: str | Path, file_bytes: int = 5 * 10**9) -> None:
+    `quantized`: which weights are written in FP8, and how.
+    """
+
+    def __init__(self, path: str | Path, file_bytes: int = 5 * 10**9, quantized: QuantizedExport | None = None) -> None:
         super().__init__(path)
-        self._file_bytes = file_bytes
+        self._file_bytes, self._quantized = file_bytes, quantized
 
     def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
         model, shapes = check_source(source)
@@ -60,7 +65,10 @@ class HfSink(Sink):
         self._shapes = {n: (model.vocab_size, *s[1:]) if is_vocabulary(n) else s for n, s in shapes.items()}
         names = FAMILIES[self._config["model_type"]].names
         self._locations = {name: names.locate(model, name, shape) for name, shape in self._shapes.items()}
-        headers = self._plan(source)
+        fp8 = {} if self._quantized is None else self._quantized.plan(self._locations)
+        if self._quantized is not None:
+            self._config[QUANTIZATION] = self._quantized.config()
+        headers = self._plan(source, fp8)
         layout = [self._config, {file: first.hex() for file, (first, _) in headers.items()}]
         if self._open_journal(source, shapes, options, layout):
             for name, (first, size) in headers.items():
@@ -68,9 +76,12 @@ class HfSink(Sink):
                 allocate(self.hidden / name, size)
         return [name for name in shapes if name not in self._journal.done]
 
-    def _plan(self, source: Source) -> dict[str, tuple[bytes, int]]:
-        """Header and size of each file; where each tensor of theirs lies goes to `self._stored`."""
-        theirs: dict[str, TensorInfo] = {}
+    def _plan(self, source: Source, fp8: Mapping[str, TensorInfo]) -> dict[str, tuple[bytes, int]]:
+        """Header and size of each file; where each tensor of theirs lies goes to `self._stored`.
+
+        `fp8`: tensors of quantized weights.
+        """
+        theirs = dict(fp8)
         for name, location in self._locations.items():
             theirs.setdefault(location.name, TensorInfo(location.shape, source.tensors[name].dtype))
         files: list[dict[str, TensorInfo]] = [{}]
@@ -95,9 +106,21 @@ class HfSink(Sink):
         stored = self._stored[location.name]
         assert len(tensor) >= shape[0], f"{name}: {tuple(tensor.shape)}"
         assert tensor.shape[1:] == shape[1:], f"{name}: {tuple(tensor.shape)}"
-        with (self.hidden / stored.file).open("r+b", buffering=0) as stream:
-            _write_rows(stream, tensor[: shape[0]], location, stored)
+        if self._quantized is not None and location.name in self._quantized.weights:
+            for part in self._quantized.writes(location.name, name, tensor):
+                self._write_part(part)
+        else:
+            with (self.hidden / stored.file).open("r+b", buffering=0) as stream:
+                _write_rows(stream, tensor[: shape[0]], location, stored)
         self._journal.add(name)
+
+    def _write_part(self, part: Write) -> None:
+        """Write a part of a quantized weight, or of its scales."""
+        stored = self._stored[part.name]
+        rows = torch.arange(stored.info.shape[0]) if part.rows is None else part.rows
+        with (self.hidden / stored.file).open("r+b", buffering=0) as stream:
+            location = Location(part.name, stored.info.shape, rows, transposed=False, outer=None)
+            _write_rows(stream, part.values, location, stored)
 
     def finish(self) -> None:
         self._check_done(self._shapes)

@@ -18,7 +18,8 @@ them, so config.json may promise layers that are not there. Their copies of the 
 out.
 
 A tensor is read when it is asked for, by rows where only some are wanted. q, k and v of GPT-2 are parts of one
-transposed tensor, which is read whole for each of them; so are the parts of tensors whose rows alternate.
+transposed tensor, which is read whole for each of them; so are the parts of tensors whose rows alternate. Quantized
+weights are dequantized while they are read (`quantized_folder`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint.files import BLOCK_BYTES, parse_object, read_file
+from megafp8.conversion import quantized_folder
 from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
 from megafp8.conversion.hf_config import read_config
 from megafp8.conversion.hf_names import Location, is_buffer, is_copy, is_of_shared_keys, present_name
@@ -48,12 +50,13 @@ class HfSource(Source):
     """The model in the folder `path`. Raises ValueError naming file, and key or tensor, where it is not supported.
 
     `vocab_multiple`: the vocabulary is padded with zeros to a multiple of it, as `ModelConfig.vocab_multiple`. `about`
-    has the whole config.json under the key `huggingface`, without what is left out.
+    has the whole config.json under the key `huggingface`, without what is left out and what says how it is quantized.
     """
 
     def __init__(self, path: str | Path, vocab_multiple: int = 128) -> None:
         self.path = Path(path)
         config = read_config_file(self.path)
+        quantization = config.pop(quantized_folder.KEY, None)
         try:
             family, model = read_config(config)
         except ValueError as error:
@@ -61,7 +64,8 @@ class HfSource(Source):
         self.about = {"huggingface": config | ({MTP_LAYERS: 0} if MTP_LAYERS in config else {})}
         self.tokenizer_files = own_files(self.path, (*TOKENIZER_NAMES, GENERATION_FILE))
         self._family, self._names = family.model_type, family.names
-        self._entries = self._names.stored(model, self._with_prefix(_entries(self.path)))
+        entries = quantized_folder.dequantized(self.path, quantization, _entries(self.path))
+        self._entries = self._names.stored(model, self._with_prefix(entries))
         if not model.binary_head:
             self._entries = {
                 name: entry for name, entry in self._entries.items() if not self._names.is_of_other_head(name)
@@ -159,9 +163,7 @@ class HfSource(Source):
         location = self.location(name, self.tensors[name].shape)
         entry, rows = self._entries[location.name], location.rows[first:last]
         if location.outer is not None:
-            shape = entry.shape[1:]
-            start = entry.start + location.outer * math.prod(shape) * DTYPES[entry.dtype].itemsize
-            entry = entry._replace(shape=shape, start=start)
+            entry = entry.element(location.outer)
         if location.flat:
             entry = entry._replace(shape=(math.prod(entry.shape),))
         if location.transposed:
@@ -172,6 +174,23 @@ class HfSource(Source):
         begin, end = int(rows.min()), int(rows.max()) + 1
         rows_of_entry = read_rows(entry, location.name, begin, end, padding)
         return rows_of_entry if torch.equal(rows, torch.arange(begin, end)) else rows_of_entry[rows - begin]
+
+    def fp8_rows(self, name: str, first: int, last: int) -> tuple[Tensor, Tensor] | None:
+        """Rows `[first, last)` of `read(name)` as they are stored: E4M3 data, and the scale of each row in fp32.
+
+        None where they are not stored so.
+        """
+        location = self.location(name, self.tensors[name].shape)
+        rows = location.rows[first:last]
+        if location.transposed or location.outer is not None or location.flat or len(rows) < last - first:
+            return None
+        begin, end = int(rows.min()), int(rows.max()) + 1
+        stored = quantized_folder.fp8_rows(self._entries[location.name], begin, end)
+        return (
+            None
+            if stored is None
+            else (stored[0].view(torch.uint8)[rows - begin].view(stored[0].dtype), stored[1][rows - begin])
+        )
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,20 +26,33 @@ from megafp8.conversion.base import TensorInfo
 from megafp8.distributed.sharding import Shape
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CODES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+}
+"""Dtypes of quantized weights and of their scales, which are no weights by themselves."""
+STORED = {**DTYPES, **CODES}
+_NAMES = {dtype: name for name, dtype in STORED.items()}
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _MAX_DIMS = 64
 
 
 class Entry(NamedTuple):
-    """A tensor in a file, and its first byte. `parts`: where its rows lie, if they do not follow each other."""
+    """A tensor in a file, and its first byte. `parts`: where its rows lie, if they do not follow each other.
+
+    `values`: reads the rows from a first to a last one, of a tensor of `dtype` and `shape` that is stored as another.
+    """
 
     file: Path
     dtype: str
     shape: Shape
     start: int
     parts: tuple[Entry, ...] = ()
+    values: Callable[[int, int], Tensor] | None = None
 
     @classmethod
     def joined(cls, parts: Sequence[Entry]) -> Entry:
@@ -54,8 +67,18 @@ class Entry(NamedTuple):
             begins = [0, *accumulate(part.shape[0] for part in self.parts)]
             cut = ((part, max(first - i, 0), min(last, j) - i) for part, (i, j) in zip(self.parts, pairwise(begins)))
             return Entry.joined([part.rows(i, j) for part, i, j in cut if i < j])
-        row_bytes = math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
-        return self._replace(shape=(last - first, *self.shape[1:]), start=self.start + first * row_bytes)
+        shape, values = (last - first, *self.shape[1:]), self.values
+        if values is not None:
+            return self._replace(shape=shape, values=lambda low, high: values(first + low, first + high))
+        row_bytes = math.prod(self.shape[1:]) * STORED[self.dtype].itemsize
+        return self._replace(shape=shape, start=self.start + first * row_bytes)
+
+    def element(self, index: int) -> Entry:
+        """The tensor at `index` of the first dim, without that dim."""
+        shape, values = self.shape[1:], self.values
+        if values is not None:
+            return self._replace(shape=shape, values=lambda low, high: values(index, index + 1)[0, low:high])
+        return self._replace(shape=shape, start=self.rows(index, index + 1).start)
 
 
 def read_header(file: Path) -> dict[str, Entry]:
@@ -85,7 +108,7 @@ def _entry(file: Path, name: str, about: Any, data: int, size: int) -> Entry:
         valid = False
     if not valid or not isinstance(dtype, str):
         raise ValueError(f"{file} is damaged: its header says of {name}: {str(about)[:200]}")
-    if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != end - start:
+    if dtype in STORED and math.prod(shape) * STORED[dtype].itemsize != end - start:
         raise ValueError(f"{file} is damaged: {name} is {dtype} {list(shape)} and has {end - start} bytes")
     if data + end > size:
         raise ValueError(f"{file} is truncated: {name} ends at byte {data + end}, and the file has {size}")
@@ -119,7 +142,10 @@ def read_rows(entry: Entry, name: str, first: int, last: int, padding: int = 0) 
 
     Raises ValueError naming file and tensor.
     """
-    dtype, rest = DTYPES[entry.dtype], entry.shape[1:]
+    dtype, rest = STORED[entry.dtype], entry.shape[1:]
+    if entry.values is not None:
+        rows = entry.values(first, last)
+        return rows if not padding else torch.cat([rows, torch.zeros(padding, *rest, dtype=dtype)])
     if entry.parts:
         parts = entry.rows(first, last).parts if first < last else ()
         pieces = [read_rows(part, name, 0, part.shape[0]) for part in parts]

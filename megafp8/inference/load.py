@@ -156,7 +156,7 @@ def load_model(opened: Opened) -> Model:
     if opened.weights is not None:
         check_stages(model.stages, opened.weights, model.parallel.world.group)
     _read_tensors(source, tensors_of(model))
-    prepare_weights(model)
+    prepare_weights(model, source)
     return model
 
 

@@ -11,10 +11,17 @@ import torch
 from torch import Tensor
 
 from megafp8.batch import Batch
+from megafp8.conversion.convert import Selected
+from megafp8.conversion.hf_sink import HfSink
+from megafp8.conversion.hf_source import HfSource
+from megafp8.conversion.quantized_export import FormName
+from megafp8.distributed.sharding import spec_of
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.load import Layout, load_model, open_checkpoint
-from megafp8.linear.quantized_weight import WEIGHT_FORMATS, WeightFormatName, quantize_weight
+from megafp8.linear.quantized_weight import WEIGHT_FORMATS, QuantizedWeight, WeightFormatName, quantize_weight
+from megafp8.training.quantized_export import quantized_export
 from tests.conversion import smollm2
+from tests.conversion.checkpoints import convert
 from tests.conversion.families import make_theirs
 from tests.conversion.test_smollm2 import folder as smollm2_folder
 from tests.inference.small_model import llama_with_biases
@@ -143,3 +150,38 @@ def test_perplexity_of_a_pretrained_model(world2: World, folder: Path) -> None:
     assert found["int8"] == pytest.approx(found[None], rel=5e-3)
     assert found["fp8"] == pytest.approx(found[None], rel=5e-3)
     assert max(found["int4-32"], found["int4-64"]) < 1.35 * found[None]
+
+
+@pytest.mark.parametrize("form", ["fp8-tensor", "fp8-channel", "fp8-block"])
+@pytest.mark.parametrize("split", ["alone", "tp2"])
+def test_folders_in_fp8_are_taken_as_they_are(world2: World, tmp_path: Path, form: FormName, split: str) -> None:
+    """Texts of E4M3 weights from the folder, against those of a folder with the dequantized ones."""
+    _save_llama(tmp_path / "model", tied=False)
+    source = HfSource(tmp_path / "model")
+    fp8 = convert(source, HfSink(tmp_path / form, quantized=quantized_export(source, form)))
+    read = HfSource(fp8)
+    plain = convert(Selected(read, weights_only=True, dtype=torch.float32), HfSink(tmp_path / "plain"))
+    layout = LAYOUTS[split]
+    ranks = 2 if layout else 1
+    assert world2.run(_has_values_of, fp8, layout, ranks=ranks) == [form != "fp8-block"] * ranks
+    expected = world2.run(_texts, plain, None, {}, ranks=1)[0]
+    for found in world2.run(_texts, fp8, "fp8", layout, ranks=ranks) if form != "fp8-block" else []:
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+
+
+def _has_values_of(folder: Path, layout: dict[str, int]) -> bool:
+    """Whether the quantized weights of all layers of blocks have the folder's values, bit for bit."""
+    opened = open_checkpoint(folder, Layout(**layout), device="cpu", dtype=torch.float32, weights="fp8")
+    (stage,) = load_model(opened).stages
+    equal = True
+    for name, module in stage.named_modules():
+        packed = getattr(getattr(module, "state", None), "packed_weight", None)
+        if packed is None or "head" in name:
+            continue
+        assert isinstance(packed, QuantizedWeight)
+        parts = [
+            opened.source.read(f"model.{x.name}")[tuple(slice(o, o + n) for o, n in zip(x.offset, x.shape))]
+            for x in spec_of(module.weight).shards
+        ]
+        equal = equal and torch.equal(packed.dequantize(), torch.cat(parts))
+    return equal

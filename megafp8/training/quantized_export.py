@@ -1,0 +1,49 @@
+"""From the checkpoint of a run to the FP8 form in which it is written for other engines."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from megafp8.config import Config
+from megafp8.conversion.adapters import MergedSource
+from megafp8.conversion.base import Source, is_weight
+from megafp8.conversion.model import without_mtp
+from megafp8.conversion.quantized_export import Activations, FormName, QuantizedExport
+from megafp8.conversion.weight_casts import weight_casts
+from megafp8.dtypes import DTYPES
+from megafp8.fp8 import CurrentScaling, Fp8Manager
+from megafp8.training.fp8_config import build_fp8
+
+
+def quantized_export(source: Source, form: FormName, activations: Activations | None = None) -> QuantizedExport:
+    """How the weights of `source` are written in `form`.
+
+    Layers are those that the run has in FP8; of a run in bf16, and of other formats than a run's checkpoint, those that
+    may be FP8. Raises ValueError where scales of the run are missing, or the form does not fit.
+    """
+    config, model = _config_of_run(source), without_mtp(source)
+    if config is None or config.fp8.recipe == "none":
+        why = "it comes from no run" if config is None else "fp8.recipe is none"
+        layers = weight_casts(source, model, Fp8Manager(CurrentScaling(), amax_group=None), trained=why)
+        return QuantizedExport(source, layers, form, activations)
+    fp8 = build_fp8(config, None)
+    fp8.leave_out(source.about.get("fp8_left_out") or [])
+    layout = {"tensor": config.parallel.tensor, "expert_tensor": config.parallel.expert_tensor}
+    layout |= {key: x for key, x in (source.about.get("layout") or {}).items() if key in layout and type(x) is int}
+    changed = "adapters are merged into the weights" if isinstance(source, MergedSource) else ""
+    kinds = {info.dtype for name, info in source.tensors.items() if is_weight(name) and info.dtype.is_floating_point}
+    if DTYPES[config.training.precision] not in kinds:
+        changed = changed or "the weights of the checkpoint are not in training.precision"
+    return QuantizedExport(source, weight_casts(source, model, fp8, trained=changed, **layout), form, activations)
+
+
+def _config_of_run(source: Source) -> Config | None:
+    """The config of the run that saved the source; None where that is not known."""
+    settings = source.about.get("config") or {}
+    if "training" not in settings:
+        return None
+    try:
+        return Config.model_validate(settings)
+    except ValidationError as error:
+        wrong = " ".join(str(error).split())
+        raise ValueError(f"{source.path} holds no config of a run that this version knows: {wrong}") from None
