@@ -254,6 +254,12 @@ class PackedDataset:
         known = self.reference.values[np.asarray(numbers) + self.documents.start].reshape(-1).view(np.int64)
         return [np.stack([*half.astype(np.int64), np.full(half.shape[1], bits)]) for half, bits in zip(halves, known)]
 
+    @property
+    def used_documents(self) -> NDArray[np.int64]:
+        """The pairs that samples have, counted from the first of the data set."""
+        lengths = self.packing.lengths if isinstance(self.packing, BestFit) else np.empty(0, np.int64)
+        return np.flatnonzero(lengths > 1) + self.documents.start
+
     def documents_of(self, index: int) -> list[int]:
         """The documents of sample `index`, counted from the first of `documents`."""
         epochs, place = self._place(index)

@@ -59,7 +59,7 @@ from megafp8.training.cuda_graphs import EAGER_STEPS, Graphs, why_not
 from megafp8.training.data_parallel import build_data_parallel, experts_are_whole
 from megafp8.training.expert_load import ExpertLoad, LoadCollector
 from megafp8.training.fp8_config import build_fp8
-from megafp8.training.frozen import frozen_config
+from megafp8.training.frozen_config import frozen_config
 from megafp8.training.learning_rate import schedule_of
 from megafp8.training.overlap import build_expert_overlap, build_tp_overlap
 from megafp8.training.pipeline import PipelinePlan, plan_pipeline
@@ -105,7 +105,7 @@ class Trainer:
     is trained, and the model is only for `outputs`.
 
     `loss`: of the objective, None for cross entropy. `frozen`: the model that it is compared with, which has the initial
-    values of its config (`megafp8.training.frozen`); None where there is none, or it is this one without its adapters.
+    values of its config until `megafp8.training.frozen` loads others; None where there is none, or it is this one without its adapters.
 
     Attributes: `stages`: one for each chunk of the pipeline placement; `model`: all of them. `strategy`: of data
     parallelism, which has their parameters and gradients. `outer`: of outer steps, if there are any. `expert_load`,
@@ -558,6 +558,10 @@ class Trainer:
 
     def _to_device(self, batches: Sequence[Batch]) -> list[Batch]:
         return [batch.to(self.parallel.device) for batch in batches]
+
+    def own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The tokens of this context-parallel rank of micro-batches, on the device."""
+        return self._own_tokens(self._to_device(self._with_room(batches)))
 
     def _own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
         """The tokens of this context-parallel rank, with the labels of all depths."""
