@@ -20,7 +20,7 @@ from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.objectives.answers import Answers
 from megafp8.training.errors import TrainingError
 from megafp8.training.frozen import weights_digest
-from megafp8.training.init_from import complete_model
+from megafp8.training.init_from import complete_model, load_init
 from megafp8.training.inputs import open_inputs
 from megafp8.training.metrics import read_metrics
 from megafp8.training.validate import check_run
@@ -58,6 +58,9 @@ from tests.world import World
 from tools import preprocess_data
 
 CONFIG = ROOT / "configs" / "llama3-8b-dpo.yaml"
+SPECIAL_ENDS = CHATML.replace("'\n'", "'<|start_header_id|>'", 1).replace(" + '\n' }}{% endfor", " }}{% endfor").replace(
+    "assistant\n", "assistant<|start_header_id|>"
+)
 ONE_RANK = ["parallel.tensor=1", "parallel.pipeline=1"]
 BETA, SMOOTHING = 0.7, 0.1  # of the preset
 
@@ -198,10 +201,10 @@ def make_pairs(count: int) -> list[dict[str, Any]]:
     return pairs
 
 
-def prepare(folder: Path, count: int = 40) -> list[str]:
+def prepare(folder: Path, count: int = 40, template: str = CHATML) -> list[str]:
     """A small model of transformers with a tokenizer, pairs as a data set, and what makes the DPO config use them."""
-    make_model(folder / "model", 192)
-    tokenizer = write_tokenizer(folder / "model", CHATML)
+    make_model(folder / "model", 1024)
+    tokenizer = write_tokenizer(folder / "model", template)
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs(count)))
     flags = ["--tokenizer", "huggingface", "--tokenizer-path", str(tokenizer), "--style", "preference"]
     inputs = ["--input", str(folder / "pairs.jsonl"), "--output-prefix", str(folder / "pairs")]
@@ -251,6 +254,54 @@ def test_the_loss_of_a_run_is_that_of_transformers(world4: World, tmp_path: Path
             ids = torch.tensor(whole[:-1])  # without the line feed after <|im_end|>
             log_p = torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0]
             assert value == pytest.approx(float(log_p[len(prompt) - 1 :].detach().sum()), rel=1e-5)
+
+
+def _evaluated(overrides: list[str], policy: str, reference: str) -> dict[str, float]:
+    """Of one sample, which has all pairs."""
+    config = load_config(CONFIG, overrides, complete_model)
+    inputs = open_inputs(config, "test")
+    trainer, parallel = start(inputs.config)
+    load_init(trainer, policy)
+    assert trainer.frozen is not None
+    load_init(trainer.frozen, reference)
+    loss = trainer.evaluate(next(inputs.batches(inputs.train, parallel)))
+    return {"loss": loss.mean, "pairs": loss.tokens, **loss.metrics}
+
+
+def test_an_evaluation_is_that_of_trl(world2: World, tmp_path: Path) -> None:
+    """Of another model than the reference. Special tokens begin and end answers: TRL counts white space after an answer,
+    and leaves out the end of a prompt that is not the end of a token."""
+    trl = pytest.importorskip("trl")
+    transformers, datasets = pytest.importorskip("transformers"), pytest.importorskip("datasets")
+    overrides = prepare(tmp_path, 8, SPECIAL_ENDS)
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32) for _ in range(2)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in models[0].parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    models[0].save_pretrained(tmp_path / "policy")
+    keys = ["training.seq_length=1024", "training.global_batch_size=1", 'data.split="1"', "training.eval_interval=0"]
+    more = [*ONE_RANK, *keys, "data.dpo.beta=0.3", "data.dpo.reference=live"]
+    folders = str(tmp_path / "policy"), str(tmp_path / "model")
+    ours = world2.run(_evaluated, [*overrides, *more], *folders, ranks=1)[0]
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "model")
+    tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
+    config = trl.DPOConfig(
+        output_dir=str(tmp_path / "trl"), beta=0.3, per_device_train_batch_size=8, max_steps=1, logging_steps=1,
+        report_to=[], bf16=False, use_cpu=True, learning_rate=1e-30, max_length=None, save_strategy="no",
+    )  # fmt: skip
+    trainer = trl.DPOTrainer(
+        model=models[0], ref_model=models[1], args=config, processing_class=tokenizer,
+        train_dataset=datasets.Dataset.from_list(make_pairs(8)),
+    )  # fmt: skip
+    trainer.train()
+    theirs = trainer.state.log_history[0]
+    assert ours.pop("pairs") == 8
+    assert abs(ours["loss"] - math.log(2)) > 1e-3
+    for key, value in ours.items():
+        assert value == pytest.approx(theirs[key], rel=1e-4), key
 
 
 @pytest.mark.parametrize(
