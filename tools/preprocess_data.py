@@ -45,7 +45,9 @@ def make_parser() -> ArgumentParser:
     add_tokenizer_flags(parser, required=True)
     parser.add_argument("--output-prefix", required=True, help="path to write, without .bin and .idx")
     parser.add_argument("--no-append-eod", action="store_true", help="add no end-of-document token after each document")
-    help = "what a record holds: a text (default), a list of messages, a prompt and its completion, or a prompt and two "
+    help = (
+        "what a record holds: a text (default), a list of messages, a prompt and its completion, or a prompt and two "
+    )
     help += "answers"
     parser.add_argument("--style", choices=sorted(STYLES), default="text", help=help)
     parser.add_argument("--completion-key", default="completion", help="key or column of the completion")

@@ -933,7 +933,7 @@ class FillInTheMiddleConfig(ObjectiveConfig):
 
 
 class DpoConfig(ObjectiveConfig):
-    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) of pairs of answers, of which the first is
+    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) of pairs of answers, of which one is
     preferred, as megafp8 preprocess --style preference writes them. The loss of a pair is
     -log sigmoid(beta · ((log p(chosen) - log p_ref(chosen)) - (log p(rejected) - log p_ref(rejected)))), its mean is
     over the pairs of the global batch, and p_ref is the model that the run begins with. Pairs that are longer than a

@@ -113,8 +113,10 @@ def default_cache() -> Path:
 
 @dataclass
 class ReferenceValues:
-    """Log-probabilities of both answers of each pair of a data set under the reference model, float64 `[documents, 2]`;
-    None until they are known. Shared by all that read the data set's samples."""
+    """Log-probabilities of both answers of each pair of a data set under the reference model, float64 `[documents, 2]`.
+
+    None until they are known. Shared by all that read the data set's samples.
+    """
 
     values: NDArray[np.float64] | None = None
 

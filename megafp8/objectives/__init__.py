@@ -27,8 +27,8 @@ from megafp8.parallel_state import ParallelState
 __all__ = [
     "Config",
     "ConfigError",
-    "Loss",
     "Objective",
+    "ObjectiveLoss",
     "ObjectiveRecord",
     "ParallelState",
     "Parts",
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-class Loss(Protocol):
+class ObjectiveLoss(Protocol):
     """What is minimized where it is not the mean cross entropy of labels that count.
 
     `metrics`: names of what it reports beside the loss.
@@ -75,7 +75,7 @@ class ObjectiveRecord:
 
     applies: Callable[[Config], bool]
     build: Callable[[Config, Tokenizer | None, str], Objective]
-    loss: Callable[[Config, ParallelState], Loss] | None = None
+    loss: Callable[[Config, ParallelState], ObjectiveLoss] | None = None
 
 
 def generator_of(seed: int, index: int) -> np.random.Generator:

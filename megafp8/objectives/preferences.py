@@ -5,8 +5,9 @@
     margin                    beta · (that of chosen - that of rejected)
     loss of a pair            -(1 - e) · log sigmoid(margin) - e · log sigmoid(-margin), e = label_smoothing
 
-(arXiv:2305.18290, equation 7; conservative DPO: Mitchell 2023.) Both answers of a pair are documents of one sample, each
-with its prompt, so that they are in one micro-batch in any layout. The loss is the mean over the pairs of a global batch.
+(arXiv:2305.18290, equation 7; conservative DPO: Mitchell 2023.) Both answers of a pair are documents of one sample,
+each with its prompt, so that they are in one micro-batch in any layout. The loss is the mean over the pairs of a global
+batch.
 
 Log-probabilities under the reference are those of `Batch.reference`: of the data, or of a frozen model's forward pass.
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megafp8.batch import Batch
-from megafp8.objectives import Config, Loss, ObjectiveRecord, ParallelState, Parts
+from megafp8.objectives import Config, ObjectiveLoss, ObjectiveRecord, ParallelState, Parts
 from megafp8.objectives.answers import Answers
 from megafp8.tensor_parallel.mappings import reduce_from_tensor_parallel
 
@@ -52,7 +53,7 @@ class Preferences:
         return replace(batch, documents=documents, reference=reference)
 
 
-class PreferenceLoss(Loss):
+class PreferenceLoss(ObjectiveLoss):
     """The loss of pairs. Where sequences are cut over ranks, each of them has that of whole answers."""
 
     metrics = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megafp8 import objectives
-from megafp8.objectives import Config, Loss, Objective, ObjectiveRecord, ParallelState, Tokenizer
+from megafp8.objectives import Config, Objective, ObjectiveLoss, ObjectiveRecord, ParallelState, Tokenizer
 from megafp8.registry import records_of
 
 OBJECTIVES: list[ObjectiveRecord] = records_of(objectives, "OBJECTIVE")
@@ -14,7 +14,7 @@ def objective_of(config: Config, tokenizer: Tokenizer | None, source: str) -> Ob
     return _record_of(config).build(config, tokenizer, source)
 
 
-def loss_of(config: Config, parallel: ParallelState) -> Loss | None:
+def loss_of(config: Config, parallel: ParallelState) -> ObjectiveLoss | None:
     """What a run of `config` minimizes; None for the mean cross entropy of labels that count."""
     make = _record_of(config).loss
     return None if make is None else make(config, parallel)

@@ -69,8 +69,11 @@ def model_flops(config: Config) -> Flops:
 
 
 def flops_per_token(config: Config) -> float:
-    """Of forward and backward of a run; in T5 of a sample, divided by the encoder's tokens."""
-    return model_flops(config).trained(frozen=config.lora is not None) / config.training.seq_length
+    """Of forward and backward of a run, with the forward pass of a frozen model that its loss compares with; in T5 of a
+    sample, divided by the encoder's tokens."""
+    flops = model_flops(config)
+    compared = flops.products + flops.attention if config.data.compares else 0.0
+    return (flops.trained(frozen=config.lora is not None) + compared) / config.training.seq_length
 
 
 def describe_flops(config: Config) -> str:

@@ -71,14 +71,14 @@ def freeze(module: nn.Module) -> None:
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
     """Its linear layers compute x Wᵀ, that is, what the model did before it was adapted."""
-    layers = [layer for layer in module.modules() if isinstance(getattr(layer, "lora", None), (ColumnLora, RowLora))]
-    for layer in layers:
-        layer.lora.adds = False
+    adapters = [x for x in module.modules() if isinstance(x, (ColumnLora, RowLora))]
+    for adapter in adapters:
+        adapter.adds = False
     try:
         yield
     finally:
-        for layer in layers:
-            layer.lora.adds = True
+        for adapter in adapters:
+            adapter.adds = True
 
 
 class Place(NamedTuple):

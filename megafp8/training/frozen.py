@@ -57,8 +57,8 @@ def open_frozen(trainer: Trainer, inputs: Inputs, saved: Mapping[str, Any] | Non
     known = None if saved is None else saved.get(RECORD)
     if saved is not None and known is None and (trainer.frozen is not None or _is_precomputed(config)):
         raise TrainingError(
-            "data.dpo: the run began with another objective, or another data.dpo.reference; set it as it was, or choose "
-            "another name"
+            "data.dpo: the run began with another objective, or another data.dpo.reference; set it as it was, or "
+            "choose another name"
         )
     if trainer.frozen is not None:
         folder = config.checkpoint.init_from
@@ -68,7 +68,7 @@ def open_frozen(trainer: Trainer, inputs: Inputs, saved: Mapping[str, Any] | Non
         if known not in (None, digest):
             raise TrainingError(
                 f"data.dpo: the reference model, {folder or 'of the initial weights'}, has changed since the run began: "
-                f"the digest of its weights is {digest[:16]}, and was {known[:16]}; restore it, or choose another name"
+                f"its weights have the digest {digest[:16]}, and had {known[:16]}; restore it, or choose another name"
             )
         return {RECORD: digest}
     if not _is_precomputed(config):
@@ -161,7 +161,7 @@ def _write(path: Path, values: NDArray[np.float64], about: Mapping[str, str]) ->
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            np.savez(file, log_probabilities=values, **{key: np.array(value) for key, value in about.items()})
+            np.savez(file, log_probabilities=values, data=np.array(about["data"]), model=np.array(about["model"]))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -171,7 +171,7 @@ def _write(path: Path, values: NDArray[np.float64], about: Mapping[str, str]) ->
 
 
 def weights_digest(trainer: Trainer) -> str:
-    """SHA-256 of the names and values of all weights, rounded to training.precision: the same in any layout. Collective.
+    """SHA-256 of the names and values of all weights, in training.precision: the same in any layout. Collective.
 
     Of each tensor the sum of its elements' bits, each times an odd number of its place, modulo 2⁶⁴.
     """

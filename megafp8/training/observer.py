@@ -28,7 +28,7 @@ class StepMetrics:
     `router_entropy`; else None. `loss_limit`: a loss above it is a spike, if they are detected. `slowest_rank`,
     `slowest_ratio`: the slowest rank since the last comparison, and its time over the median (`resilience.stragglers`).
     `replicas`: those that have trained the step, by index, with `resilience.replicas`.
-    `objective`: by name, what a loss of the objective's own reports (`megafp8.objectives.Loss`).
+    `objective`: by name, what a loss of the objective's own reports (`megafp8.objectives.ObjectiveLoss`).
     `evaluations`: by name, the other numbers of evaluations after the step: losses of `data.validation`
     (`valid/<name>`) and metrics of tasks (`eval/<task>/<metric>`). `layer_norms`: by name, norms of a step that was
     measured (`megafp8.optimizer.layer_norms`). `section_seconds`: time since the record before by section of the
@@ -78,7 +78,13 @@ class StepMetrics:
         named = ("objective", "evaluations", "layer_norms")
         objective, evaluations, norms = (values.pop(key) for key in named)
         sections = values.pop("section_seconds")
-        return values | objective | evaluations | norms | {f"seconds/{key.replace(' ', '_')}": x for key, x in sections.items()}
+        return (
+            values
+            | objective
+            | evaluations
+            | norms
+            | {f"seconds/{key.replace(' ', '_')}": x for key, x in sections.items()}
+        )
 
     @property
     def is_spike(self) -> bool:

@@ -6,7 +6,7 @@ then those of the mean over the whole batch, in any layout. If masks leave fewer
 after all ranks have counted, and the gradients are multiplied by nominal / true once, before clipping. So they are with
 outer steps: a replica trains by itself on its share of the batch, and its losses and tokens are those of the share.
 
-An objective may have a loss of its own (`megafp8.objectives.Loss`), such as that of pairs of answers. Then its number
+An objective may have a loss of its own (`megafp8.objectives.ObjectiveLoss`), such as that of pairs of answers. Then its number
 takes the place of that of tokens: gradients are those of the mean over the pairs of the whole batch. If it compares the
 model with a frozen one, that one's forward passes over all micro-batches come before those of the model, through the
 pipeline as in an evaluation; what the last stage makes of them is then `Batch.reference`.
@@ -85,10 +85,11 @@ class _Passes(NamedTuple):
 @dataclass(frozen=True)
 class Loss:
     """Mean loss over the unmasked tokens of a global batch, and their number; of an objective with a loss of its own
-    (`megafp8.objectives.Loss`), over what that counts.
+    (`megafp8.objectives.ObjectiveLoss`), over what that counts.
 
-    `metrics`: means of what that loss reports, by name. `more`: mean of the model's other losses (`ModelConfig.more_losses`): that of multi-token prediction over the tokens
-    that have one to predict, averaged over depths, or that of the binary head.
+    `metrics`: means of what that loss reports, by name. `more`: mean of the model's other losses
+    (`ModelConfig.more_losses`): that of multi-token prediction over the tokens that have one to predict, averaged over
+    depths, or that of the binary head.
     """
 
     mean: float
@@ -101,13 +102,12 @@ class Trainer:
     """One rank's stages of the model, with optimizer and pipeline engine. Collective: build it on every rank.
 
     `choice`: earlier choice of fp8.auto_filter in this run; None lets it choose now. `exchange`: with which other
-    replicas combine the gradients of a step, of which this one then has a share (`megafp8.replicas`). `frozen`: no weight
-    is trained, and the model is only for `outputs`.
+    replicas combine the gradients of a step, of which this one then has a share (`megafp8.replicas`). `frozen`: no
+    weight is trained, and the model is only for `outputs`.
 
-    `loss`: of the objective, None for cross entropy. `frozen`: the model that it is compared with, which has the initial
-    values of its config until `megafp8.training.frozen` loads others; None where there is none, or it is this one without its adapters.
-
-    Attributes: `stages`: one for each chunk of the pipeline placement; `model`: all of them. `strategy`: of data
+    Attributes: `loss`: of the objective, None for cross entropy. `frozen`: the model that the loss compares with, which
+    has the initial values of its config until `megafp8.training.frozen` loads others; None where there is none, or it
+    is this one without its adapters. `stages`: one for each chunk of the pipeline placement; `model`: all of them. `strategy`: of data
     parallelism, which has their parameters and gradients. `outer`: of outer steps, if there are any. `expert_load`,
     `index_loss`, `max_attention_logit`: of the latest `train_step`. `timeline`: of the
     step `logging.pipeline_trace_step`, once it is done. `fp8_records`: FP8 health of all stages in the latest
@@ -620,7 +620,7 @@ class Trainer:
     def _loss(self, total: Tensor) -> Loss:
         loss, tokens, *later, _ = total.tolist()
         if self.loss is not None:
-            means = {name: x / max(tokens, 1.0) for name, x in zip(self.loss.metrics, later, strict=True)}
-            return Loss(loss / max(tokens, 1.0), int(tokens), metrics=means)
+            metrics = {name: x / max(tokens, 1.0) for name, x in zip(self.loss.metrics, later, strict=True)}
+            return Loss(loss / max(tokens, 1.0), int(tokens), metrics=metrics)
         means = [loss_sum / max(count, 1.0) for loss_sum, count in zip(later[::2], later[1::2])]
         return Loss(loss / max(tokens, 1.0), int(tokens), sum(means) / len(means) if means else None)

@@ -18,8 +18,8 @@ TRL = [
     (-36.043357849121094, -72.15294647216797, 0.08104705810546875, 0.060289766639471054, 0.6828224062919617),
     (-71.88815307617188, -34.331321716308594, -0.5513877868652344, 0.3876045346260071, 1.2690308094024658),
 ]
-"""Of TRL 1.16.0's DPOTrainer with beta 0.3, one pair a step: log-probabilities of the chosen and the rejected answer, both
-rewards, and the loss. `tests/training/test_preferences.py` runs it where it is installed."""
+"""Of TRL 1.16.0's DPOTrainer with beta 0.3, one pair a step: log-probabilities of the chosen and the rejected answer,
+both rewards, and the loss. `tests/training/test_preferences.py` runs it where it is installed."""
 BETA = 0.3
 
 
@@ -66,9 +66,7 @@ def test_smoothed_labels(world2: World) -> None:
 def test_log_probabilities_of_the_data_are_those_of_its_documents() -> None:
     """The bits of float64 go through rows of integers."""
     values, objective = np.array([-1.25, 3e-300, -np.pi, 0.0]), Preferences(Answers(31))
-    parts = [
-        np.stack([np.array([1, 2, 3]), np.array([0, 1, 1]), np.full(3, bits)]) for bits in values.view(np.int64)
-    ]
+    parts = [np.stack([np.array([1, 2, 3]), np.array([0, 1, 1]), np.full(3, bits)]) for bits in values.view(np.int64)]
     batch = objective.batch(torch.from_numpy(objective.row(parts, 0))[None])
     assert batch.reference is not None
     assert batch.reference.shape == (1, batch.room)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,10 @@ from tests.world import World
 from tools import preprocess_data
 
 CONFIG = ROOT / "configs" / "llama3-8b-dpo.yaml"
-SPECIAL_ENDS = CHATML.replace("'\n'", "'<|start_header_id|>'", 1).replace(" + '\n' }}{% endfor", " }}{% endfor").replace(
-    "assistant\n", "assistant<|start_header_id|>"
+SPECIAL_ENDS = (
+    CHATML.replace("'\n'", "'<|start_header_id|>'", 1)
+    .replace(" + '\n' }}{% endfor", " }}{% endfor")
+    .replace("assistant\n", "assistant<|start_header_id|>")
 )
 ONE_RANK = ["parallel.tensor=1", "parallel.pipeline=1"]
 BETA, SMOOTHING = 0.7, 0.1  # of the preset
@@ -73,7 +76,7 @@ def _lone_documents(batch: Batch) -> list[tuple[Tensor, Tensor]]:
     (tokens,), (labels,), (counts,) = batch.tokens, batch.labels, batch.loss_mask  # type: ignore[misc]
     bounds = batch.cu_seqlens[0].tolist()  # type: ignore[index]
     found = []
-    for first, stop in zip(bounds, bounds[1:]):
+    for first, stop in pairwise(bounds):
         if stop > first and counts[first:stop].any():
             last = labels[stop - 1 : stop] if counts[stop - 1] else tokens[:0]
             text = torch.cat([tokens[first:stop], last])
@@ -248,7 +251,9 @@ def test_the_loss_of_a_run_is_that_of_transformers(world4: World, tmp_path: Path
     tokenizer.chat_template = CHATML
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
     for pair, of_pair in zip(make_pairs(40), values):
-        prompt = tokenizer.apply_chat_template(pair["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
+        prompt = tokenizer.apply_chat_template(pair["prompt"], add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
         for key, value in zip(("chosen", "rejected"), of_pair):
             whole = tokenizer.apply_chat_template([*pair["prompt"], *pair[key]], return_dict=True)["input_ids"]
             ids = torch.tensor(whole[:-1])  # without the line feed after <|im_end|>
@@ -269,8 +274,8 @@ def _evaluated(overrides: list[str], policy: str, reference: str) -> dict[str, f
 
 
 def test_an_evaluation_is_that_of_trl(world2: World, tmp_path: Path) -> None:
-    """Of another model than the reference. Special tokens begin and end answers: TRL counts white space after an answer,
-    and leaves out the end of a prompt that is not the end of a token."""
+    """Of another model than the reference. Special tokens begin and end answers: TRL counts white space after an
+    answer, and leaves out the end of a prompt that is not the end of a token."""
     trl = pytest.importorskip("trl")
     transformers, datasets = pytest.importorskip("transformers"), pytest.importorskip("datasets")
     overrides = prepare(tmp_path, 8, SPECIAL_ENDS)

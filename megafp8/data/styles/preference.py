@@ -20,8 +20,8 @@ from megafp8.data.tokenizers import Tokenizer
 class Preferences:
     """A prompt with a chosen and a rejected answer, each of which is a sequence with the prompt.
 
-    Texts are tokenized as completions, and lists of messages by the `template`, if there is one. Lists without a prompt,
-    or beside one that is a text, begin with it: the answers are what they do not have in common.
+    Texts are tokenized as completions, and lists of messages by the `template`, if there is one. Lists without a
+    prompt, or beside one that is a text, begin with it: the answers are what they do not have in common.
     """
 
     template: ChatTemplate | None
@@ -57,7 +57,7 @@ def _pair(chosen: Tokens, rejected: Tokens) -> Tokens:
     """Both answers as two sequences of a document."""
     assert chosen.loss_mask is not None
     assert rejected.loss_mask is not None
-    ids, mask = (np.concatenate(x) for x in ((chosen.ids, rejected.ids), (chosen.loss_mask, rejected.loss_mask)))
+    ids, mask = np.concatenate([chosen.ids, rejected.ids]), np.concatenate([chosen.loss_mask, rejected.loss_mask])
     return Tokens(ids, [len(chosen.ids), len(rejected.ids)], mask, chosen.characters + rejected.characters)
 
 
