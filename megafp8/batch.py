@@ -26,8 +26,8 @@ class Batch:
     tokens all of its tokens attend to; None: earlier tokens only. `padding` bool: tokens that fill up a sample, which
     routers do not count; None: there are none. `decoder_tokens` `[b, d]`: of T5, whose labels and mask are then
     `[b, d]`. `documents` int64: which document of its sample each token is of, where losses are summed by document.
-    `reference`: what a frozen model says of the micro-batch, as its loss defines it (`megafp8.objectives.ObjectiveLoss`); per
-    document float64 `[b, n]`.
+    `reference`: what a frozen model says of the micro-batch, as its loss defines it
+    (`megafp8.objectives.ObjectiveLoss`); of data, per document, float64 `[b, n]`.
     """
 
     tokens: Tensor

@@ -755,7 +755,7 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     rules = (
         (config.device == "cpu", "device is cpu, which has no CUDA graphs", "device=cuda"),
         (bool(p.offload), offload, "parallel.offload=false"),
-        (config.data.compares, frozen, "data.dpo.reference=precomputed"),
+        (config.data.compares, frozen, "leave data.dpo.reference=live and data.distillation out"),
         (not config.gathers_tokens, exchange, "parallel.expert_dispatch=all_gather"),
         (slow_experts, f"{reads} but in bf16", "training.precision=bf16"),
         (slow_attention, choices, "training.precision=bf16"),

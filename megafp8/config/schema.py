@@ -971,6 +971,35 @@ class DpoConfig(ObjectiveConfig):
             yield Problem("data.dpo.reference", self.reference, rule, "try live, or copy the data to a disk")
 
 
+class DistillationConfig(ObjectiveConfig):
+    """Learn the distribution of the next token that a larger model, the teacher, gives (Hinton et al. 2015,
+    arXiv:1503.02531), from its logits in each step. The loss of a token is
+    weight · temperature² · KL(teacher ‖ student) + (1 - weight) · cross entropy, both distributions of the divergence
+    being softmax(logits / temperature). Which tokens count is as without a teacher (loss_on, mask_eod_loss)."""
+
+    teacher: str
+    """Model with the vocabulary of the run: a Hugging Face folder, the folder of a run, or a checkpoint. It is loaded
+    as a frozen model in the run's layout, in training.precision."""
+    weight: Annotated[float, Field(gt=0, le=1), FLOAT] = 1.0
+    """Share of the divergence in the loss; the rest is that of the cross entropy of labels."""
+    temperature: PositiveFloat = 1.0
+    """Divides logits of teacher and student in the divergence."""
+    top_k: PositiveInt | None = None
+    """Tokens that the teacher's distribution is cut to, its likeliest ones, and normalized again. Default: all tokens.
+    Logits of all micro-batches of a step are held, of the whole vocabulary or of these tokens."""
+
+    def problems(self, config: Config) -> Iterator[Problem]:
+        m, given, off = config.model, "data.distillation is set, and", "or leave data.distillation out"
+        if m.architecture != "gpt":
+            rule = f"{given} its teacher predicts the next token"
+            yield Problem("model.architecture", m.architecture, rule, f"try gpt, {off}")
+            return
+        if self.top_k is not None and m.vocab_size is not None and self.top_k > m.vocab_size:
+            rule = f"model.vocab_size is {m.vocab_size}"
+            yield Problem("data.distillation.top_k", self.top_k, rule, "leave it out, for the whole vocabulary")
+        yield from plain_loss_problems(config, given)
+
+
 def plain_loss_problems(config: Config, given: str) -> Iterator[Problem]:
     """What does not go with a loss that is not the cross entropy of labels alone; `given`: why it is that."""
     m, t, r = config.model, config.training, config.resilience
@@ -1067,6 +1096,8 @@ class DataConfig(Section):
     Default: documents are as they are."""
     dpo: DpoConfig | None = None
     """With model.architecture gpt: learn which of two answers is preferred. Default: learn what texts say."""
+    distillation: DistillationConfig | None = None
+    """With model.architecture gpt: learn from the logits of a teacher. Default: learn from texts alone."""
     loss_on: Literal["answers", "all"] | None = None
     """Required for data sets with a loss mask, such as chats. answers: only tokens that the mask names are learned, the
     answers of chats and completions of prompts; the loss is their mean over the global batch. all: all tokens are.
@@ -1101,7 +1132,7 @@ class DataConfig(Section):
     @property
     def compares(self) -> bool:
         """Whether each step compares the model with a frozen one."""
-        return self.dpo is not None and self.dpo.reference == "live"
+        return self.distillation is not None or (self.dpo is not None and self.dpo.reference == "live")
 
     @property
     def objectives(self) -> dict[str, ObjectiveConfig]:

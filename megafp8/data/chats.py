@@ -167,7 +167,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def chat_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[..., Tokens]:
     """The function that tokenizes a chat; the first answers, as many as its second argument says, are not learned.
 
-    It raises ValueError for a chat that has no answer or cannot be rendered. Raises ValueError for tokenizers that `_check_special_tokens` refuses.
+    It raises ValueError for a chat that has no answer or cannot be rendered. Raises ValueError for tokenizers that
+    `_check_special_tokens` refuses.
     """
     _check_special_tokens(tokenizer, template)
     model = tokenizer.model

@@ -126,9 +126,9 @@ class PackedDataset:
 
     `loss_mask`: that of the data set, if `parts` are to have it. `context`: the first token of a document is not
     predicted, so of a piece of one neither (`Packing.rest`). `pairs`: a document is a pair of sequences, each of which
-    is a piece of a sample; pairs that are longer than a sample are left out. Raises DataError if there are too few tokens for one
-    sample, and from `parts` if a sample holds an id that is not in [0, `vocab_size`), unless that is None, or a mask
-    that is neither 0 nor 1.
+    is a piece of a sample; pairs that are longer than a sample are left out. Raises DataError if there are too few
+    tokens for one sample, and from `parts` if a sample holds an id that is not in [0, `vocab_size`), unless that is
+    None, or a mask that is neither 0 nor 1.
     """
 
     def __init__(

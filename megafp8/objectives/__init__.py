@@ -42,10 +42,12 @@ __all__ = [
 class ObjectiveLoss(Protocol):
     """What is minimized where it is not the mean cross entropy of labels that count.
 
-    `metrics`: names of what it reports beside the loss.
+    `metrics`: names of what it reports beside the loss. `reads_logits`: the last stage's output is this rank's logits
+    `[s, b, v/t]`, not the losses of tokens `[s, b]`.
     """
 
     metrics: tuple[str, ...]
+    reads_logits: bool = False
 
     def __call__(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The sum of losses of a micro-batch, and a report, float64: `[sum of losses, their number, sum of each

@@ -1,4 +1,4 @@
-"""The frozen model that a loss compares the trained one with: the reference of `data.dpo`.
+"""The frozen model that a loss compares the trained one with: the reference of `data.dpo`, a teacher.
 
 It has the layout of the run and is computed in `training.precision`, so that its results do not depend on the state of
 FP8 scaling, and it has no gradients, masters or optimizer state. A checkpoint records the digest of its weights: a run
@@ -55,19 +55,21 @@ def open_frozen(trainer: Trainer, inputs: Inputs, saved: Mapping[str, Any] | Non
     """
     config = inputs.config
     known = None if saved is None else saved.get(RECORD)
+    teacher = config.data.distillation
+    key = "data.dpo" if teacher is None else "data.distillation"
     if saved is not None and known is None and (trainer.frozen is not None or _is_precomputed(config)):
         raise TrainingError(
-            "data.dpo: the run began with another objective, or another data.dpo.reference; set it as it was, or "
+            f"{key}: the run began with another objective, or another reference; set it as it was, or "
             "choose another name"
         )
     if trainer.frozen is not None:
-        folder = config.checkpoint.init_from
+        folder = config.checkpoint.init_from if teacher is None else teacher.teacher
         if folder is not None:
             load_init(trainer.frozen, folder)
         digest = weights_digest(trainer.frozen)
         if known not in (None, digest):
             raise TrainingError(
-                f"data.dpo: the reference model, {folder or 'of the initial weights'}, has changed since the run began: "
+                f"{key}: the frozen model, {folder or 'of the initial weights'}, has changed since the run began: "
                 f"its weights have the digest {digest[:16]}, and had {known[:16]}; restore it, or choose another name"
             )
         return {RECORD: digest}
@@ -135,7 +137,7 @@ def _compute(trainer: Trainer, objective: Objective, packed: PackedDataset, valu
         own = [[(first + row) % total for row in range(b)] for first in firsts]
         rows = [[objective.row(packed.parts(i), i) for i in indices] for indices in own]
         batches = [objective.batch(torch.from_numpy(np.stack(x))) for x in rows]
-        outputs = trainer.outputs(trainer.own_tokens(batches), trainer.loss.of_reference)
+        outputs = trainer.references(trainer.own_tokens(batches), trainer.loss)
         for indices, output in zip(own, outputs):
             for i, of_sample in zip(indices, output.cpu().numpy()):
                 documents = np.asarray(packed.documents_of(i)) + packed.documents.start

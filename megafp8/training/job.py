@@ -195,11 +195,11 @@ class Job:
         self.folder = log_folder(self.config, self.run_folder)
         self.is_main = parallel.rank == 0
         keep = self.config.checkpoint
-        self.flops_per_token = flops_per_token(self.config)
         self.membership = self._open_membership(shared.place)
         in_each_step = self.membership is not None and self.config.outer is None
         exchange = self.membership.exchange if self.membership is not None and in_each_step else None
         self.trainer = Trainer(self.config, parallel, saved_choice(self.config, reader), exchange)
+        self.flops_per_token = flops_per_token(self.config, self.trainer.compared)
         self.rounds = self._open_rounds()
         logger.info(f"run folder: {self.folder}")
         self.step, self.history = 0, History()
@@ -350,7 +350,7 @@ class Job:
         logger.info(f"data:\n{data}")
         for line in describe_longrope(self.config):
             logger.info(line)
-        logger.info(f"model FLOPs, of which MFU is made: {describe_flops(self.config)}")
+        logger.info(f"model FLOPs, of which MFU is made: {describe_flops(self.config, trainer.compared)}")
         logger.info(f"optimizer: {trainer.optimizer.reason}")
         logger.info(cuda_graphs.describe(trainer.why_no_graphs))
         logger.info(describe_path(trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))

@@ -6,10 +6,10 @@ then those of the mean over the whole batch, in any layout. If masks leave fewer
 after all ranks have counted, and the gradients are multiplied by nominal / true once, before clipping. So they are with
 outer steps: a replica trains by itself on its share of the batch, and its losses and tokens are those of the share.
 
-An objective may have a loss of its own (`megafp8.objectives.ObjectiveLoss`), such as that of pairs of answers. Then its number
-takes the place of that of tokens: gradients are those of the mean over the pairs of the whole batch. If it compares the
-model with a frozen one, that one's forward passes over all micro-batches come before those of the model, through the
-pipeline as in an evaluation; what the last stage makes of them is then `Batch.reference`.
+An objective may have a loss of its own (`megafp8.objectives.ObjectiveLoss`), such as that of pairs of answers. Then its
+number takes the place of that of tokens: gradients are those of the mean over the pairs of the whole batch. If it
+compares the model with a frozen one, that one's forward passes over all micro-batches come before those of the model,
+through the pipeline as in an evaluation; what the last stage makes of them is then `Batch.reference`.
 
 The losses of multi-token prediction are divided by the same number (DeepSeek-V3, equation 24), though the last tokens
 of a sample have none. So is that of BERT's binary head, which counts as often as its sample has tokens to predict.
@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext, lora_of, tokens_per_rank, weight_storage
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
+from megafp8.objectives import ObjectiveLoss
 from megafp8.objectives.registry import loss_of
 from megafp8.optimizer.layer_norms import layers_of_model
 from megafp8.optimizer.loss_scale import LossScaler
@@ -103,14 +104,14 @@ class Trainer:
 
     `choice`: earlier choice of fp8.auto_filter in this run; None lets it choose now. `exchange`: with which other
     replicas combine the gradients of a step, of which this one then has a share (`megafp8.replicas`). `frozen`: no
-    weight is trained, and the model is only for `outputs`.
+    weight is trained, and the model is only for `references`.
 
     Attributes: `loss`: of the objective, None for cross entropy. `frozen`: the model that the loss compares with, which
     has the initial values of its config until `megafp8.training.frozen` loads others; None where there is none, or it
-    is this one without its adapters. `stages`: one for each chunk of the pipeline placement; `model`: all of them. `strategy`: of data
-    parallelism, which has their parameters and gradients. `outer`: of outer steps, if there are any. `expert_load`,
-    `index_loss`, `max_attention_logit`: of the latest `train_step`. `timeline`: of the
-    step `logging.pipeline_trace_step`, once it is done. `fp8_records`: FP8 health of all stages in the latest
+    is this one without its adapters. `stages`: one for each chunk of the pipeline placement; `model`: all of them.
+    `strategy`: of data parallelism, which has their parameters and gradients. `outer`: of outer steps, if there are
+    any. `expert_load`, `index_loss`, `max_attention_logit`: of the latest `train_step`. `timeline`: of the step
+    `logging.pipeline_trace_step`, once it is done. `fp8_records`: FP8 health of all stages in the latest
     `train_step`, on rank 0, if that step was sampled; else empty.
     """
 
@@ -279,6 +280,13 @@ class Trainer:
         return self.parallel.pipeline.rank == self.plan.last_rank
 
     @property
+    def compared(self) -> Config | None:
+        """The config of the model that each step compares this one with; None without one."""
+        if self.loss is None or not self.config.data.compares:
+            return None
+        return self.config if self.frozen is None else self.frozen.config
+
+    @property
     def constants(self) -> dict[str, Tensor]:
         """By global name, this rank's tensors that belong to the weights but have no gradient."""
         return {name: values for stage in self.stages for name, values in stage.constants.items()}
@@ -299,7 +307,7 @@ class Trainer:
 
     def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
         """Forward of a micro-batch through a stage; on the last stage the report is `[sum of losses, tokens, ...]`."""
-        y = stage(x, microbatch)
+        y = self._output(stage, x, microbatch, self.loss)
         if stage.head is None:
             return StageOutput(y)
         if self.loss is not None:
@@ -318,8 +326,15 @@ class Trainer:
             loss = loss * self.loss_scaler.scale
         return StageOutput(loss / self.nominal_tokens, report)
 
-    def outputs(self, batches: Sequence[Batch], of_output: Callable[[Tensor, Batch], Any]) -> list[Any]:
-        """What `of_output` makes of the last stage's output for each micro-batch, on its ranks; [] on others.
+    @staticmethod
+    def _output(stage: GPTStage, x: Tensor | None, microbatch: Batch, loss: ObjectiveLoss | None) -> Tensor:
+        y: Tensor = (
+            stage(x, microbatch, logits=True) if loss is not None and loss.reads_logits else stage(x, microbatch)
+        )
+        return y
+
+    def references(self, batches: Sequence[Batch], loss: ObjectiveLoss) -> list[Tensor]:
+        """What `loss` makes of the last stage's output for each micro-batch, on its ranks; [] on others.
 
         `batches`: on the device, this context-parallel rank's tokens. Without gradients or dropout. Collective.
         """
@@ -327,8 +342,8 @@ class Trainer:
         actions = self._plan_of(batches).evaluate[self.parallel.pipeline.rank]
 
         def forward(stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
-            y = stage(x, microbatch)
-            return StageOutput(y, None if stage.head is None else of_output(y, microbatch))
+            y = self._output(stage, x, microbatch, loss)
+            return StageOutput(y, None if stage.head is None else loss.of_reference(y, microbatch))
 
         microbatches = [replace(batch, samples=None) for batch in batches]
         with self.fp8.recording(False):
@@ -337,11 +352,11 @@ class Trainer:
 
     def _with_reference(self, shards: list[Batch]) -> list[Batch]:
         """With what the frozen model says of each micro-batch, on the ranks of the last stage. Collective."""
-        if self.loss is None or not self.config.data.compares:
+        if self.loss is None or self.compared is None:
             return shards
         model, within = (self, without_adapters(self.model)) if self.frozen is None else (self.frozen, nullcontext())
         with within:
-            references = model.outputs(shards, self.loss.of_reference)
+            references = model.references(shards, self.loss)
         return [replace(batch, reference=x) for batch, x in zip(shards, references)] if references else shards
 
     def _total(self, report: Tensor) -> Tensor:
