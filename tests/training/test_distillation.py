@@ -104,7 +104,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of transformers, wider and deeper than the student, whose logits differ clearly from each other."""
     folder = tmp_path_factory.mktemp("teacher")
     kind, options = families.THEIRS["llama3"]
-    families.THEIRS["here"] = kind, options | {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "num_hidden_layers": 4}
+    families.THEIRS["here"] = kind, options | sizes
     model = families.make_theirs("here")
     with torch.no_grad():
         model.lm_head.weight.mul_(20)
@@ -282,8 +283,8 @@ def test_teachers_that_cannot_be_are_refused(teacher: str, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"data.distillation.teacher = .*nothing"):
         check_frozen(missing, 1)
     make_model(tmp_path / "other", 64)
-    with pytest.raises(ConfigError, match="has a vocabulary of 340 tokens, and model.vocab_size is 100"):
+    with pytest.raises(ConfigError, match=r"has a vocabulary of 340 tokens, and model.vocab_size is 100"):
         check_frozen(config_of(_preset(NONE, str(tmp_path / "other"))), 1)
     check_frozen(config_of(_preset(NONE, teacher)), 1)
-    with pytest.raises(ConfigError, match="the teacher, .*, in the layout of the run"):
+    with pytest.raises(ConfigError, match=r"the teacher, .*, in the layout of the run"):
         check_frozen(config_of(_preset(Preset(("pp8",), {"parallel": {"pipeline": 8}}), teacher)), 8)
