@@ -311,7 +311,11 @@ def test_an_evaluation_is_that_of_trl(world2: World, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [["data.dpo.reference=live"], ["data.dpo.reference=precomputed"], ["data.dpo.reference=live", "lora={rank: 4}"]],
+    [
+        ["data.dpo.reference=live"],
+        ["data.dpo.reference=precomputed", "data.num_workers=1"],
+        ["data.dpo.reference=live", "lora={rank: 4}"],
+    ],
     ids=["live", "precomputed", "lora"],
 )
 def test_a_run_that_resumes_is_bit_identical(world2: World, tmp_path: Path, more: list[str]) -> None:
