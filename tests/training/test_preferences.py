@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from megafp8.batch import Batch
 from megafp8.config import ConfigError, check_layout, load_config
 from megafp8.data.indexed_dataset import IndexedDataset
+from megafp8.data.samples import PackedDataset
 from megafp8.objectives.answers import Answers
 from megafp8.training.errors import TrainingError
 from megafp8.training.frozen import weights_digest
@@ -313,7 +315,7 @@ def test_an_evaluation_is_that_of_trl(world2: World, tmp_path: Path) -> None:
     "more",
     [
         ["data.dpo.reference=live"],
-        ["data.dpo.reference=precomputed", "data.num_workers=1"],
+        ["data.dpo.reference=precomputed"],
         ["data.dpo.reference=live", "lora={rank: 4}"],
     ],
     ids=["live", "precomputed", "lora"],
@@ -345,7 +347,7 @@ def test_a_run_does_not_resume_with_another_reference(world2: World, tmp_path: P
     tensors = load_file(file)
     tensors[sorted(tensors)[0]] = tensors[sorted(tensors)[0]] + 1e-3
     save_file(tensors, file, {"format": "pt"})
-    world2.run(_refused, live, "reference model, .* has changed since the run began", ranks=1)
+    world2.run(_refused, live, "frozen model, .* has changed since the run began", ranks=1)
 
 
 def _refused(overrides: list[str], message: str) -> None:
@@ -370,6 +372,13 @@ def test_pairs_are_documents_of_two_answers(tmp_path: Path) -> None:
         assert (chosen[0, :first] == rejected[0, :first]).all()
         assert not rejected[1, :first].any()
         assert chosen[1, -2] == 1  # <|im_end|>
+    packed = inputs.train.datasets[0]
+    assert isinstance(packed, PackedDataset)
+    assert packed.reference is not None
+    packed.reference.values = np.arange(80.0).reshape(40, 2)
+    of_process = pickle.loads(pickle.dumps(packed))  # as loader processes have it
+    documents = [x for i in packed.documents_of(0) for x in (2.0 * i, 2.0 * i + 1)]
+    assert [part[2].view(np.float64)[0] for part in of_process.parts(0)] == documents
     short = [*overrides, "training.seq_length=110"]
     inputs = open_inputs(load_config(CONFIG, short, complete_model), "test")
     (data_set,) = inputs.data_sets
