@@ -25,7 +25,9 @@ class Batch:
     run; None: no dropout. `token_types` int64: None where all are 0. `prefix` int64 `[b]`: how many of a sample's first
     tokens all of its tokens attend to; None: earlier tokens only. `padding` bool: tokens that fill up a sample, which
     routers do not count; None: there are none. `decoder_tokens` `[b, d]`: of T5, whose labels and mask are then
-    `[b, d]`.
+    `[b, d]`. `documents` int64: which document of its sample each token is of, where losses are summed by document.
+    `reference`: what a frozen model says of the micro-batch, as its loss defines it
+    (`megafp8.objectives.ObjectiveLoss`); of data, per document, float64 `[b, n]`.
     """
 
     tokens: Tensor
@@ -38,6 +40,8 @@ class Batch:
     prefix: Tensor | None = None
     padding: Tensor | None = None
     decoder_tokens: Tensor | None = None
+    documents: Tensor | None = None
+    reference: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """This batch on `device`, copied asynchronously if it is in pinned memory."""
@@ -57,7 +61,10 @@ class Batch:
         if self.cu_seqlens is None or documents <= self.room:
             return self
         more = self.cu_seqlens[:, -1:].expand(-1, documents - self.room)
-        return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, more], dim=1))
+        reference = self.reference
+        if reference is not None:
+            reference = torch.nn.functional.pad(reference, (0, documents - self.room))
+        return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, more], dim=1), reference=reference)
 
     def with_later_labels(self, depths: int) -> Batch:
         """With the labels of depths 1 to `depths` of multi-token prediction, d tokens later, below those of the model.
@@ -94,9 +101,10 @@ class Batch:
         mask = None if self.loss_mask is None else take(self.loss_mask)
         types = None if self.token_types is None else take(self.token_types)
         padding = None if self.padding is None else take(self.padding)
+        which = None if self.documents is None else take(self.documents)
         return replace(
             self, tokens=take(self.tokens), labels=take(self.labels), loss_mask=mask, position_ids=positions,
-            token_types=types, padding=padding,
+            token_types=types, padding=padding, documents=which,
         )  # fmt: skip
 
     @property

@@ -54,8 +54,9 @@ def test_the_page_has_every_metric() -> None:
     from megafp8.training.observer import StepMetrics
 
     page = (ROOT / "docs" / "python.md").read_text().partition("## Metrics")[2]
-    keys = {field.name for field in fields(StepMetrics)} - {"evaluations", "layer_norms", "section_seconds"}
-    keys |= {"weight_norm", "update_norm"}
+    mappings = {"objective", "evaluations", "layer_norms", "section_seconds"}
+    keys = {field.name for field in fields(StepMetrics)} - mappings
+    keys |= {"weight_norm", "update_norm", "divergence", "cross_entropy"}
     assert set(re.findall(r"`(\w+)`", page.replace("metrics.jsonl", ""))) == keys
 
 

@@ -15,7 +15,8 @@ document. Other files of a folder are reported and not read. The order of docume
 --style chat reads lists of messages with role and content (under --json-key, default messages), or ShareGPT's
 conversations, and renders them by the tokenizer's chat template; --style completion reads a prompt (--json-key, default
 prompt) and a completion (--completion-key). Both write <prefix>.loss_mask.bin and .idx, which data.loss_on reads: 1 for
-tokens of answers.
+tokens of answers. --style preference reads a prompt (--json-key, default prompt) and two answers, --chosen-key and
+--rejected-key, as texts or lists of messages, for data.dpo; it writes a loss mask, too.
 """
 
 from __future__ import annotations
@@ -44,9 +45,14 @@ def make_parser() -> ArgumentParser:
     add_tokenizer_flags(parser, required=True)
     parser.add_argument("--output-prefix", required=True, help="path to write, without .bin and .idx")
     parser.add_argument("--no-append-eod", action="store_true", help="add no end-of-document token after each document")
-    help = "what a record holds: a text (default), a list of messages, or a prompt and its completion"
+    help = (
+        "what a record holds: a text (default), a list of messages, a prompt and its completion, or a prompt and two "
+    )
+    help += "answers"
     parser.add_argument("--style", choices=sorted(STYLES), default="text", help=help)
     parser.add_argument("--completion-key", default="completion", help="key or column of the completion")
+    parser.add_argument("--chosen-key", default="chosen", help="key or column of the preferred answer")
+    parser.add_argument("--rejected-key", default="rejected", help="key or column of the other answer")
     parser.add_argument("--chat-template", help="file with a chat template. Default: that beside --tokenizer-path")
     help = "store each sentence of a document as a sequence, for data.packing sentences"
     parser.add_argument("--split-sentences", action="store_true", help=help)

@@ -61,6 +61,9 @@ class Panel:
 
 PANELS = (
     Panel("loss", "Loss", "nats per token"),
+    Panel("rewards", "Rewards of answers (DPO)", "beta times log p / p_ref"),
+    Panel("accuracy", "Pairs whose chosen answer has the higher reward", "%"),
+    Panel("divergence", "Divergence from the teacher (distillation)", "nats per token"),
     Panel("learning_rate", "Learning rate", ""),
     Panel("grad_norm", "Gradient norm", "before clipping"),
     Panel("norms", "Norms of weights and updates", "whole model", log=True),
@@ -87,6 +90,12 @@ _METRICS: tuple[tuple[str, str, str, float], ...] = (
     ("loss", "loss", "training", 1),
     ("loss", "mtp_loss", "multi-token prediction", 1),
     ("loss", "binary_loss", "binary head", 1),
+    ("rewards", "rewards/chosen", "chosen", 1),
+    ("rewards", "rewards/rejected", "rejected", 1),
+    ("rewards", "rewards/margins", "margin", 1),
+    ("accuracy", "rewards/accuracies", "training", 100),
+    ("divergence", "divergence", "KL(teacher, student)", 1),
+    ("divergence", "cross_entropy", "cross entropy", 1),
     ("learning_rate", "learning_rate", "learning rate", 1),
     ("grad_norm", "grad_norm", "gradient norm", 1),
     ("norms", "weight_norm", "weights", 1),

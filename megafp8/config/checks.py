@@ -195,9 +195,10 @@ def _text(config: Config) -> Iterator[Problem]:
         yield Problem(
             "data.packing", d.packing, rule, "try concatenate, or write .bin/.idx files by megafp8 preprocess"
         )
-    if d.loss_on is not None:
+    if d.has_loss_mask:
+        key, value = ("data.dpo", "set") if d.loss_on is None else ("data.loss_on", d.loss_on)
         rule = f"{given}, without a loss mask"
-        yield Problem("data.loss_on", d.loss_on, rule, "leave it out, or write .bin/.idx files by megafp8 preprocess")
+        yield Problem(key, value, rule, "leave it out, or write .bin/.idx files by megafp8 preprocess")
     in_train = [path for key, path in text if key == "data.train"]
     if in_train and len(d.train) > 1 and not isinstance(d.train, dict):
         rule = f"a list is weighted by numbers of tokens, and that of {in_train[0]} is not known"
@@ -786,10 +787,12 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     slow_attention = config.model.attention_dropout > 0 and not kernel
     choices = "the host chooses queries of attention with dropout, which a graph cannot,"
     choices += f" but in bf16 or fp16 with heads up to {LARGEST_HEAD} wide"
+    frozen = "a frozen model computes before each step, outside of a graph"
     offload = "parallel.offload copies activations to memory of the host, which a graph cannot allocate"
     rules = (
         (config.device == "cpu", "device is cpu, which has no CUDA graphs", "device=cuda"),
         (bool(p.offload), offload, "parallel.offload=false"),
+        (config.data.compares, frozen, "leave data.dpo.reference=live and data.distillation out"),
         (not config.gathers_tokens, exchange, "parallel.expert_dispatch=all_gather"),
         (slow_experts, f"{reads} but in bf16", "training.precision=bf16"),
         (slow_attention, choices, "training.precision=bf16"),

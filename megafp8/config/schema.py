@@ -932,6 +932,86 @@ class FillInTheMiddleConfig(ObjectiveConfig):
             yield Problem("data.loss_on", config.data.loss_on, rule, f"leave it out, {off}")
 
 
+class DpoConfig(ObjectiveConfig):
+    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) of pairs of answers, of which one is
+    preferred, as megafp8 preprocess --style preference writes them. The loss of a pair is
+    -log sigmoid(beta · ((log p(chosen) - log p_ref(chosen)) - (log p(rejected) - log p_ref(rejected)))), its mean is
+    over the pairs of the global batch, and p_ref is the model that the run begins with. Pairs that are longer than a
+    sample are left out."""
+
+    beta: PositiveFloat = 0.1
+    """How much a difference from the reference model counts; the larger, the closer the model stays to it."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), FLOAT] = 0.0
+    """Probability that a pair is labelled the wrong way round (conservative DPO)."""
+    reference: Literal["live", "precomputed"] = "live"
+    """Where log-probabilities under the reference model come from. live: each step computes them, with lora by the
+    model without its adapters, else by a second, frozen copy of the initial weights in the same layout, in
+    training.precision. precomputed: a run that begins computes those of all pairs and writes them beside the data,
+    <prefix>.reference-<digest of the weights>.npz; a later run from the same weights reads them."""
+
+    def problems(self, config: Config) -> Iterator[Problem]:
+        m, d, given = config.model, config.data, "data.dpo is set, and"
+        off = "or leave data.dpo out"
+        if m.architecture != "gpt":
+            rule = f"{given} it needs the probability of each token after those before it"
+            yield Problem("model.architecture", m.architecture, rule, f"try gpt, {off}")
+            return
+        if d.loss_on is not None:
+            yield Problem("data.loss_on", d.loss_on, f"{given} its loss is on answers alone", "leave it out")
+        if d.packing != "best_fit":
+            rule = f"{given} other ways to pack part the answers of a pair"
+            yield Problem("data.packing", d.packing, rule, f"try best_fit, {off}")
+        yield from plain_loss_problems(config, given)
+        if config.stages:
+            rule = f"{given} the reference is the model that the run begins with, not a later stage"
+            yield Problem("stages", "set", rule, "make each stage a run of its own, by checkpoint.init_from")
+        remote = next((path for path in (*d.train, *d.validation.values()) if "://" in path), None)
+        if self.reference == "precomputed" and remote is not None:
+            rule = f"{given} log-probabilities are written beside the data, but {remote} is in object storage"
+            yield Problem("data.dpo.reference", self.reference, rule, "try live, or copy the data to a disk")
+
+
+class DistillationConfig(ObjectiveConfig):
+    """Learn the distribution of the next token that a larger model, the teacher, gives (Hinton et al. 2015,
+    arXiv:1503.02531), from its logits in each step. The loss of a token is
+    weight · temperature² · KL(teacher ‖ student) + (1 - weight) · cross entropy, both distributions of the divergence
+    being softmax(logits / temperature). Which tokens count is as without a teacher (loss_on, mask_eod_loss)."""
+
+    teacher: str
+    """Model with the vocabulary of the run: a Hugging Face folder, the folder of a run, or a checkpoint. It is loaded
+    as a frozen model in the run's layout, in training.precision."""
+    weight: Annotated[float, Field(gt=0, le=1), FLOAT] = 1.0
+    """Share of the divergence in the loss; the rest is that of the cross entropy of labels."""
+    temperature: PositiveFloat = 1.0
+    """Divides logits of teacher and student in the divergence."""
+    top_k: PositiveInt | None = None
+    """Tokens that the teacher's distribution is cut to, its likeliest ones, and normalized again. Default: all tokens.
+    Logits of all micro-batches of a step are held, of the whole vocabulary or of these tokens."""
+
+    def problems(self, config: Config) -> Iterator[Problem]:
+        m, given, off = config.model, "data.distillation is set, and", "or leave data.distillation out"
+        if m.architecture != "gpt":
+            rule = f"{given} its teacher predicts the next token"
+            yield Problem("model.architecture", m.architecture, rule, f"try gpt, {off}")
+            return
+        if self.top_k is not None and m.vocab_size is not None and self.top_k > m.vocab_size:
+            rule = f"model.vocab_size is {m.vocab_size}"
+            yield Problem("data.distillation.top_k", self.top_k, rule, "leave it out, for the whole vocabulary")
+        yield from plain_loss_problems(config, given)
+
+
+def plain_loss_problems(config: Config, given: str) -> Iterator[Problem]:
+    """What does not go with a loss that is not the cross entropy of labels alone; `given`: why it is that."""
+    m, t, r = config.model, config.training, config.resilience
+    if m.mtp_num_layers:
+        rule = f"{given} multi-token prediction has a loss of its own"
+        yield Problem("model.mtp_num_layers", m.mtp_num_layers, rule, "try 0")
+    if t.z_loss:
+        yield Problem("training.z_loss", t.z_loss, f"{given} its loss has no z-loss", "try 0")
+    if r.replicas is not None:
+        yield Problem("resilience.replicas", "set", f"{given} replicas are not offered for it", "leave it out")
+
+
 class StreamsConfig(Section):
     """Text of data.train and data.validation that is tokenized while the run trains (docs/own-data.md)."""
 
@@ -1014,6 +1094,10 @@ class DataConfig(Section):
     fill_in_the_middle: FillInTheMiddleConfig | None = None
     """With model.architecture gpt: rearrange documents, for models that complete text between other text, such as code.
     Default: documents are as they are."""
+    dpo: DpoConfig | None = None
+    """With model.architecture gpt: learn which of two answers is preferred. Default: learn what texts say."""
+    distillation: DistillationConfig | None = None
+    """With model.architecture gpt: learn from the logits of a teacher. Default: learn from texts alone."""
     loss_on: Literal["answers", "all"] | None = None
     """Required for data sets with a loss mask, such as chats. answers: only tokens that the mask names are learned, the
     answers of chats and completions of prompts; the loss is their mean over the global batch. all: all tokens are.
@@ -1039,6 +1123,16 @@ class DataConfig(Section):
         named = [("data.train", path) for path in self.train]
         named += [(f"data.validation.{name}", path) for name, path in self.validation.items()]
         return [(key, path) for key, path in named if is_text(path)]
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether data sets have a loss mask."""
+        return self.loss_on is not None or self.dpo is not None
+
+    @property
+    def compares(self) -> bool:
+        """Whether each step compares the model with a frozen one."""
+        return self.distillation is not None or (self.dpo is not None and self.dpo.reference == "live")
 
     @property
     def objectives(self) -> dict[str, ObjectiveConfig]:

@@ -164,21 +164,22 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def chat_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[[Sequence[Message]], Tokens]:
-    """The function that tokenizes a chat. It raises ValueError for a chat that has no answer or cannot be rendered.
+def chat_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[..., Tokens]:
+    """The function that tokenizes a chat; the first answers, as many as its second argument says, are not learned.
 
-    Raises ValueError for tokenizers that `_check_special_tokens` refuses.
+    It raises ValueError for a chat that has no answer or cannot be rendered. Raises ValueError for tokenizers that
+    `_check_special_tokens` refuses.
     """
     _check_special_tokens(tokenizer, template)
     model = tokenizer.model
     special = [token.content for token in model.get_added_tokens_decoder().values() if token.special]
 
-    def encode(messages: Sequence[Message]) -> Tokens:
+    def encode(messages: Sequence[Message], skip: int = 0) -> Tokens:
         text, spans = template.answers(messages, special)
         encoding = model.encode(text, add_special_tokens=False)
         mask = np.zeros(len(encoding.ids), np.uint8)
         begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-        for begin, end in spans:
+        for begin, end in spans[skip:]:
             mask[(begins < end) & (np.maximum(ends, begins + 1) > begin)] = 1
         characters = sum(len(message["content"]) for message in messages)
         return Tokens.masked(encoding.ids, mask, characters, f"no message of the {ANSWER_ROLE}, or none with text")

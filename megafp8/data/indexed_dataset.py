@@ -228,6 +228,11 @@ class IndexedDataset:
         return _fingerprint(self.index_sha256, len(self.tokens) * self.dtype.itemsize, self.tokens.fetch_parts)
 
     @cached_property
+    def has_pairs(self) -> bool:
+        """Whether each document has two sequences, as pairs of answers have."""
+        return len(self.document_starts) > 1 and bool((np.diff(self.document_starts) == 2).all())
+
+    @cached_property
     def has_loss_mask(self) -> bool:
         """Whether there is a loss mask, or the sidecar says that there should be one."""
         with _data_errors():

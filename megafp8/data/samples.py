@@ -111,13 +111,24 @@ def default_cache() -> Path:
     return user_cache() / "index"
 
 
+@dataclass
+class ReferenceValues:
+    """Log-probabilities of both answers of each pair of a data set under the reference model, float64 `[documents, 2]`.
+
+    None until they are known. Shared by all that read the data set's samples.
+    """
+
+    values: NDArray[np.float64] | None = None
+
+
 class PackedDataset:
     """Endless samples of `seq_length + 1` tokens from `documents` of `dataset`.
 
     `loss_mask`: that of the data set, if `parts` are to have it. `context`: the first token of a document is not
-    predicted, so of a piece of one neither (`Packing.rest`). Raises DataError if there are too few tokens for one
-    sample, and from `parts` if a sample holds an id that is not in [0, `vocab_size`), unless that is None, or a mask
-    that is neither 0 nor 1.
+    predicted, so of a piece of one neither (`Packing.rest`). `pairs`: a document is a pair of sequences, each of which
+    is a piece of a sample; pairs that are longer than a sample are left out. Raises DataError if there are too few
+    tokens for one sample, and from `parts` if a sample holds an id that is not in [0, `vocab_size`), unless that is
+    None, or a mask that is neither 0 nor 1.
     """
 
     def __init__(
@@ -131,15 +142,21 @@ class PackedDataset:
         packing: PackingName = "concatenate",
         loss_mask: IndexedDataset | None = None,
         context: bool = False,
+        pairs: bool = False,
     ) -> None:
         self.position, self._context = Position(), context
+        self.pairs, self.reference = pairs, ReferenceValues() if pairs else None
         self.loss_mask = loss_mask
         self.dataset, self.documents, self.seq_length, self.seed = dataset, documents, seq_length, seed
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache()
         self.vocab_size = vocab_size
         span = slice(documents.start, documents.stop)
         lengths, self._positions = dataset.document_lengths[span], dataset.document_positions[span]
-        self.num_tokens = int(lengths.sum())
+        self.num_tokens, self.left_out = int(lengths.sum()), 0
+        if pairs:
+            fits = lengths <= seq_length + 1
+            lengths, self.left_out = np.where(fits, lengths, 0), int((~fits).sum())
+            self._first_lengths = dataset.sentence_lengths(documents)[::2]
         self.packing: Packing
         if packing == "sentences":
             starts = self._positions - self._positions[:1]
@@ -226,7 +243,31 @@ class PackedDataset:
         if self.loss_mask is None:
             return parts
         masks = [read_loss_mask(self.loss_mask, first, len(part)) for first, part in zip(firsts, parts)]
-        return [np.stack([part, mask]) for part, mask in zip(parts, masks)]
+        masked = [np.stack([part, mask]) for part, mask in zip(parts, masks)]
+        return self._halves(masked, self.documents_of(index)) if self.pairs else masked
+
+    def _halves(self, parts: Sequence[NDArray[Any]], numbers: Sequence[int]) -> list[NDArray[Any]]:
+        """The two sequences of each pair: tokens and mask, and if it is known the log-probability of the answer under
+        the reference model, as the bits of a float64 at each token."""
+        halves = [half for i, part in zip(numbers, parts) for half in np.split(part, [self._first_lengths[i]], axis=1)]
+        assert self.reference is not None
+        if self.reference.values is None:
+            return halves
+        known = self.reference.values[np.asarray(numbers) + self.documents.start].reshape(-1).view(np.int64)
+        return [np.stack([*half.astype(np.int64), np.full(half.shape[1], bits)]) for half, bits in zip(halves, known)]
+
+    @property
+    def used_documents(self) -> NDArray[np.int64]:
+        """The pairs that samples have, counted from the first of the data set."""
+        lengths = self.packing.lengths if isinstance(self.packing, BestFit) else np.empty(0, np.int64)
+        return np.flatnonzero(lengths > 1) + self.documents.start
+
+    def documents_of(self, index: int) -> list[int]:
+        """The documents of sample `index`, counted from the first of `documents`."""
+        epochs, place = self._place(index)
+        packing = self._rest.packing if epochs == 0 and self._rest is not None else self.packing
+        assert packing is self.packing or not self.pairs
+        return [span.document for span in packing.spans(self._load(epochs).arrays, place)]
 
     def _spans(self, index: int) -> list[tuple[int, int]]:
         """Position and number of the tokens that sample `index` consists of."""

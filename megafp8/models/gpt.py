@@ -361,8 +361,9 @@ class GPTStage(nn.Module):
         with offload.block(block) if offload is not None and memory.offload else nullcontext():
             return recomputed(block, *inputs) if memory.full and torch.is_grad_enabled() else block(*inputs)
 
-    def forward(self, x_sbh: Tensor | None, batch: Batch) -> Tensor:
-        """The stage's output: residual stream `[s/t, b, h]`, or on the last stage the loss of each token `[s, b]`.
+    def forward(self, x_sbh: Tensor | None, batch: Batch, *, logits: bool = False) -> Tensor:
+        """The stage's output: residual stream `[s/t, b, h]`, or on the last stage the loss of each token `[s, b]`; or
+        there, with `logits`, this rank's `[s, b, v/t]`.
 
         With d depths of multi-token prediction labels are those of `Batch.with_later_labels`, and the losses of all
         depths are side by side, `[s, (1 + d) b]`. So are those of BERT's tokens and of its binary head (`MaskedLM`).
@@ -380,5 +381,5 @@ class GPTStage(nn.Module):
             dropout = self._branch_dropout(inputs)
             if self.head is not None:
                 look_ahead = partial(self.look_ahead, batch.labels, inputs, offload) if len(self.mtp) else None
-                return self.head(x_sbh, branch_sbh, batch.labels, look_ahead, dropout)
+                return self.head(x_sbh, branch_sbh, None if logits else batch.labels, look_ahead, dropout)
         return x_sbh if branch_sbh is None else dropouts.add(x_sbh, branch_sbh, dropout)

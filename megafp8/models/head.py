@@ -65,9 +65,11 @@ class Head(nn.Module):
             return x_sbh
         return normalized(self.norm, x_sbh, branch_sbh, dropout)
 
-    def logits(self, x_sbh: Tensor, branch_sbh: Tensor | None, *, capped: bool = True) -> Tensor:
+    def logits(
+        self, x_sbh: Tensor, branch_sbh: Tensor | None, dropout: Dropout | None = None, *, capped: bool = True
+    ) -> Tensor:
         """This rank's logits `[s, b, v/t]`; not `capped`: as the loss reads them, which caps them in fp32."""
-        logits_sbv = self._uncapped(self._hidden(x_sbh, branch_sbh))
+        logits_sbv = self._uncapped(self._hidden(x_sbh, branch_sbh, dropout))
         return logits_sbv if self.softcap is None or not capped else self.softcap * (logits_sbv / self.softcap).tanh()
 
     def _uncapped(self, hidden_sbh: Tensor) -> Tensor:
@@ -92,7 +94,7 @@ class Head(nn.Module):
         depths of multi-token prediction, from that of the model. `dropout`: of the branch.
         """
         if labels_bs is None:
-            return self.logits(x_sbh, branch_sbh, capped=capped)
+            return self.logits(x_sbh, branch_sbh, dropout, capped=capped)
         assert self.vocab_size is not None
         hidden_sbh = self._hidden(x_sbh, branch_sbh, dropout)
         b = hidden_sbh.shape[1]

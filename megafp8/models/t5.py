@@ -293,7 +293,7 @@ class T5Stage(GPTStage):
     def _bias_rows(self, b: int) -> int:
         return -(-math.prod(self._biases_shape) // (b * self.config.hidden_size))
 
-    def forward(self, x_sbh: Tensor | None, batch: Batch) -> Tensor:
+    def forward(self, x_sbh: Tensor | None, batch: Batch, *, logits: bool = False) -> Tensor:
         """The stage's output: what travels to the next one, or on the last stage the loss of each token `[d, b]`."""
         assert all(x is None for x in (batch.position_ids, batch.cu_seqlens, batch.token_types, batch.prefix))
         assert batch.decoder_tokens is not None

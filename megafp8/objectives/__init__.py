@@ -13,18 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
+from megafp8.batch import Batch
 from megafp8.config import Config, ConfigError, Problem
 from megafp8.data.sampler import Objective, Parts
 from megafp8.data.tokenizers import Tokenizer
+from megafp8.parallel_state import ParallelState
 
 __all__ = [
     "Config",
     "ConfigError",
     "Objective",
+    "ObjectiveLoss",
     "ObjectiveRecord",
+    "ParallelState",
     "Parts",
     "Problem",
     "Tokenizer",
@@ -33,16 +39,45 @@ __all__ = [
 ]
 
 
+class ObjectiveLoss(Protocol):
+    """What is minimized where it is not the mean cross entropy of labels that count.
+
+    `metrics`: names of what it reports beside the loss. `reads_logits`: the last stage's output is this rank's logits
+    `[s, b, v/t]`, not the losses of tokens `[s, b]`.
+    """
+
+    metrics: tuple[str, ...]
+    reads_logits: bool = False
+
+    def __call__(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The sum of losses of a micro-batch, and a report, float64: `[sum of losses, their number, sum of each
+        metric]`.
+
+        `output`: of the last stage. `batch`: with the tokens of this context-parallel rank. The sums of the reports of
+        all ranks that share sequences are those of whole ones, and so are the sums of their gradients.
+        """
+        ...
+
+    def of_reference(self, output: Tensor, batch: Batch) -> Tensor:
+        """What `Batch.reference` is to hold, from the output of a frozen model's last stage."""
+        ...
+
+    def count(self, batch: Batch) -> Tensor:
+        """Number of losses of a micro-batch of whole sequences, float64 `[]`."""
+        ...
+
+
 @dataclass(frozen=True)
 class ObjectiveRecord:
     """When a config has an objective, and how it is made.
 
     `build(config, tokenizer, source)` raises ConfigError, about a config that was read from `source`, if a token or a
-    property of the tokenizer is missing. `applies`: of at most one objective.
+    property of the tokenizer is missing. `applies`: of at most one objective. `loss`: None for cross entropy.
     """
 
     applies: Callable[[Config], bool]
     build: Callable[[Config, Tokenizer | None, str], Objective]
+    loss: Callable[[Config, ParallelState], ObjectiveLoss] | None = None
 
 
 def generator_of(seed: int, index: int) -> np.random.Generator:

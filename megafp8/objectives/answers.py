@@ -40,6 +40,6 @@ class Answers:
 
 
 OBJECTIVE = ObjectiveRecord(
-    lambda config: config.data.loss_on is not None,
+    lambda config: config.data.loss_on is not None and config.data.distillation is None,
     lambda config, *_: Answers(config.training.seq_length, all_tokens=config.data.loss_on == "all"),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megafp8 import objectives
-from megafp8.objectives import Config, Objective, ObjectiveRecord, Tokenizer
+from megafp8.objectives import Config, Objective, ObjectiveLoss, ObjectiveRecord, ParallelState, Tokenizer
 from megafp8.registry import records_of
 
 OBJECTIVES: list[ObjectiveRecord] = records_of(objectives, "OBJECTIVE")
@@ -11,5 +11,15 @@ OBJECTIVES: list[ObjectiveRecord] = records_of(objectives, "OBJECTIVE")
 
 def objective_of(config: Config, tokenizer: Tokenizer | None, source: str) -> Objective:
     """What the model is trained to predict. Raises ConfigError if a token or a property of the tokenizer is missing."""
-    (objective,) = (record for record in OBJECTIVES if record.applies(config))
-    return objective.build(config, tokenizer, source)
+    return _record_of(config).build(config, tokenizer, source)
+
+
+def loss_of(config: Config, parallel: ParallelState) -> ObjectiveLoss | None:
+    """What a run of `config` minimizes; None for the mean cross entropy of labels that count."""
+    make = _record_of(config).loss
+    return None if make is None else make(config, parallel)
+
+
+def _record_of(config: Config) -> ObjectiveRecord:
+    (record,) = (record for record in OBJECTIVES if record.applies(config))
+    return record

@@ -68,15 +68,19 @@ def model_flops(config: Config) -> Flops:
     return total
 
 
-def flops_per_token(config: Config) -> float:
-    """Of forward and backward of a run; in T5 of a sample, divided by the encoder's tokens."""
-    return model_flops(config).trained(frozen=config.lora is not None) / config.training.seq_length
+def flops_per_token(config: Config, frozen: Config | None = None) -> float:
+    """Of forward and backward of a run, with the forward pass of a `frozen` model that its loss compares with; in T5 of
+    a sample, divided by the encoder's tokens."""
+    flops = model_flops(config)
+    compared = Flops() if frozen is None else model_flops(frozen)
+    total = flops.trained(frozen=config.lora is not None) + compared.products + compared.attention
+    return total / config.training.seq_length
 
 
-def describe_flops(config: Config) -> str:
+def describe_flops(config: Config, frozen: Config | None = None) -> str:
     """FLOPs of a token, and what they count that the model does not compute."""
     across = "; attention across documents is counted, though masked" if config.data.reset_at_documents else ""
-    return f"{flops_per_token(config) / 1e9:.3f} GFLOP per token{across}"
+    return f"{flops_per_token(config, frozen) / 1e9:.3f} GFLOP per token{across}"
 
 
 def matmul_parameters(config: Config) -> int:

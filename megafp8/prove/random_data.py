@@ -16,19 +16,21 @@ def write_data(config: Config, folder: Path, vocabulary: int, samples: int) -> C
     """Write the data sets of `config`, each with tokens for `samples` samples, and return it with their paths.
 
     Documents are shorter and longer than a sample, end with token 0, and have ids below `vocabulary`. Tokens repeat
-    with a stride, so that there is something to learn. With `data.loss_on` some tokens are answers.
+    with a stride, so that there is something to learn. With a loss mask some tokens are answers; with `data.dpo` a
+    document is two halves, which fit into a sample.
     """
     data = config.data
     for i, name in enumerate(data.train):
         rng = np.random.default_rng([config.seed, i])
-        writer = IndexedDatasetWriter(folder / name, np.uint16, loss_mask=data.loss_on is not None)
+        writer = IndexedDatasetWriter(folder / name, np.uint16, loss_mask=data.has_loss_mask)
         left = samples * (config.sample_tokens + 1)
         while left > 0:
-            length = int(rng.integers(4, 1 + 2 * config.sample_tokens))
+            longest = config.sample_tokens if data.dpo is not None else 2 * config.sample_tokens
+            length = int(rng.integers(4, 1 + longest))
             first, stride = rng.integers(vocabulary - 1), rng.integers(1, 5)
             tokens = np.append(1 + (first + stride * np.arange(length - 1)) % (vocabulary - 1), EOD)
-            mask = None if data.loss_on is None else (rng.random(length) < 0.6).astype(np.uint8)
-            sentences = None
+            mask = (rng.random(length) < 0.6).astype(np.uint8) if data.has_loss_mask else None
+            sentences = None if data.dpo is None else [length // 2, length - length // 2]
             if data.packing == "sentences":
                 parts = 1 + length // 8
                 sentences = [len(part) for part in np.array_split(tokens, parts)]

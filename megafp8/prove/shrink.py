@@ -290,6 +290,9 @@ def _data(layout: Layout, sizes: Sizes, edit: _Edit) -> None:
     edit.set("data.special_tokens", _defaults(data.special_tokens) | ids, reason)
     edit.set("training.decoder_seq_length", None, "as many tokens as the spans need")
     edit.set("data.masked_lm.whole_words", False, "a tokenizer says where words begin")
+    edit.set("data.distillation", None, "a teacher is another model")
+    if data.dpo is not None:
+        edit.set("data.dpo.reference", "live", "the data is new")
     if data.fill_in_the_middle is not None:
         marks = dict(zip(("prefix", "middle", "suffix"), special))
         edit.set_all({f"data.fill_in_the_middle.{name}": mark for name, mark in marks.items()}, reason)

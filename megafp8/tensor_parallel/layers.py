@@ -123,7 +123,7 @@ class ColumnParallelLinear(nn.Module):
         """`handoff`: `state.grad_handoff()`, given to the operation that uses the output too."""
         bias = None if self.skip_bias_add else self.bias
         y = linear(x, self.weight, self.state, bias=bias, handoff=handoff, comm=self.comm)
-        if self.lora is not None:
+        if self.lora is not None and self.lora.adds:
             assert isinstance(x, Tensor)
             y = y + self.lora(x)
         if self.gather_output:
@@ -197,7 +197,7 @@ class RowParallelLinear(nn.Module):
             assert isinstance(x, Tensor)
             x = scatter_to_tensor_parallel(x, self.group)
         y = linear(x, self.weight, self.state, bias=None if self.skip_bias_add else self.bias, comm=self.comm)
-        if self.lora is not None:
+        if self.lora is not None and self.lora.adds:
             assert isinstance(x, Tensor)
             y = y + self.lora(x)
         return (y, self.bias) if self.skip_bias_add else y

@@ -17,7 +17,8 @@ Shapes: s sequence, b micro-batch, k inputs, n outputs; t tensor-parallel size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,6 +68,19 @@ def freeze(module: nn.Module) -> None:
         param.requires_grad_(is_lora(spec_of(param).shards[0].name))
 
 
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Its linear layers compute x Wᵀ, that is, what the model did before it was adapted."""
+    adapters = [x for x in module.modules() if isinstance(x, (ColumnLora, RowLora))]
+    for adapter in adapters:
+        adapter.adds = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.adds = True
+
+
 class Place(NamedTuple):
     """Where an adapter's parameters are: as those of its layer."""
 
@@ -97,8 +111,11 @@ def _init_a(inputs: int) -> Init:
 class ColumnLora(nn.Module):
     """x `[s, b, k]`, or `[s/t, b, k]` sequence-parallel, -> what is added to y, `[s, b, n/t]`.
 
-    `parts`: the layer's projections and their sizes, of which some are adapted; nothing is added to the others.
+    `parts`: the layer's projections and their sizes, of which some are adapted; nothing is added to the others. `adds`:
+    not within `without_adapters`.
     """
+
+    adds = True
 
     def __init__(self, lora: Lora, parts: Mapping[str, int], inputs: int, place: Place) -> None:
         super().__init__()
@@ -128,7 +145,12 @@ class ColumnLora(nn.Module):
 
 
 class RowLora(nn.Module):
-    """x `[s, b, k/t]` -> what is added to y, `[s, b, n]`, or `[s/t, b, n]` sequence-parallel."""
+    """x `[s, b, k/t]` -> what is added to y, `[s, b, n]`, or `[s/t, b, n]` sequence-parallel.
+
+    `adds`: not within `without_adapters`.
+    """
+
+    adds = True
 
     def __init__(self, lora: Lora, name: str, inputs: int, outputs: int, place: Place) -> None:
         super().__init__()

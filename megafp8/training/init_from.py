@@ -104,6 +104,12 @@ def _complete_lora(tree: dict[str, Any], opened: Source, folder: str) -> Iterato
     adapted, section = adapted_of(opened), tree.get("lora")
     if adapted is None or not isinstance(section, dict):
         return
+    if (tree.get("data") or {}).get("dpo") is not None:
+        rule = (
+            f"{folder} has adapters that the run continues with, so the model without them is not that it begins with"
+        )
+        merge = f"megafp8 convert --load {folder} --save merged --to hf"
+        yield Problem("data.dpo", "set", rule, f"begin anew from the merged model: {merge}")
     lora = lora_of(adapted)
     given = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
     for key, value in section.items():

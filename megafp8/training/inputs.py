@@ -253,8 +253,9 @@ class Inputs:
                 positions[entry.identity] = entry.position
                 changes.append(f"samples of {entry.prefix} have {length:,} tokens instead of {entry.length:,}")
                 continue
-            if data_set.train.packing.name == "sentences" and entry.consumed:
-                rule = f"the run has read samples of {entry.length} tokens, which sentences fill to the end of an epoch"
+            kind = "pairs of answers" if data_set.train.pairs else "sentences"
+            if (data_set.train.pairs or data_set.train.packing.name == "sentences") and entry.consumed:
+                rule = f"the run has read samples of {entry.length} tokens, which {kind} fill to the end of an epoch"
                 works = "set training.seq_length as it was, or choose another name for a new run"
                 raise ConfigError(source, [Problem("training.seq_length", length, rule, works)])
             before = _packed(self.config, data_set.dataset, data_set.train.documents, entry.length)
@@ -363,6 +364,7 @@ def _packed(config: Config, dataset: IndexedDataset, documents: range, length: i
         packing=config.data.packing,
         loss_mask=_loss_mask(config, dataset),
         context=config.data.mask_eod_loss,
+        pairs=config.data.dpo is not None,
     )
 
 
@@ -383,8 +385,17 @@ def _validation_sets(config: Config, fingerprint: str | None) -> dict[str, Blend
 
 
 def _loss_mask(config: Config, dataset: IndexedDataset) -> IndexedDataset | None:
-    """The loss mask of a data set, which must have one if data.loss_on is given, and none otherwise."""
-    given = config.data.loss_on
+    """The loss mask of a data set, which must have one if data.loss_on or data.dpo is given, and none otherwise."""
+    given, pairs = config.data.loss_on, config.data.dpo is not None
+    if pairs:
+        if not dataset.has_loss_mask or not dataset.has_pairs:
+            rule = f"{dataset.prefix} holds no pairs of answers"
+            works = "write them by megafp8 preprocess --style preference, or leave data.dpo out"
+            raise ConfigError(dataset.prefix, [Problem("data.dpo", "set", rule, works)])
+        return dataset.loss_mask()
+    if dataset.has_loss_mask and dataset.has_pairs:
+        rule = f"{dataset.prefix} holds pairs of answers, of which one is preferred"
+        raise ConfigError(dataset.prefix, [Problem("data.dpo", None, rule, "set data.dpo={}, or list other data")])
     if given is None and dataset.has_loss_mask:
         rule = f"{dataset.prefix} has a loss mask, which says what tokens are answers"
         works = "set data.loss_on=answers, or data.loss_on=all to learn questions too; both need data.packing=best_fit"
@@ -626,6 +637,11 @@ def describe_data(
             )
         elif isinstance(x.train.packing, BestFit):
             lines.append(f"{x.prefix}: {x.train.packing.describe()}")
+            if x.train.left_out:
+                lines.append(
+                    f"{x.prefix}: {x.train.left_out:,} of {len(x.train.documents):,} pairs are left out, as they have "
+                    f"more than training.seq_length + 1 = {t.seq_length + 1:,} tokens"
+                )
     if progress.list_weights == "equal" and not isinstance(config.data.train, Mapping) and len(active) > 1:
         lines.append("Shares are equal, as they were when this run began; {prefix: weight} in data.train sets others.")
     return "\n".join(lines)

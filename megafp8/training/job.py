@@ -51,6 +51,7 @@ from megafp8.training.determinism import describe_determinism
 from megafp8.training.divergence import diverged
 from megafp8.training.errors import Diverged, TrainingError
 from megafp8.training.evaluation import MakeEvaluation, TaskEvaluation
+from megafp8.training.frozen import open_frozen
 from megafp8.training.history import History
 from megafp8.training.init_from import load_init
 from megafp8.training.inputs import Inputs, check_ranks_agree, describe_data
@@ -194,19 +195,21 @@ class Job:
         self.folder = log_folder(self.config, self.run_folder)
         self.is_main = parallel.rank == 0
         keep = self.config.checkpoint
-        self.flops_per_token = flops_per_token(self.config)
         self.membership = self._open_membership(shared.place)
         in_each_step = self.membership is not None and self.config.outer is None
         exchange = self.membership.exchange if self.membership is not None and in_each_step else None
         self.trainer = Trainer(self.config, parallel, saved_choice(self.config, reader), exchange)
+        self.flops_per_token = flops_per_token(self.config, self.trainer.compared)
         self.rounds = self._open_rounds()
         logger.info(f"run folder: {self.folder}")
         self.step, self.history = 0, History()
         self.spikes = LossSpikes(self.config, self.run_folder, parallel.rank, None)
         self.skipped_in_a_row, self.save_postponed, self.saved_step = 0, False, 0
         self.writes, self.entered = self.membership is None, self.membership is None
+        self.frozen_record: dict[str, str] = {}
         if self.membership is None:
             self._begin_with(reader, memory)
+            self.frozen_record = open_frozen(self.trainer, self.inputs, None if reader is None else reader.metadata)
         else:
             # Or later: `_enter` asks the other replicas, one of which may be saving now.
             self.step = on_rank0(lambda: newest_on_disk(self.config, self.run_folder), parallel.world.group)
@@ -347,7 +350,7 @@ class Job:
         logger.info(f"data:\n{data}")
         for line in describe_longrope(self.config):
             logger.info(line)
-        logger.info(f"model FLOPs, of which MFU is made: {describe_flops(self.config)}")
+        logger.info(f"model FLOPs, of which MFU is made: {describe_flops(self.config, trainer.compared)}")
         logger.info(f"optimizer: {trainer.optimizer.reason}")
         logger.info(cuda_graphs.describe(trainer.why_no_graphs))
         logger.info(describe_path(trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
@@ -653,6 +656,7 @@ class Job:
             index_loss=self.trainer.index_loss,
             max_attention_logit=self.trainer.max_attention_logit,
             layer_norms=result.layer_norms,
+            objective=loss.metrics,
             replicas=replicas,
             **observed,
         )
@@ -745,7 +749,7 @@ class Job:
         """Progress in the data, and what the section resilience adds, for the metadata of a checkpoint. Collective."""
         samples = self.consumed_samples
         self.inputs.gather_positions(self.parallel.data.group)
-        return self.inputs.record(self.spikes.consumed(samples)), self.spikes.metadata(samples)
+        return self.inputs.record(self.spikes.consumed(samples)), self.spikes.metadata(samples) | self.frozen_record
 
     def _log_saved(self, saved: Saved) -> None:
         logger.info(f"saved {saved.path}: stalled {saved.stalled_seconds:.1f} s, {saved.total_seconds:.1f} s in all")

@@ -28,6 +28,7 @@ class StepMetrics:
     `router_entropy`; else None. `loss_limit`: a loss above it is a spike, if they are detected. `slowest_rank`,
     `slowest_ratio`: the slowest rank since the last comparison, and its time over the median (`resilience.stragglers`).
     `replicas`: those that have trained the step, by index, with `resilience.replicas`.
+    `objective`: by name, what a loss of the objective's own reports (`megafp8.objectives.ObjectiveLoss`).
     `evaluations`: by name, the other numbers of evaluations after the step: losses of `data.validation`
     (`valid/<name>`) and metrics of tasks (`eval/<task>/<metric>`). `layer_norms`: by name, norms of a step that was
     measured (`megafp8.optimizer.layer_norms`). `section_seconds`: time since the record before by section of the
@@ -66,6 +67,7 @@ class StepMetrics:
     slowest_rank: int | None = None
     slowest_ratio: float | None = None
     replicas: list[int] | None = None
+    objective: Mapping[str, float] = field(default_factory=dict)
     evaluations: Mapping[str, float] = field(default_factory=dict)
     layer_norms: Mapping[str, float] = field(default_factory=dict)
     section_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -73,8 +75,16 @@ class StepMetrics:
     def as_dict(self) -> dict[str, Any]:
         """All metrics by name, those of mappings among them."""
         values = asdict(self)
-        evaluations, norms, sections = (values.pop(key) for key in ("evaluations", "layer_norms", "section_seconds"))
-        return values | evaluations | norms | {f"seconds/{key.replace(' ', '_')}": x for key, x in sections.items()}
+        named = ("objective", "evaluations", "layer_norms")
+        objective, evaluations, norms = (values.pop(key) for key in named)
+        sections = values.pop("section_seconds")
+        return (
+            values
+            | objective
+            | evaluations
+            | norms
+            | {f"seconds/{key.replace(' ', '_')}": x for key, x in sections.items()}
+        )
 
     @property
     def is_spike(self) -> bool:

@@ -6,6 +6,11 @@ then those of the mean over the whole batch, in any layout. If masks leave fewer
 after all ranks have counted, and the gradients are multiplied by nominal / true once, before clipping. So they are with
 outer steps: a replica trains by itself on its share of the batch, and its losses and tokens are those of the share.
 
+An objective may have a loss of its own (`megafp8.objectives.ObjectiveLoss`), such as that of pairs of answers. Then its
+number takes the place of that of tokens: gradients are those of the mean over the pairs of the whole batch. If it
+compares the model with a frozen one, that one's forward passes over all micro-batches come before those of the model,
+through the pipeline as in an evaluation; what the last stage makes of them is then `Batch.reference`.
+
 The losses of multi-token prediction are divided by the same number (DeepSeek-V3, equation 24), though the last tokens
 of a sample have none. So is that of BERT's binary head, which counts as often as its sample has tokens to predict.
 
@@ -16,8 +21,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -37,6 +43,8 @@ from megafp8.models.context import BuildContext, lora_of, tokens_per_rank, weigh
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
 from megafp8.numerics.batch_invariance import batch_invariant
+from megafp8.objectives import ObjectiveLoss
+from megafp8.objectives.registry import loss_of
 from megafp8.optimizer.layer_norms import layers_of_model
 from megafp8.optimizer.loss_scale import LossScaler
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
@@ -47,11 +55,13 @@ from megafp8.pipeline_parallel.engine import PipelineEngine, StageFunction, Stag
 from megafp8.pipeline_parallel.simulate import Timeline
 from megafp8.pipeline_parallel.trace import Stopwatch
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.tensor_parallel.lora import without_adapters
 from megafp8.training.auto_filter import Choice, choose
 from megafp8.training.cuda_graphs import EAGER_STEPS, Graphs, why_not
 from megafp8.training.data_parallel import build_data_parallel, experts_are_whole
 from megafp8.training.expert_load import ExpertLoad, LoadCollector
 from megafp8.training.fp8_config import build_fp8
+from megafp8.training.frozen_config import frozen_config
 from megafp8.training.learning_rate import schedule_of
 from megafp8.training.overlap import build_expert_overlap, build_tp_overlap
 from megafp8.training.pipeline import PipelinePlan, plan_pipeline
@@ -76,27 +86,33 @@ class _Passes(NamedTuple):
 
 @dataclass(frozen=True)
 class Loss:
-    """Mean loss over the unmasked tokens of a global batch, and their number.
+    """Mean loss over the unmasked tokens of a global batch, and their number; of an objective with a loss of its own
+    (`megafp8.objectives.ObjectiveLoss`), over what that counts.
 
-    `more`: mean of the model's other losses (`ModelConfig.more_losses`): that of multi-token prediction over the tokens
-    that have one to predict, averaged over depths, or that of the binary head.
+    `metrics`: means of what that loss reports, by name. `more`: mean of the model's other losses
+    (`ModelConfig.more_losses`): that of multi-token prediction over the tokens that have one to predict, averaged over
+    depths, or that of the binary head.
     """
 
     mean: float
     tokens: int
     more: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Trainer:
     """One rank's stages of the model, with optimizer and pipeline engine. Collective: build it on every rank.
 
     `choice`: earlier choice of fp8.auto_filter in this run; None lets it choose now. `exchange`: with which other
-    replicas combine the gradients of a step, of which this one then has a share (`megafp8.replicas`).
+    replicas combine the gradients of a step, of which this one then has a share (`megafp8.replicas`). `frozen`: no
+    weight is trained, and the model is only for `references`.
 
-    Attributes: `stages`: one for each chunk of the pipeline placement; `model`: all of them. `strategy`: of data
-    parallelism, which has their parameters and gradients. `outer`: of outer steps, if there are any. `expert_load`,
-    `index_loss`, `max_attention_logit`: of the latest `train_step`. `timeline`: of the
-    step `logging.pipeline_trace_step`, once it is done. `fp8_records`: FP8 health of all stages in the latest
+    Attributes: `loss`: of the objective, None for cross entropy. `frozen`: the model that the loss compares with, which
+    has the initial values of its config until `megafp8.training.frozen` loads others; None where there is none, or it
+    is this one without its adapters. `stages`: one for each chunk of the pipeline placement; `model`: all of them.
+    `strategy`: of data parallelism, which has their parameters and gradients. `outer`: of outer steps, if there are
+    any. `expert_load`, `index_loss`, `max_attention_logit`: of the latest `train_step`. `timeline`: of the step
+    `logging.pipeline_trace_step`, once it is done. `fp8_records`: FP8 health of all stages in the latest
     `train_step`, on rank 0, if that step was sampled; else empty.
     """
 
@@ -106,8 +122,11 @@ class Trainer:
         parallel: ParallelState,
         choice: Choice | None = None,
         exchange: Exchange | None = None,
+        *,
+        frozen: bool = False,
     ) -> None:
         self.config, self.parallel, self._exchange = config, parallel, exchange
+        self.loss = None if frozen else loss_of(config, parallel)
         p, t = config.parallel, config.training
         self.schedule = schedule_of(config.optimizer, t.steps)
         dtype = DTYPES[t.precision]
@@ -151,6 +170,8 @@ class Trainer:
         self._plans = {self.num_microbatches: self.plan}
         self.stages = [self._build(stage, context) for stage in self.plan.placement.stages[parallel.pipeline.rank]]
         self.model = nn.ModuleList(self.stages)
+        if frozen:
+            self.model.requires_grad_(False)
         self.fp8.materialize(parallel.device)
         self.load_collector = self._load_collector()
         self.expert_load: ExpertLoad | None = None
@@ -190,6 +211,8 @@ class Trainer:
             if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and not module.weight.requires_grad:
                 # Each graph has FP8 copies of its own in its memory.
                 module.state.freeze_weight(keep_copies=self.graphs is None)
+        other = None if self.loss is None else frozen_config(config)
+        self.frozen = None if other is None else Trainer(other, parallel, frozen=True)
 
     def _build_update(self) -> OptimizerStep:
         """The optimizer step, with clipping and reductions."""
@@ -258,6 +281,13 @@ class Trainer:
         return self.parallel.pipeline.rank == self.plan.last_rank
 
     @property
+    def compared(self) -> Config | None:
+        """The config of the model that each step compares this one with; None without one."""
+        if self.loss is None or not self.config.data.compares:
+            return None
+        return self.config if self.frozen is None else self.frozen.config
+
+    @property
     def constants(self) -> dict[str, Tensor]:
         """By global name, this rank's tensors that belong to the weights but have no gradient."""
         return {name: values for stage in self.stages for name, values in stage.constants.items()}
@@ -278,9 +308,14 @@ class Trainer:
 
     def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
         """Forward of a micro-batch through a stage; on the last stage the report is `[sum of losses, tokens, ...]`."""
-        y = stage(x, microbatch)
+        y = self._output(stage, x, microbatch, self.loss)
         if stage.head is None:
             return StageOutput(y)
+        if self.loss is not None:
+            loss, report = self.loss(y, microbatch)
+            if self.loss_scaler is not None:
+                loss = loss * self.loss_scaler.scale
+            return StageOutput(loss / self.nominal_tokens, report)
         mask_sb = torch.ones_like(y) if microbatch.loss_mask is None else microbatch.loss_mask.transpose(0, 1)
         b = len(microbatch.tokens)
         losses, tokens = ([part.sum() for part in x.split(b, dim=1)] for x in (y * mask_sb, mask_sb))
@@ -291,6 +326,39 @@ class Trainer:
         if self.loss_scaler is not None:
             loss = loss * self.loss_scaler.scale
         return StageOutput(loss / self.nominal_tokens, report)
+
+    @staticmethod
+    def _output(stage: GPTStage, x: Tensor | None, microbatch: Batch, loss: ObjectiveLoss | None) -> Tensor:
+        y: Tensor = (
+            stage(x, microbatch, logits=True) if loss is not None and loss.reads_logits else stage(x, microbatch)
+        )
+        return y
+
+    def references(self, batches: Sequence[Batch], loss: ObjectiveLoss) -> list[Tensor]:
+        """What `loss` makes of the last stage's output for each micro-batch, on its ranks; [] on others.
+
+        `batches`: on the device, this context-parallel rank's tokens. Without gradients or dropout. Collective.
+        """
+        self.strategy.gather()
+        actions = self._plan_of(batches).evaluate[self.parallel.pipeline.rank]
+
+        def forward(stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
+            y = self._output(stage, x, microbatch, loss)
+            return StageOutput(y, None if stage.head is None else loss.of_reference(y, microbatch))
+
+        microbatches = [replace(batch, samples=None) for batch in batches]
+        with self.fp8.recording(False), batch_invariant(self.config.inference.batch_invariant):
+            functions = [partial(forward, stage) for stage in self.stages]
+            return self.engine.run(actions, functions, microbatches, backward=False)
+
+    def _with_reference(self, shards: list[Batch]) -> list[Batch]:
+        """With what the frozen model says of each micro-batch, on the ranks of the last stage. Collective."""
+        if self.loss is None or self.compared is None:
+            return shards
+        model, within = (self, without_adapters(self.model)) if self.frozen is None else (self.frozen, nullcontext())
+        with within:
+            references = model.references(shards, self.loss)
+        return [replace(batch, reference=x) for batch, x in zip(shards, references)] if references else shards
 
     def _total(self, report: Tensor) -> Tensor:
         """The sum of all ranks' reports: `[sum of losses, tokens, ...]` of the global batch. Does not wait.
@@ -456,12 +524,13 @@ class Trainer:
 
         `reduce=False` leaves out the sums over data parallelism.
         """
+        shards = self._with_reference(self._own_tokens(batches))
         self._begin_passes()
         self._set_auxiliary_loss_grad(batches)
         self.strategy.gather()
         if reduce and self.config.parallel.overlap_grad_reduce:
             self.strategy.start_overlap(len(batches))
-        actions, shards = self._plan_of(batches).train[self.parallel.pipeline.rank], self._own_tokens(batches)
+        actions = self._plan_of(batches).train[self.parallel.pipeline.rank]
         with batch_invariant(self.config.inference.batch_invariant):  # backward passes may recompute forward passes
             reports = self.engine.run(actions, self._stage_functions(), shards, backward=True, stopwatch=stopwatch)
         self.strategy.wait()
@@ -501,11 +570,16 @@ class Trainer:
                     "in the global batch, which no replica knows before the backward pass where masks leave out some; "
                     "set model.moe.aux_loss=0 and balance by moe.bias_update_rate, or train on all tokens"
                 )
-            counted = torch.stack([mask.sum(dtype=torch.float64) for mask in masks]).sum()
+            count = (lambda batch: batch.loss_mask.sum(dtype=torch.float64)) if self.loss is None else self.loss.count
+            counted = torch.stack([count(batch) for batch in batches]).sum()
             grad *= all_reduce(counted, self.parallel.data.group).clamp(min=1) / self.nominal_tokens
 
     def _to_device(self, batches: Sequence[Batch]) -> list[Batch]:
         return [batch.to(self.parallel.device) for batch in batches]
+
+    def own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The tokens of this context-parallel rank of micro-batches, on the device."""
+        return self._own_tokens(self._to_device(self._with_room(batches)))
 
     def _own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
         """The tokens of this context-parallel rank, with the labels of all depths."""
@@ -516,7 +590,7 @@ class Trainer:
 
     def _sum(self, reports: Sequence[Tensor]) -> Tensor:
         """The report of this rank's micro-batches, float64; zeros for losses and tokens where no stage has a loss."""
-        size = 2 * (1 + self.config.model.more_losses)
+        size = 2 * (1 + self.config.model.more_losses) + len(() if self.loss is None else self.loss.metrics)
         total = torch.zeros(size + 1, dtype=torch.float64, device=self.parallel.device)
         if self._has_loss and reports:
             torch.sum(torch.stack(list(reports)), dim=0, out=total[:-1])
@@ -556,12 +630,15 @@ class Trainer:
         """The report of forward passes; batches `[b, s]` are on the device."""
         self.row_bound.exceeded.zero_()
         self.strategy.gather()
-        actions, shards = self._plan_of(batches).evaluate[self.parallel.pipeline.rank], self._own_tokens(batches)
+        actions = self._plan_of(batches).evaluate[self.parallel.pipeline.rank]
+        shards = self._with_reference(self._own_tokens(batches))
         with self.fp8.recording(False), batch_invariant(self.config.inference.batch_invariant):
             return self._sum(self.engine.run(actions, self._stage_functions(), shards, backward=False))
 
-    @staticmethod
-    def _loss(total: Tensor) -> Loss:
+    def _loss(self, total: Tensor) -> Loss:
         loss, tokens, *later, _ = total.tolist()
+        if self.loss is not None:
+            metrics = {name: x / max(tokens, 1.0) for name, x in zip(self.loss.metrics, later, strict=True)}
+            return Loss(loss / max(tokens, 1.0), int(tokens), metrics=metrics)
         means = [loss_sum / max(count, 1.0) for loss_sum, count in zip(later[::2], later[1::2])]
         return Loss(loss / max(tokens, 1.0), int(tokens), sum(means) / len(means) if means else None)

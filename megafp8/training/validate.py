@@ -23,6 +23,7 @@ from megafp8.training import auto_filter
 from megafp8.training.describe import check_device_memory, check_optimizer
 from megafp8.training.determinism import make_deterministic
 from megafp8.training.fp8_config import build_fp8
+from megafp8.training.frozen_config import check_frozen
 from megafp8.training.history import History
 from megafp8.training.init_from import check_init
 from megafp8.training.inputs import Inputs, open_inputs
@@ -42,6 +43,7 @@ def validate(config: Config, world_size: int, source: str) -> Inputs:
     if config.device != "cpu":
         set_cuda_environment()  # before CUDA is used
     inputs = open_inputs(config, source, newest_step(config))
+    check_frozen(inputs.config, world_size)
     plan = plan_pipeline(inputs.config, num_microbatches(config, world_size))
     check_shares(inputs.config, num_microbatches(config, world_size))
     device = choose_device(config)

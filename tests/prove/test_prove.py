@@ -31,7 +31,9 @@ def first_difference(preset: Preset, ranks: Ranks, fault: str, timeout: float = 
     return next(row for row in rows if not row.passed)
 
 
-@pytest.mark.parametrize("preset", slow_but([TIED | DELAYED | TP2 | DP2 | ZERO, QUICKEST], QUICKEST))
+@pytest.mark.parametrize(
+    "preset", slow_but([TIED | DELAYED | TP2 | DP2 | ZERO, DPO | DELAYED | TP2, QUICKEST], QUICKEST)
+)
 def test_a_certificate(rank_processes: Ranks, monkeypatch: pytest.MonkeyPatch, preset: Preset) -> None:
     """Every check of a config with every kind of them; and what is written."""
     if preset == QUICKEST:  # importing transformers takes longer than all other checks

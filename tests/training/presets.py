@@ -269,6 +269,8 @@ PREFIX = _preset("prefix", data={"prefix_lm": {"min_length": 2, "max_length": 20
 ANSWERS = _preset(
     "answers", data={"packing": "best_fit", "mask_eod_loss": True, "reset_at_documents": True, "loss_on": "answers"}
 )
+_PAIRS = {"packing": "best_fit", "mask_eod_loss": True, "reset_at_documents": True}
+DPO = _preset("dpo", data={**_PAIRS, "dpo": {"beta": 0.7, "label_smoothing": 0.1}})
 TEXT = _preset("text")  # the quickstart's; `Runs` knows where it is
 
 # FP8

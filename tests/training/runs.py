@@ -36,6 +36,7 @@ from megafp8.objectives import Objective
 from megafp8.objectives.answers import Answers
 from megafp8.objectives.masked_lm import MaskedLM, SpecialIds
 from megafp8.objectives.next_token import NextToken
+from megafp8.objectives.preferences import Preferences
 from megafp8.objectives.prefix_lm import PrefixLM
 from megafp8.objectives.span_corruption import SpanCorruption
 from megafp8.parallel_state import ParallelState, initialize_distributed
@@ -165,6 +166,8 @@ def batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
     samples = torch.arange(step * t.global_batch_size, (step + 1) * t.global_batch_size)
     if config.model.architecture != "gpt":
         return _encoder_batches(config, parallel, tokens, samples)
+    if d.dpo is not None:
+        return _pair_batches(config, parallel, tokens, samples)
     if d.loss_on is not None:
         return _answer_batches(config, parallel, tokens, samples)
     objective: Objective = NextToken(t.seq_length, d.reset_at_documents, d.mask_eod_loss)
@@ -191,6 +194,20 @@ def _answer_batches(config: Config, parallel: ParallelState, tokens: Tensor, ind
         mask = (torch.arange(len(text)) % (index % 4 + 1) == 0) & (index % 4 != 0)
         parts = torch.stack([text, mask]).numpy()
         rows.append(torch.from_numpy(objective.row(np.split(parts, [4, 11], axis=1), index)))
+    own = zip(*(x.split(t.micro_batch_size)[data.rank :: data.size] for x in (torch.stack(rows), indices)))
+    return [replace(objective.batch(x), samples=numbers) for x, numbers in own]
+
+
+def _pair_batches(config: Config, parallel: ParallelState, tokens: Tensor, indices: Tensor) -> list[Batch]:
+    """The same as pairs of documents: samples have one to three, with answers of one to three tokens."""
+    t, data, objective = config.training, parallel.data, Preferences(Answers(config.training.seq_length))
+    rows = []
+    for index, sample in zip(indices.tolist(), tokens):
+        text = sample[sample != PADDING]
+        mask = torch.arange(len(text)) % 4 != index % 3
+        parts = torch.stack([text, mask]).numpy()
+        cuts = [[9], [4, 8, 11], [3, 6, 8, 11, 14]][index % 3]
+        rows.append(torch.from_numpy(objective.row(np.split(parts, cuts, axis=1), index)))
     own = zip(*(x.split(t.micro_batch_size)[data.rank :: data.size] for x in (torch.stack(rows), indices)))
     return [replace(objective.batch(x), samples=numbers) for x, numbers in own]
 

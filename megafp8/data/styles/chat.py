@@ -27,7 +27,7 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 """Names of roles in ShareGPT's form that are not those of chat templates."""
 
 
-def _messages(value: Any, name: str) -> list[dict[str, Any]]:
+def messages_of(value: Any, name: str) -> list[dict[str, Any]]:
     """Messages with a role and a content, both strings. ShareGPT's `from` and `value` become these, and so do lists of
     parts of text. Raises ValueError where `value` is no chat."""
     if not isinstance(value, list) or not value:
@@ -64,5 +64,5 @@ STYLE = Style(
     (Key("--json-key", "list of messages", "messages", ("conversations",)),),
     lambda flags: Chats(read_chat_template(flags.tokenizer_path, flags.chat_template)),
     frozenset({"--chat-template"}),  # the template says what ends a chat
-    _messages,
+    messages_of,
 )

@@ -34,6 +34,7 @@ _COMPARABLE = (
     ("data", "train"),
     ("data", "packing"),
     ("data", "loss_on"),
+    ("data", "dpo"),
     ("training", "seq_length"),
     ("training", "global_batch_size"),
 )

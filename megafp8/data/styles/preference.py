@@ -1,0 +1,88 @@
+"""Pairs of answers, of which the first is preferred: texts, or chats."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megafp8.data.chats import ANSWER_ROLE, ChatTemplate, chat_encoder, read_chat_template
+from megafp8.data.styles import Document, Key, Style, Tokens, text_of
+from megafp8.data.styles.chat import messages_of
+from megafp8.data.styles.completion import completion_encoder
+from megafp8.data.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """A prompt with a chosen and a rejected answer, each of which is a sequence with the prompt.
+
+    Texts are tokenized as completions, and lists of messages by the `template`, if there is one. Lists without a
+    prompt, or beside one that is a text, begin with it: the answers are what they do not have in common.
+    """
+
+    template: ChatTemplate | None
+    append_eod: bool = True
+    has_loss_mask = True
+
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
+        of_texts = completion_encoder(tokenizer, self.append_eod)
+        of_chats = None if self.template is None else chat_encoder(tokenizer, self.template)
+
+        def encode(document: Document) -> Tokens:
+            prompt, chosen, rejected = document.record
+            if isinstance(chosen, str) != isinstance(rejected, str):
+                raise ValueError("of the answers one is a text and one a list of messages")
+            if isinstance(chosen, str):
+                if not isinstance(prompt, str) or prompt == chosen:
+                    raise ValueError("answers that are texts need a prompt that is a text")
+                return _pair(of_texts(prompt, chosen), of_texts(prompt, rejected))
+            if of_chats is None:
+                raise ValueError("a list of messages, and there is no chat template: give one by --chat-template")
+            if isinstance(prompt, str) or prompt == chosen:
+                shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), None)
+                if shared is None:
+                    raise ValueError("one answer is the other, or its beginning")
+                prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+            before = sum(message["role"] == ANSWER_ROLE for message in prompt)
+            return _pair(of_chats([*prompt, *chosen], before), of_chats([*prompt, *rejected], before))
+
+        return encode
+
+
+def _pair(chosen: Tokens, rejected: Tokens) -> Tokens:
+    """Both answers as two sequences of a document."""
+    assert chosen.loss_mask is not None
+    assert rejected.loss_mask is not None
+    ids, mask = np.concatenate([chosen.ids, rejected.ids]), np.concatenate([chosen.loss_mask, rejected.loss_mask])
+    return Tokens(ids, [len(chosen.ids), len(rejected.ids)], mask, chosen.characters + rejected.characters)
+
+
+def _read(value: Any, name: str) -> Any:
+    return messages_of(value, name) if isinstance(value, list) else text_of(value, name)
+
+
+def _method(flags: argparse.Namespace) -> Preferences:
+    try:
+        template = read_chat_template(flags.tokenizer_path, flags.chat_template)
+    except ValueError:
+        if flags.chat_template is not None:
+            raise
+        template = None
+    return Preferences(template, not flags.no_append_eod)
+
+
+STYLE = Style(
+    "preference",
+    (
+        Key("--json-key", "prompt", "prompt", ("chosen",)),
+        Key("--chosen-key", "preferred answer", "chosen"),
+        Key("--rejected-key", "other answer", "rejected"),
+    ),
+    _method,
+    frozenset({"--chat-template", "--no-append-eod"}),
+    _read,
+)

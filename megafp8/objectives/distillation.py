@@ -1,0 +1,99 @@
+"""Distillation: the student's distribution of the next token becomes the teacher's (Hinton et al. 2015).
+
+    loss of a token    weight · T² · KL(teacher ‖ student) + (1 - weight) · cross entropy
+
+(arXiv:1503.02531; the gradient of the divergence falls with T², which the factor undoes.) Samples, and which tokens
+count, are those of the objective without a teacher. With `top_k` the teacher's distribution is that of its likeliest
+tokens alone, the student's that of the whole vocabulary.
+
+Shapes: s sequence, b micro-batch, v vocabulary, k likeliest tokens, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megafp8.batch import Batch
+from megafp8.objectives import Config, ObjectiveLoss, ObjectiveRecord, ParallelState
+from megafp8.objectives.answers import Answers
+from megafp8.objectives.next_token import next_token
+from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megafp8.tensor_parallel.divergence import (
+    vocab_parallel_divergence,
+    vocab_parallel_log_softmax,
+    vocab_parallel_top_k,
+)
+
+
+class DistillationLoss(ObjectiveLoss):
+    """The loss of tokens, from this rank's logits.
+
+    `Batch.reference`: the teacher's logits, `[s, b, v/t]`, or of its likeliest tokens the logits and ids, the same on
+    all ranks, `[2, s, b, k]`.
+    """
+
+    metrics = ("divergence", "cross_entropy")
+    reads_logits = True
+
+    def __init__(
+        self, weight: float, temperature: float, top_k: int | None, vocab_size: int, parallel: ParallelState
+    ) -> None:
+        self.weight, self.temperature, self.top_k = weight, temperature, top_k
+        self.vocab_size, self.group = vocab_size, parallel.tensor.group
+
+    def of_reference(self, output: Tensor, batch: Batch) -> Tensor:
+        if self.top_k is None:
+            return output.detach()
+        logits, ids = vocab_parallel_top_k(output, self.top_k, self.group, vocab_size=self.vocab_size)
+        return torch.stack([logits, ids.to(logits.dtype)])  # ids below 2²⁴ are exact
+
+    def _teacher(self, reference: Tensor, columns: int) -> Tensor:
+        """Probabilities of this rank's columns, `[s, b, v/t]`."""
+        if self.top_k is None:
+            return vocab_parallel_log_softmax(
+                reference, self.group, vocab_size=self.vocab_size, temperature=self.temperature
+            ).exp_()
+        logits_sbk, ids_sbk = reference
+        p_sbk = torch.softmax(logits_sbk / self.temperature, dim=-1)
+        local_sbk = ids_sbk.long() - self.group.rank() * columns
+        foreign_sbk = (local_sbk < 0) | (local_sbk >= columns)
+        p_sbv = p_sbk.new_zeros(*p_sbk.shape[:-1], columns)
+        return p_sbv.scatter_add_(-1, local_sbk.masked_fill(foreign_sbk, 0), p_sbk.masked_fill(foreign_sbk, 0.0))
+
+    def __call__(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        assert batch.reference is not None
+        labels_sb, size = batch.labels.transpose(0, 1).contiguous(), self.vocab_size
+        p_sbv = self._teacher(batch.reference, output.shape[-1])
+        divergence_sb = vocab_parallel_divergence(
+            output, p_sbv, self.group, vocab_size=size, temperature=self.temperature
+        )
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.weight < 1):
+            entropy_sb = vocab_parallel_cross_entropy(output, labels_sb, self.group, vocab_size=size)
+        loss_sb = self.weight * self.temperature**2 * divergence_sb + (1 - self.weight) * entropy_sb
+        mask_sb = torch.ones_like(loss_sb) if batch.loss_mask is None else batch.loss_mask.transpose(0, 1)
+        loss = (loss_sb * mask_sb).sum()
+        sums = (loss, mask_sb.sum(), (divergence_sb * mask_sb).sum(), (entropy_sb * mask_sb).sum())
+        return loss, torch.stack([x.detach().double() for x in sums])
+
+    def count(self, batch: Batch) -> Tensor:
+        counted = torch.ones_like(batch.labels) if batch.loss_mask is None else batch.loss_mask
+        return counted.sum(dtype=torch.float64)
+
+
+def _loss(config: Config, parallel: ParallelState) -> DistillationLoss:
+    given, size = config.data.distillation, config.model.vocab_size
+    assert given is not None
+    assert size is not None
+    return DistillationLoss(given.weight, given.temperature, given.top_k, size, parallel)
+
+
+OBJECTIVE = ObjectiveRecord(
+    lambda config: config.data.distillation is not None,
+    lambda config, *_: (
+        next_token(config)
+        if config.data.loss_on is None
+        else Answers(config.training.seq_length, all_tokens=config.data.loss_on == "all")
+    ),
+    _loss,
+)

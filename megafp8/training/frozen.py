@@ -1,0 +1,215 @@
+"""The frozen model that a loss compares the trained one with: the reference of `data.dpo`, a teacher.
+
+It has the layout of the run and is computed in `training.precision`, so that its results do not depend on the state of
+FP8 scaling, and it has no gradients, masters or optimizer state. A checkpoint records the digest of its weights: a run
+that resumes must find the same ones. With LoRA it is the trained model without its adapters.
+
+Log-probabilities of answers that are `precomputed` are in a file beside the data, `<prefix>.reference-<digest>.npz`:
+
+    log_probabilities    float64 [documents, 2], chosen and rejected; NaN where a pair is not used
+    data, model          fingerprint of the data set, digest of the weights
+
+A run that begins computes them, if no run from the same weights has, by forward passes over all samples of an epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megafp8.checkpoint.errors import on_rank0
+from megafp8.config import Config
+from megafp8.data.samples import PackedDataset
+from megafp8.distributed.collectives import all_gather_objects, all_reduce
+from megafp8.distributed.sharding import Shape
+from megafp8.dtypes import DTYPES
+from megafp8.objectives import Objective
+from megafp8.training.errors import TrainingError
+from megafp8.training.init_from import load_init
+from megafp8.training.inputs import Inputs
+from megafp8.training.state import weights
+from megafp8.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+RECORD = "frozen_model"
+"""Key of a checkpoint's metadata: digest of the weights of the frozen model."""
+
+
+def open_frozen(trainer: Trainer, inputs: Inputs, saved: Mapping[str, Any] | None) -> dict[str, str]:
+    """Load what the loss of a run compares with; returns what checkpoints record of it. Collective.
+
+    `saved`: metadata of the checkpoint that has been loaded, None if the run begins. Raises TrainingError if the frozen
+    model is not that which the run began with.
+    """
+    config = inputs.config
+    known = None if saved is None else saved.get(RECORD)
+    teacher = config.data.distillation
+    key = "data.dpo" if teacher is None else "data.distillation"
+    if saved is not None and known is None and (trainer.frozen is not None or _is_precomputed(config)):
+        raise TrainingError(
+            f"{key}: the run began with another objective, or another reference; set it as it was, or "
+            "choose another name"
+        )
+    if trainer.frozen is not None:
+        folder = config.checkpoint.init_from if teacher is None else teacher.teacher
+        if folder is not None:
+            load_init(trainer.frozen, folder)
+        digest = weights_digest(trainer.frozen)
+        if known not in (None, digest):
+            raise TrainingError(
+                f"{key}: the frozen model, {folder or 'of the initial weights'}, has changed since the run began: "
+                f"its weights have the digest {digest[:16]}, and had {known[:16]}; restore it, or choose another name"
+            )
+        return {RECORD: digest}
+    if not _is_precomputed(config):
+        return {}
+    digest = weights_digest(trainer) if known is None else known
+    for prefix, members in _by_prefix(inputs).items():
+        values = _of_data_set(trainer, inputs, prefix, members, digest, begins=known is None)
+        for packed in members:
+            assert packed.reference is not None
+            packed.reference.values = values
+    return {RECORD: digest}
+
+
+def _is_precomputed(config: Config) -> bool:
+    return config.data.dpo is not None and config.data.dpo.reference == "precomputed"
+
+
+def _by_prefix(inputs: Inputs) -> dict[str, list[PackedDataset]]:
+    """What the run reads of each data set."""
+    members: dict[str, list[PackedDataset]] = {}
+    blends = [x for x in (inputs.validation, *inputs.validation_sets.values()) if x is not None]
+    given = [x.train for x in inputs.data_sets] + [x for blend in (inputs.train, *blends) for x in blend.datasets]
+    for packed in given:
+        assert isinstance(packed, PackedDataset)
+        members.setdefault(packed.prefix, []).append(packed)
+    return members
+
+
+def _of_data_set(
+    trainer: Trainer, inputs: Inputs, prefix: str, members: list[PackedDataset], digest: str, *, begins: bool
+) -> NDArray[np.float64]:
+    """Log-probabilities of a data set's answers: of its file, or computed if the run `begins`. Collective."""
+    path = Path(f"{prefix}.reference-{digest[:16]}.npz")
+    about = {"data": members[0].fingerprint, "model": digest}
+    group = trainer.parallel.world.group
+    values = on_rank0(lambda: _read(path, about), group)
+    wanted = {packed.documents: packed for packed in members}
+    if values is not None and not any(np.isnan(values[x.used_documents]).any() for x in wanted.values()):
+        logger.info(f"log-probabilities of the reference model: {path}")
+        return values
+    if not begins:
+        raise TrainingError(
+            f"{path} is missing, or of other data: the run began with these log-probabilities of the reference model; "
+            "restore it, or choose another name"
+        )
+    logger.info(f"computing the log-probabilities of {prefix} under the reference model")
+    values = np.full((members[0].dataset.num_documents, 2), -np.inf)
+    for packed in wanted.values():
+        _compute(trainer, inputs.objective, packed, values)
+    values = all_reduce(torch.from_numpy(values).to(trainer.parallel.device), group, "max").cpu().numpy()
+    values[np.isneginf(values)] = np.nan
+    on_rank0(lambda: _write(path, values, about), group)
+    logger.info(f"wrote {path}")
+    return values
+
+
+def _compute(trainer: Trainer, objective: Objective, packed: PackedDataset, values: NDArray[np.float64]) -> None:
+    """Write the log-probabilities that this rank knows of the answers of `packed` to `values`. Collective."""
+    assert trainer.loss is not None
+    data, b, total = trainer.parallel.data, trainer.config.training.micro_batch_size, packed.samples_per_epoch
+    together = trainer.num_microbatches * data.size * b
+    for start in range(0, total, together):
+        firsts = range(start + data.rank * b, start + together, data.size * b)
+        own = [[(first + row) % total for row in range(b)] for first in firsts]
+        rows = [[objective.row(packed.parts(i), i) for i in indices] for indices in own]
+        batches = [objective.batch(torch.from_numpy(np.stack(x))) for x in rows]
+        outputs = trainer.references(trainer.own_tokens(batches), trainer.loss)
+        for indices, output in zip(own, outputs):
+            for i, of_sample in zip(indices, output.cpu().numpy()):
+                documents = np.asarray(packed.documents_of(i)) + packed.documents.start
+                values[documents] = of_sample[: 2 * len(documents)].reshape(-1, 2)
+
+
+def _read(path: Path, about: Mapping[str, str]) -> NDArray[np.float64] | None:
+    """The values of a file; None where there is none, or that is about something else."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if any(str(file[key]) != value for key, value in about.items()):
+                return None
+            values: NDArray[np.float64] = file["log_probabilities"]
+            return values
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        raise TrainingError(f"{path} is damaged ({error}); remove it, or restore it if a run began with it") from None
+
+
+def _write(path: Path, values: NDArray[np.float64], about: Mapping[str, str]) -> None:
+    """Write a file, complete or not at all."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            np.savez(file, log_probabilities=values, data=np.array(about["data"]), model=np.array(about["model"]))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise TrainingError(f"{path} cannot be written ({error}); try data.dpo.reference=live") from None
+
+
+def weights_digest(trainer: Trainer) -> str:
+    """SHA-256 of the names and values of all weights, in training.precision: the same in any layout. Collective.
+
+    Of each tensor the sum of its elements' bits, each times an odd number of its place, modulo 2⁶⁴.
+    """
+    dtype, sums = DTYPES[trainer.config.training.precision], dict[tuple[str, Shape, Shape], int]()
+    for name, tensor in weights(trainer).items():
+        for offset, view in tensor.parts:
+            values = view.to(dtype) if view.is_floating_point() else view
+            sums[name, offset, tuple(view.shape)] = _sum_of_bits(values, offset, tensor.global_shape)
+    totals: dict[str, int] = {}
+    everything: dict[tuple[str, Shape, Shape], int] = {}
+    for of_rank in all_gather_objects(sums, trainer.parallel.world.group):
+        everything |= of_rank
+    for (name, _, _), value in everything.items():
+        totals[name] = (totals.get(name, 0) + value) % 2**64
+    return hashlib.sha256(json.dumps(sorted(totals.items())).encode()).hexdigest()
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ELEMENTS = 2**24
+"""Elements of a tensor whose places are in memory at a time."""
+
+
+def _sum_of_bits(x: Tensor, offset: Shape, global_shape: Shape) -> int:
+    """Of a rectangle at `offset` of a tensor."""
+    if x.dim() == 0:
+        x, offset, global_shape = x.view(1), (0,), (1,)
+    strides = [math.prod(global_shape[i + 1 :]) for i in range(x.dim())]
+    inner = torch.zeros((), dtype=torch.int64, device=x.device)
+    for d in range(1, x.dim()):
+        places = (offset[d] + torch.arange(x.shape[d], device=x.device)) * strides[d]
+        inner = inner.unsqueeze(-1) + places
+    total, rows = 0, max(1, _ELEMENTS // max(1, math.prod(x.shape[1:])))
+    for first in range(0, x.shape[0], rows):
+        part = x[first : first + rows].contiguous()
+        outer = (offset[0] + first + torch.arange(len(part), device=x.device)) * strides[0]
+        places = outer.view(-1, *[1] * (x.dim() - 1)) + inner
+        bits = part.view(_INTEGERS[part.element_size()]).long()
+        total += int(((2 * places + 1) * bits).sum())
+    return total % 2**64
