@@ -1,8 +1,8 @@
 """Check on one GPU that generation has the log-probabilities of training bit for bit, and time what that costs.
 
     python -m benchmarks.bench_batch_invariant                  # all of it: some minutes on an H100
-    python -m benchmarks.bench_batch_invariant --only exact --families llama3,gemma2 --recipes bf16,current
-    python -m benchmarks.bench_batch_invariant --only speed --recipes bf16,delayed,current,blockwise
+    python -m benchmarks.bench_batch_invariant --only exact --families llama3,gemma2
+    python -m benchmarks.bench_batch_invariant --only speed
 
 *exact*: a few layers of each family at its own width, with random weights. Prompts of 1 to --prompt tokens are
 continued in batches of each size, in random order, with prompts read in chunks and a cache so small that texts wait and
@@ -206,7 +206,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--only", choices=("exact", "speed"))
     parser.add_argument("--families", default="llama3,qwen3-moe,gemma2,deepseek-v3", help=f"of {', '.join(FAMILIES)}")
-    parser.add_argument("--recipes", default="bf16,delayed,current,blockwise")
+    parser.add_argument("--recipes", default="bf16")
     parser.add_argument("--batches", default="1,2,3,8,17,64")
     parser.add_argument("--prompt", type=int, default=300, help="most tokens of a prompt; default: %(default)s")
     parser.add_argument("--tokens", type=int, default=12, help="tokens that are generated; default: %(default)s")

@@ -23,10 +23,10 @@ from megafp8.arguments import ArgumentParser, at_least
 from megafp8.conversion.adapters import adapters_alone
 from megafp8.conversion.base import Source
 from megafp8.conversion.convert import Selected, convert, keep_freed_memory, verify
-from megafp8.conversion.format_names import FORMAT_NAMES
+from megafp8.conversion.format_names import ACTIVATIONS, FORM_NAMES, FORMAT_NAMES
 from megafp8.conversion.formats import FORMATS, Format, fetched, recognize
 from megafp8.conversion.hf_sink import HfSink
-from megafp8.conversion.quantized_export import ACTIVATIONS, FORM_NAMES, Expected, QuantizedExport
+from megafp8.conversion.quantized_export import Expected, QuantizedExport
 from megafp8.conversion.target import Sink
 from megafp8.dtypes import DTYPES
 from megafp8.training.quantized_export import quantized_export

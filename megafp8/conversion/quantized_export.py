@@ -18,12 +18,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megafp8.conversion.base import Source, TensorInfo
+from megafp8.conversion.format_names import Activations, FormName
 from megafp8.conversion.hf_names import Location
 from megafp8.conversion.weight_casts import LayerCasts, Matrix, WeightCast, amax_cast, casts_of, rows_at_a_time
 from megafp8.distributed.sharding import Shape
@@ -33,10 +34,6 @@ from megafp8.numerics.tensor import BLOCK_128X128, ROW, TENSOR, Granularity, Sca
 
 logger = logging.getLogger(__name__)
 
-FormName = Literal["fp8-block", "fp8-channel", "fp8-tensor"]
-Activations = Literal["dynamic", "static"]
-FORM_NAMES: tuple[FormName, ...] = get_args(FormName)
-ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 _BLOCK = 128
 _FORMS: Mapping[FormName, tuple[Granularity, str]] = {
     "fp8-block": (BLOCK_128X128, "weight_scale_inv"),

@@ -214,8 +214,10 @@ class PackedModel:
         """Log-probabilities `[r, c]` of tokens, computed as the loss of training is, from this rank's `logits`."""
         size, cap = self.model.config.vocab_size, self.model.config.logit_softcap
         assert size is not None
-        group = self.model.stages[0].context.tensor
-        logits_1rv = logits_rv.unsqueeze(0)
+        context = self.model.stages[0].context
+        group = context.tensor
+        # As training has them: a kernel that reads a wider dtype adds up in another order.
+        logits_1rv = logits_rv.to(context.dtype).unsqueeze(0)
         losses = [
             vocab_parallel_cross_entropy(logits_1rv, x.contiguous().unsqueeze(0), group, vocab_size=size, softcap=cap)
             for x in tokens_rc.unbind(1)

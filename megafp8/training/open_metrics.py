@@ -72,6 +72,7 @@ HELP: Mapping[str, str] = {
     "last_step_timestamp_seconds": "When the last step ended",
     "section_seconds": "Time in a section of the training loop since the step before",
     "valid_loss": "Loss of a data set in its last validation, nats",
+    "objective": "What the loss of the objective reports of the last step (DPO, distillation)",
     "eval": "Metric of a task in its last evaluation",
     "fp8_min_snr_db": "Signal-to-noise ratio of the cast to FP8 in the worst layer, when last sampled",
     "fp8_max_underflow": "Largest share of elements of a tensor that became zero in FP8, when last sampled",
@@ -132,6 +133,8 @@ def sample_of(key: str, value: float) -> Sample | None:
     if first == "eval":
         task, _, metric = rest.rpartition("/")
         return Sample("eval", (("task", task), ("metric", metric)), value)
+    if first == "objective":
+        return Sample("objective", (("metric", rest),), value)
     if first == "seconds":
         return Sample("section_seconds", (("section", rest),), value)
     if first == "fp8":
@@ -168,7 +171,7 @@ class OpenMetricsWriter(Observer):
 
     def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
         self._meter.add(metrics.as_dict())
-        values = scalars(metrics, records)
+        values = {f"objective/{k}" if k in metrics.objective else k: v for k, v in scalars(metrics, records).items()}
         values["step"] = metrics.step
         values["last_step_timestamp_seconds"] = datetime.fromisoformat(metrics.time).timestamp()
         before = {} if self._latest is None else self._latest[0]

@@ -7,8 +7,9 @@ from pydantic import ValidationError
 from megafp8.config import Config
 from megafp8.conversion.adapters import MergedSource
 from megafp8.conversion.base import Source, is_weight
+from megafp8.conversion.format_names import Activations, FormName
 from megafp8.conversion.model import without_mtp
-from megafp8.conversion.quantized_export import Activations, FormName, QuantizedExport
+from megafp8.conversion.quantized_export import QuantizedExport
 from megafp8.conversion.weight_casts import weight_casts
 from megafp8.dtypes import DTYPES
 from megafp8.fp8 import CurrentScaling, Fp8Manager

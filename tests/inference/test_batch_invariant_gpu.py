@@ -25,27 +25,21 @@ from tests.training.presets import config_of as run_of
 
 WIDTHS = {"hidden_size": 256, "ffn_hidden_size": 384, "init_std": 0.2}
 MODELS = {"llama": NONE, "experts": MOE, "gemma": GEMMA, "latent": DEEPSEEK, "sinks": GPT_OSS}
-RECIPES = ["bf16", "fp32", "delayed", "current", "rowwise", "blockwise", "mxfp8"]
 BATCHES = (1, 2, 5, 64)
 NEW = 8
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_logprobs_are_those_of_training(name: str, recipe: str) -> None:
+def test_logprobs_are_those_of_training(name: str, dtype: torch.dtype) -> None:
     preset: Preset = MODELS[name]
     model = run_of(preset, model=WIDTHS).model
     if model.moe is not None:
         model = model.model_copy(update={"moe": model.moe.model_copy(update={"ffn_hidden_size": 128})})
-    dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
-    fp8 = Fp8Config() if recipe in ("bf16", "fp32") else Fp8Config(recipe=recipe)
-    built = build_model(config_of(model, Layout(), fp8, dtype, cuda=True, batch_invariant=True))
+    built = build_model(config_of(model, Layout(), Fp8Config(), dtype, cuda=True, batch_invariant=True))
     (stage,) = built.stages
     initialize_parameters(stage, seed=0)
-    for history in built.fp8.state_dict().values():
-        history.fill_(4.0)
-    built.fp8.invalidate_weights()
     own = random.Random(0)
     prompts = [[own.randrange(1, 90) for _ in range(own.randint(1, 90))] for _ in range(max(BATCHES))]
     options = SamplingOptions(max_tokens=NEW, temperature=1.0, seed=1, ignore_end=True)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megafp8.batch import Batch
 from megafp8.conversion.convert import Selected
+from megafp8.conversion.format_names import FormName
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
-from megafp8.conversion.quantized_export import FormName
 from megafp8.distributed.sharding import spec_of
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.load import Layout, load_model, open_checkpoint

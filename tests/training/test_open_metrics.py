@@ -26,6 +26,7 @@ FULL = dataclasses.replace(
     step=11,
     time=at(130),
     memory_gib=1.5,
+    objective={"rewards/margins": 0.75, "divergence": 0.5},
     evaluations={"valid/books": 4.5, "eval/arc_easy/acc,none": 0.25},
     layer_norms={"grad_norm/layers.0": 0.5, "weight_norm/embedding": 7.0, "update_norm": 0.125},
     section_seconds={"data": 0.01, "forward and backward": 0.0625},
@@ -74,6 +75,8 @@ def test_metrics_of_a_resumed_run(tmp_path: Path) -> None:
         "memory_bytes": 2**30,
         "skipped": 0.0,
         "valid_loss{data=books}": 4.5,  # of the step before: this one has none
+        "objective{metric=rewards/margins}": 0.75,
+        "objective{metric=divergence}": 0.5,
         "eval{metric=acc,none,task=arc_easy}": 0.25,
         "layer_grad_norm{layer=layers.0}": 0.5,
         "layer_weight_norm{layer=embedding}": 7.0,

@@ -19,10 +19,11 @@ from megafp8.checkpoint import latest
 from megafp8.config import Config
 from megafp8.conversion.base import Source
 from megafp8.conversion.convert import Selected, verify
+from megafp8.conversion.format_names import Activations, FormName
 from megafp8.conversion.formats import open_source
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
-from megafp8.conversion.quantized_export import Activations, Expected, FormName, QuantizedExport
+from megafp8.conversion.quantized_export import Expected, QuantizedExport
 from megafp8.distributed.sharding import spec_of
 from megafp8.linear.group_state import states_of
 from megafp8.models.linear_weights import linear_weights

@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megafp8.conversion.convert import verify
+from megafp8.conversion.format_names import FORM_NAMES, FormName
 from megafp8.conversion.hf_names import present_name
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
-from megafp8.conversion.quantized_export import FORM_NAMES, Expected, FormName
+from megafp8.conversion.quantized_export import Expected
 from megafp8.training.quantized_export import quantized_export
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import make_theirs
