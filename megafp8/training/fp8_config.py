@@ -133,7 +133,7 @@ def build_fp8(config: Config, parallel: ParallelState | None) -> Fp8Manager:
     on_gpu = parallel is not None and parallel.device.type == "cuda"
     if on_gpu and config.inference.batch_invariant and config.fp8.recipe != "none":
         raise ValueError(
-            f"inference.batch_invariant with fp8.recipe={config.fp8.recipe}: on GPUs decode steps in FP8 have given "
+            f"inference.batch_invariant with fp8.recipe={config.fp8.recipe}: not proven on GPUs, where a test has had "
             "logits that are not finite; use fp8.recipe=none there (bf16, fp32)"
         )
     interval, f, n = config.fp8.report_interval, config.fp8, config.model.num_blocks
