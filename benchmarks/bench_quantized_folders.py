@@ -124,7 +124,7 @@ def read(source: Source, most: float) -> int:
 
 
 def phase(name: str, folder: Path, layers: int, experts: int, most: float) -> Figures:
-    """One process's work."""
+    """Run one case; each has a process of its own, whose peak memory is that of the case."""
     keep_freed_memory()
     fp8, model = folder / "fp8", model_of(layers, experts)
     start, cpu_start = time.monotonic(), time.process_time()

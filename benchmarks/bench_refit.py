@@ -19,14 +19,22 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import add_device_flag, chosen_device, machine, new_parser, release, require_positive, write_json
+from benchmarks.common import (
+    add_device_flag,
+    chosen_device,
+    machine,
+    new_parser,
+    release,
+    require_positive,
+    seconds,
+    write_json,
+)
 from megafp8.checkpoint.rectangles import as_rectangles
 from megafp8.config import Config, load_config
 from megafp8.dtypes import DTYPES
@@ -49,20 +57,6 @@ ADAPTERS = ["lora={rank: 8, alpha: 16}"]
 PROMPT, TOKEN = [1, 2, 3, 4], SamplingOptions(max_tokens=1, ignore_end=True)
 
 
-def seconds(action: Callable[[], Any], device: torch.device, rounds: int) -> float:
-    """The median."""
-    found = []
-    for _ in range(rounds):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
-
-
 def measure(config: Config, device: torch.device, rounds: int) -> dict[str, Any]:
     device = initialize_distributed(device.type)
     trainer = Trainer(config, build_parallel(config, device))
@@ -77,12 +71,12 @@ def measure(config: Config, device: torch.device, rounds: int) -> dict[str, Any]
     first, later = [], []
     for _ in range(rounds):
         trainer.fp8.forget_weights()  # as a step does
-        first.append(seconds(lambda: generator.generate(PROMPT, TOKEN), device, 1))
+        first += seconds(lambda: generator.generate(PROMPT, TOKEN), device, 1)
         later.append(_later(generator, device))
     row: dict[str, Any] = {
         "parameters": sum(p.numel() for p in parameters),
         "shared": sum(p.numel() for p in parameters if p.data_ptr() in own) / sum(p.numel() for p in parameters),
-        "same_seconds": seconds(generator.refit, device, rounds),
+        "same_seconds": statistics.median(seconds(generator.refit, device, rounds)),
         "same_copies": generator.live.copies.local + generator.live.copies.received,
         "first_token_seconds": statistics.median(first),
         "later_token_seconds": statistics.median(later),
@@ -95,7 +89,7 @@ def measure(config: Config, device: torch.device, rounds: int) -> dict[str, Any]
         return weights(trainer) | as_rectangles(trainer.fp8.state_dict())
 
     refit = Refit(has(), wants, JobPeers(trainer.parallel.world.group))
-    row["copied_seconds"] = seconds(lambda: refit.run(has(), wants), device, rounds)
+    row["copied_seconds"] = statistics.median(seconds(lambda: refit.run(has(), wants), device, rounds))
     copies = refit.run(has(), wants)
     row |= {"copied_copies": copies.local, "copied_bytes": copies.nbytes}
     row["equal"] = all(
@@ -111,7 +105,7 @@ def _later(generator: Generator, device: torch.device) -> float:
     """Seconds of a token with the weights' FP8 copies made: of the second token of a text."""
     submission = generator.submit(PROMPT, SamplingOptions(max_tokens=2, ignore_end=True))
     generator.step()
-    return seconds(lambda: (generator.step(), generator.cancel(submission)), device, 1)
+    return seconds(lambda: (generator.step(), generator.cancel(submission)), device, 1)[0]
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

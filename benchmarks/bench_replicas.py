@@ -21,7 +21,6 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,24 +31,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.common import seconds
 from megafp8.replicas import Membership, ReplicaLost, lighthouse
 from megafp8.replicas.membership import Limits, StateTensors
 from megafp8.replicas.quorum import NEW
 
 TOKEN = "a token of benchmarks"
-
-
-def _seconds(action: Callable[[], Any], device: torch.device, times: int) -> list[float]:
-    found = []
-    for _ in range(times):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return found
 
 
 def _replica(index: int, options: argparse.Namespace, folder: str, restarted: bool = False) -> None:
@@ -107,10 +94,10 @@ def _replica(index: int, options: argparse.Namespace, folder: str, restarted: bo
 
     quorums, votes, exchanges = [], [], []
     for _ in range(options.times):
-        votes += _seconds(vote, device, 1)
-        quorums += _seconds(partial(begin, step), device, 1)
+        votes += seconds(vote, device, 1)
+        quorums += seconds(partial(begin, step), device, 1)
         gradients.fill_(index + 1.0)
-        exchanges += _seconds(lambda: membership.exchange([gradients], []), device, 1)
+        exchanges += seconds(lambda: membership.exchange([gradients], []), device, 1)
         step += 1
         begin(step)
     results |= {
@@ -121,7 +108,7 @@ def _replica(index: int, options: argparse.Namespace, folder: str, restarted: bo
         plain = dist.ProcessGroupNCCL(prefix, index, 2, dist.ProcessGroupNCCL.Options())
         plain.allreduce([gradients]).wait()
         results["all-reduce"] = statistics.median(
-            _seconds(lambda: plain.allreduce([gradients]).wait(), device, options.times)
+            seconds(lambda: plain.allreduce([gradients]).wait(), device, options.times)
         )
     if index == 1:
         Path(folder, "killed").write_text(repr(time.time()))

@@ -2,8 +2,7 @@
 
     python -m benchmarks.replica_training configs/llama3-8b.yaml model.num_layers=4 ... --steps 60
 
-Runs launch/replicas.sh twice, then launch/single_node.sh with two ranks (data parallelism), with the same config and
-data:
+Runs launch/replicas.sh twice, and launch/single_node.sh with two ranks in between, with the same config and data:
 
     undisturbed     all steps by both replicas
     killed          SIGKILL of the rank of replica 1 after a third of the steps; its agent starts it again

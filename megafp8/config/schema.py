@@ -1001,7 +1001,7 @@ class DistillationConfig(ObjectiveConfig):
 
 
 def plain_loss_problems(config: Config, given: str) -> Iterator[Problem]:
-    """What does not go with a loss that is not the cross entropy of labels alone; `given`: why it is that."""
+    """Refuse settings that need the cross entropy of labels as the loss; `given`: what makes the loss another."""
     m, t, r = config.model, config.training, config.resilience
     if m.mtp_num_layers:
         rule = f"{given} multi-token prediction has a loss of its own"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from megafp8.checkpoint import Rectangles
 from megafp8.conversion.base import Source
@@ -33,3 +34,17 @@ def load_weights(source: Source, wanted: Mapping[str, Rectangles]) -> None:
         for offset, view in rectangles.parts:
             low = (offset[0] - first, *offset[1:])
             view.copy_(rows[tuple(slice(o, o + n) for o, n in zip(low, view.shape))])
+
+
+def load_scales(source: Source, state: Mapping[str, Tensor], advice: str) -> None:
+    """Fill the scales and amaxes of FP8 in `state`, by name, from a checkpoint.
+
+    Raises ValueError, whose message ends with `advice`, where the checkpoint lacks one or has it in another shape.
+    """
+    for name, tensor in state.items():
+        info = source.tensors.get(name)
+        if info is None or tuple(info.shape) != tuple(tensor.shape):
+            raise ValueError(
+                f"{source.path} was trained in FP8 and lacks {name} {list(tensor.shape)} of the scales{advice}"
+            )
+        tensor.copy_(source.read(name))

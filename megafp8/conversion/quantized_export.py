@@ -219,7 +219,7 @@ class QuantizedExport:
     # --- values -----------------------------------------------------------------------------------------------------
 
     def writes(self, theirs: str, name: str, w_nk: Tensor) -> Iterator[Write]:
-        """What is to be written for the weight `name`, which lies in a tensor of theirs."""
+        """The tensors and rows to be written for the weight `name`, which lies in the tensor `theirs`."""
         weight = self.weights[theirs]
         first = name == weight.pieces[0].name
         if first and self.activations == "static":

@@ -5,12 +5,12 @@ stored, and which tensors belong to it, is known here alone. `quant_method` of c
 
     fp8                  X.weight E4M3 [n, k], X.weight_scale_inv: a scale for each block, DeepSeek-V3's 128×128, or one
     compressed-tensors   X.weight E4M3 [n, k], X.weight_scale: a scale for the tensor, a row or a block
-                         X.weight_packed int32: codes of 4 or 8 bits, X.weight_scale: of each row and group of columns
+                         X.weight_packed int32: integers of 4 or 8 bits, X.weight_scale: of a row and group of columns
     mxfp4                X_blocks uint8 [e, n, k/32, 16], X_scales [e, n, k/32]: E2M1 and a power of two (gpt-oss)
 
-A weight is code · scale (code less zero point, if there is one), one product in fp32. What is stored in FP8 and in
-integers is read as fp32, which holds that product as it is, and so rounded once, to nearest even, by whoever wants
-bf16. MXFP4 is read as bf16, which has each of its values.
+A weight is data · scale (data less zero point, if there is one), one product in fp32. What is stored in FP8 and in
+integers is read as fp32, which holds that product as it is, and so a bf16 target
+rounds it once, to nearest even. MXFP4 is read as bf16, which has each of its values.
 
 Scales of activations and of the cache of keys and values belong to an engine that computes in FP8, and are left out.
 
@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from megafp8.conversion.safetensors_format import CODES, Entry, read_rows
+from megafp8.conversion.safetensors_format import QUANTIZED, Entry, read_rows
 from megafp8.distributed.sharding import Shape
 from megafp8.numerics.formats import E4M3
 
@@ -56,7 +56,7 @@ def dequantized(path: Path, quantization: object, entries: Entries) -> Entries:
     config_file = path / "config.json"
     if not quantization:
         scaled = (name for name in entries if f"{name}_scale_inv" in entries)
-        if (unread := next((name for name in scaled if entries[name].dtype in CODES), None)) is not None:
+        if (unread := next((name for name in scaled if entries[name].dtype in QUANTIZED), None)) is not None:
             raise ValueError(
                 f"{entries[unread].file}: {unread} is {entries[unread].dtype}, and {config_file} has no {KEY}, which "
                 'says how it is scaled; {"quant_method": "fp8", "weight_block_size": [128, 128]} is DeepSeek-V3\'s'
@@ -295,7 +295,7 @@ def _compressed(folder: _Folder, entries: Entries) -> Entries:
 
 
 def _schemes(folder: _Folder) -> dict[str, list[_Scheme]]:
-    """What the groups of config.json say of weights, by the kind of number."""
+    """The schemes of weights that the groups of config.json have, those of floats and those of integers."""
     groups = folder.quantization.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         folder.refuse("config_groups", groups, "an object of groups with targets and weights")
@@ -334,7 +334,7 @@ def _scheme(folder: _Folder, key: str, weights: Mapping[str, Any]) -> _Scheme:
 
 @dataclass(frozen=True)
 class _Packed:
-    """Codes of `bits` in int32 `[n, ceil(k · bits / 32)]`, the first in the lowest bits, read as fp32 `[n, k]`.
+    """Integers of `bits` in int32 `[n, ceil(k · bits / 32)]`, the first in the lowest bits, read as fp32 `[n, k]`.
 
     They count from -2^(bits - 1). Zero points `[ceil(n · bits / 32), groups]` are packed so along the rows.
     """
@@ -354,15 +354,14 @@ class _Packed:
         for begin, end in _chunks(first, last, self.k):
             part, rows = w_rk[begin - first : end - first], slice(begin - first, end - first)
             words = read_rows(self.data, f"{self.name}_packed", begin, end)
-            codes = _unpacked(words, self.bits)[:, : self.k]
-            part.copy_(codes)
+            part.copy_(_unpacked(words, self.bits)[:, : self.k])
             for column in range(0, self.k, self.group):
                 g = slice(column // self.group, column // self.group + 1)
                 part[:, column : column + self.group].sub_(zero[rows, g]).mul_(scale[rows, g])
         return w_rk
 
     def _zeros(self, first: int, last: int) -> Tensor:
-        """The codes that stand for 0, `[r, groups]` or `[r, 1]`."""
+        """The integers that stand for 0, `[r, groups]` or `[r, 1]`."""
         if self.zero is None:
             return torch.full((last - first, -(-self.k // self.group)), float(1 << (self.bits - 1)))
         per_word = 32 // self.bits
@@ -373,7 +372,7 @@ class _Packed:
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """The codes in int32 words along the last dim, which becomes 32 / bits times as long; from 0."""
+    """The integers in int32 words along the last dim, which becomes 32 / bits times as long; from 0."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (words.unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1).flatten(-2)
 

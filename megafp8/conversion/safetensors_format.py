@@ -26,7 +26,7 @@ from megafp8.conversion.base import TensorInfo
 from megafp8.distributed.sharding import Shape
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
-CODES = {
+QUANTIZED = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
     "U8": torch.uint8,
@@ -34,7 +34,7 @@ CODES = {
     "I32": torch.int32,
 }
 """Dtypes of quantized weights and of their scales, which are no weights by themselves."""
-STORED = {**DTYPES, **CODES}
+STORED = {**DTYPES, **QUANTIZED}
 _NAMES = {dtype: name for name, dtype in STORED.items()}
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from megafp8.checkpoint.files import BLOCK_BYTES
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source
+from megafp8.conversion.load import load_scales
 from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import BlockwiseScaling, CurrentScaling, Fp8Manager, RowwiseScaling
 from megafp8.linear.group_state import states_of
@@ -53,7 +54,7 @@ class Matrix(NamedTuple):
 
     @classmethod
     def of_one(cls, layer: str, weight: str, n: int, k: int) -> Matrix:
-        """Of one weight `[n, k]`, on one rank."""
+        """The matrix of a layer that has one weight `[n, k]`, on one rank."""
         return cls(layer, (weight,), (n,), (n,), k)
 
 
@@ -168,16 +169,8 @@ def _layers(stage: nn.Module) -> Iterator[tuple[Matrix, LinearState]]:
 
 def _load_scales(source: Source, fp8: Fp8Manager) -> None:
     """Scales of weights and inputs as the checkpoint has them; nothing is cast from gradients."""
-    for name, tensor in fp8.state_dict().items():
-        if ".grad_output." in name:
-            continue
-        info = source.tensors.get(name)
-        if info is None or tuple(info.shape) != tuple(tensor.shape):
-            raise ValueError(
-                f"{source.path} was trained in FP8 and lacks {name} {list(tensor.shape)} of the scales, so its FP8 "
-                "weights are unknown; give the run's own checkpoint"
-            )
-        tensor.copy_(source.read(name))
+    state = {name: x for name, x in fp8.state_dict().items() if ".grad_output." not in name}
+    load_scales(source, state, ", so its FP8 weights are unknown; give the run's own checkpoint")
     fp8.invalidate_weights()
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from pydantic import ValidationError
 
 from megafp8.checkpoint import Rectangles
 from megafp8.checkpoint.files import parse_object, read_file
@@ -23,7 +22,7 @@ from megafp8.conversion.formats import open_source
 from megafp8.conversion.hf_config import differences
 from megafp8.conversion.hf_source import CONFIG_FILE, GENERATION_FILE, HfSource
 from megafp8.conversion.hf_tokenizer import find_tokenizer
-from megafp8.conversion.load import load_weights
+from megafp8.conversion.load import load_scales, load_weights
 from megafp8.data.chats import read_special_tokens
 from megafp8.data.tokenizers import Tokenizer, build_tokenizer
 from megafp8.distributed.sharding import spec_of
@@ -40,6 +39,7 @@ from megafp8.parallel_state import initialize_distributed, initialize_model_para
 from megafp8.planner.stages import stages_of
 from megafp8.training.cuda_graphs import why_not
 from megafp8.training.fp8_config import build_fp8
+from megafp8.training.quantized_export import config_of_run
 from megafp8.training.state import weights
 from megafp8.training.trainer import Trainer
 
@@ -106,7 +106,7 @@ def open_checkpoint(
         source = HfSource(source.path, math.lcm(128, layout.tensor))
     check_decoder(source.model)
     form = None if weights is None else weight_format(weights, experts=source.model.moe is not None)
-    run = _config_of_run(source)
+    run = config_of_run(source)
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device = cuda: torch sees no CUDA device here; try cpu")
@@ -177,7 +177,8 @@ def _read_tensors(source: Source, tensors: Mapping[str, Rectangles]) -> None:
     """Fill weights and FP8 scales, each rank its own."""
     scales = {name: x for name, x in tensors.items() if name.startswith("fp8.")}
     load_weights(source, {name: x for name, x in tensors.items() if name not in scales})
-    _load_fp8(source, {name: x.parts[0].view for name, x in scales.items()})
+    advice = "; give the run's own checkpoint, or fp8=False to compute in high precision"
+    load_scales(source, {name: x.parts[0].view for name, x in scales.items()}, advice)
 
 
 def build_model(
@@ -300,18 +301,6 @@ def _share_parameters(trainer: Trainer, model: Model) -> None:
             param.data = same.data
 
 
-def _config_of_run(source: Source) -> Config | None:
-    """The config of the run that saved the source; None where that is not known."""
-    settings = source.about.get("config") or {}
-    if "training" not in settings:
-        return None
-    try:
-        return Config.model_validate(settings)
-    except ValidationError as error:
-        wrong = " ".join(str(error).split())
-        raise ValueError(f"{source.path} holds no config of a run that this version knows: {wrong}") from None
-
-
 def config_of(
     model: ModelConfig,
     layout: Layout,
@@ -350,18 +339,6 @@ def _for_generation(model: ModelConfig) -> ModelConfig:
     if model.position_embedding != "learned":
         changes["max_position_embeddings"] = None  # a run's source has its sequence length there
     return model.model_copy(update=changes)
-
-
-def _load_fp8(source: Source, state: Mapping[str, torch.Tensor]) -> None:
-    """What the recipe remembers, as it was trained."""
-    for name, tensor in state.items():
-        info = source.tensors.get(name)
-        if info is None or tuple(info.shape) != tuple(tensor.shape):
-            raise ValueError(
-                f"{source.path} was trained in FP8 and lacks {name} {list(tensor.shape)} of the scales; "
-                "give the run's own checkpoint, or fp8=False to compute in high precision"
-            )
-        tensor.copy_(source.read(name))
 
 
 def _start_tokens(kind: str, tokenizer: Tokenizer, run: Config | None) -> list[int]:

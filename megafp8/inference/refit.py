@@ -30,7 +30,7 @@ _PART = 1 << 28
 
 
 class Holding(NamedTuple):
-    """What a rank has, or wants, of a global tensor: offset and shape of each rectangle. `dtype`: its name in torch."""
+    """Rectangles of a global tensor that a rank has or wants: offset and shape of each. `dtype`: its name in torch."""
 
     global_shape: Shape
     dtype: str
@@ -38,7 +38,7 @@ class Holding(NamedTuple):
 
 
 class RankTensors(NamedTuple):
-    """What a rank has, and what it wants, by global name."""
+    """The tensors that a rank has, and those that it is to get, by global name."""
 
     has: Mapping[str, Holding]
     wants: Mapping[str, Holding]

@@ -58,7 +58,7 @@ class ReplicaGroup:
         limit = timedelta(seconds=seconds)
         self._lost = threading.Event()
         self._watches = False
-        self._last_words: Any = None
+        self._closing: Any = None
         self._host: Any = None
         self._device_group: Any = None
         if size == 1:
@@ -159,7 +159,7 @@ class ReplicaGroup:
         """Close all connections; operations in progress, here and at peers, fail."""
         if self._watches:  # gloo's connections stay open for as long as this rank waits for its neighbour
             with contextlib.suppress(*Failed):
-                self._last_words = self._host.send([torch.zeros(1)], (self.rank - 1) % self.size, _CLOSES)
+                self._closing = self._host.send([torch.zeros(1)], (self.rank - 1) % self.size, _CLOSES)
             self._watches = False
         groups, self._host, self._device_group = {id(x): x for x in (self._host, self._device_group)}, None, None
         for group in groups.values():

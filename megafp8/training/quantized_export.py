@@ -22,7 +22,7 @@ def quantized_export(source: Source, form: FormName, activations: Activations | 
     Layers are those that the run has in FP8; of a run in bf16, and of other formats than a run's checkpoint, those that
     may be FP8. Raises ValueError where scales of the run are missing, or the form does not fit.
     """
-    config, model = _config_of_run(source), without_mtp(source)
+    config, model = config_of_run(source), without_mtp(source)
     if config is None or config.fp8.recipe == "none":
         why = "it comes from no run" if config is None else "fp8.recipe is none"
         layers = weight_casts(source, model, Fp8Manager(CurrentScaling(), amax_group=None), trained=why)
@@ -38,7 +38,7 @@ def quantized_export(source: Source, form: FormName, activations: Activations | 
     return QuantizedExport(source, weight_casts(source, model, fp8, trained=changed, **layout), form, activations)
 
 
-def _config_of_run(source: Source) -> Config | None:
+def config_of_run(source: Source) -> Config | None:
     """The config of the run that saved the source; None where that is not known."""
     settings = source.about.get("config") or {}
     if "training" not in settings:
