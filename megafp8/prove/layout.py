@@ -63,24 +63,29 @@ class Layout:
 def fold(original: Layout, most_ranks: int = MOST_RANKS, *, keeps_pipeline: bool = False) -> Layout:
     """The layout of at most `most_ranks` ranks that keeps most of `original`.
 
-    Each axis is as long as there, 2, or 4 (3 for pipelines of 3). In this order it counts how many axes, copies of
-    experts and shards stay above 1, whether a pipeline has a stage that is neither first nor last, and how few ranks
-    there are. Where not all axes fit, some have one rank. `keeps_pipeline`: the pipeline stays as long as it is, even
-    on more ranks.
+    Each axis is as long as there, 2, or 4 (3 for pipelines of 3), or 8 where nothing shorter is possible. In this order
+    it counts how many axes, copies of experts and shards stay above 1, whether a pipeline has a stage that is neither
+    first nor last, and how few ranks there are. Where not all axes fit, some have one rank. `keeps_pipeline`: the
+    pipeline stays as long as it is, even on more ranks.
     """
 
-    def sizes(size: int) -> list[int]:
-        shorts = (1, 2, 3, 4) if size in (1, 3) else (2, 4)
+    def sizes(size: int, longest: tuple[int, ...]) -> list[int]:
+        shorts = (1, 2, 3, 4) if size in (1, 3) else (2, 4, *longest)
         return sorted({min(size, short) for short in (*least, *shorts)})
+
+    def possible(*longest: int) -> list[Layout]:
+        options = {name: sizes(getattr(original, name), longest) for name in names}
+        options |= {name: options[name][:1] for name in ("expert_tensor", "replicas")}
+        if keeps_pipeline:
+            options["pipeline"] = [original.pipeline]
+        layouts = (Layout(*chosen) for chosen in product(*options.values()))
+        return [layout for layout in layouts if layout.ranks <= most_ranks and layout.is_possible()]
 
     least = () if most_ranks >= MOST_RANKS else (1,)
     names = ("tensor", "context", "pipeline", "data", "expert", "expert_tensor", "replicas")
-    options = {name: sizes(getattr(original, name)) for name in names}
-    options |= {name: options[name][:1] for name in ("expert_tensor", "replicas")}
     if keeps_pipeline:
-        options["pipeline"], most_ranks = [original.pipeline], max(most_ranks, original.pipeline)
-    layouts = [layout for chosen in product(*options.values()) if (layout := Layout(*chosen)).ranks <= most_ranks]
-    layouts = [layout for layout in layouts if layout.is_possible()]
+        most_ranks = max(most_ranks, original.pipeline)
+    layouts = possible() or possible(8)
     if not layouts:  # of experts or replicas that divide nothing small
         return fold(replace(original, expert=1, expert_tensor=1, replicas=1), most_ranks, keeps_pipeline=keeps_pipeline)
     return max(layouts, key=lambda x: (x.kept(original), x.has_middle_stage, -x.ranks, -x.expert, x.pipeline))
