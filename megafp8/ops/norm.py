@@ -37,13 +37,12 @@ class _Norm(Function):
             total, mean_r, rstd_r, y = _kernels().normalize(
                 x.contiguous(), _contiguous(branch), weight, bias, eps, dropout, zero_centered=zero_centered
             )
-            total_rc = as_matrix(total)
         else:
             total, mean_r, rstd_r = _statistics(x, branch, eps, dropout, centered=bias is not None)
-            total_rc = as_matrix(total)
             source = ZeroCenteredNormalized if zero_centered else Normalized
-            y = fused.compute(source(total_rc, rstd_r, weight, mean_r, bias), x.shape[:-1], x)
-        ctx.save_for_backward(total_rc, rstd_r, mean_r, weight)
+            y = fused.compute(source(as_matrix(total), rstd_r, weight, mean_r, bias), x.shape[:-1], x)
+        # As it is: a view of an output would keep the graph alive that keeps the view, until a backward pass.
+        ctx.save_for_backward(total, rstd_r, mean_r, weight)
         ctx.zero_centered = zero_centered
         ctx.weight, ctx.bias = weight, bias  # saved tensors may come back as other objects, without their sink
         ctx.dropout = dropout
@@ -55,14 +54,14 @@ class _Norm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        total_rc, rstd_r, mean_r, weight = ctx.saved_tensors
+        total, rstd_r, mean_r, weight = ctx.saved_tensors
         if dy is None:  # only the sum was used
             dbranch = dtotal
             if ctx.dropout is not None and dtotal is not None:
                 dbranch = dropouts.compute(None, dtotal, ctx.dropout)
             return dtotal, dbranch if ctx.needs_input_grad[1] else None, *[None] * 6
         dx, dbranch, dweight, dbias = _backward(
-            dy, total_rc, mean_r, rstd_r, weight, dtotal, ctx.dropout, zero_centered=ctx.zero_centered
+            dy, as_matrix(total), mean_r, rstd_r, weight, dtotal, ctx.dropout, zero_centered=ctx.zero_centered
         )
         dw = deliver_sums(ctx.weight, dweight)
         db = None if dbias is None else deliver_sums(ctx.bias, dbias)
