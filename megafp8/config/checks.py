@@ -636,11 +636,9 @@ def _param_gather(config: Config) -> Iterator[Problem]:
 
 
 def _paired_wgrad(config: Config) -> Iterator[Problem]:
-    path, works = "fp8.paired_wgrad", "try fp8.paired_wgrad=false"
-    if config.fp8.paired_wgrad and config.fp8.recipe == "none":
-        yield Problem(path, True, "fp8.recipe is none, so no weight gradient is computed in FP8", works)
     if config.fp8.paired_wgrad and config.model.moe is None:
-        yield Problem(path, True, "it is for weight gradients of experts, and the model has none", works)
+        rule = "it is for weight gradients of experts, and the model has none"
+        yield Problem("fp8.paired_wgrad", True, rule, "try fp8.paired_wgrad=false")
 
 
 def _checkpoint(config: Config) -> Iterator[Problem]:

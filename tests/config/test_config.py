@@ -571,9 +571,6 @@ CASES: list[tuple[list[str], int, str]] = [
     (["fp8.paired_wgrad=true", "fp8.recipe=delayed"], 1,
      "fp8.paired_wgrad = True: it is for weight gradients of experts, and the model has none; try "
      "fp8.paired_wgrad=false"),
-    (["fp8.paired_wgrad=true", "model.moe.num_experts=8", "fp8.recipe=none"], 1,
-     "fp8.paired_wgrad = True: fp8.recipe is none, so no weight gradient is computed in FP8; try "
-     "fp8.paired_wgrad=false"),
     (["optimizer.muon.momentum=0.9"], 1,
      "optimizer.muon = {'momentum': 0.9}: optimizer.name is adamw; leave it out, or try name: muon"),
     (["optimizer.name=muon", "optimizer.moments_dtype=bf16"], 1,

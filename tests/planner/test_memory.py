@@ -575,15 +575,15 @@ def test_operands_kept_for_the_next_micro_batch() -> None:
     keys = ["model.num_layers=4", "model.vocab_size=32000", "training.seq_length=8192", "parallel.zero=0"]
     keys += [f"parallel.{axis}=1" for axis in ("tensor", "pipeline", "expert")]
 
-    def total(micro_batches: int, *more: str) -> int:
-        overrides = [*keys, f"training.global_batch_size={micro_batches}", *more]
+    def total(micro_batches: int, *more: str, pairs: bool = False) -> int:
+        overrides = [*keys, f"fp8.paired_wgrad={pairs}", f"training.global_batch_size={micro_batches}", *more]
         config = load_config(CONFIG.parent / "qwen3-30b-a3b.yaml", overrides)
         taken = [Action(kind, i) for i in range(micro_batches) for kind in (Kind.FORWARD, Kind.BACKWARD)]
         return rank_memory(model_outline(config, build_fp8(config, None)), 1, [range(4)], taken).total
 
     rows, h, f = 8 * 8192 + 127 * 128, 2048, 768
     kept = 4 * rows * ((h + 2 * f) + (f + h))
-    assert total(2, "fp8.paired_wgrad=true") == total(2) + kept
+    assert total(2, pairs=True) == total(2) + kept
     assert kept == pytest.approx(1.95 * 2**30, rel=0.01)
-    assert total(1, "fp8.paired_wgrad=true") == total(1)  # there is no next one
-    assert total(2, "fp8.paired_wgrad=true", "fp8.exclude=['*.experts.*']") == total(2, "fp8.exclude=['*.experts.*']")
+    assert total(1, pairs=True) == total(1)  # there is no next one
+    assert total(2, "fp8.exclude=['*.experts.*']", pairs=True) == total(2, "fp8.exclude=['*.experts.*']")
