@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megafp8.checkpoint import Rectangles
 from megafp8.checkpoint.errors import on_rank0
 from megafp8.config import Config
 from megafp8.data.samples import PackedDataset
@@ -177,11 +178,7 @@ def weights_digest(trainer: Trainer) -> str:
 
     Of each tensor the sum of its elements' bits, each times an odd number of its place, modulo 2⁶⁴.
     """
-    dtype, sums = DTYPES[trainer.config.training.precision], dict[tuple[str, Shape, Shape], int]()
-    for name, tensor in weights(trainer).items():
-        for offset, view in tensor.parts:
-            values = view.to(dtype) if view.is_floating_point() else view
-            sums[name, offset, tuple(view.shape)] = _sum_of_bits(values, offset, tensor.global_shape)
+    sums = sums_of_bits(weights(trainer), DTYPES[trainer.config.training.precision])
     totals: dict[str, int] = {}
     everything: dict[tuple[str, Shape, Shape], int] = {}
     for of_rank in all_gather_objects(sums, trainer.parallel.world.group):
@@ -189,6 +186,17 @@ def weights_digest(trainer: Trainer) -> str:
     for (name, _, _), value in everything.items():
         totals[name] = (totals.get(name, 0) + value) % 2**64
     return hashlib.sha256(json.dumps(sorted(totals.items())).encode()).hexdigest()
+
+
+def sums_of_bits(tensors: Mapping[str, Rectangles], dtype: torch.dtype) -> dict[tuple[str, Shape, Shape], int]:
+    """`_sum_of_bits` of each rectangle, by name, offset and shape; of floating-point values in `dtype`."""
+    return {
+        (name, offset, tuple(view.shape)): _sum_of_bits(
+            view.to(dtype) if view.is_floating_point() else view, offset, tensor.global_shape
+        )
+        for name, tensor in tensors.items()
+        for offset, view in tensor.parts
+    }
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
