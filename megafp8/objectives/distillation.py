@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megafp8.batch import Batch
-from megafp8.objectives import Config, ObjectiveLoss, ObjectiveRecord, ParallelState
+from megafp8.dtypes import DTYPES, sum_dtype
+from megafp8.objectives import Config, LossMemory, ObjectiveLoss, ObjectiveRecord, ParallelState
 from megafp8.objectives.answers import Answers
 from megafp8.objectives.next_token import next_token
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -88,6 +89,16 @@ def _loss(config: Config, parallel: ParallelState) -> DistillationLoss:
     return DistillationLoss(given.weight, given.temperature, given.top_k, size, parallel)
 
 
+def _memory(config: Config, tokens: int) -> LossMemory:
+    """Logits of the teacher, in `top_k` also ids; and where the divergence is summed, its distribution, the student's
+    and two temporary tensors, with a mask."""
+    given, dtype = config.data.distillation, DTYPES[config.training.precision]
+    assert given is not None
+    compute, columns = sum_dtype(dtype).itemsize, config.model.padded_vocab_size // config.parallel.tensor
+    reference = dtype.itemsize * columns if given.top_k is None else 2 * compute * given.top_k
+    return LossMemory(tokens * reference, tokens * columns * (4 * compute + 1))
+
+
 OBJECTIVE = ObjectiveRecord(
     lambda config: config.data.distillation is not None,
     lambda config, *_: (
@@ -96,4 +107,5 @@ OBJECTIVE = ObjectiveRecord(
         else Answers(config.training.seq_length, all_tokens=config.data.loss_on == "all")
     ),
     _loss,
+    _memory,
 )
