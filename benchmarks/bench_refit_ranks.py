@@ -57,10 +57,10 @@ from megafp8.inference.staged_weights import StagedWeights, tensors_of
 from megafp8.inference.weight_transfer import TwoJobs
 from megafp8.parallel_state import initialize_distributed
 from megafp8.prove.local_ranks import LocalRanks, RanksFailed
-from megafp8.training.frozen import sums_of_bits
 from megafp8.training.parallel import build_parallel
 from megafp8.training.state import weights
 from megafp8.training.trainer import Trainer
+from megafp8.training.weights_digest import sums_of_bits
 
 CASES = {
     1: ([], []),

@@ -362,11 +362,9 @@ def _frozen_memory(outline: ModelOutline, data: int, placement: Placement) -> li
         for rank, stages in enumerate(placement.stages):
             parameters = [parameter for stage in stages for parameter in frozen.parameters(layers[stage])]
             totals[rank] += _weight_bytes(frozen.config, parameters, data)
-    if config.data.compares:
-        t = config.training
-        count = t.global_batch_size * config.parallel.context // (t.micro_batch_size * data)
-        last, tokens = placement.homes[-1][0], outline.batch_of(config.model.num_blocks - 1).tokens
-        totals[last] += count * loss_memory(config, tokens).reference
+    t, tokens = config.training, outline.batch_of(config.model.num_blocks - 1).tokens
+    count = t.global_batch_size * config.parallel.context // (t.micro_batch_size * data)
+    totals[placement.homes[-1][0]] += count * loss_memory(config, tokens).reference
     return totals
 
 

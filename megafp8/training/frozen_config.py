@@ -11,11 +11,20 @@ def frozen_config(config: Config) -> Config | None:
     return frozen_run(config, teacher_of(config))
 
 
+def live(config: Config) -> Config:
+    """`config` with a live teacher."""
+    assert config.data.distillation is not None
+    distillation = config.data.distillation.model_copy(update={"logits": "live"})
+    return config.model_copy(update={"data": config.data.model_copy(update={"distillation": distillation})})
+
+
 def teacher_of(config: Config) -> ModelConfig | None:
-    """The model of `data.distillation.teacher`; None without one. Raises ConfigError if it cannot be read, or has
-    another vocabulary."""
+    """The model of `data.distillation.teacher`; None without a live one.
+
+    Raises ConfigError if it cannot be read, or has another vocabulary.
+    """
     given = config.data.distillation
-    if given is None:
+    if given is None or not config.data.compares:
         return None
     from megafp8.conversion.formats import open_source  # a dry run without a teacher needs no format
 
@@ -34,7 +43,7 @@ def teacher_of(config: Config) -> ModelConfig | None:
 
 def check_frozen(config: Config, world_size: int) -> None:
     """Raise ConfigError if the teacher cannot be read, or not be run in the layout of the run. Needs no group."""
-    if config.data.distillation is None:
+    if config.data.distillation is None or not config.data.compares:
         return
     frozen = frozen_config(config)
     assert frozen is not None
