@@ -441,6 +441,15 @@ def test_a_teacher(world4: World, tmp_path: Path, options: list[str], ranks: int
         assert measured == planned > 0
 
 
+def test_logits_that_are_precomputed_need_no_teacher() -> None:
+    """Only those of a step, of 8 samples; with a live teacher its weights too."""
+    packed = ["data.packing=best_fit", "data.reset_at_documents=true", "data.mask_eod_loss=true"]
+    given = [*ALONE, *packed, "data.distillation={teacher: none, top_k: 5, logits: precomputed}"]
+    config = _config(*given, "training.precision=bf16")
+    (memory,) = _plans(config, 1)
+    assert memory.frozen == 8 * config.training.seq_length * 2 * 5 * 4
+
+
 @pytest.mark.slow
 def test_a_live_reference(world4: World) -> None:
     """That of DPO has the weights of the model; precomputed, or with LoRA, it has none. Log-probabilities of answers,

@@ -285,18 +285,18 @@ def _prepare_evaluated(folder: Path) -> list[str]:
 
 def test_logits_that_a_run_began_with(world2: World, tmp_path: Path) -> None:
     """It resumes with these alone, and trains as with a live teacher, bit for bit."""
-    overrides = [*_prepare_evaluated(tmp_path), "parallel.tensor=2"]
-    live = world2.run(_job, [*overrides, "name=live"], ranks=2)[0]
+    overrides = _prepare_evaluated(tmp_path)
+    live = world2.run(_job, [*overrides, "name=live"], ranks=1)[0]
     overrides += ["name=resumed", PRECOMPUTED]
-    world2.run(_job, [*overrides, "training.stop_after=2"], ranks=2)
+    world2.run(_job, [*overrides, "training.stop_after=2"], ranks=1)
     (path,) = _files(tmp_path)
     (tmp_path / "teacher").rename(tmp_path / "elsewhere")
-    world2.run(_refused, [*overrides, "data.distillation.top_k=19"], "is missing: the run began with", ranks=2)
+    world2.run(_refused, [*overrides, "data.distillation.top_k=19"], "is missing: the run began with", ranks=1)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    world2.run(_refused, overrides, "is damaged", ranks=2)
+    world2.run(_refused, overrides, "is damaged", ranks=1)
     path.write_bytes(whole)
-    assert _losses(world2.run(_job, overrides, ranks=2)[0]) == _losses(live)
+    assert _losses(world2.run(_job, overrides, ranks=1)[0]) == _losses(live)
 
 
 @pytest.mark.slow
