@@ -26,6 +26,7 @@ class Batch:
     tokens all of its tokens attend to; None: earlier tokens only. `padding` bool: tokens that fill up a sample, which
     routers do not count; None: there are none. `decoder_tokens` `[b, d]`: of T5, whose labels and mask are then
     `[b, d]`. `documents` int64: which document of its sample each token is of, where losses are summed by document.
+    `places` int64: where a file has what is known of each token, -1 for padding (`PackedDataset.first_place`).
     `reference`: what a frozen model says of the micro-batch, as its loss defines it
     (`megafp8.objectives.ObjectiveLoss`); of data, per document, float64 `[b, n]`.
     """
@@ -41,6 +42,7 @@ class Batch:
     padding: Tensor | None = None
     decoder_tokens: Tensor | None = None
     documents: Tensor | None = None
+    places: Tensor | None = None
     reference: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
@@ -102,9 +104,10 @@ class Batch:
         types = None if self.token_types is None else take(self.token_types)
         padding = None if self.padding is None else take(self.padding)
         which = None if self.documents is None else take(self.documents)
+        places = None if self.places is None else take(self.places)
         return replace(
             self, tokens=take(self.tokens), labels=take(self.labels), loss_mask=mask, position_ids=positions,
-            token_types=types, padding=padding, documents=which,
+            token_types=types, padding=padding, documents=which, places=places,
         )  # fmt: skip
 
     @property

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import io
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -198,6 +199,24 @@ def test_dry_run_of_a_v() -> None:
     stages = [line.split()[0::6] for line in said.splitlines() if ", chunk" in line]
     assert [(stage[0], stage[1]) for stage in stages] == [("0", "0-3,"), ("1", "4-7,"), ("2", "4-7,"), ("3", "0-3,")]
     assert "embedding " not in said.partition("groups of rank 0:")[2].partition("linear layers:")[0]
+
+
+def test_dry_run_with_a_frozen_model(tmp_path: Path) -> None:
+    """The reference of DPO has the weights of the model; a teacher that is not there is named."""
+
+    packed = ["data.packing=best_fit", "data.reset_at_documents=true", "data.mask_eod_loss=true"]
+
+    def columns(*options: str) -> dict[str, str]:
+        said = dry_run("quickstart", 4, *packed, *options)
+        table = said.partition("memory of a rank")[2].splitlines()
+        names = [x.replace(" ", "_") for x in re.split("  +", table[1].strip())]
+        return dict(zip(names, table[2].split()))
+
+    live, precomputed = columns("data.dpo.reference=live"), columns("data.dpo.reference=precomputed")
+    assert live["frozen"] == live["weights"] == precomputed["weights"]
+    assert "frozen" not in precomputed
+    said = dry_run("quickstart", 4, f"data.distillation.teacher={tmp_path / 'a'}")
+    assert f"data.distillation.teacher = {tmp_path / 'a'}: no such folder; memory and times are without it" in said
 
 
 def test_dry_run_with_long_sequences() -> None:

@@ -40,6 +40,7 @@ import yaml
 from megafp8.arguments import ArgumentParser, at_least
 from megafp8.commands.common import add_config_flags, parse_with_config, run_tool, text_table
 from megafp8.config import Config, ConfigError, check_layout, load_config
+from megafp8.config.frozen import frozen_run
 from megafp8.gpus import GPUS
 from megafp8.planner.budget import Budget, budget, mfu, tokens_per_day
 from megafp8.planner.flops import flops_per_token
@@ -50,6 +51,7 @@ from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import Prediction, predict
 from megafp8.planner.search import Candidate, Found, changed_keys, search
 from megafp8.training.fp8_config import build_fp8
+from megafp8.training.frozen_config import check_frozen, teacher_of
 from megafp8.training.inputs import with_vocabulary
 
 
@@ -289,7 +291,7 @@ def goodput(arguments: argparse.Namespace) -> bool:
         config = with_vocabulary(load_config(arguments.config, overrides), arguments.config)
         check_layout(config, used, arguments.config)
         cluster = Cluster(GPUS[arguments.gpu], used, arguments.gpus_per_node)
-        outline = model_outline(config, build_fp8(config, None))
+        outline = model_outline(config, build_fp8(config, None), teacher_of(config))
         step, state = predict(outline, cluster).seconds, state_bytes_of(outline)
         found += forecasts(config, cluster, step, state, replicas, arguments.mtbf_gpu_hours)
     assumed = asdict(Assumptions())
@@ -348,18 +350,20 @@ def plan(arguments: argparse.Namespace) -> bool:
 
         gpu = measured(gpu, *on_cuda())
     cluster = Cluster(gpu, arguments.gpus, arguments.gpus_per_node)
-    start, fp8 = time.perf_counter(), build_fp8(config, None)
+    start, fp8, teacher = time.perf_counter(), build_fp8(config, None), teacher_of(config)
     own: Prediction | str
     try:
         check_layout(config, cluster.gpus, arguments.config)
-        own = predict(model_outline(config, fp8), cluster)
+        check_frozen(config, cluster.gpus)
+        own = predict(model_outline(config, fp8, teacher), cluster)
     except ConfigError as error:
         own = str(error)
-    found = search(config, fp8, cluster, arguments.top)
+    found = search(config, fp8, cluster, arguments.top, teacher)
     seconds = time.perf_counter() - start
     t = config.training
     of_run = None if config.stages else t.steps * t.global_batch_size * t.seq_length
-    question = Question(config, cluster, flops_per_token(config), arguments.tokens or of_run, arguments.price)
+    flops = flops_per_token(config, frozen_run(config, teacher))
+    question = Question(config, cluster, flops, arguments.tokens or of_run, arguments.price)
     if not arguments.json:
         print(text(own, found, arguments, question, seconds))
         return bool(found.best)

@@ -786,11 +786,13 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     choices = "the host chooses queries of attention with dropout, which a graph cannot,"
     choices += f" but in bf16 or fp16 with heads up to {LARGEST_HEAD} wide"
     frozen = "a frozen model computes before each step, outside of a graph"
+    divergence = "the loss of distillation is not captured in a graph"
     offload = "parallel.offload copies activations to memory of the host, which a graph cannot allocate"
     rules = (
         (config.device == "cpu", "device is cpu, which has no CUDA graphs", "device=cuda"),
         (bool(p.offload), offload, "parallel.offload=false"),
         (config.data.compares, frozen, "leave data.dpo.reference=live and data.distillation out"),
+        (config.data.distillation is not None, divergence, "leave data.distillation out"),
         (not config.gathers_tokens, exchange, "parallel.expert_dispatch=all_gather"),
         (slow_experts, f"{reads} but in bf16", "training.precision=bf16"),
         (slow_attention, choices, "training.precision=bf16"),

@@ -980,6 +980,10 @@ class DistillationConfig(ObjectiveConfig):
     teacher: str
     """Model with the vocabulary of the run: a Hugging Face folder, the folder of a run, or a checkpoint. It is loaded
     as a frozen model in the run's layout, in training.precision."""
+    logits: Literal["live", "precomputed"] = "live"
+    """Where the teacher's logits come from. live: each step computes them. precomputed: a run that begins computes
+    those of all tokens, in its own layout, and writes the top_k largest beside the data,
+    <prefix>.teacher-<digest>.npy; later runs with the same teacher, data and top_k read them, in any layout."""
     weight: Annotated[float, Field(gt=0, le=1), FLOAT] = 1.0
     """Share of the divergence in the loss; the rest is that of the cross entropy of labels."""
     temperature: PositiveFloat = 1.0
@@ -998,6 +1002,26 @@ class DistillationConfig(ObjectiveConfig):
             rule = f"model.vocab_size is {m.vocab_size}"
             yield Problem("data.distillation.top_k", self.top_k, rule, "leave it out, for the whole vocabulary")
         yield from plain_loss_problems(config, given)
+        if self.logits == "precomputed":
+            yield from self._precomputed_problems(config)
+
+    def _precomputed_problems(self, config: Config) -> Iterator[Problem]:
+        """A token's logits must be the same in all epochs, and have a place beside the data."""
+        d, given = config.data, "data.distillation.logits is precomputed, and"
+        if self.top_k is None:
+            rule = f"{given} logits of the whole vocabulary are too many to keep"
+            yield Problem("data.distillation.top_k", None, rule, "try 64")
+        if d.packing != "best_fit":
+            rule = f"{given} other ways to pack give a token another context in each epoch"
+            yield Problem("data.packing", d.packing, rule, "try best_fit, or data.distillation.logits=live")
+        if config.stages:
+            rule = f"{given} a later stage cuts long documents at other places"
+            yield Problem("stages", "set", rule, "make each stage a run of its own, by checkpoint.init_from")
+        path = next((path for path in (*d.train, *d.validation.values()) if "://" in path), None)
+        path = d.text[0][1] if path is None and d.text else path
+        if path is not None:
+            rule = f"{given} logits are written beside the data, but {path} is text, or in object storage"
+            yield Problem("data.distillation.logits", self.logits, rule, "try live, or preprocessed data on a disk")
 
 
 def plain_loss_problems(config: Config, given: str) -> Iterator[Problem]:
@@ -1132,7 +1156,8 @@ class DataConfig(Section):
     @property
     def compares(self) -> bool:
         """Whether each step compares the model with a frozen one."""
-        return self.distillation is not None or (self.dpo is not None and self.dpo.reference == "live")
+        sources = (self.distillation and self.distillation.logits, self.dpo and self.dpo.reference)
+        return "live" in sources
 
     @property
     def objectives(self) -> dict[str, ObjectiveConfig]:

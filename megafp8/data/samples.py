@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 PADDING = -1
 """Stands for no token in a sample."""
+PLACES = 1 << 40
+"""Numbers of tokens that a data set of a run has; more than tokens."""
 
 
 def padded(parts: Sequence[NDArray[Any]], length: int) -> NDArray[np.int64]:
@@ -126,9 +128,10 @@ class PackedDataset:
 
     `loss_mask`: that of the data set, if `parts` are to have it. `context`: the first token of a document is not
     predicted, so of a piece of one neither (`Packing.rest`). `pairs`: a document is a pair of sequences, each of which
-    is a piece of a sample; pairs that are longer than a sample are left out. Raises DataError if there are too few
-    tokens for one sample, and from `parts` if a sample holds an id that is not in [0, `vocab_size`), unless that is
-    None, or a mask that is neither 0 nor 1.
+    is a piece of a sample; pairs that are longer than a sample are left out. `first_place`: a number for the first
+    token of the data set, if `parts` are to have the numbers of tokens, as a last row. Raises DataError if there are
+    too few tokens for one sample, and from `parts` if a sample holds an id that is not in [0, `vocab_size`), unless
+    that is None, or a mask that is neither 0 nor 1.
     """
 
     def __init__(
@@ -143,10 +146,11 @@ class PackedDataset:
         loss_mask: IndexedDataset | None = None,
         context: bool = False,
         pairs: bool = False,
+        first_place: int | None = None,
     ) -> None:
         self.position, self._context = Position(), context
         self.pairs, self.reference = pairs, ReferenceValues() if pairs else None
-        self.loss_mask = loss_mask
+        self.loss_mask, self.first_place = loss_mask, first_place
         self.dataset, self.documents, self.seq_length, self.seed = dataset, documents, seq_length, seed
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache()
         self.vocab_size = vocab_size
@@ -241,10 +245,18 @@ class PackedDataset:
             for first, part in zip(firsts, parts):
                 check_ids(self.dataset, part, self.vocab_size, first)
         if self.loss_mask is None:
-            return parts
+            return parts if self.first_place is None else self._numbered(parts, firsts)
         masks = [read_loss_mask(self.loss_mask, first, len(part)) for first, part in zip(firsts, parts)]
         masked = [np.stack([part, mask]) for part, mask in zip(parts, masks)]
+        if self.first_place is not None:
+            return self._numbered(masked, firsts)
         return self._halves(masked, self.documents_of(index)) if self.pairs else masked
+
+    def _numbered(self, parts: Sequence[NDArray[Any]], firsts: Sequence[int]) -> list[NDArray[Any]]:
+        """`parts` with the number of each token: `[2 or 3, n]`."""
+        assert self.first_place is not None
+        places = [self.first_place + first + np.arange(part.shape[-1]) for first, part in zip(firsts, parts)]
+        return [np.concatenate([np.atleast_2d(x).astype(np.int64), at[None]]) for x, at in zip(parts, places)]
 
     def _halves(self, parts: Sequence[NDArray[Any]], numbers: Sequence[int]) -> list[NDArray[Any]]:
         """The two sequences of each pair: tokens and mask, and if it is known the log-probability of the answer under

@@ -168,7 +168,10 @@ class TwoJobs:
             return
         try:
             if kind is None:  # until all have received what is on its way
-                self._group.barrier().wait()
+                options = dist.BarrierOptions()
+                if self._device.index is not None:  # NCCL would else take the device of this rank's number
+                    options.device_ids = [self._device.index]
+                self._group.barrier(options).wait()
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
         finally:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -27,6 +27,7 @@ from megafp8.parallel_state import ParallelState
 __all__ = [
     "Config",
     "ConfigError",
+    "LossMemory",
     "Objective",
     "ObjectiveLoss",
     "ObjectiveRecord",
@@ -67,17 +68,27 @@ class ObjectiveLoss(Protocol):
         ...
 
 
+class LossMemory(NamedTuple):
+    """Bytes on a rank of the last stage, beside the logits of a micro-batch: `reference`: `Batch.reference` of one
+    micro-batch, which is held for all of a step; `computed`: at the peak of the loss."""
+
+    reference: int = 0
+    computed: int = 0
+
+
 @dataclass(frozen=True)
 class ObjectiveRecord:
     """When a config has an objective, and how it is made.
 
     `build(config, tokenizer, source)` raises ConfigError, about a config that was read from `source`, if a token or a
     property of the tokenizer is missing. `applies`: of at most one objective. `loss`: None for cross entropy.
+    `memory(config, tokens)`: of that loss for a micro-batch of so many tokens on a rank, if it is worth counting.
     """
 
     applies: Callable[[Config], bool]
     build: Callable[[Config, Tokenizer | None, str], Objective]
     loss: Callable[[Config, ParallelState], ObjectiveLoss] | None = None
+    memory: Callable[[Config, int], LossMemory] | None = None
 
 
 def generator_of(seed: int, index: int) -> np.random.Generator:

@@ -11,11 +11,17 @@ Shapes: s sequence, b micro-batch, v vocabulary, k likeliest tokens, t tensor-pa
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megafp8.batch import Batch
-from megafp8.objectives import Config, ObjectiveLoss, ObjectiveRecord, ParallelState
+from megafp8.data.samples import padded
+from megafp8.dtypes import DTYPES, sum_dtype
+from megafp8.objectives import Config, LossMemory, Objective, ObjectiveLoss, ObjectiveRecord, ParallelState, Parts
 from megafp8.objectives.answers import Answers
 from megafp8.objectives.next_token import next_token
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -24,6 +30,22 @@ from megafp8.tensor_parallel.divergence import (
     vocab_parallel_log_softmax,
     vocab_parallel_top_k,
 )
+
+
+@dataclass(frozen=True)
+class WithPlaces:
+    """The rows and micro-batches of `objective`, with the numbers of tokens that the parts have last."""
+
+    objective: Objective
+    seq_length: int
+
+    def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
+        plain = [part[0] if len(part) == 2 else part[:-1] for part in parts]
+        places = padded([part[-1] for part in parts], self.seq_length + 1)
+        return np.concatenate([np.atleast_2d(self.objective.row(plain, index)), places[None]])
+
+    def batch(self, rows: Tensor) -> Batch:
+        return replace(self.objective.batch(rows[:, :-1]), places=rows[:, -1, :-1].contiguous())
 
 
 class DistillationLoss(ObjectiveLoss):
@@ -88,12 +110,28 @@ def _loss(config: Config, parallel: ParallelState) -> DistillationLoss:
     return DistillationLoss(given.weight, given.temperature, given.top_k, size, parallel)
 
 
+def _build(config: Config, *_: object) -> Objective:
+    given, length = config.data.distillation, config.training.seq_length
+    assert given is not None
+    plain: Objective = next_token(config)
+    if config.data.loss_on is not None:
+        plain = Answers(length, all_tokens=config.data.loss_on == "all")
+    return WithPlaces(plain, length) if given.logits == "precomputed" else plain
+
+
+def _memory(config: Config, tokens: int) -> LossMemory:
+    """Logits of the teacher, in `top_k` also ids; and where the divergence is summed, its distribution, the student's
+    and two temporary tensors, with a mask."""
+    given, dtype = config.data.distillation, DTYPES[config.training.precision]
+    assert given is not None
+    compute, columns = sum_dtype(dtype).itemsize, config.model.padded_vocab_size // config.parallel.tensor
+    reference = dtype.itemsize * columns if given.top_k is None else 2 * compute * given.top_k
+    return LossMemory(tokens * reference, tokens * columns * (4 * compute + 1))
+
+
 OBJECTIVE = ObjectiveRecord(
     lambda config: config.data.distillation is not None,
-    lambda config, *_: (
-        next_token(config)
-        if config.data.loss_on is None
-        else Answers(config.training.seq_length, all_tokens=config.data.loss_on == "all")
-    ),
+    _build,
     _loss,
+    _memory,
 )

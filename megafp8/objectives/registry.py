@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megafp8 import objectives
-from megafp8.objectives import Config, Objective, ObjectiveLoss, ObjectiveRecord, ParallelState, Tokenizer
+from megafp8.objectives import Config, LossMemory, Objective, ObjectiveLoss, ObjectiveRecord, ParallelState, Tokenizer
 from megafp8.registry import records_of
 
 OBJECTIVES: list[ObjectiveRecord] = records_of(objectives, "OBJECTIVE")
@@ -18,6 +18,12 @@ def loss_of(config: Config, parallel: ParallelState) -> ObjectiveLoss | None:
     """What a run of `config` minimizes; None for the mean cross entropy of labels that count."""
     make = _record_of(config).loss
     return None if make is None else make(config, parallel)
+
+
+def loss_memory(config: Config, tokens: int) -> LossMemory:
+    """Of the loss of a micro-batch of so many tokens on a rank."""
+    memory = _record_of(config).memory
+    return LossMemory() if memory is None else memory(config, tokens)
 
 
 def _record_of(config: Config) -> ObjectiveRecord:

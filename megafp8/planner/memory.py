@@ -33,6 +33,7 @@ from megafp8.models.costs import ELEMENT, MicroBatch, fp8_bytes
 from megafp8.models.norms import NORMS
 from megafp8.models.recompute import block_memory
 from megafp8.numerics.tensor import BLOCK_16X16
+from megafp8.objectives.registry import loss_memory
 from megafp8.optimizer.fp8_moments import BLOCK
 from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, split_backwards
 from megafp8.planner.outline import LayerOutline, LinearLayer, ModelOutline, Parameter
@@ -58,7 +59,11 @@ class StateMemory:
 
 @dataclass(frozen=True)
 class RankMemory(StateMemory):
-    """Bytes of a rank at its peak. `host` is pinned memory of the host and not in the total."""
+    """Bytes of a rank at its peak. `host` is pinned memory of the host and not in the total.
+
+    `frozen`: weights of the frozen model that the loss compares with, and what that says of all micro-batches of a
+    step.
+    """
 
     fp8_weights: int = 0
     amax_history: int = 0
@@ -67,6 +72,7 @@ class RankMemory(StateMemory):
     backward: int = 0
     communication: int = 0
     workspace: int = 0
+    frozen: int = 0
     host: int = 0
 
     @property
@@ -82,16 +88,21 @@ def state_memory(config: Config, parameters: Sequence[Parameter], data: int) -> 
     others_plan, experts_plan = data_parallel_plans(config, data)
     trained = [x for x in parameters if x.trained]
     if len(trained) < len(parameters):
-        state = _state_memory(config, trained, others_plan)
-        held = ((x.elements, experts_plan if x.expert else others_plan) for x in parameters if not x.trained)
-        frozen = sum(-(-elements // plan.weight_shards) for elements, plan in held)
-        return replace(state, weights=state.weights + frozen * ELEMENT[config.training.precision])
+        state, frozen = _state_memory(config, trained, others_plan), [x for x in parameters if not x.trained]
+        return replace(state, weights=state.weights + _weight_bytes(config, frozen, data))
     experts = [x for x in parameters if x.expert]
     if not experts or experts_plan.ranks == data:
         return _state_memory(config, parameters, others_plan)
     others = [x for x in parameters if not x.expert]
     parts = [_state_memory(config, others, others_plan), _state_memory(config, experts, experts_plan)]
     return StateMemory(*(sum(values) for values in zip(*map(astuple, parts))))
+
+
+def _weight_bytes(config: Config, parameters: Sequence[Parameter], data: int) -> int:
+    """Of parameters that are not trained, on one of `data` ranks."""
+    others_plan, experts_plan = data_parallel_plans(config, data)
+    plans = ((x.elements, experts_plan if x.expert else others_plan) for x in parameters)
+    return sum(-(-elements // plan.weight_shards) for elements, plan in plans) * ELEMENT[config.training.precision]
 
 
 def _state_memory(config: Config, parameters: Sequence[Parameter], plan: DataParallelPlan) -> StateMemory:
@@ -321,6 +332,7 @@ def _chunk(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _
         # The final norm's input; the output layer's, and its gradient; residual streams.
         ends = (outline.batch.own_tokens + 2 * predicted) * h * e
         ends += outline.batch.own_tokens * (config.model.stream_width - h) * e
+        ends += loss_memory(config, predicted).computed
         candidates.append((sum(on_device) + sum(offloaded[-1:]), logits + ends, gathered.loss))
     candidates.append((0, 0, gathered.end))
     deferred = sum(outline.deferred_wgrad(index) for index in layers)
@@ -335,15 +347,30 @@ def pipeline_memory(
     config, p = outline.config, outline.config.parallel
     layers = layers_of_stages(config, placement)
     data = world_size // (p.tensor * p.pipeline)  # context-parallel ranks among them
+    frozen = _frozen_memory(outline, data, placement)
     return [
-        rank_memory(outline, data, [layers[stage] for stage in stages], actions)
-        for stages, actions in zip(placement.stages, schedule, strict=True)
+        replace(rank_memory(outline, data, [layers[stage] for stage in stages], actions), frozen=of_rank)
+        for stages, actions, of_rank in zip(placement.stages, schedule, frozen, strict=True)
     ]
 
 
+def _frozen_memory(outline: ModelOutline, data: int, placement: Placement) -> list[int]:
+    """`RankMemory.frozen` of each pipeline rank."""
+    config, frozen, totals = outline.config, outline.frozen, [0] * len(placement.stages)
+    if frozen is not None:
+        layers = layers_of_stages(frozen.config, placement)
+        for rank, stages in enumerate(placement.stages):
+            parameters = [parameter for stage in stages for parameter in frozen.parameters(layers[stage])]
+            totals[rank] += _weight_bytes(frozen.config, parameters, data)
+    t, tokens = config.training, outline.batch_of(config.model.num_blocks - 1).tokens
+    count = t.global_batch_size * config.parallel.context // (t.micro_batch_size * data)
+    totals[placement.homes[-1][0]] += count * loss_memory(config, tokens).reference
+    return totals
+
+
 def memory_table(memories: Sequence[RankMemory]) -> str:
-    """`pipeline_memory` as text, in GiB."""
-    names = [field.name for field in fields(RankMemory)]
+    """`pipeline_memory` as text, in GiB; the frozen model where there is one."""
+    names = [x.name for x in fields(RankMemory) if x.name != "frozen" or any(memory.frozen for memory in memories)]
     columns = [*names[:-1], "total", names[-1]]
     lines = [
         "memory of a rank in GiB, by formula; CUDA's context and NCCL's buffers come on top; total is without host",

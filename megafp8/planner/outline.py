@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megafp8.config import Config
+from megafp8.config import Config, ModelConfig
+from megafp8.config.frozen import frozen_run
 from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.linear.group_state import states_of
@@ -92,11 +93,14 @@ class LayerOutline:
 class ModelOutline:
     """A model in the layout of `config`, as the first rank of each stage has it.
 
-    `fp8`: which layers are FP8. `layers`: by index; those that are alike are one object.
+    `fp8`: which layers are FP8. `layers`: by index; those that are alike are one object. `frozen`: the frozen model
+    that its loss compares it with, if that is another one.
     """
 
-    def __init__(self, config: Config, fp8: Fp8Manager, layers: Mapping[int, LayerOutline]) -> None:
-        self.config, self.fp8, self.layers = config, fp8, layers
+    def __init__(
+        self, config: Config, fp8: Fp8Manager, layers: Mapping[int, LayerOutline], frozen: ModelOutline | None = None
+    ) -> None:
+        self.config, self.fp8, self.layers, self.frozen = config, fp8, layers, frozen
         self.batch = MicroBatch.of(config, fp8.recipe)
         self._decoder_batch = None
         if config.decoder_length is not None:
@@ -162,10 +166,15 @@ class ModelOutline:
 
 
 class ModelOutlines:
-    """Outlines of one model and selection of FP8 layers in several layouts: what these have in common is built once."""
+    """Outlines of one model and selection of FP8 layers in several layouts: what these have in common is built once.
 
-    def __init__(self, config: Config, fp8: Fp8Manager) -> None:
-        self.fp8 = fp8
+    `teacher`: of `frozen_run`.
+    """
+
+    def __init__(self, config: Config, fp8: Fp8Manager, teacher: ModelConfig | None = None) -> None:
+        self.fp8, self._teacher = fp8, teacher
+        frozen = frozen_run(config, teacher)
+        self._frozen = None if frozen is None else ModelOutlines(frozen, Fp8Manager(None, amax_group=None))
         self._built: dict[tuple[Any, ...], LayerOutline] = {}
         self._alike: dict[int, tuple[Any, ...]] = {}
         names: dict[int, list[str]] = {}
@@ -190,12 +199,15 @@ class ModelOutlines:
                 if key not in self._built:
                     self._built[key] = layer_outline(config, self.fp8, index, memory)
                 layers[index] = self._built[key]
-        return ModelOutline(config, self.fp8, layers)
+        compared, frozen = frozen_run(config, self._teacher), None
+        if compared is not None and self._frozen is not None:
+            frozen = self._frozen.outline(compared)
+        return ModelOutline(config, self.fp8, layers, frozen)
 
 
-def model_outline(config: Config, fp8: Fp8Manager) -> ModelOutline:
-    """The model of `config`. `fp8`: which layers are FP8, as the config says."""
-    return ModelOutlines(config, fp8).outline(config)
+def model_outline(config: Config, fp8: Fp8Manager, teacher: ModelConfig | None = None) -> ModelOutline:
+    """The model of `config`. `fp8`: which layers are FP8, as the config says. `teacher`: of `frozen_run`."""
+    return ModelOutlines(config, fp8, teacher).outline(config)
 
 
 def layer_outline(config: Config, fp8: Fp8Manager, index: int, memory: BlockMemory) -> LayerOutline:

@@ -19,6 +19,7 @@ from megafp8.models.costs import ELEMENT
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.optimizer.base import Update
 from megafp8.pipeline_parallel.actions import Kind, Placement, Schedule
+from megafp8.pipeline_parallel.forward_only import forward_only
 from megafp8.pipeline_parallel.registry import SCHEDULES, training_schedule
 from megafp8.pipeline_parallel.simulate import Times, simulate
 from megafp8.planner.block_time import Costs, Phases, block_costs, ends_costs, summed
@@ -142,6 +143,22 @@ def _pipeline_seconds(
     return whole + (count - simulated) * max(further, busiest)
 
 
+def frozen_seconds(frozen: ModelOutline, cluster: Cluster) -> float:
+    """Of the forward passes of a step through a frozen model."""
+    config, (placement, _) = frozen.config, stages_of(frozen.config)
+    count = micro_batches(config, cluster.gpus)
+    times = [sum(stage.values(), Phases()).forward for stage in stage_costs(frozen, cluster)]
+    busiest = max(sum(times[stage] for stage in stages) for stages in placement.stages)
+    if config.parallel.pipeline == 1:
+        return count * busiest
+    sent = frozen.stream_tokens * config.model.stream_width * frozen.batch.element
+    p2p = cluster.transfer(cluster.gpus // config.parallel.pipeline, sent)
+    simulated = min(count, _simulated(placement))
+    stage_times = [Times(time, 0.0, 0.0, p2p) for time in times]
+    whole = simulate(forward_only(placement, simulated), placement, stage_times).duration
+    return whole + (count - simulated) * busiest
+
+
 def step_terms(outline: ModelOutline, cluster: Cluster) -> tuple[float, dict[str, float]]:
     """Seconds of a step, and their terms."""
     config = outline.config
@@ -168,6 +185,8 @@ def step_terms(outline: ModelOutline, cluster: Cluster) -> tuple[float, dict[str
     ]
     longest = max(ends, key=lambda end: sum(end.values()))
     terms.update(longest)
+    if outline.frozen is not None:
+        terms["frozen model"] = frozen_seconds(outline.frozen, cluster)
     on_host = 0.0
     if config.training.cuda_graphs is False or [*cuda_graph_problems(config)]:
         blocks = max(sum(len(layers[s]) for s in stages) for stages in placement.stages)

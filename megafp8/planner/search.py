@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from megafp8.config import Config, ConfigError, check_layout
+from megafp8.config import Config, ConfigError, ModelConfig, check_layout
 from megafp8.config.checks import split_widths
+from megafp8.config.frozen import frozen_run
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.costs import ELEMENT
 from megafp8.models.recompute import block_memory
@@ -200,11 +201,14 @@ class _Bound(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Of a micro-batch on all stages: seconds, those of the blocks alone, and bytes that blocks save."""
+    """Of a micro-batch on all stages: seconds, those of the blocks alone, and bytes that blocks save; of a frozen model
+    its seconds, and elements on a tensor-parallel rank, or its share of them under FSDP."""
 
     phases: Phases
     of_blocks: float
     saved: float
+    frozen: float
+    frozen_elements: float
 
 
 def _on_one_stage(config: Config) -> Config:
@@ -215,9 +219,9 @@ def _on_one_stage(config: Config) -> Config:
 class _Search:
     """Bounds and predictions of one search, with what is common to several layouts computed once."""
 
-    def __init__(self, config: Config, fp8: Fp8Manager, cluster: Cluster) -> None:
-        self.config, self.cluster = config, cluster
-        self.outlines = ModelOutlines(config, fp8)
+    def __init__(self, config: Config, fp8: Fp8Manager, cluster: Cluster, teacher: ModelConfig | None) -> None:
+        self.config, self.cluster, self.teacher = config, cluster, teacher
+        self.outlines = ModelOutlines(config, fp8, teacher)
         self._works: dict[tuple[Any, ...], _Work] = {}
         self._held: dict[tuple[Any, ...], Held] = {}
 
@@ -231,13 +235,13 @@ class _Search:
         key: tuple[Any, ...] = (p.tensor, p.context, p.expert, p.expert_tensor, p.micro_batch_size, p.recompute, p.fsdp)
         key += (p.fsdp_replicas, p.pipeline) if p.fsdp else ()
         if key not in self._works:
-            check_layout(config, self.cluster.gpus)
+            self._check(config)
             self._works[key] = self._work(config)
         size = (p.tensor, p.expert, p.expert_tensor)
         if size not in self._held:
             one = _on_one_stage(config)
             self._held[size] = held(self.outlines.outline(one), [one.model.layers])
-        work, of_blocks, saved = self._works[key]
+        work, of_blocks, saved, frozen, frozen_elements = self._works[key]
         share = 1 / p.pipeline
         mine = Held(*(part * share for part in self._held[size]))
         count = micro_batches(config, self.cluster.gpus)
@@ -248,7 +252,15 @@ class _Search:
         before = work.forward if SCHEDULES[p.schedule].splits_wgrad else work.total
         waiting = 0.9 * before * share * (p.pipeline - 1) / p.virtual_pipeline
         end = sum(step_end(config, self.cluster, mine, work * share).values())
-        return _Bound(busiest * count + waiting + end, self._memory(config, layout, mine, saved, count))
+        memory = self._memory(config, layout, mine, saved, count) + share * frozen_elements * self.element
+        return _Bound((busiest + share * frozen) * count + waiting + end, memory)
+
+    def _check(self, config: Config) -> None:
+        """Raise ConfigError if the model, or the frozen one, cannot run in this layout."""
+        check_layout(config, self.cluster.gpus)
+        frozen = frozen_run(config, self.teacher)
+        if frozen is not None:
+            check_layout(frozen, self.cluster.gpus)
 
     def _work(self, config: Config) -> _Work:
         one, ranks = _on_one_stage(config), self.cluster.gpus // config.parallel.pipeline
@@ -256,7 +268,13 @@ class _Search:
         outline, near = self.outlines.outline(one), Cluster(self.cluster.gpu, ranks, self.cluster.gpus_per_node)
         work = sum(summed(stage_costs(outline, near)).values(), Phases())
         ends = sum(ends_costs(outline, near, first=True, last=True).values(), Phases())
-        return _Work(work, work.total - ends.total, self._saved(outline))
+        frozen, elements = 0.0, 0.0
+        if outline.frozen is not None:
+            frozen = sum(summed(stage_costs(outline.frozen, near)).values(), Phases()).forward
+            rank = held(outline.frozen, [outline.frozen.config.model.layers])
+            plans = data_parallel_plans(outline.frozen.config, ranks // config.parallel.tensor)
+            elements = rank.others / plans[0].weight_shards + rank.experts / plans[1].weight_shards
+        return _Work(work, work.total - ends.total, self._saved(outline), frozen, elements)
 
     def _saved(self, outline: ModelOutline) -> float:
         """Bytes that all blocks save of a micro-batch."""
@@ -283,7 +301,7 @@ class _Search:
         """None where the layout cannot run."""
         config = applied(self.config, layout, self.cluster.gpus)
         try:
-            check_layout(config, self.cluster.gpus)
+            self._check(config)
             outline = self.outlines.outline(config)
             memory = predicted_memory(outline, self.cluster)
         except ConfigError:
@@ -296,12 +314,15 @@ class _Search:
         return Candidate(layout, config, Prediction(*steps, memory, tokens, self.cluster.gpus))
 
 
-def search(config: Config, fp8: Fp8Manager, cluster: Cluster, keep: int = 5) -> Found:
+def search(
+    config: Config, fp8: Fp8Manager, cluster: Cluster, keep: int = 5, teacher: ModelConfig | None = None
+) -> Found:
     """The `keep` fastest layouts of `config` that fit `cluster`, and why others lose.
 
-    `fp8`: which layers are FP8, as the config says. ValueError for LoRA, and for recipes with blocks of Blackwell only.
+    `fp8`: which layers are FP8, as the config says. `teacher`: of `frozen_run`. ValueError for LoRA, and for
+    recipes with blocks of Blackwell only.
     """
-    own = _Search(config, fp8, cluster)
+    own = _Search(config, fp8, cluster, teacher)
     bounds: dict[Layout, _Bound] = {}
     for layout in layouts(config, cluster):
         with suppress(ConfigError):  # a layout that cannot run

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 import yaml
 
-from megafp8.config import Config, ParallelConfig
+from megafp8.config import Config, ModelConfig, ParallelConfig
+from megafp8.config.frozen import frozen_run
 from megafp8.data.hub import missing_folder
 from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import Fp8Manager
@@ -36,6 +37,7 @@ from megafp8.planner.predict import predict
 from megafp8.planner.stages import data_parallel_plans, gathers_blocks, stages_of
 from megafp8.training import cuda_graphs
 from megafp8.training.fp8_config import build_fp8
+from megafp8.training.frozen_config import check_frozen, teacher_of
 from megafp8.training.inputs import describe_planned_data, missing_data, planned_vocabulary
 from megafp8.training.pipeline import PipelinePlan, describe_schedule, num_microbatches, plan_pipeline
 
@@ -52,10 +54,15 @@ def _stage_of(config: Config, layers: range) -> GPTStage:
     return build_stage(config.model, context, layers=layers, positions=config.position_rows)
 
 
-def memory_under(plan: PipelinePlan, world_size: int) -> Callable[[Config], Sequence[RankMemory]]:
-    """The memory of each pipeline rank, as a function of configs that all have the pipeline `plan`."""
+def memory_under(
+    plan: PipelinePlan, world_size: int, teacher: ModelConfig | None = None
+) -> Callable[[Config], Sequence[RankMemory]]:
+    """The memory of each pipeline rank, as a function of configs that all have the pipeline `plan`.
+
+    `teacher`: of `frozen_run`.
+    """
     return lambda config: pipeline_memory(
-        model_outline(config, build_fp8(config, None)), world_size, plan.placement, plan.train
+        model_outline(config, build_fp8(config, None), teacher), world_size, plan.placement, plan.train
     )
 
 
@@ -71,7 +78,7 @@ def check_device_memory(config: Config, plan: PipelinePlan, world_size: int, dev
     else:
         host, ranks = _host_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         limit, who_has = min(host, 2 * host // ranks), "this host has for it"
-    check_memory(config, memory_under(plan, world_size), limit, who_has, source)
+    check_memory(config, memory_under(plan, world_size, teacher_of(config)), limit, who_has, source)
 
 
 def _host_memory() -> int:
@@ -94,19 +101,25 @@ def dry_run(config: Config, world_size: int, source: str, steps: int | None = No
     """
     config, missing = planned_vocabulary(config, source)
     plan = plan_pipeline(config, num_microbatches(config, world_size))
-    memory_of = memory_under(plan, world_size)
+    no_data, start, given = missing_data(config), config.checkpoint.init_from, config.data.distillation
+    missing += no_data
+    if start is not None and (missing_start := missing_folder(start)) is not None:
+        missing.append(f"checkpoint.init_from = {missing_start}")
+    teacher: ModelConfig | None = None
+    if given is not None and (missing_teacher := missing_folder(given.teacher)) is not None:
+        missing.append(f"data.distillation.teacher = {missing_teacher}; memory and times are without it")
+    elif given is not None:
+        check_frozen(config, world_size)
+        teacher = teacher_of(config)
+    memory_of = memory_under(plan, world_size, teacher)
     memory = memory_of(config)
     check_memory(config, lambda x: memory if x is config else memory_of(x), NO_DEVICE_HAS, "no device has", source)
     check_optimizer(config)
     fp8 = build_fp8(config, None)
-    no_data, start = missing_data(config), config.checkpoint.init_from
-    missing += no_data
-    if start is not None and (missing_start := missing_folder(start)) is not None:
-        missing.append(f"checkpoint.init_from = {missing_start}")
     parts = [
-        _describe(config, world_size, fp8, plan),
+        _describe(config, world_size, fp8, plan, teacher),
         memory_table(memory),
-        *([] if config.device == "cpu" else [_predicted(config, fp8, world_size)]),
+        *([] if config.device == "cpu" else [_predicted(config, fp8, world_size, teacher)]),
         f"linear layers:\n{plans_table(_plans(config, world_size, fp8))}",
         *([] if no_data else [describe_planned_data(config, steps)]),
         *(["needed before a start:\n" + "\n".join(f"  {line}" for line in missing)] if missing else []),
@@ -115,11 +128,11 @@ def dry_run(config: Config, world_size: int, source: str, steps: int | None = No
     return "\n\n".join(parts)
 
 
-def _predicted(config: Config, fp8: Fp8Manager, world_size: int) -> str:
+def _predicted(config: Config, fp8: Fp8Manager, world_size: int, teacher: ModelConfig | None) -> str:
     """The planner's time of a step on the GPUs that most users have."""
     gpu = GPUS["h100-80gb"]
     try:
-        found = predict(model_outline(config, fp8), Cluster(gpu, world_size))
+        found = predict(model_outline(config, fp8, teacher), Cluster(gpu, world_size))
     except ValueError as error:  # a model of whose steps the planner knows no time
         return f"no predicted time of a step: {error}"
     return (
@@ -172,7 +185,7 @@ def _describe_replicas(config: Config, world_size: int) -> list[str]:
     ]
 
 
-def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePlan) -> str:
+def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePlan, teacher: ModelConfig | None) -> str:
     """Layout, parameters and their state, groups. `fp8`: which layers are FP8 according to the config."""
     p, t = config.parallel, config.training
     data = world_size // (p.tensor * p.pipeline * p.context)
@@ -190,7 +203,8 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
         f" {t.global_batch_size * t.seq_length:,} tokens a step",
         *_describe_replicas(config, world_size),
-        f"parameters: {in_model:,} in the model{_describe_active(config)}; {describe_flops(config)}",
+        f"parameters: {in_model:,} in the model{_describe_active(config)};"
+        f" {describe_flops(config, _compared(config, teacher))}",
         *describe_longrope(config),
         *(["only LoRA's parameters are trained"] if config.lora is not None else []),
         *([describe_schedule(config, plan)] if p.pipeline > 1 else []),
@@ -224,6 +238,14 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         shown = ", ".join(map(str, members[:8])) + (", …" if len(members) > 8 else "")
         lines.append(f"  {name:<{width}} {len(members):>5} ranks: {shown}  ({len(groups[name])} such groups)")
     return "\n".join(lines)
+
+
+def _compared(config: Config, teacher: ModelConfig | None) -> Config | None:
+    """The config of the model that each step compares this one with; None without one."""
+    frozen = frozen_run(config, teacher)
+    if frozen is None and config.lora is not None and config.data.distillation is None and config.data.compares:
+        return config  # without its adapters
+    return frozen
 
 
 def _describe_shards(config: Config, data: int) -> str:

@@ -10,14 +10,12 @@ Log-probabilities of answers that are `precomputed` are in a file beside the dat
     data, model          fingerprint of the data set, digest of the weights
 
 A run that begins computes them, if no run from the same weights has, by forward passes over all samples of an epoch.
+Logits of a teacher that are `precomputed` are in another file (`megafp8.training.teacher_logits`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,25 +24,25 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from megafp8.checkpoint.errors import on_rank0
 from megafp8.config import Config
 from megafp8.data.samples import PackedDataset
-from megafp8.distributed.collectives import all_gather_objects, all_reduce
-from megafp8.distributed.sharding import Shape
-from megafp8.dtypes import DTYPES
+from megafp8.distributed.collectives import all_reduce
 from megafp8.objectives import Objective
 from megafp8.training.errors import TrainingError
 from megafp8.training.init_from import load_init
 from megafp8.training.inputs import Inputs
-from megafp8.training.state import weights
+from megafp8.training.teacher_logits import open_logits, passes
 from megafp8.training.trainer import Trainer
+from megafp8.training.weights_digest import weights_digest
 
 logger = logging.getLogger(__name__)
 
 RECORD = "frozen_model"
 """Key of a checkpoint's metadata: digest of the weights of the frozen model."""
+LOGITS = "teacher_logits"
+"""The same of a teacher whose logits are `precomputed`, and of its config."""
 
 
 def open_frozen(trainer: Trainer, inputs: Inputs, saved: Mapping[str, Any] | None) -> dict[str, str]:
@@ -54,14 +52,18 @@ def open_frozen(trainer: Trainer, inputs: Inputs, saved: Mapping[str, Any] | Non
     model is not that which the run began with.
     """
     config = inputs.config
-    known = None if saved is None else saved.get(RECORD)
     teacher = config.data.distillation
+    reads_logits = teacher is not None and teacher.logits == "precomputed"
+    record = LOGITS if reads_logits else RECORD
+    known = None if saved is None else saved.get(record)
     key = "data.dpo" if teacher is None else "data.distillation"
     if saved is not None and known is None and (trainer.frozen is not None or _is_precomputed(config)):
         raise TrainingError(
             f"{key}: the run began with another objective, or another reference; set it as it was, or "
             "choose another name"
         )
+    if reads_logits:
+        return {LOGITS: open_logits(trainer, inputs, _by_prefix(inputs), known)}
     if trainer.frozen is not None:
         folder = config.checkpoint.init_from if teacher is None else teacher.teacher
         if folder is not None:
@@ -85,7 +87,8 @@ def open_frozen(trainer: Trainer, inputs: Inputs, saved: Mapping[str, Any] | Non
 
 
 def _is_precomputed(config: Config) -> bool:
-    return config.data.dpo is not None and config.data.dpo.reference == "precomputed"
+    d = config.data
+    return "precomputed" in (d.dpo and d.dpo.reference, d.distillation and d.distillation.logits)
 
 
 def _by_prefix(inputs: Inputs) -> dict[str, list[PackedDataset]]:
@@ -129,16 +132,8 @@ def _of_data_set(
 
 def _compute(trainer: Trainer, objective: Objective, packed: PackedDataset, values: NDArray[np.float64]) -> None:
     """Write the log-probabilities that this rank knows of the answers of `packed` to `values`. Collective."""
-    assert trainer.loss is not None
-    data, b, total = trainer.parallel.data, trainer.config.training.micro_batch_size, packed.samples_per_epoch
-    together = trainer.num_microbatches * data.size * b
-    for start in range(0, total, together):
-        firsts = range(start + data.rank * b, start + together, data.size * b)
-        own = [[(first + row) % total for row in range(b)] for first in firsts]
-        rows = [[objective.row(packed.parts(i), i) for i in indices] for indices in own]
-        batches = [objective.batch(torch.from_numpy(np.stack(x))) for x in rows]
-        outputs = trainer.references(trainer.own_tokens(batches), trainer.loss)
-        for indices, output in zip(own, outputs):
+    for samples, _, outputs in passes(trainer, trainer, objective, packed):
+        for indices, output in zip(samples, outputs):
             for i, of_sample in zip(indices, output.cpu().numpy()):
                 documents = np.asarray(packed.documents_of(i)) + packed.documents.start
                 values[documents] = of_sample[: 2 * len(documents)].reshape(-1, 2)
@@ -155,7 +150,7 @@ def _read(path: Path, about: Mapping[str, str]) -> NDArray[np.float64] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, EOFError) as error:
-        raise TrainingError(f"{path} is damaged ({error}); remove it, or restore it if a run began with it") from None
+        raise ValueError(f"{path} is damaged ({error}); remove it, or restore it if a run began with it") from None
 
 
 def _write(path: Path, values: NDArray[np.float64], about: Mapping[str, str]) -> None:
@@ -169,47 +164,4 @@ def _write(path: Path, values: NDArray[np.float64], about: Mapping[str, str]) ->
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise TrainingError(f"{path} cannot be written ({error}); try data.dpo.reference=live") from None
-
-
-def weights_digest(trainer: Trainer) -> str:
-    """SHA-256 of the names and values of all weights, in training.precision: the same in any layout. Collective.
-
-    Of each tensor the sum of its elements' bits, each times an odd number of its place, modulo 2⁶⁴.
-    """
-    dtype, sums = DTYPES[trainer.config.training.precision], dict[tuple[str, Shape, Shape], int]()
-    for name, tensor in weights(trainer).items():
-        for offset, view in tensor.parts:
-            values = view.to(dtype) if view.is_floating_point() else view
-            sums[name, offset, tuple(view.shape)] = _sum_of_bits(values, offset, tensor.global_shape)
-    totals: dict[str, int] = {}
-    everything: dict[tuple[str, Shape, Shape], int] = {}
-    for of_rank in all_gather_objects(sums, trainer.parallel.world.group):
-        everything |= of_rank
-    for (name, _, _), value in everything.items():
-        totals[name] = (totals.get(name, 0) + value) % 2**64
-    return hashlib.sha256(json.dumps(sorted(totals.items())).encode()).hexdigest()
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ELEMENTS = 2**24
-"""Elements of a tensor whose places are in memory at a time."""
-
-
-def _sum_of_bits(x: Tensor, offset: Shape, global_shape: Shape) -> int:
-    """Of a rectangle at `offset` of a tensor."""
-    if x.dim() == 0:
-        x, offset, global_shape = x.view(1), (0,), (1,)
-    strides = [math.prod(global_shape[i + 1 :]) for i in range(x.dim())]
-    inner = torch.zeros((), dtype=torch.int64, device=x.device)
-    for d in range(1, x.dim()):
-        places = (offset[d] + torch.arange(x.shape[d], device=x.device)) * strides[d]
-        inner = inner.unsqueeze(-1) + places
-    total, rows = 0, max(1, _ELEMENTS // max(1, math.prod(x.shape[1:])))
-    for first in range(0, x.shape[0], rows):
-        part = x[first : first + rows].contiguous()
-        outer = (offset[0] + first + torch.arange(len(part), device=x.device)) * strides[0]
-        places = outer.view(-1, *[1] * (x.dim() - 1)) + inner
-        bits = part.view(_INTEGERS[part.element_size()]).long()
-        total += int(((2 * places + 1) * bits).sum())
-    return total % 2**64
+        raise ValueError(f"{path} cannot be written ({error}); try data.dpo.reference=live") from None

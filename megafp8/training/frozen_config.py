@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from megafp8.config import Config, ConfigError, Fp8Config, ModelConfig, Problem, check_layout
-from megafp8.conversion.formats import open_source
+from megafp8.config import Config, ConfigError, ModelConfig, Problem, check_layout
+from megafp8.config.frozen import frozen_run
 
 
 def frozen_config(config: Config) -> Config | None:
-    """The config of the frozen model of a run; None without one, or where that is the trained one without adapters."""
-    teacher = config.data.distillation
-    if not config.data.compares or (teacher is None and config.lora is not None):
+    """`frozen_run`, with the teacher that the config names."""
+    return frozen_run(config, teacher_of(config))
+
+
+def live(config: Config) -> Config:
+    """`config` with a live teacher."""
+    assert config.data.distillation is not None
+    distillation = config.data.distillation.model_copy(update={"logits": "live"})
+    return config.model_copy(update={"data": config.data.model_copy(update={"distillation": distillation})})
+
+
+def teacher_of(config: Config) -> ModelConfig | None:
+    """The model of `data.distillation.teacher`; None without a live one.
+
+    Raises ConfigError if it cannot be read, or has another vocabulary.
+    """
+    given = config.data.distillation
+    if given is None or not config.data.compares:
         return None
-    model = config.model if teacher is None else _model_of(config, teacher.teacher)
-    plain: dict[str, Any] = {"zero": 0, "overlap_param_gather": False, "overlap_grad_reduce": False, "offload": False}
-    if isinstance(config.parallel.layers_per_stage, list) and teacher is not None:
-        plain["layers_per_stage"] = None  # it may have another number of layers
-    return config.model_copy(
-        update={
-            "model": model,
-            "parallel": config.parallel.model_copy(update=plain),
-            "optimizer": config.optimizer.model_copy(update={"name": "adamw", "qk_clip": None}),
-            "checkpoint": config.checkpoint.model_copy(update={"init_optimizer": False}),
-            "data": config.data.model_copy(update={"dpo": None, "distillation": None}),
-            "fp8": Fp8Config(),
-            "lora": None,
-        }
-    )
+    from megafp8.conversion.formats import open_source  # a dry run without a teacher needs no format
 
-
-def _model_of(config: Config, folder: str) -> ModelConfig:
-    """The teacher in `folder`. Raises ConfigError if it cannot be read, or has another vocabulary."""
-    key, vocabulary = "data.distillation.teacher", config.model.vocab_size
+    key, folder, vocabulary = "data.distillation.teacher", given.teacher, config.model.vocab_size
     try:
         model = open_source(folder, config.model.vocab_multiple).model
     except ValueError as error:
@@ -47,7 +43,7 @@ def _model_of(config: Config, folder: str) -> ModelConfig:
 
 def check_frozen(config: Config, world_size: int) -> None:
     """Raise ConfigError if the teacher cannot be read, or not be run in the layout of the run. Needs no group."""
-    if config.data.distillation is None:
+    if config.data.distillation is None or not config.data.compares:
         return
     frozen = frozen_config(config)
     assert frozen is not None

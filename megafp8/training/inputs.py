@@ -23,7 +23,7 @@ from megafp8.data.indexed_dataset import IndexedDataset, bin_path, check_dataset
 from megafp8.data.packing import BestFit
 from megafp8.data.progress import Conflict, Identity, Progress, Source, combine
 from megafp8.data.sampler import batches as batch_stream
-from megafp8.data.samples import PackedDataset, split_documents
+from megafp8.data.samples import PLACES, PackedDataset, split_documents
 from megafp8.data.text_source import TextSource
 from megafp8.data.text_stream import StreamPositions
 from megafp8.data.text_stream import batches as text_batches
@@ -354,6 +354,8 @@ def object_cache(config: Config) -> ObjectCache:
 
 def _packed(config: Config, dataset: IndexedDataset, documents: range, length: int | None = None) -> PackedDataset:
     """The samples of some documents of a data set. `length`: labels of a sample, if they are not the config's."""
+    teacher, prefixes = config.data.distillation, [*config.data.train, *config.data.validation.values()]
+    numbers = teacher is not None and teacher.logits == "precomputed"
     return PackedDataset(
         dataset,
         documents,
@@ -365,6 +367,7 @@ def _packed(config: Config, dataset: IndexedDataset, documents: range, length: i
         loss_mask=_loss_mask(config, dataset),
         context=config.data.mask_eod_loss,
         pairs=config.data.dpo is not None,
+        first_place=prefixes.index(dataset.prefix) * PLACES if numbers else None,
     )
 
 

@@ -109,11 +109,12 @@ class Trainer:
 
     Attributes: `loss`: of the objective, None for cross entropy. `frozen`: the model that the loss compares with, which
     has the initial values of its config until `megafp8.training.frozen` loads others; None where there is none, or it
-    is this one without its adapters. `stages`: one for each chunk of the pipeline placement; `model`: all of them.
-    `strategy`: of data parallelism, which has their parameters and gradients. `outer`: of outer steps, if there are
-    any. `expert_load`, `index_loss`, `max_attention_logit`: of the latest `train_step`. `timeline`: of the step
-    `logging.pipeline_trace_step`, once it is done. `fp8_records`: FP8 health of all stages in the latest
-    `train_step`, on rank 0, if that step was sampled; else empty.
+    is this one without its adapters. `known_reference`: what that says of a micro-batch, where it is read. `stages`:
+    one for each chunk of the pipeline placement; `model`: all of them. `strategy`: of data parallelism, which has their
+    parameters and gradients. `outer`: of outer steps, if there are any. `expert_load`, `index_loss`,
+    `max_attention_logit`: of the latest `train_step`. `timeline`: of the step `logging.pipeline_trace_step`, once it is
+    done. `fp8_records`: FP8 health of all stages in the latest `train_step`, on rank 0, if that step was sampled; else
+    empty.
     """
 
     def __init__(
@@ -213,6 +214,7 @@ class Trainer:
                 module.state.freeze_weight(keep_copies=self.graphs is None)
         other = None if self.loss is None else frozen_config(config)
         self.frozen = None if other is None else Trainer(other, parallel, frozen=True)
+        self.known_reference: Callable[[Batch], Tensor] | None = None
 
     def _build_update(self) -> OptimizerStep:
         """The optimizer step, with clipping and reductions."""
@@ -353,6 +355,9 @@ class Trainer:
 
     def _with_reference(self, shards: list[Batch]) -> list[Batch]:
         """With what the frozen model says of each micro-batch, on the ranks of the last stage. Collective."""
+        if self.known_reference is not None:
+            known = self.known_reference
+            return [replace(batch, reference=known(batch)) for batch in shards] if self._has_loss else shards
         if self.loss is None or self.compared is None:
             return shards
         model, within = (self, without_adapters(self.model)) if self.frozen is None else (self.frozen, nullcontext())

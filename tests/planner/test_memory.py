@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megafp8.batch import Batch
 from megafp8.config import Config, load_config
@@ -21,6 +26,7 @@ from megafp8.models.gpt import GPTStage
 from megafp8.models.mixer import LayerInputs
 from megafp8.models.moe import Experts
 from megafp8.models.recompute import BlockMemory, block_memory
+from megafp8.objectives.registry import loss_memory, loss_of
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.pipeline_parallel.actions import Action, Kind
 from megafp8.planner.memory import (
@@ -34,7 +40,9 @@ from megafp8.planner.outline import model_outline
 from megafp8.planner.stages import stages_of
 from megafp8.training.describe import planned_stage
 from megafp8.training.fp8_config import build_fp8
+from megafp8.training.frozen_config import teacher_of
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
+from megafp8.training.state import save_state
 from megafp8.training.trainer import Trainer
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG
@@ -382,6 +390,114 @@ def test_state_of_a_rank(world4: World, name: str, ranks: int) -> None:
     expert = ["parallel.expert=2"] if name == "experts" and ranks == 4 else []
     for measured, planned in world4.run(_state, [*layout, *STATES[name], *expert], ranks=ranks):
         assert measured == planned
+
+
+TEACHER = {"model.num_layers": 3, "model.hidden_size": 96, "model.ffn_hidden_size": 128}
+
+
+def _save_teacher(folder: str) -> None:
+    """A run whose model is another than that of TINY."""
+    config = _config(*ALONE, "training.precision=bf16", *(f"{key}={value}" for key, value in TEACHER.items()))
+    save_state(_trainer(config), Path(folder), 1, None)
+
+
+def _frozen(overrides: list[str]) -> tuple[int, int]:
+    """Bytes of a rank's frozen model and of what it says of a step's micro-batches, as they are and as planned."""
+    config = _config(*overrides)
+    trainer = _trainer(config)
+    t, strategy = config.training, trainer.frozen and trainer.frozen.strategy
+    held = 0
+    if trainer.frozen is not None and strategy is not None:
+        values = strategy.params
+        if isinstance(strategy, FullySharded):
+            values = [*strategy.whole, *(shard.values for shard in strategy.stages.row_shards.values())]
+        held = sum(x.nbytes for x in (*values, *strategy.gradients))
+        held += sum(x.nbytes for parts in trainer.frozen.optimizer.storage.values() for x in parts.values())
+    tokens = torch.zeros(t.micro_batch_size, t.seq_length, dtype=torch.int64)
+    batches = trainer.own_tokens([Batch(tokens, tokens)] * trainer.num_microbatches)
+    references = [x.reference for x in trainer._with_reference(batches) if x.reference is not None]
+    plan = plan_pipeline(config, num_microbatches(config, trainer.parallel.world_size))
+    outline = model_outline(config, build_fp8(config, None), teacher_of(config))
+    memories = pipeline_memory(outline, trainer.parallel.world_size, plan.placement, plan.train)
+    return held + sum(x.nbytes for x in references), memories[trainer.parallel.pipeline.rank].frozen
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        ([*ALONE, "data.distillation.top_k=5"], 1),
+        (["parallel.tensor=2", "parallel.pipeline=2"], 4),
+        pytest.param([*ALONE, "data.distillation.top_k=5", "parallel.fsdp=true"], 4, marks=pytest.mark.slow),
+        pytest.param([*ALONE, "parallel.context=2", "parallel.zero=1"], 4, marks=pytest.mark.slow),
+        pytest.param([*ALONE, "lora.rank=4"], 1, marks=pytest.mark.slow),
+        pytest.param(["parallel.tensor=2", "parallel.pipeline=2", "fp8.recipe=delayed"], 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_teacher(world4: World, tmp_path: Path, options: list[str], ranks: int) -> None:
+    """Another model, in training.precision whatever the recipe."""
+    world4.run(_save_teacher, str(tmp_path), ranks=1)
+    given = ["training.precision=bf16", f"data.distillation.teacher={tmp_path}", *options]
+    for measured, planned in world4.run(_frozen, given, ranks=ranks):
+        assert measured == planned > 0
+
+
+def test_logits_that_are_precomputed_need_no_teacher() -> None:
+    """Only those of a step, of 8 samples; with a live teacher its weights too."""
+    packed = ["data.packing=best_fit", "data.reset_at_documents=true", "data.mask_eod_loss=true"]
+    given = [*ALONE, *packed, "data.distillation={teacher: none, top_k: 5, logits: precomputed}"]
+    config = _config(*given, "training.precision=bf16")
+    (memory,) = _plans(config, 1)
+    assert memory.frozen == 8 * config.training.seq_length * 2 * 5 * 4
+
+
+@pytest.mark.slow
+def test_a_live_reference(world4: World) -> None:
+    """That of DPO has the weights of the model; precomputed, or with LoRA, it has none. Log-probabilities of answers,
+    which live on ranks alone, are not counted."""
+    dpo = ["data.packing=best_fit", "training.precision=bf16", "parallel.tensor=2", "parallel.pipeline=2"]
+    for more in ["data.dpo.reference=live"], ["data.dpo.reference=precomputed"], ["data.dpo={}", "lora.rank=4"]:
+        config = _config(*dpo, *more)
+        memories = _plans(config, 4)
+        without = _plans(config.model_copy(update={"lora": None}), 4)
+        expected = [x.weights if more == ["data.dpo.reference=live"] else 0 for x in without]
+        assert [x.frozen for x in memories] == expected
+
+
+class _Storages(TorchDispatchMode):
+    """Counts the bytes of storages, without those of `given`: `peak` of those alive at a time, after operations."""
+
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()
+        self.given = {x.untyped_storage().data_ptr() for x in given}
+        self.alive, self.peak = WeakSet[Any](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        self.alive |= {x.untyped_storage() for x in tree_leaves(outputs) if isinstance(x, Tensor)}
+        self.peak = max(self.peak, sum(x.nbytes() for x in self.alive if x.data_ptr() not in self.given))
+        return outputs
+
+
+def _loss_of_a_teacher(overrides: list[str]) -> tuple[int, int]:
+    """Bytes at the peak of a loss beside its logits and the teacher's, as they are and as planned."""
+    config = _config("training.precision=bf16", "data.distillation.teacher=none", *overrides)
+    parallel = initialize_model_parallel(config.parallel.tensor)
+    loss = loss_of(config, parallel)
+    assert loss is not None
+    t, columns = config.training, config.model.padded_vocab_size // config.parallel.tensor
+    z_sbv, u_sbv = (torch.randn(t.seq_length, t.micro_batch_size, columns).bfloat16() for _ in range(2))
+    labels = torch.zeros(t.micro_batch_size, t.seq_length, dtype=torch.int64)
+    reference = loss.of_reference(u_sbv, Batch(labels, labels))
+    with _Storages(z_sbv, reference) as storages:
+        loss(z_sbv.requires_grad_(), replace(Batch(labels, labels), reference=reference))
+    return storages.peak, loss_memory(config, labels.numel()).computed
+
+
+@pytest.mark.parametrize("options", [[], ["data.distillation.top_k=9"], ["data.distillation.weight=0.5"]])
+def test_the_loss_of_a_teacher(world2: World, options: list[str]) -> None:
+    """Beside tensors of a few bytes a token."""
+    for measured, planned in world2.run(_loss_of_a_teacher, ["parallel.tensor=2", "parallel.pipeline=1", *options]):
+        assert measured == pytest.approx(planned, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -193,3 +193,22 @@ def test_flops_of_muon(config: str, overrides: list[str], monkeypatch: pytest.Mo
         assert muon.gram_newton_schulz(torch.empty(1, *shape, device="meta")).shape == (1, *shape)
         counted += matrices * sum(flops)
     assert sum(update_flops(muon.Muon(), layer, experts) for layer in layers.values()) == counted
+
+
+@pytest.mark.parametrize("layout", [ALONE, ["fp8.recipe=none", "parallel.tensor=1", "parallel.pipeline=4"]])
+def test_a_reference_takes_a_forward_pass(layout: list[str]) -> None:
+    """A live one of DPO: between a quarter and a half of what forward and backward take; precomputed nothing."""
+    sizes = ["model.num_layers=8", "model.hidden_size=2048", "model.ffn_hidden_size=8192", "training.seq_length=2048"]
+    options = [*layout, *sizes, "training.precision=bf16", "training.global_batch_size=64", "data.packing=best_fit"]
+    predicted = {}
+    for reference in ("none", "live", "precomputed"):
+        dpo = [] if reference == "none" else [f"data.dpo.reference={reference}"]
+        config = load_config(CONFIG, [*options, "training.cuda_graphs=false", "device=cuda", *dpo])
+        outline = model_outline(config, build_fp8(config, None))
+        predicted[reference] = predict(outline, Cluster(H200, config.parallel.pipeline))
+    without, live = predicted["none"], predicted["live"]
+    assert predicted["precomputed"] == without
+    trained = sum(without.terms[term] for term in ("GEMMs", "attention", "elementwise", "output layer"))
+    assert 0.25 * trained < live.terms["frozen model"] < 0.5 * trained + without.terms.get("bubble", 0.0)
+    assert live.seconds == pytest.approx(without.seconds + live.terms["frozen model"], rel=0.05)
+    assert max(x.frozen for x in live.memory) == max(x.weights for x in live.memory)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megafp8.config import Config, check_layout, load_config
+from megafp8.config import Config, ModelConfig, check_layout, load_config
 from megafp8.gpus import GPUS
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.search import Candidate, Found, _Search, changed_keys, layouts, search
@@ -26,10 +26,12 @@ SMALL = [
 ]
 
 
-def tight(config: Config, gpus: int, share: float) -> tuple[Cluster, list[Candidate]]:
+def tight(
+    config: Config, gpus: int, share: float, teacher: ModelConfig | None = None
+) -> tuple[Cluster, list[Candidate]]:
     """A cluster with memory for about this share of all layouts, and what is predicted for each layout."""
     cluster = Cluster(replace(H200, reserved=0), gpus, 2)
-    own = _Search(config, build_fp8(config, None), cluster)
+    own = _Search(config, build_fp8(config, None), cluster, teacher)
     every = [c for c in map(own.predict, layouts(config, cluster)) if isinstance(c, Candidate)]
     peaks = sorted(c.prediction.peak for c in every)
     return replace(cluster, gpu=replace(cluster.gpu, memory=peaks[int(len(peaks) * share)])), every
@@ -54,11 +56,29 @@ def test_it_finds_the_fastest_of_all_that_fit(overrides: list[str], gpus: int) -
     assert found.losers
 
 
-@pytest.mark.parametrize("optimizer", slow_but(["adamw", "muon"], "muon"))
-def test_bounds_are_not_above_predictions(optimizer: str) -> None:
-    config = load_config(CONFIG, [*SMALL, f"optimizer.name={optimizer}"])
+DISTILLS = "data.distillation={teacher: none, top_k: 7}"
+
+
+def _teacher() -> ModelConfig:
+    return load_config(CONFIG, [*SMALL, "model.hidden_size=512", "model.num_layers=6"]).model
+
+
+def test_it_finds_the_fastest_with_a_teacher() -> None:
+    config, teacher = load_config(CONFIG, [*SMALL, "fp8.recipe=none", DISTILLS]), _teacher()
+    cluster, every = tight(config, 2, 0.4, teacher)
+    fitting = sorted(c.prediction.seconds for c in every if c.prediction.peak <= cluster.gpu.memory)
+    found = search(config, build_fp8(config, None), cluster, 3, teacher)
+    assert [c.prediction.seconds for c in found.best] == pytest.approx(fitting[:3])
+    assert found.predicted < len(every)
+
+
+@pytest.mark.parametrize(
+    "options", slow_but(["optimizer.name=adamw", "optimizer.name=muon", DISTILLS], "optimizer.name=muon")
+)
+def test_bounds_are_not_above_predictions(options: str) -> None:
+    config = load_config(CONFIG, [*SMALL, options])
     cluster = Cluster(H200, 2, 2)
-    own = _Search(config, build_fp8(config, None), cluster)
+    own = _Search(config, build_fp8(config, None), cluster, _teacher() if options == DISTILLS else None)
     for layout in layouts(config, cluster):
         candidate, bound = own.predict(layout), own.bound(layout)
         if isinstance(candidate, Candidate):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megafp8.config import ConfigError, check_layout, load_config
@@ -19,6 +21,7 @@ from megafp8.tensor_parallel.divergence import (
     vocab_parallel_log_softmax,
     vocab_parallel_top_k,
 )
+from megafp8.training.errors import TrainingError
 from megafp8.training.frozen_config import check_frozen
 from megafp8.training.init_from import complete_model, load_init
 from megafp8.training.inputs import open_inputs
@@ -252,6 +255,117 @@ def test_a_run_that_resumes_is_bit_identical(world4: World, tmp_path: Path) -> N
         0
     ]
     assert abs(again[0]["divergence"]) < 1e-6
+
+
+# --- logits that are computed once -----------------------------------------------------------------------------------
+
+PRECOMPUTED = "data.distillation.logits=precomputed"
+
+
+def _losses(rows: list[dict[str, Any]]) -> list[float]:
+    keys = ("loss", "grad_norm", "divergence", "cross_entropy", "validation_loss")
+    losses = [row[key] for row in rows for key in keys if row.get(key) is not None]
+    assert len(losses) == 4 * len(rows) + 2, "two of four steps have an evaluation"
+    return losses
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.teacher-*"))
+
+
+def _refused(overrides: list[str], message: str) -> None:
+    with pytest.raises((TrainingError, ValueError), match=message):
+        _job(overrides)
+
+
+def _prepare_evaluated(folder: Path) -> list[str]:
+    sizes = ["parallel.tensor=1", "parallel.pipeline=1", "training.eval_interval=2", 'data.split="80,20"']
+    return [*prepare(folder), *sizes]
+
+
+def test_logits_that_a_run_began_with(world2: World, tmp_path: Path) -> None:
+    """It resumes with these alone, and trains as with a live teacher, bit for bit."""
+    overrides = _prepare_evaluated(tmp_path)
+    live = world2.run(_job, [*overrides, "name=live"], ranks=1)[0]
+    overrides += ["name=resumed", PRECOMPUTED]
+    world2.run(_job, [*overrides, "training.stop_after=2"], ranks=1)
+    (path,) = _files(tmp_path)
+    (tmp_path / "teacher").rename(tmp_path / "elsewhere")
+    world2.run(_refused, [*overrides, "data.distillation.top_k=19"], "is missing: the run began with", ranks=1)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    world2.run(_refused, overrides, "is damaged", ranks=1)
+    path.write_bytes(whole)
+    assert _losses(world2.run(_job, overrides, ranks=1)[0]) == _losses(live)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "other"),
+    [
+        (["parallel.tensor=2", "parallel.pipeline=2"], ["parallel.context=2", "parallel.zero=1"]),
+        (["training.precision=bf16"], []),
+        (["parallel.context=2", "fp8.recipe=delayed"], ["parallel.fsdp=true"]),
+        (["data.loss_on=all", "training.micro_batch_size=2", "parallel.tensor=2"], ["lora={rank: 4}"]),
+    ],
+)
+def test_logits_are_computed_once(world4: World, tmp_path: Path, layout: list[str], other: list[str]) -> None:
+    """In the layout that computed them, losses are those of a live teacher bit for bit, of samples of the first epoch;
+    in another one they differ by rounding."""
+    base = _prepare_evaluated(tmp_path)
+    rows = {
+        name: world4.run(_job, [*base, *layout, f"name={name}", *more], ranks=4)[0]
+        for name, more in {"live": [], "computed": [PRECOMPUTED]}.items()
+    }
+    assert _losses(rows["computed"]) == _losses(rows["live"])
+    (path,) = _files(tmp_path)
+    changed = path.stat().st_mtime_ns
+    if other:
+        rows = {
+            name: world4.run(_job, [*base, *other, f"name=other-{name}", *more], ranks=4)[0]
+            for name, more in {"live": [], "computed": [PRECOMPUTED]}.items()
+        }
+        np.testing.assert_allclose(_losses(rows["computed"]), _losses(rows["live"]), rtol=2e-5)
+        assert _files(tmp_path) == [path]
+        assert path.stat().st_mtime_ns == changed
+
+
+@pytest.mark.slow
+def test_other_logits_are_in_another_file(world2: World, tmp_path: Path) -> None:
+    """Of another teacher, k or length; a temperature and a weight share one. Epochs after the first read the same."""
+    overrides = [*_prepare_evaluated(tmp_path), PRECOMPUTED, "training.steps=2"]
+    changes: list[list[str]] = [
+        [], ["data.distillation.temperature=2.0", "data.distillation.weight=0.5"], ["training.steps=12"],
+        ["data.distillation.top_k=19"], ["training.seq_length=32"], ["data.split=\"70,30\""],
+    ]  # fmt: skip
+    counts = []
+    for i, change in enumerate(changes):
+        rows = world2.run(_job, [*overrides, f"name=run-{i}", *change], ranks=2)[0]
+        assert all(math.isfinite(row["loss"]) for row in rows)
+        counts.append(len(_files(tmp_path)))
+    assert counts == [1, 1, 1, 2, 3, 4]
+    file = next((tmp_path / "teacher").glob("*.safetensors"))
+    tensors = load_file(file)
+    tensors[sorted(tensors)[0]] += 1e-3
+    save_file(tensors, file, {"format": "pt"})
+    world2.run(_job, [*overrides, "name=changed"], ranks=2)
+    assert len(_files(tmp_path)) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"distillation": {"teacher": "x", "logits": "precomputed"}}, "data.distillation.top_k = None"),
+        ({"packing": "concatenate"}, "data.packing = 'concatenate': data.distillation.logits is precomputed"),
+        ({"train": ["s3://bucket/x"]}, "data.distillation.logits = 'precomputed'"),
+    ],
+)
+def test_logits_that_cannot_be_precomputed(change: dict[str, Any], error: str) -> None:
+    data = {"packing": "best_fit", "reset_at_documents": True, "mask_eod_loss": True, "train": ["none"]}
+    data["distillation"] = {"teacher": "x", "logits": "precomputed", "top_k": 4}
+    check_layout(config_of(NONE, data=data), 1)
+    with pytest.raises(ConfigError, match=error):
+        check_layout(config_of(NONE, data=data | change), 1)
 
 
 # --- the config ------------------------------------------------------------------------------------------------------

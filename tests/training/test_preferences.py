@@ -22,11 +22,11 @@ from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.samples import PackedDataset
 from megafp8.objectives.answers import Answers
 from megafp8.training.errors import TrainingError
-from megafp8.training.frozen import weights_digest
 from megafp8.training.init_from import complete_model, load_init
 from megafp8.training.inputs import open_inputs
 from megafp8.training.metrics import read_metrics
 from megafp8.training.validate import check_run
+from megafp8.training.weights_digest import weights_digest
 from tests.data.test_chats import CHATML, write_tokenizer
 from tests.quickstart_data import ROOT
 from tests.training.presets import (

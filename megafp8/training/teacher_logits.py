@@ -1,0 +1,235 @@
+"""Logits of a teacher that are computed once: `data.distillation.logits: precomputed`.
+
+They are in a file beside the data, `<prefix>.teacher-<digest>.npy`, of one row for each token of the data set:
+
+    ids       int32 [k], the likeliest next tokens
+    logits    [k], the bits of training.precision, which is what the teacher gives
+
+Rows of tokens that no sample has as input are zero. The digest is of what logits depend on: the teacher's weights and
+config, the data set and the documents in use, where these are cut (`training.seq_length`), precision and k. So a file
+is that of a run or there is none; temperature and weight may be others. A run that begins computes it, if there is
+none, by the teacher's forward passes over all samples of an epoch, in the layout of this run; a second run reads it in
+any layout. Samples are packed so that a token sees its document alone (`best_fit`): in later epochs its neighbours in a
+sample are others, and logits differ from live ones by rounding.
+
+Shapes: b micro-batch, s sequence, k likeliest tokens.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megafp8.batch import Batch
+from megafp8.checkpoint.errors import on_all_ranks, on_rank0
+from megafp8.config import Config, ConfigError, check_layout
+from megafp8.conversion.formats import open_source
+from megafp8.data.samples import PackedDataset
+from megafp8.distributed.collectives import gather_objects
+from megafp8.dtypes import DTYPES, sum_dtype
+from megafp8.objectives import Objective
+from megafp8.training.errors import TrainingError
+from megafp8.training.frozen_config import frozen_config, live
+from megafp8.training.init_from import load_init
+from megafp8.training.inputs import Inputs
+from megafp8.training.trainer import Trainer
+from megafp8.training.weights_digest import source_digest
+
+logger = logging.getLogger(__name__)
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def passes(
+    trainer: Trainer, frozen: Trainer, objective: Objective, packed: PackedDataset
+) -> Iterator[tuple[list[list[int]], list[Batch], list[Tensor]]]:
+    """What the loss of `trainer` makes of the output of `frozen` for all samples of an epoch: of each step the numbers
+    of this rank's samples and its tokens, by micro-batch, and on the last stage the outputs. Collective."""
+    assert trainer.loss is not None
+    data, b, total = trainer.parallel.data, trainer.config.training.micro_batch_size, packed.samples_per_epoch
+    together = trainer.num_microbatches * data.size * b
+    for start in range(0, total, together):
+        firsts = range(start + data.rank * b, start + together, data.size * b)
+        samples = [[(first + row) % total for row in range(b)] for first in firsts]
+        rows = [[objective.row(packed.parts(i), i) for i in indices] for indices in samples]
+        batches = trainer.own_tokens([objective.batch(torch.from_numpy(np.stack(x))) for x in rows])
+        yield samples, batches, frozen.references(batches, trainer.loss)
+
+
+def open_logits(
+    trainer: Trainer, inputs: Inputs, members: Mapping[str, Sequence[PackedDataset]], known: str | None
+) -> str:
+    """Let the loss of `trainer` read the teacher's logits of all data sets; returns the teacher's digest. Collective.
+
+    `members`: what the run reads of each data set. `known`: the digest, if the run resumes; then files must be there,
+    and the teacher need not. Raises TrainingError, ValueError for a damaged file, and ConfigError if the teacher cannot
+    be run in this layout.
+    """
+    config, group = trainer.config, trainer.parallel.world.group
+    digest = known or _teacher_digest(trainer)
+    paths = {prefix: _path(config, prefix, packed, digest) for prefix, packed in members.items()}
+    missing = [prefix for prefix in paths if not on_rank0(paths[prefix].is_file, group)]
+    if missing and known is not None:
+        raise TrainingError(
+            f"{paths[missing[0]]} is missing: the run began with these logits of the teacher, and with the data, "
+            "data.distillation.top_k and training.seq_length that its name stands for; restore them, or choose another "
+            "name"
+        )
+    if missing:
+        teacher = _load_teacher(trainer)
+        for prefix in missing:
+            _compute(trainer, teacher, inputs.objective, members[prefix], paths[prefix])
+        teacher.close()
+        del teacher
+        gc.collect()
+    stored, files = _Format(config), dict[int, NDArray[Any]]()
+    for prefix, path in paths.items():
+        packed = members[prefix][0]
+        assert packed.first_place is not None
+        tokens = packed.dataset.num_tokens
+        files[packed.first_place] = on_all_ranks(partial(_open, path, stored.row, tokens), group)
+    trainer.known_reference = _Logits(stored, files, trainer.parallel.device)
+    logger.info(f"logits of the teacher: {', '.join(map(str, paths.values()))}")
+    return digest
+
+
+def _teacher_digest(trainer: Trainer) -> str:
+    """Of the teacher's weights and its config. Collective."""
+    config, given = live(trainer.config), trainer.config.data.distillation
+    frozen = frozen_config(config)
+    assert given is not None
+    assert frozen is not None
+    source, parallel = open_source(given.teacher, config.model.vocab_multiple), trainer.parallel
+    of_weights = source_digest(source, DTYPES[config.training.precision], parallel.device, parallel.world.group)
+    return hashlib.sha256(f"{of_weights} {frozen.model.model_dump_json()}".encode()).hexdigest()
+
+
+def _path(config: Config, prefix: str, members: Sequence[PackedDataset], digest: str) -> Path:
+    given, t = config.data.distillation, config.training
+    assert given is not None
+    documents = sorted({(x.documents.start, x.documents.stop) for x in members})
+    facts = [digest, members[0].dataset.fingerprint, documents, t.seq_length, t.precision, given.top_k]
+    return Path(f"{prefix}.teacher-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.npy")
+
+
+def _load_teacher(trainer: Trainer) -> Trainer:
+    given, frozen = trainer.config.data.distillation, frozen_config(live(trainer.config))
+    assert given is not None
+    assert frozen is not None
+    try:
+        check_layout(frozen, trainer.parallel.world_size)
+    except ConfigError as error:
+        which = f"the teacher, {given.teacher}, in the layout of the run, which computes its logits as no other run has"
+        raise ConfigError(which, error.problems) from error
+    teacher = Trainer(frozen, trainer.parallel, frozen=True)
+    load_init(teacher, given.teacher)
+    return teacher
+
+
+class _Format:
+    """How a row of the file is stored, in numpy and in torch."""
+
+    def __init__(self, config: Config) -> None:
+        given = config.data.distillation
+        assert given is not None
+        self.dtype = DTYPES[config.training.precision]
+        self.row = np.dtype([("ids", "<i4", (given.top_k,)), ("logits", f"<i{self.dtype.itemsize}", (given.top_k,))])
+
+    def rows(self, batch: Batch, output: Tensor) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """The places of the tokens of a micro-batch, and their rows. `output`: `[2, s, b, k]`, logits and ids."""
+        assert batch.places is not None
+        logits_bsk, ids_bsk = (x.transpose(0, 1).contiguous() for x in output)
+        stored_bsk = logits_bsk.to(self.dtype)
+        assert torch.equal(stored_bsk.to(logits_bsk.dtype), logits_bsk), "logits are not in training.precision"
+        rows, places = np.empty(batch.places.shape, self.row), batch.places.cpu().numpy()
+        rows["ids"] = ids_bsk.to(torch.int32).cpu().numpy()
+        rows["logits"] = stored_bsk.view(_INTEGERS[self.dtype.itemsize]).cpu().numpy()
+        return places[places >= 0], rows[places >= 0]
+
+    def output(self, rows: NDArray[Any]) -> Tensor:
+        """The `output` of rows `[b, s]`, on the CPU."""
+        logits_bsk = torch.from_numpy(np.ascontiguousarray(rows["logits"])).view(self.dtype)
+        ids_bsk, compute = torch.from_numpy(np.ascontiguousarray(rows["ids"])), sum_dtype(self.dtype)
+        return torch.stack([x.to(compute).transpose(0, 1) for x in (logits_bsk, ids_bsk)])
+
+
+def _compute(
+    trainer: Trainer, teacher: Trainer, objective: Objective, members: Sequence[PackedDataset], path: Path
+) -> None:
+    """Write the file of a data set, complete or not at all. Collective."""
+    logger.info(f"computing the logits of the teacher for {path}")
+    group, stored, first_place = trainer.parallel.world.group, _Format(trainer.config), members[0].first_place
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    assert first_place is not None
+
+    def on_first(action: Callable[[], Any]) -> Any:
+        """What the first rank gets of `action`; None on others."""
+        try:
+            return on_all_ranks(lambda: action() if trainer.parallel.world.is_first else None, group)
+        except RuntimeError as error:
+            temporary.unlink(missing_ok=True)
+            raise TrainingError(f"{path} cannot be written ({error}); try data.distillation.logits=live") from None
+
+    def create() -> NDArray[Any]:
+        file: NDArray[Any] = np.lib.format.open_memmap(temporary, "w+", stored.row, (members[0].dataset.num_tokens,))
+        if hasattr(os, "posix_fallocate"):  # else a full disk would end this process by a signal
+            with temporary.open("r+b") as opened:
+                os.posix_fallocate(opened.fileno(), 0, temporary.stat().st_size)
+        return file
+
+    def finish() -> None:
+        file.flush()
+        os.replace(temporary, path)
+
+    file = on_first(create)
+    for packed in {(x.documents.start, x.documents.stop): x for x in members}.values():
+        for _, batches, outputs in passes(trainer, teacher, objective, packed):
+            found = [stored.rows(batch, output) for batch, output in zip(batches, outputs)]
+            for of_rank in gather_objects(found if trainer.parallel.tensor.is_first else [], group) or []:
+                for places, rows in of_rank:
+                    file[places - first_place] = rows
+    on_first(finish)
+
+
+def _open(path: Path, row: np.dtype[Any], tokens: int) -> NDArray[Any]:
+    """The rows of a file. Raises ValueError."""
+    try:
+        file: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        if (file.dtype, file.shape) != (row, (tokens,)):
+            raise ValueError(f"it has {file.shape} rows of {file.dtype}")
+        return file
+    except FileNotFoundError:
+        raise ValueError(f"{path} is on the first rank, and not here; copy it beside the data") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{path} is damaged ({error}); remove it, or restore it if a run began with it") from None
+
+
+class _Logits:
+    """What the teacher says of a micro-batch: `DistillationLoss.of_reference`, from the files of all data sets.
+
+    `files`: by the place of their first row.
+    """
+
+    def __init__(self, stored: _Format, files: Mapping[int, NDArray[Any]], device: torch.device) -> None:
+        self._stored, self._files, self._device = stored, files, device
+
+    def __call__(self, batch: Batch) -> Tensor:
+        assert batch.places is not None
+        places = batch.places.cpu().numpy()
+        rows = np.zeros(places.shape, self._stored.row)
+        for first, file in self._files.items():
+            inside = (places >= first) & (places < first + len(file))
+            rows[inside] = file[places[inside] - first]
+        return self._stored.output(rows).to(self._device)
