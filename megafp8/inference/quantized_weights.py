@@ -5,8 +5,8 @@ latent attention are not: they are few, or looked up. The output layer is in int
 wrong is wrong in the logits themselves (E4M3 there alone raises SmolLM2-135M's perplexity by 3 %).
 
 A folder in FP8 is taken as it is under the format fp8: weights that are E4M3 with a scale for each row, or one for all,
-keep data and scales, those with a scale for each block are cast anew, and layers that the folder has in floating point
-stay so, the output layer too.
+keep data and scales, those with a scale for each block are cast anew, and layers that the folder has in floating point,
+or only a part in FP8, are in the model's dtype, the output layer too.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def quantize_stages(
     """Quantize one layer after the other, and free its parameter unless an embedding reads it. Collective.
 
     `source`: where the weights come from; None: nowhere that has them in the format. `only`: where there are any, layers
-    with none of these weights stay as they are.
+    that have other weights stay as they are.
     """
     for stage in stages:
         looked_up = None if stage.embedding is None else stage.embedding.word.weight
         for layer, layer_form in _layers(stage, form):
             weight = layer.weight
-            if only and only.isdisjoint(f"model.{shard.name}" for shard in spec_of(weight).shards):
+            if only and not only.issuperset(f"model.{shard.name}" for shard in spec_of(weight).shards):
                 continue
             packed = _stored(layer, source) if layer_form.kind == "fp8" else None
             layer.state.set_packed_weight(packed or quantize_weight(weight.detach(), layer_form, _sharing(layer)))

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -228,3 +229,65 @@ def test_a_folder_gives_the_logits_of_transformers_and_of_the_run(
     print(f"{preset} {form}: off by {error.max():.4f}, bound {bounds.max():.4f}, at most {(error / bounds).max():.2f} of it")
     assert 10 * ROUNDING < error.max()
     assert bool((error <= bounds).all())
+
+
+# --- folders of others' tools -----------------------------------------------------------------------------------------
+
+
+def _by_compressed_tensors(folder: Path, strategy: str) -> None:
+    """A Llama that compressed-tensors quantized, by its own rule for scales. One layer of two that we fuse is not."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    number: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+    block = {"block_structure": [64, 64]} if strategy == "block" else {}
+    inputs = quantization.QuantizationArgs(**number, strategy="tensor", dynamic=False)
+    weights = quantization.QuantizationArgs(**number, strategy=strategy, **block)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
+    left = ["lm_head", "model.layers.1.mlp.up_proj", "model.layers.0.self_attn.o_proj"]
+    config = quantization.QuantizationConfig(config_groups={"group_0": scheme}, ignore=left)
+    model = llama_with_biases(tied=False)
+    quantization.apply_quantization_config(model, config, show_progress=False)
+    for module in model.modules():
+        if getattr(module, "quantization_scheme", None) is None:
+            continue
+        n, k = module.weight_scale.shape if strategy != "tensor" else (1, 1)
+        blocks = module.weight.detach().view(n, module.weight.shape[0] // n, k, module.weight.shape[1] // k)
+        scale, _ = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), weights)
+        module.weight_scale.data.copy_(scale.view_as(module.weight_scale))
+        module.input_scale.data.fill_(0.03)
+    compressor = compressors.ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
+def test_folders_of_compressed_tensors(world2: World, tmp_path: Path, strategy: str) -> None:
+    _by_compressed_tensors(tmp_path, strategy)
+    fp8 = [name for name, x in load_file(tmp_path / "model.safetensors").items() if x.dtype == E4M3]
+    assert len(fp8) == 12
+    model = _load(tmp_path)
+    _compare(model, world2.run(_generated, tmp_path, None, ranks=1)[0])
+    if strategy != "block":
+        _compare(model, world2.run(_generated, tmp_path, "fp8", ranks=1)[0])
+
+
+@pytest.mark.parametrize("scales", ["float", "ue8m0"])
+def test_folders_of_transformers(world2: World, tmp_path: Path, scales: str) -> None:
+    """A Llama that transformers' own operation quantized, which its quantizer calls on GPUs alone."""
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    config = transformers.FineGrainedFP8Config(weight_block_size=(64, 64), scale_fmt=scales)
+    llama_with_biases(tied=False).save_pretrained(tmp_path)
+    operation = Fp8Quantize(SimpleNamespace(quantization_config=config))
+    stored = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in stored if name.endswith("_proj.weight")]:
+        stored |= operation.convert({name: stored[name]})
+    save_file(stored, tmp_path / "model.safetensors")
+    described = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": config.to_dict()}
+    (tmp_path / "config.json").write_text(json.dumps(described, default=list))
+    model = _load(tmp_path)
+    assert {x.dtype for x in stored.values()} >= {E4M3, torch.float8_e8m0fnu if scales == "ue8m0" else torch.float32}
+    _compare(model, world2.run(_generated, tmp_path, None, ranks=1)[0])
