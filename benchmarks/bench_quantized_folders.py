@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.bench_conversion import Synthetic, leave_page_cache
 from benchmarks.common import Table, new_parser, write_json
-from megafp8.checkpoint.files import write_at
+from megafp8.checkpoint.files import reading_once, write_at
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
 from megafp8.conversion.convert import Selected, convert, keep_freed_memory
@@ -138,7 +138,8 @@ def phase(name: str, folder: Path, layers: int, experts: int, most: float) -> Fi
     elif name == "read":
         source = HfSource(fp8)
         start, cpu_start = time.monotonic(), time.process_time()
-        done = read(source, most)
+        with reading_once():
+            done = read(source, most)
     else:
         sink = NativeSink(folder / "native")
         convert(Selected(HfSource(fp8), weights_only=True, dtype=torch.bfloat16), sink, {})

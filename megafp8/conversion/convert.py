@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megafp8.checkpoint.files import reading_once
 from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo, is_weight
@@ -90,8 +91,9 @@ def convert(source: Source, sink: Sink, options: Mapping[str, Any]) -> Moved:
         _check_room(source, sink.path)
     names = list(sink.begin(source, {"source_files": _files_digest(source.path), **options}))
     sizes = {name: source.tensors[name].nbytes for name in names}
-    for name in _with_progress(names, sizes, "convert"):
-        sink.write(name, source.read(name))
+    with reading_once():
+        for name in _with_progress(names, sizes, "convert"):
+            sink.write(name, source.read(name))
     sink.finish()
     return Moved(len(names), sum(sizes.values()), time.monotonic() - start)
 
@@ -112,10 +114,11 @@ def verify(source: Source, target: Source) -> Moved:
     if missing or unknown:
         raise ValueError(f"{target.path} lacks {missing[:3]} of {source.path} and has {unknown[:3]} besides")
     sizes = {name: info.nbytes for name, info in target.tensors.items()}
-    for name in _with_progress(list(target.tensors), sizes, "verify"):
-        source_print, target_print = (_fingerprint(name, one.read(name), source.model) for one in (source, target))
-        if source_print != target_print:
-            raise ValueError(f"{name} is {target_print} in {target.path} and {source_print} in {source.path}")
+    with reading_once():
+        for name in _with_progress(list(target.tensors), sizes, "verify"):
+            source_print, target_print = (_fingerprint(name, one.read(name), source.model) for one in (source, target))
+            if source_print != target_print:
+                raise ValueError(f"{name} is {target_print} in {target.path} and {source_print} in {source.path}")
     return Moved(len(sizes), sum(sizes.values()), time.monotonic() - start)
 
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.files import BLOCK_BYTES, WriteBehind, allocate, read_into, to_json, write_at
+from megafp8.checkpoint.files import BLOCK_BYTES, WRITTEN_BYTES, DropBehind, allocate, read_into, to_json, write_at
 from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
@@ -53,7 +53,8 @@ class HfSink(Sink):
 
     def __init__(self, path: str | Path, file_bytes: int = 5 * 10**9, quantized: QuantizedExport | None = None) -> None:
         super().__init__(path)
-        self._file_bytes, self._quantized, self._behind = file_bytes, quantized, WriteBehind()
+        self._file_bytes, self._quantized = file_bytes, quantized
+        self._behind = DropBehind(WRITTEN_BYTES, written=True)
 
     def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
         model, shapes = check_source(source)
