@@ -127,6 +127,8 @@ class HfSink(Sink):
                 self._behind.add(self.hidden / stored.file, start, size)
 
     def finish(self) -> None:
+        for part in [] if self._quantized is None else self._quantized.kv_cache_scales:
+            self._write_part(part)
         self._check_done(self._shapes)
         files = dict(self._tokenizer.files)
         by_name = {name: stored.file for name, stored in self._stored.items()}
@@ -163,9 +165,7 @@ def _describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
         return False
 
 
-def _write_rows(
-    stream: BinaryIO, values: Tensor, location: Location, stored: Stored
-) -> Iterator[tuple[int, int]]:
+def _write_rows(stream: BinaryIO, values: Tensor, location: Location, stored: Stored) -> Iterator[tuple[int, int]]:
     """Write one of our tensors to its rows of theirs, in blocks; given are the first byte of each, and its size."""
     dtype, start, shape = stored.info.dtype, stored.start, location.shape
     if location.outer is not None:

@@ -38,7 +38,6 @@ from megafp8.numerics.recipes.base import Fp8Recipe, Fp8Tensor, RecipeQuantizer
 from megafp8.numerics.sources import Plain
 from megafp8.numerics.tensor import BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
 
-
 _CACHED_BYTES = 1 << 22
 
 

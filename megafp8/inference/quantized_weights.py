@@ -75,8 +75,8 @@ def quantize_stages(
 ) -> None:
     """Quantize one layer after the other, and free its parameter unless an embedding reads it. Collective.
 
-    `source`: where the weights come from; None: nowhere that has them in the format. `only`: where there are any, layers
-    that have other weights stay as they are.
+    `source`: where the weights come from; None: nowhere that has them in the format. `only`: where there are any,
+    layers that have other weights stay as they are.
     """
     for stage in stages:
         looked_up = None if stage.embedding is None else stage.embedding.word.weight
