@@ -223,6 +223,8 @@ def run(arguments: argparse.Namespace) -> None:
             found |= {"tasks": results["results"], "num_fewshot": results["n-shot"], "versions": results["versions"]}
         print(json.dumps(found, ensure_ascii=False))
         return
+    if arguments.kv_cache_scales is not None:
+        print(f"{arguments.kv_cache_scales}: scales of keys and values, for megafp8 convert --quantization")
     if losses:
         print(table(losses))
         print(

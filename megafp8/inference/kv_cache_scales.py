@@ -81,8 +81,10 @@ def read_scales(file: Path) -> dict[int, Scales]:
         raise ValueError(f"{file} has no {KEY} by layer: make it by megafp8 evaluate --kv-cache-scales {file}")
     scales = {}
     for layer, given in layers.items():
-        pair = [given.get(name) if isinstance(given, dict) else None for name in ("k_scale", "v_scale")]
-        if not all(isinstance(x, float) and 0 < x < math.inf for x in pair):
+        keys, values = (given.get(name) if isinstance(given, dict) else None for name in ("k_scale", "v_scale"))
+        if not (
+            isinstance(keys, float) and isinstance(values, float) and 0 < keys < math.inf and 0 < values < math.inf
+        ):
             raise ValueError(f"{file}: layer {layer} has {json.dumps(given)}; k_scale and v_scale must be more than 0")
-        scales[int(layer)] = Scales(*pair)
+        scales[int(layer)] = Scales(keys, values)
     return scales

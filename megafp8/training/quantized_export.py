@@ -28,8 +28,8 @@ def quantized_export(
     """How the weights of `source` are written in `form`.
 
     Layers are those that the run has in FP8; of a run in bf16, and of other formats than a run's checkpoint, those that
-    may be FP8. `activations`, `kv_cache`: as of `QuantizedExport`. Raises ValueError where scales of the run are missing,
-    or the form does not fit.
+    may be FP8. `activations`, `kv_cache`: as of `QuantizedExport`. Raises ValueError where scales of the run are
+    missing, or the form does not fit.
     """
     config, model = config_of_run(source), without_mtp(source)
     if config is None or config.fp8.recipe == "none":
