@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -231,9 +232,14 @@ class DropBehind:
         self._newest: tuple[Path, int, int] | None = None
         self._parts: deque[tuple[Path, int, int]] = deque()
         self._bytes = 0
+        self._lock = Lock()
 
     def add(self, file: Path, start: int, size: int) -> None:
         """`size` bytes from byte `start` of a file on were read or written. Neighbouring parts become one."""
+        with self._lock:
+            self._add(file, start, size)
+
+    def _add(self, file: Path, start: int, size: int) -> None:
         if self._newest is not None:
             newest, first, length = self._newest
             if newest == file and first + length == start:

@@ -12,8 +12,12 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from contextvars import copy_context
 from glob import escape
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +34,7 @@ from megafp8.conversion.model import is_mtp, without_mtp
 from megafp8.conversion.target import Sink, is_taken
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_AHEAD_BYTES = 1 << 29
 _SPARE_BYTES = 64 * 2**20  # indices, headers, journals
 
 
@@ -91,11 +96,24 @@ def convert(source: Source, sink: Sink, options: Mapping[str, Any]) -> Moved:
         _check_room(source, sink.path)
     names = list(sink.begin(source, {"source_files": _files_digest(source.path), **options}))
     sizes = {name: source.tensors[name].nbytes for name in names}
-    with reading_once():
+    with reading_once(), closing(_read_ahead(source, names, sizes)) as tensors:
         for name in _with_progress(names, sizes, "convert"):
-            sink.write(name, source.read(name))
+            sink.write(name, next(tensors))
     sink.finish()
     return Moved(len(names), sum(sizes.values()), time.monotonic() - start)
+
+
+def _read_ahead(source: Source, names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[Tensor]:
+    """The tensors of these names. While one is used a thread reads the next, if both are small."""
+    with ThreadPoolExecutor(1) as threads:
+        ahead: Future[Tensor] | None = None
+        for name, following in zip_longest(names, names[1:]):
+            tensor = source.read(name) if ahead is None else ahead.result()
+            ahead = None
+            if following is not None and sizes[name] + sizes[following] <= _AHEAD_BYTES:
+                ahead = threads.submit(copy_context().run, source.read, following)
+            yield tensor
+            del tensor
 
 
 def verify(source: Source, target: Source) -> Moved:
