@@ -267,11 +267,8 @@ class DropBehind:
         """Remove pages that are on disk; others are sent there, and stay."""
         if not hasattr(os, "posix_fadvise"):
             return
-        handle = os.open(file, os.O_RDONLY)
-        try:
-            os.posix_fadvise(handle, start, size, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)
+        with suppress(OSError), file.open("rb", buffering=0) as stream:  # it is advice, and the file may be gone
+            os.posix_fadvise(stream.fileno(), start, size, os.POSIX_FADV_DONTNEED)
 
 
 WRITTEN_BYTES = 1 << 27
