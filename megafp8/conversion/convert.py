@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from contextvars import copy_context
@@ -103,7 +103,7 @@ def convert(source: Source, sink: Sink, options: Mapping[str, Any]) -> Moved:
     return Moved(len(names), sum(sizes.values()), time.monotonic() - start)
 
 
-def _read_ahead(source: Source, names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[Tensor]:
+def _read_ahead(source: Source, names: Sequence[str], sizes: Mapping[str, int]) -> Generator[Tensor, None, None]:
     """The tensors of these names. While one is used a thread reads the next, if both are small."""
     with ThreadPoolExecutor(1) as threads:
         ahead: Future[Tensor] | None = None
