@@ -33,7 +33,7 @@ from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.model import is_mtp, without_mtp
 from megafp8.conversion.target import Sink, is_taken
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
 _AHEAD_BYTES = 1 << 29
 _SPARE_BYTES = 64 * 2**20  # indices, headers, journals
 
@@ -48,6 +48,7 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 256 << 20)
         mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+        mallopt(_M_ARENA_MAX, 1)  # threads have arenas of their own otherwise, which keep nothing of this size
 
 
 class Selected(Source):
