@@ -5,9 +5,10 @@
 
 A model of DeepSeek-V3's widths with few layers and experts is written in block FP8 from random bf16 weights, read
 back, and converted to a native checkpoint in bf16, each in a process of its own, whose peak resident memory is
-reported. GB count what is stored in FP8 folders: of bf16 that is read or written twice as many bytes move. With `--whole` a folder of all 61 layers and 256 experts is generated,
-whose data is zeros in sparse files and whose scales are ones: the time to open it, and to read the first `--read` GB of
-it. CPU seconds are those of the process, which others on the machine do not change much. All files are deleted.
+reported. GB count what is stored in FP8 folders: of bf16 that is read or written twice as many bytes move. With
+`--whole` a folder of all 61 layers and 256 experts is generated, whose data is zeros in sparse files and whose scales
+are ones: the time to open it, and to read the first `--read` GB of it. CPU seconds are those of the process, which
+others on the machine do not change much. All files are deleted.
 """
 
 from __future__ import annotations
