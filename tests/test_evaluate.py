@@ -14,6 +14,7 @@ import pytest
 from megafp8.config import ModelConfig
 from megafp8.conversion.native import NativeSink
 from megafp8.data.indexed_dataset import IndexedDatasetWriter
+from megafp8.inference.kv_cache_scales import read_scales
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import SMALL, RandomSource
 from tests.inference.harness_tasks import write_tasks
@@ -65,6 +66,19 @@ def test_texts_and_data_sets(run: str, capsys: pytest.CaptureFixture[str]) -> No
     assert row.split()[:5] == [f"{run}/data/set", "3", "170", "44", "170"]
     assert float(row.split()[6]) == pytest.approx(files["perplexity"], abs=1e-4)
     assert how == "windows of 64 tokens, stride 32; documents separate, each after the tokens [256]"
+
+
+def test_scales_of_caches(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On texts and data sets alike; without texts there are none."""
+    scales = []
+    for texts in (["--input", f"{run}/data/*.txt"], ["--data", f"{run}/data/set"]):
+        found(capsys, run, *texts, "--kv-cache-scales", str(tmp_path / "scales"))
+        scales.append(read_scales(tmp_path / "scales"))
+    assert scales[0] == scales[1]
+    assert sorted(scales[0]) == list(range(len(scales[0])))
+    assert main([run, "--tasks", "hellaswag", "--kv-cache-scales", str(tmp_path / "none"), *CPU]) == 2
+    assert "the model has read no text; give --input or --data" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 def test_errors(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

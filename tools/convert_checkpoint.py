@@ -29,13 +29,14 @@ from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.quantized_export import Expected, QuantizedExport
 from megafp8.conversion.target import Sink
 from megafp8.dtypes import DTYPES
+from megafp8.inference.kv_cache_scales import read_scales
 from megafp8.training.quantized_export import quantized_export
 
 OF_MEGATRON = ("megatron", "torch_dist")
 SOURCE_OPTIONS = ("vocab_size",)
 """Keywords of the sources of `OF_MEGATRON`."""
 SINK_OPTIONS = {
-    "hf": ("quantization", "activations"),
+    "hf": ("quantization", "activations", "kv_cache_scales"),
     "megatron": ("tensor", "pipeline", "virtual_pipeline", "expert", "implementation"),
     "torch_dist": ("implementation",),
     "peft": ("base",),
@@ -68,6 +69,8 @@ def make_parser() -> ArgumentParser:
     quantized.add_argument("--quantization", choices=FORM_NAMES, help="form of the weights that the run has in FP8")
     help = "static: the run's scales of inputs; default: static where each FP8 layer has one"
     quantized.add_argument("--activations", choices=ACTIVATIONS, help=help)
+    help = "scales of caches of keys and values, which megafp8 evaluate --kv-cache-scales wrote"
+    quantized.add_argument("--kv-cache-scales", metavar="FILE", help=help)
     help = "Hugging Face folder of the adapted model; default: the run's checkpoint.init_from"
     parser.add_argument_group("to PEFT").add_argument("--base", metavar="PATH", help=help)
     return parser
@@ -82,6 +85,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"the format {arguments.to} has no such option: give {', '.join(foreign)} to {format}")
     if arguments.activations and not arguments.quantization:
         parser.error(f"--activations {arguments.activations} is of FP8: give --quantization fp8-tensor too")
+    if arguments.kv_cache_scales and not arguments.quantization:
+        parser.error("--kv-cache-scales is of FP8: give --quantization fp8-tensor too")
     if arguments.quantization and arguments.dtype:
         parser.error("--quantization casts the weights as they are: leave --dtype out")
     return arguments
@@ -113,7 +118,8 @@ def run(arguments: argparse.Namespace) -> None:
     )
     export: QuantizedExport | None = None
     if arguments.quantization:
-        export = quantized_export(whole, arguments.quantization, arguments.activations)
+        kv_cache = read_scales(Path(arguments.kv_cache_scales)) if arguments.kv_cache_scales else {}
+        export = quantized_export(whole, arguments.quantization, arguments.activations, kv_cache)
         sink: Sink = HfSink(arguments.save, quantized=export)
     else:
         sink = to.sink(arguments.save, **given(arguments, SINK_OPTIONS.get(arguments.to, ())))

@@ -28,6 +28,7 @@ from megafp8.data.packages import import_package
 from megafp8.data.samples import split_documents
 from megafp8.inference import Generator
 from megafp8.inference.arguments import add_model_flags, bind_to_cores, model_options
+from megafp8.inference.kv_cache_scales import KeyValueAmax, write_scales
 from megafp8.inference.load import Layout, Opened, load_model, open_checkpoint
 from megafp8.inference.perplexity import Document, Loss, documents_of_data_set, documents_of_files, loss_of
 from megafp8.inference.scoring import Scorer
@@ -46,6 +47,10 @@ def make_parser() -> ArgumentParser:
     texts.add_argument("--max-documents", type=at_least(1), help="of each of --data and of all inputs, from the first")
     texts.add_argument("--stride", type=int, help="tokens that a window scores; default: half of its length")
     texts.add_argument("--concatenate", action="store_true", help="documents one after the other, not each by itself")
+    texts.add_argument(
+        "--kv-cache-scales", type=Path, metavar="FILE",
+        help="write scales for FP8 caches of keys and values, measured on these texts, for megafp8 convert",
+    )  # fmt: skip
     tasks = parser.add_argument_group("tasks of lm-evaluation-harness")
     tasks.add_argument("--tasks", nargs="+", default=[], help="names or patterns")
     tasks.add_argument("--include-path", type=Path, help="folder with YAML files of tasks")
@@ -126,9 +131,16 @@ class Evaluation:
             raise ValueError(
                 f"--concatenate: {arguments.checkpoint} has no tokenizer, and so no token between documents"
             )
+        measures = arguments.kv_cache_scales is not None
+        self.key_value_amax = KeyValueAmax(self.opened.config.model) if measures else None
         self.model = load_model(self.opened)
         self.is_first = self.model.parallel.world.is_first
-        self.scorer = Scorer(self.model, max_length=self.max_length, max_batch_tokens=arguments.max_batch_tokens)
+        self.scorer = Scorer(
+            self.model,
+            max_length=self.max_length,
+            max_batch_tokens=arguments.max_batch_tokens,
+            on_keys=self.key_value_amax,
+        )
 
     @property
     def start(self) -> list[int]:
@@ -188,6 +200,10 @@ def run(arguments: argparse.Namespace) -> None:
     evaluation = Evaluation(arguments)
     try:
         losses = [(texts.name, evaluation.loss(texts)) for texts in evaluation.texts]
+        if evaluation.key_value_amax is not None:
+            scales = evaluation.key_value_amax.scales(evaluation.model.parallel)
+            if evaluation.is_first:
+                write_scales(arguments.kv_cache_scales, scales)
         results = evaluation.tasks() if arguments.tasks else None
     finally:
         destroy_model_parallel()
@@ -207,6 +223,8 @@ def run(arguments: argparse.Namespace) -> None:
             found |= {"tasks": results["results"], "num_fewshot": results["n-shot"], "versions": results["versions"]}
         print(json.dumps(found, ensure_ascii=False))
         return
+    if arguments.kv_cache_scales is not None:
+        print(f"{arguments.kv_cache_scales}: scales of keys and values, for megafp8 convert --quantization")
     if losses:
         print(table(losses))
         print(

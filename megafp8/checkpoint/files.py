@@ -20,9 +20,12 @@ import json
 import os
 import re
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -215,6 +218,75 @@ def write_at(stream: BinaryIO, start: int, data: memoryview) -> None:
         done += os.pwrite(stream.fileno(), data[done : done + _MAX_IO_BYTES], start + done)
 
 
+class DropBehind:
+    """Removes parts of files from the page cache soon after they were read or written.
+
+    Else a conversion fills it with gigabytes that are not read again, and pushes out what other processes read. On
+    virtual machines, whose host has to find memory for each new page, this takes ten times as long as the copy of the
+    data. `bytes`: how much of the newest parts stays. `written`: parts are written to disk meanwhile; without a flush
+    it is not certain that they are.
+    """
+
+    def __init__(self, bytes: int, *, written: bool) -> None:
+        self._limit, self._written = bytes, written
+        self._newest: tuple[Path, int, int] | None = None
+        self._parts: deque[tuple[Path, int, int]] = deque()
+        self._bytes = 0
+        self._lock = Lock()
+
+    def add(self, file: Path, start: int, size: int) -> None:
+        """`size` bytes from byte `start` of a file on were read or written. Neighbouring parts become one."""
+        with self._lock:
+            self._add(file, start, size)
+
+    def _add(self, file: Path, start: int, size: int) -> None:
+        if self._newest is not None:
+            newest, first, length = self._newest
+            if newest == file and first + length == start:
+                start, size = first, length + size
+            else:
+                self._close(self._newest)
+        self._newest = file, start, size
+        if size >= BLOCK_BYTES:
+            self._close(self._newest)
+            self._newest = None
+
+    def _close(self, part: tuple[Path, int, int]) -> None:
+        if part[2] < BUFFER_BYTES:
+            return
+        if self._written:
+            self._advise(*part)
+        self._parts.append(part)
+        self._bytes += part[2]
+        while self._bytes > self._limit:
+            oldest = self._parts.popleft()
+            self._bytes -= oldest[2]
+            self._advise(*oldest)
+
+    def _advise(self, file: Path, start: int, size: int) -> None:
+        """Remove pages that are on disk; others are sent there, and stay."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        with suppress(OSError), file.open("rb", buffering=0) as stream:  # it is advice, and the file may be gone
+            os.posix_fadvise(stream.fileno(), start, size, os.POSIX_FADV_DONTNEED)
+
+
+WRITTEN_BYTES = 1 << 27
+"""Usual `bytes` of a `DropBehind` of what is written: enough for the disk to be busy."""
+_READ_BYTES = 1 << 30  # the weights of a layer, which a conversion may read a second time for their amax
+_read: ContextVar[DropBehind | None] = ContextVar("_read", default=None)
+
+
+@contextmanager
+def reading_once() -> Iterator[None]:
+    """Within it, what `read_into` has read of files is removed from the page cache soon after."""
+    token = _read.set(DropBehind(_READ_BYTES, written=False))
+    try:
+        yield
+    finally:
+        _read.reset(token)
+
+
 def sync(path: str | Path) -> None:
     """Flush a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -375,6 +447,9 @@ def read_into(stream: RawFile, start: int, view: memoryview) -> None:
         if got == 0:
             raise EOFError("the file is truncated")
         done += got
+    behind = _read.get()
+    if behind is not None and not isinstance(stream, ObjectReader):
+        behind.add(Path(stream.name), start, len(view))
 
 
 def crc32_of(stream: RawFile, start: int, size: int) -> int:

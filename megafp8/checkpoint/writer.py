@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megafp8.checkpoint.dcp import write_index
-from megafp8.checkpoint.files import BUFFER_BYTES, EMPTY, Checksum, ChecksummedFile
+from megafp8.checkpoint.files import BUFFER_BYTES, EMPTY, WRITTEN_BYTES, Checksum, ChecksummedFile, DropBehind
 from megafp8.distributed.sharding import Shape
 
 RECTANGLE_BYTES = 64 * 2**20
@@ -86,6 +86,7 @@ class CheckpointWriter:
         self.folder = folder
         self._records = {(record.name, record.low): record for record in map(_Record.of, records)}
         self._sums: dict[str, Checksum] = {}
+        self._behind = DropBehind(WRITTEN_BYTES, written=True)
         for record in self._records.values():
             for name, checksum in record.sums.items():
                 self._sums[name] = max(checksum, self._sums.get(name, checksum))  # of the longer content
@@ -124,6 +125,7 @@ class CheckpointWriter:
             with self._raw.raising_failure():
                 torch.save(view if view.untyped_storage().nbytes() == view.nbytes else view.clone(), self._stream)
             length = self._stream.tell() - start
+            self._behind.add(self._file, start, length)
             at = tuple(o + n for o, n in zip(first, offset))
             rectangles.append(_Rectangle(at, tuple(view.shape), self._file.name, start, length))
         self._flush()

@@ -12,8 +12,12 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from contextvars import copy_context
 from glob import escape
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +25,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megafp8.checkpoint.files import reading_once
 from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo, is_weight
@@ -28,7 +33,8 @@ from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.model import is_mtp, without_mtp
 from megafp8.conversion.target import Sink, is_taken
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
+_AHEAD_BYTES = 1 << 29
 _SPARE_BYTES = 64 * 2**20  # indices, headers, journals
 
 
@@ -42,6 +48,7 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 256 << 20)
         mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+        mallopt(_M_ARENA_MAX, 1)  # threads have arenas of their own otherwise, which keep nothing of this size
 
 
 class Selected(Source):
@@ -90,10 +97,24 @@ def convert(source: Source, sink: Sink, options: Mapping[str, Any]) -> Moved:
         _check_room(source, sink.path)
     names = list(sink.begin(source, {"source_files": _files_digest(source.path), **options}))
     sizes = {name: source.tensors[name].nbytes for name in names}
-    for name in _with_progress(names, sizes, "convert"):
-        sink.write(name, source.read(name))
+    with reading_once(), closing(_read_ahead(source, names, sizes)) as tensors:
+        for name in _with_progress(names, sizes, "convert"):
+            sink.write(name, next(tensors))
     sink.finish()
     return Moved(len(names), sum(sizes.values()), time.monotonic() - start)
+
+
+def _read_ahead(source: Source, names: Sequence[str], sizes: Mapping[str, int]) -> Generator[Tensor, None, None]:
+    """The tensors of these names. While one is used a thread reads the next, if both are small."""
+    with ThreadPoolExecutor(1) as threads:
+        ahead: Future[Tensor] | None = None
+        for name, following in zip_longest(names, names[1:]):
+            tensor = source.read(name) if ahead is None else ahead.result()
+            ahead = None
+            if following is not None and sizes[name] + sizes[following] <= _AHEAD_BYTES:
+                ahead = threads.submit(copy_context().run, source.read, following)
+            yield tensor
+            del tensor
 
 
 def verify(source: Source, target: Source) -> Moved:
@@ -112,10 +133,11 @@ def verify(source: Source, target: Source) -> Moved:
     if missing or unknown:
         raise ValueError(f"{target.path} lacks {missing[:3]} of {source.path} and has {unknown[:3]} besides")
     sizes = {name: info.nbytes for name, info in target.tensors.items()}
-    for name in _with_progress(list(target.tensors), sizes, "verify"):
-        source_print, target_print = (_fingerprint(name, one.read(name), source.model) for one in (source, target))
-        if source_print != target_print:
-            raise ValueError(f"{name} is {target_print} in {target.path} and {source_print} in {source.path}")
+    with reading_once():
+        for name in _with_progress(list(target.tensors), sizes, "verify"):
+            source_print, target_print = (_fingerprint(name, one.read(name), source.model) for one in (source, target))
+            if source_print != target_print:
+                raise ValueError(f"{name} is {target_print} in {target.path} and {source_print} in {source.path}")
     return Moved(len(sizes), sum(sizes.values()), time.monotonic() - start)
 
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.files import BLOCK_BYTES, allocate, read_into, to_json, write_at
+from megafp8.checkpoint.files import BLOCK_BYTES, WRITTEN_BYTES, DropBehind, allocate, read_into, to_json, write_at
 from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
@@ -54,6 +54,7 @@ class HfSink(Sink):
     def __init__(self, path: str | Path, file_bytes: int = 5 * 10**9, quantized: QuantizedExport | None = None) -> None:
         super().__init__(path)
         self._file_bytes, self._quantized = file_bytes, quantized
+        self._behind = DropBehind(WRITTEN_BYTES, written=True)
 
     def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
         model, shapes = check_source(source)
@@ -110,19 +111,24 @@ class HfSink(Sink):
             for part in self._quantized.writes(location.name, name, tensor):
                 self._write_part(part)
         else:
-            with (self.hidden / stored.file).open("r+b", buffering=0) as stream:
-                _write_rows(stream, tensor[: shape[0]], location, stored)
+            self._write_rows(tensor[: shape[0]], location, stored)
         self._journal.add(name)
 
     def _write_part(self, part: Write) -> None:
         """Write a part of a quantized weight, or of its scales."""
         stored = self._stored[part.name]
         rows = torch.arange(stored.info.shape[0]) if part.rows is None else part.rows
+        location = Location(part.name, stored.info.shape, rows, transposed=False, outer=None)
+        self._write_rows(part.values, location, stored)
+
+    def _write_rows(self, values: Tensor, location: Location, stored: Stored) -> None:
         with (self.hidden / stored.file).open("r+b", buffering=0) as stream:
-            location = Location(part.name, stored.info.shape, rows, transposed=False, outer=None)
-            _write_rows(stream, part.values, location, stored)
+            for start, size in _write_rows(stream, values, location, stored):
+                self._behind.add(self.hidden / stored.file, start, size)
 
     def finish(self) -> None:
+        for part in [] if self._quantized is None else self._quantized.kv_cache_scales:
+            self._write_part(part)
         self._check_done(self._shapes)
         files = dict(self._tokenizer.files)
         by_name = {name: stored.file for name, stored in self._stored.items()}
@@ -159,8 +165,8 @@ def _describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
         return False
 
 
-def _write_rows(stream: BinaryIO, values: Tensor, location: Location, stored: Stored) -> None:
-    """Write one of our tensors to its rows of theirs, in blocks."""
+def _write_rows(stream: BinaryIO, values: Tensor, location: Location, stored: Stored) -> Iterator[tuple[int, int]]:
+    """Write one of our tensors to its rows of theirs, in blocks; given are the first byte of each, and its size."""
     dtype, start, shape = stored.info.dtype, stored.start, location.shape
     if location.outer is not None:
         shape = shape[1:]
@@ -177,10 +183,13 @@ def _write_rows(stream: BinaryIO, values: Tensor, location: Location, stored: St
                 read_into(stream, start + first * row_bytes, as_bytes(theirs))
             theirs[:, location.rows] = values[:, first:last].t().to(dtype)
             write_at(stream, start + first * row_bytes, as_bytes(theirs))
+            yield start + first * row_bytes, theirs.nbytes
         return
     breaks = (location.rows.diff() != 1).nonzero().flatten() + 1
     for run in torch.arange(len(location.rows)).tensor_split(breaks):
         for block in run.split(most):
             first, last = int(block[0]), int(block[-1]) + 1
             rows = values[first:last].to(dtype).contiguous()
-            write_at(stream, start + int(location.rows[first]) * row_bytes, as_bytes(rows))
+            at = start + int(location.rows[first]) * row_bytes
+            write_at(stream, at, as_bytes(rows))
+            yield at, rows.nbytes

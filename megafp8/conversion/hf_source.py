@@ -25,6 +25,7 @@ weights are dequantized while they are read (`quantized_folder`).
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,12 @@ class HfSource(Source):
         begin, end = int(rows.min()), int(rows.max()) + 1
         rows_of_entry = read_rows(entry, location.name, begin, end, padding)
         return rows_of_entry if torch.equal(rows, torch.arange(begin, end)) else rows_of_entry[rows - begin]
+
+    @cached_property
+    def fp8_weights(self) -> frozenset[str]:
+        """Names of our tensors that are stored in E4M3."""
+        locations = {name: self.location(name, info.shape) for name, info in self.tensors.items()}
+        return frozenset(n for n, x in locations.items() if quantized_folder.is_fp8(self._entries[x.name]))
 
     def fp8_rows(self, name: str, first: int, last: int) -> tuple[Tensor, Tensor] | None:
         """Rows `[first, last)` of `read(name)` as they are stored: E4M3 data, and the scale of each row in fp32.

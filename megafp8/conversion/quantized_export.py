@@ -16,8 +16,10 @@ Shapes: n rows, k columns of a weight of theirs.
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +43,7 @@ _FORMS: Mapping[FormName, tuple[Granularity, str]] = {
     "fp8-tensor": (TENSOR, "weight_scale"),
 }
 _INPUT_SCALE = "input_scale"
+_KEYS = re.compile(r"model\.layers\.(\d+)\.attention\.k\.weight")
 
 
 class Piece(NamedTuple):
@@ -72,12 +75,18 @@ class Write(NamedTuple):
 class QuantizedExport:
     """How the FP8 `layers` of a run are written in `form`.
 
-    `activations`: static have the scale that training has for a layer's input; None: static where all have one. Raises
-    ValueError where the form does not allow them, or a layer has none.
+    `activations`: static have the scale that training has for a layer's input; None: static where all have one.
+    `kv_cache`: by layer, scales of the keys and of the values that an engine stores in E4M3; none where it is empty.
+    Raises ValueError where the form does not allow them, or a layer has none.
     """
 
     def __init__(
-        self, source: Source, layers: Sequence[LayerCasts], form: FormName, activations: Activations | None = None
+        self,
+        source: Source,
+        layers: Sequence[LayerCasts],
+        form: FormName,
+        activations: Activations | None = None,
+        kv_cache: Mapping[int, tuple[float, float]] = MappingProxyType({}),
     ) -> None:
         self.form = form
         self.granularity, self._scale = _FORMS[form]
@@ -86,6 +95,7 @@ class QuantizedExport:
             raise ValueError(f"{form}: no layer of {source.path} would be FP8: fp8.include and exclude leave none")
         self.activations = self._activations(layers, activations)
         self.weights: dict[str, QuantizedWeight] = {}
+        self._kv_cache, self.kv_cache_scales = kv_cache, list[Write]()
         self._ignored: list[str] = []
 
     def _activations(self, layers: Sequence[LayerCasts], wanted: Activations | None) -> Activations:
@@ -124,11 +134,28 @@ class QuantizedExport:
             infos[self._scale_name(theirs)] = TensorInfo(self._scale_shape(weight.shape), torch.float32)
             if self.activations == "static":
                 infos[_of_module(theirs, _INPUT_SCALE)] = TensorInfo((1,), torch.float32)
+        self.kv_cache_scales = list(self._plan_kv_cache(locations))
+        infos |= {write.name: TensorInfo((1,), torch.float32) for write in self.kv_cache_scales}
         reasons = Counter(weight.why_not for weight in self.weights.values())
         logger.info(f"{self.form}: {reasons.pop('', 0)} of {len(self.weights)} tensors have training's data and scales")
         for reason, count in reasons.items():
             logger.info(f"{self.form}: {count} tensors are quantized by the rule amax: {reason}")
         return infos
+
+    def _plan_kv_cache(self, locations: Mapping[str, Location]) -> Iterator[Write]:
+        """`k_scale` and `v_scale` of each layer of attention, in the module that its projections are in."""
+        layers = {int(match[1]): x.name for name, x in locations.items() if (match := _KEYS.fullmatch(name))}
+        if self._kv_cache and layers.keys() != self._kv_cache.keys():
+            raise ValueError(
+                f"scales of the cache are those of layers {sorted(self._kv_cache)}, and {self._source.path} has keys "
+                f"in layers {sorted(layers)}"
+            )
+        for layer, scales in self._kv_cache.items():
+            module = layers[layer].removesuffix(".weight").rpartition(".")[0]
+            if not module.endswith(".self_attn"):
+                raise ValueError(f"scales of the cache: engines read those of modules self_attn, and here is {module}")
+            for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+                yield Write(f"{module}.{name}", None, torch.tensor([scale]))
 
     def _check(self, theirs: str, parts: list[tuple[str, Location]], fp8: list[str]) -> None:
         if len(fp8) < len(parts):
@@ -309,7 +336,7 @@ class QuantizedExport:
                 }
             },
             "ignore": self._ignored,
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": number | {"strategy": "tensor", "dynamic": False} if self._kv_cache else None,
         }
 
 

@@ -154,6 +154,11 @@ class _Scaled:
         return scale[torch.arange(first, last) // rows - low]
 
 
+def is_fp8(entry: Entry) -> bool:
+    """Whether a weight is stored in E4M3."""
+    return isinstance(entry.values, _Scaled)
+
+
 def fp8_rows(entry: Entry, first: int, last: int) -> tuple[Tensor, Tensor] | None:
     """Rows of a weight as they are stored: E4M3 data `[r, k]`, and the scale of each, fp32 `[r]`.
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.checkpoint.files import BLOCK_BYTES
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source
 from megafp8.conversion.load import load_scales
@@ -38,6 +37,8 @@ from megafp8.numerics.quantize import amax
 from megafp8.numerics.recipes.base import Fp8Recipe, Fp8Tensor, RecipeQuantizer
 from megafp8.numerics.sources import Plain
 from megafp8.numerics.tensor import BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
+
+_CACHED_BYTES = 1 << 22
 
 
 class Matrix(NamedTuple):
@@ -220,8 +221,8 @@ def _amax(w_nk: Tensor) -> Tensor:
 
 
 def rows_at_a_time(w_nk: Tensor) -> int:
-    """Rows of a weight whose fp32 values are about `BLOCK_BYTES`, a multiple of 128."""
-    return max(1, BLOCK_BYTES // (512 * max(w_nk.shape[1], 1))) * 128
+    """Rows of a weight whose fp32 values fit into a processor's cache, a multiple of 128."""
+    return max(1, _CACHED_BYTES // (512 * max(w_nk.shape[1], 1))) * 128
 
 
 def casts_of(layers: Sequence[LayerCasts]) -> dict[str, LayerCasts]:

@@ -29,7 +29,7 @@ from megafp8.distributed.sharding import spec_of
 from megafp8.distributed.tp_overlap import default_overlap
 from megafp8.dtypes import DTYPES
 from megafp8.inference.model import Model, check_decoder
-from megafp8.inference.quantized_weights import check_stages, weight_format
+from megafp8.inference.quantized_weights import check_stages, stored_fp8, weight_format
 from megafp8.inference.refit import Copies, JobPeers, Refit
 from megafp8.inference.staged_weights import prepare_weights, tensors_of
 from megafp8.linear.quantized_weight import WeightFormat
@@ -152,8 +152,9 @@ def open_checkpoint(
 def load_model(opened: Opened) -> Model:
     """Join the job, build this rank's stages, and read their weights. Collective."""
     source = opened.source
-    model = replace(build_model(opened.config, opened.left_out, opened.trained_length), weights=opened.weights)
+    model = build_model(opened.config, opened.left_out, opened.trained_length)
     if opened.weights is not None:
+        model = replace(model, weights=opened.weights, stored_fp8=stored_fp8(source, opened.weights))
         check_stages(model.stages, opened.weights, model.parallel.world.group)
     _read_tensors(source, tensors_of(model))
     prepare_weights(model, source)

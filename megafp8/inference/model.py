@@ -46,6 +46,7 @@ class Model:
     `trained_length`: tokens of the sequences that a run trained it with; 0 where that is not known. `why_eager`: why
     decode steps are not replayed from CUDA graphs; empty where they are. `in_training`: its weights change, and what it
     makes of them is used with gradients. `weights`: the format that weights of linear layers are quantized to.
+    `stored_fp8`: where there are any, the only weights that are, those of a folder in FP8 (`quantized_weights`).
     `batch_invariant`: forward passes are (`megafp8.numerics.batch_invariance`).
     """
 
@@ -58,6 +59,7 @@ class Model:
     why_eager: str = ""
     in_training: bool = False
     weights: WeightFormat | None = None
+    stored_fp8: frozenset[str] = frozenset()
     batch_invariant: bool = False
 
     @property

@@ -4,7 +4,9 @@ All linear layers of blocks are quantized, and the output layer. Embeddings, nor
 latent attention are not: they are few, or looked up. The output layer is in int8 whatever the format: what it gets
 wrong is wrong in the logits themselves (E4M3 there alone raises SmolLM2-135M's perplexity by 3 %).
 
-A folder whose weights are E4M3 with a scale for each row, or one for all, is taken as it is under the format fp8.
+A folder in FP8 is taken as it is under the format fp8: weights that are E4M3 with a scale for each row, or one for all,
+keep data and scales, those with a scale for each block are cast anew, and layers that the folder has in floating point,
+or only a part in FP8, are in the model's dtype, the output layer too.
 """
 
 from __future__ import annotations
@@ -44,6 +46,11 @@ def weight_format(name: str, *, experts: bool) -> WeightFormat:
     return form
 
 
+def stored_fp8(source: Source, form: WeightFormat) -> frozenset[str]:
+    """The weights of a folder in FP8 that is taken as it is; empty where all layers are quantized."""
+    return source.fp8_weights if isinstance(source, HfSource) and form.kind == "fp8" else frozenset()
+
+
 def check_stages(stages: Sequence[GPTStage], form: WeightFormat, world: ProcessGroup | None) -> None:
     """ValueError on all ranks of `world` where a layer of one of them does not have whole groups. Collective."""
     error = ""
@@ -60,15 +67,23 @@ def check_stages(stages: Sequence[GPTStage], form: WeightFormat, world: ProcessG
 
 
 @torch.no_grad()
-def quantize_stages(stages: Sequence[GPTStage], form: WeightFormat, source: Source | None = None) -> None:
+def quantize_stages(
+    stages: Sequence[GPTStage],
+    form: WeightFormat,
+    source: Source | None = None,
+    only: frozenset[str] = frozenset(),
+) -> None:
     """Quantize one layer after the other, and free its parameter unless an embedding reads it. Collective.
 
-    `source`: where the weights come from; None: nowhere that has them in the format.
+    `source`: where the weights come from; None: nowhere that has them in the format. `only`: where there are any,
+    layers that have other weights stay as they are.
     """
     for stage in stages:
         looked_up = None if stage.embedding is None else stage.embedding.word.weight
         for layer, layer_form in _layers(stage, form):
             weight = layer.weight
+            if only and not only.issuperset(f"model.{shard.name}" for shard in spec_of(weight).shards):
+                continue
             packed = _stored(layer, source) if layer_form.kind == "fp8" else None
             layer.state.set_packed_weight(packed or quantize_weight(weight.detach(), layer_form, _sharing(layer)))
             if weight is not looked_up:

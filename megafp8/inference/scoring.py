@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,9 @@ _LOGIT_ROWS = 1024
 """Rows of logits that are computed at once, in float32."""
 _CUDA_ROWS = 256
 """On a GPU numbers of tokens and keys are multiples of it, since kernels are prepared for each shape."""
+
+
+OnKeys = Callable[[int, Tensor, Tensor], None]
 
 
 class Request(NamedTuple):
@@ -203,12 +207,15 @@ class _PackedAttention:
 
     step: _Step
     mask: AttentionMask
+    on_keys: Callable[[Tensor, Tensor], None] | None
 
     def __call__(
         self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
     ) -> Tensor:
         """Attention of `[n, 1, ...]` tensors. `scores`: of sequences of `step.keys` tokens."""
         step = self.step
+        if self.on_keys is not None:
+            self.on_keys(k_sbgd, v_sbgd)
         if step.key_rows is not None:
             k_sbgd, v_sbgd = k_sbgd[step.key_rows], v_sbgd[step.key_rows]
         y_sbad = attention(q_sbad, k_sbgd, v_sbgd, self.mask, sink_a, scores_of_length(scores, len(q_sbad)))
@@ -249,12 +256,14 @@ class _StepTokens(RunTokens):
     """The tokens of a step; each segment is a sequence."""
 
     step: _Step
+    on_keys: OnKeys | None
 
     def attention(
         self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None,
         stores: bool = True,
     ) -> CoreAttention:  # fmt: skip
-        return _PackedAttention(self.step, self.once(("mask", window, chunk), lambda: self.step.mask(window, chunk)))
+        mask = self.once(("mask", window, chunk), lambda: self.step.mask(window, chunk))
+        return _PackedAttention(self.step, mask, partial(self.on_keys, layer) if self.on_keys and stores else None)
 
     def keys(self, layer: int) -> _PackedKeys:
         return self.once("keys", lambda: _PackedKeys(self.step, *self.step.key_ranges()))
@@ -273,7 +282,8 @@ class Scorer:
     """Scores of tokens by a model in any layout. Collective: every rank makes it, and every call.
 
     `max_length`: the most tokens that the model reads of a sequence. `max_batch_tokens`: tokens of a forward pass; a
-    longer sequence has one of its own. `before`: called before each call, for a model whose weights change.
+    longer sequence has one of its own. `before`: called before each call, for a model whose weights change. `on_keys`:
+    called with the number of each layer of attention, its keys and its values, as a cache stores them.
     """
 
     def __init__(
@@ -283,12 +293,13 @@ class Scorer:
         max_length: int,
         max_batch_tokens: int = 8192,
         before: Callable[[], None] = lambda: None,
+        on_keys: OnKeys | None = None,
     ) -> None:
         model.check_length(max_length)
         for name, value in (("max_length", max_length), ("max_batch_tokens", max_batch_tokens)):
             if value < 1:
                 raise ValueError(f"{name} = {value}: must be at least 1")
-        self.model, self.max_length, self._before = model, max_length, before
+        self.model, self.max_length, self._before, self._on_keys = model, max_length, before, on_keys
         self._packed, self._max_batch_tokens = PackedModel(model), max_batch_tokens
         self._multiple = self._packed.multiple
         if model.parallel.device.type == "cuda":
@@ -367,6 +378,7 @@ class Scorer:
             lengths_n=step.lengths_n,
             trained_length=self.model.trained_length,
             step=step,
+            on_keys=self._on_keys,
         )
 
         def run_stage(index: int, x_sbh: Tensor | None, step: _Step) -> Tensor:

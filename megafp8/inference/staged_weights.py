@@ -26,7 +26,7 @@ def prepare_weights(model: Model, source: Source | None = None) -> None:
     """
     model.fp8.invalidate_weights()
     if model.weights is not None:
-        quantize_stages(model.stages, model.weights, source)
+        quantize_stages(model.stages, model.weights, source, model.stored_fp8)
     if not model.batch_invariant:
         pack_weights(model.stages)
 

@@ -52,8 +52,10 @@ def block_amax(x_rc: Tensor, granularity: Granularity) -> Tensor:
     r, c = x_rc.shape
     rows, columns = granularity.rows, granularity.columns or max(c, 1)
     down, across = granularity.grid(r, c)
-    padded = F.pad(x_rc.detach().float().abs(), (0, across * columns - c, 0, down * rows - r))
-    largest = padded.view(down, rows, across, columns).amax(dim=(1, 3))
+    padded = x_rc.detach().float().abs()
+    if (down * rows, across * columns) != (r, c):
+        padded = F.pad(padded, (0, across * columns - c, 0, down * rows - r))
+    largest = padded.reshape(down, rows, across, columns).amax(dim=(1, 3))
     return largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
@@ -119,5 +121,13 @@ def quantize_blocks(
     """
     amax = block_amax(x_rc, granularity) if amax is None else amax
     scale = scale_from_amax(amax, fmt.max, eps=eps, power_of_two=power_of_two)
-    data = quantize(x_rc, expand(scale, granularity, *x_rc.shape), fmt)
-    return ScaledTensor(data, scale.reciprocal(), granularity)
+    return ScaledTensor(_quantize_by(x_rc, scale, granularity, fmt), scale.reciprocal(), granularity)
+
+
+def _quantize_by(x_rc: Tensor, scale: Tensor, granularity: Granularity, fmt: Format) -> Tensor:
+    """x `[r, c]` in `fmt` by the scale of each block. Whole blocks need no matrix of scales."""
+    r, c = x_rc.shape
+    rows, columns = granularity.rows, granularity.columns or c
+    if rows is None or not x_rc.numel() or r % rows or c % columns:
+        return quantize(x_rc, expand(scale, granularity, r, c), fmt)
+    return quantize(x_rc.reshape(r // rows, rows, c // columns, columns), scale[:, None, :, None], fmt).view(r, c)

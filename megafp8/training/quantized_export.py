@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from pydantic import ValidationError
 
 from megafp8.config import Config
@@ -16,17 +19,23 @@ from megafp8.fp8 import CurrentScaling, Fp8Manager
 from megafp8.training.fp8_config import build_fp8
 
 
-def quantized_export(source: Source, form: FormName, activations: Activations | None = None) -> QuantizedExport:
+def quantized_export(
+    source: Source,
+    form: FormName,
+    activations: Activations | None = None,
+    kv_cache: Mapping[int, tuple[float, float]] = MappingProxyType({}),
+) -> QuantizedExport:
     """How the weights of `source` are written in `form`.
 
     Layers are those that the run has in FP8; of a run in bf16, and of other formats than a run's checkpoint, those that
-    may be FP8. Raises ValueError where scales of the run are missing, or the form does not fit.
+    may be FP8. `activations`, `kv_cache`: as of `QuantizedExport`. Raises ValueError where scales of the run are
+    missing, or the form does not fit.
     """
     config, model = config_of_run(source), without_mtp(source)
     if config is None or config.fp8.recipe == "none":
         why = "it comes from no run" if config is None else "fp8.recipe is none"
         layers = weight_casts(source, model, Fp8Manager(CurrentScaling(), amax_group=None), trained=why)
-        return QuantizedExport(source, layers, form, activations)
+        return QuantizedExport(source, layers, form, activations, kv_cache)
     fp8 = build_fp8(config, None)
     fp8.leave_out(source.about.get("fp8_left_out") or [])
     layout = {"tensor": config.parallel.tensor, "expert_tensor": config.parallel.expert_tensor}
@@ -35,7 +44,8 @@ def quantized_export(source: Source, form: FormName, activations: Activations | 
     kinds = {info.dtype for name, info in source.tensors.items() if is_weight(name) and info.dtype.is_floating_point}
     if DTYPES[config.training.precision] not in kinds:
         changed = changed or "the weights of the checkpoint are not in training.precision"
-    return QuantizedExport(source, weight_casts(source, model, fp8, trained=changed, **layout), form, activations)
+    layers = weight_casts(source, model, fp8, trained=changed, **layout)
+    return QuantizedExport(source, layers, form, activations, kv_cache)
 
 
 def config_of_run(source: Source) -> Config | None:

@@ -1,0 +1,90 @@
+"""Scales for a cache of keys and values in FP8 with one scale for the keys of a layer and one for its values.
+
+Engines such as vLLM and SGLang store k / k_scale and v / v_scale in E4M3 and read the two scales from a model's folder.
+Our own cache (`paged_cache`) needs none: it has a scale for each head of each token. So they are measured for folders:
+a model reads texts, and a scale is the largest magnitude of a layer's keys, as a cache stores them (after norms and
+rotary embedding), or of its values, divided by 448.
+
+    {"kv_cache_scales": {"0": {"k_scale": 0.0213, "v_scale": 0.0047}, "1": ...}}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megafp8.checkpoint.files import parse_object, read_file, to_json
+from megafp8.config import ModelConfig
+from megafp8.distributed.collectives import all_gather_objects
+from megafp8.numerics.formats import E4M3
+from megafp8.parallel_state import ParallelState
+
+KEY = "kv_cache_scales"
+
+
+class Scales(NamedTuple):
+    """What E4M3 keys and values of a layer are multiplied by."""
+
+    keys: float
+    values: float
+
+
+class KeyValueAmax:
+    """Largest magnitudes of keys and values that layers of this rank have had (`Scorer`'s `on_keys`).
+
+    Raises ValueError for a model whose engines cache something else, as latent attention.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        mixers = [spec.mixer for spec in model.distinct_layers]
+        kinds = {mixer.kind for mixer in mixers if mixer.present and not mixer.is_recurrent}
+        if kinds != {"attention"}:
+            other = next(iter(sorted(kinds - {"attention"})), "no attention")
+            raise ValueError(f"{KEY}: the model has {other}; scales of keys and values are those of kind attention")
+        self._amax: dict[int, Tensor] = {}
+
+    def __call__(self, layer: int, k: Tensor, v: Tensor) -> None:
+        newest = torch.stack([x.detach().abs().amax().float() for x in (k, v)])
+        self._amax[layer] = newest if layer not in self._amax else torch.maximum(self._amax[layer], newest)
+
+    def scales(self, parallel: ParallelState) -> dict[int, Scales]:
+        """Of all layers of the model. Collective. Raises ValueError where nothing was read, or is not finite."""
+        largest: dict[int, list[float]] = {}
+        own = {layer: amax.tolist() for layer, amax in self._amax.items()}
+        for of_rank in all_gather_objects(own, parallel.world.group):
+            for layer, amax in of_rank.items():
+                largest[layer] = [max(pair) for pair in zip(amax, largest.get(layer, amax))]
+        for layer, amax in sorted(largest.items()):
+            if not all(0 < x < math.inf for x in amax):
+                raise ValueError(f"{KEY}: the largest key and value of layer {layer} are {amax}")
+        if not largest:
+            raise ValueError(f"{KEY}: the model has read no text; give --input or --data")
+        return {layer: Scales(*(x / E4M3.max for x in amax)) for layer, amax in sorted(largest.items())}
+
+
+def write_scales(file: Path, scales: Mapping[int, Scales]) -> None:
+    """Write scales of layers as the JSON file above."""
+    layers = {str(layer): {"k_scale": x.keys, "v_scale": x.values} for layer, x in scales.items()}
+    file.write_bytes(to_json({KEY: layers}))
+
+
+def read_scales(file: Path) -> dict[int, Scales]:
+    """The scales in a file of `write_scales`. Raises ValueError naming the file, and the layer."""
+    layers = parse_object(file, read_file(file)).get(KEY)
+    if not isinstance(layers, dict) or not all(layer.isdecimal() for layer in layers):
+        raise ValueError(f"{file} has no {KEY} by layer: make it by megafp8 evaluate --kv-cache-scales {file}")
+    scales = {}
+    for layer, given in layers.items():
+        keys, values = (given.get(name) if isinstance(given, dict) else None for name in ("k_scale", "v_scale"))
+        if not (
+            isinstance(keys, float) and isinstance(values, float) and 0 < keys < math.inf and 0 < values < math.inf
+        ):
+            raise ValueError(f"{file}: layer {layer} has {json.dumps(given)}; k_scale and v_scale must be more than 0")
+        scales[int(layer)] = Scales(keys, values)
+    return scales
