@@ -27,7 +27,8 @@ class Batch:
     routers do not count; None: there are none. `decoder_tokens` `[b, d]`: of T5, whose labels and mask are then
     `[b, d]`. `documents` int64: which document of its sample each token is of, where losses are summed by document.
     `reference`: what a frozen model says of the micro-batch, as its loss defines it
-    (`megafp8.objectives.ObjectiveLoss`); of data, per document, float64 `[b, n]`.
+    (`megafp8.objectives.ObjectiveLoss`); of data, per document, float64 `[b, n]`. `sampled` float64 `[b, s, 4]`: of
+    labels that the model has sampled, what `megafp8.objectives.grpo` has of them.
     """
 
     tokens: Tensor
@@ -42,6 +43,7 @@ class Batch:
     decoder_tokens: Tensor | None = None
     documents: Tensor | None = None
     reference: Tensor | None = None
+    sampled: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """This batch on `device`, copied asynchronously if it is in pinned memory."""
@@ -102,9 +104,12 @@ class Batch:
         types = None if self.token_types is None else take(self.token_types)
         padding = None if self.padding is None else take(self.padding)
         which = None if self.documents is None else take(self.documents)
+        sampled = self.sampled
+        if sampled is not None:
+            sampled = torch.stack([take(x) for x in sampled.unbind(2)], dim=2)
         return replace(
             self, tokens=take(self.tokens), labels=take(self.labels), loss_mask=mask, position_ids=positions,
-            token_types=types, padding=padding, documents=which,
+            token_types=types, padding=padding, documents=which, sampled=sampled,
         )  # fmt: skip
 
     @property

@@ -201,7 +201,7 @@ class _Rows:
                     task = self._waiting.popleft()
                     task.cutter.add(task, results)
                 parts: Sequence[NDArray[Any]] = cutter.take()
-            elif i == index:
+            elif i == index and isinstance(source, PackedDataset):
                 parts = source.parts(number)
         self._next[stream] = index + count
         return parts
