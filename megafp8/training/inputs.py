@@ -324,6 +324,8 @@ def open_inputs(config: Config, source: str, step: int = 0) -> Inputs:
     config = _resolve_vocabulary(config, tokenizer, source)
     vocab_size = config.model.vocab_size
     assert vocab_size is not None, "config.checks: given, or known from the tokenizer"
+    if run.model.vocab_size is None:  # checkpoints are compared with it
+        run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": vocab_size})})
     objective = objective_of(config, tokenizer, source)
     data_sets = open_data_sets(config, tokenizer)
     for data_set in data_sets:
