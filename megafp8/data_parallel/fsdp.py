@@ -192,6 +192,8 @@ class ShardedStages:
                 # torch calls it in the stream of the reduction, when that has been added to `grad`.
                 weight.register_post_accumulate_grad_hook(partial(self._replicas.count, unit))
         self.shards = [FlatShard(param, 0, param.numel()) for param in self.trained if param.numel()]
+        for root in self._roots:  # else its blocks could not be called alone, by generation, before it was
+            root._get_fsdp_state()._lazy_init()
 
     @property
     def masters(self) -> dict[nn.Parameter, Tensor]:
