@@ -2,9 +2,9 @@
 
     python examples/grpo_arithmetic/run.py                       # or with keys of grpo.yaml: training.steps=50
 
-First the model learns the form of an answer, from sums with random results. Then it samples eight answers to each sum,
-and rewards.py says which of them are right. Everything is written below the current folder: data/grpo_arithmetic and
-runs/arithmetic-*.
+First the model learns from sums of which most are wrong, so that it gives the right result one time in three. Then it
+samples eight answers to each sum, and rewards.py says which of them are right. Everything is written below the current
+folder: data/grpo_arithmetic and runs/arithmetic-*.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ import sys
 from pathlib import Path
 
 HERE, DATA = Path(__file__).resolve().parent, Path("data/grpo_arithmetic")
+RIGHT = 0.3
+"""Share of the results to learn from that are right; of the others some are by chance."""
 
 
 def write_data() -> None:
-    """Sums with random results, and sums to be answered, with what the reward needs."""
+    """Sums with results, and sums to be answered, with what the reward needs."""
     draw = random.Random(0)
     sums = [(a, b) for a in range(5) for b in range(5)]
-    examples = [{"prompt": f"{a}+{b}=", "completion": str(draw.randrange(9))} for a, b in sums * 40]
     prompts = [{"prompt": f"{a}+{b}=", "answer": a + b} for a, b in sums]
+    examples = []
+    for a, b in sums * 40:
+        result = a + b if draw.random() < RIGHT else draw.randrange(9)
+        examples.append({"prompt": f"{a}+{b}=", "completion": str(result)})
     DATA.mkdir(parents=True, exist_ok=True)
     for name, records in (("examples", examples), ("prompts", prompts)):
         (DATA / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

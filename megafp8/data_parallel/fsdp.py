@@ -192,8 +192,6 @@ class ShardedStages:
                 # torch calls it in the stream of the reduction, when that has been added to `grad`.
                 weight.register_post_accumulate_grad_hook(partial(self._replicas.count, unit))
         self.shards = [FlatShard(param, 0, param.numel()) for param in self.trained if param.numel()]
-        for root in self._roots:  # else its blocks could not be called alone, by generation, before it was
-            root._get_fsdp_state()._lazy_init()
 
     @property
     def masters(self) -> dict[nn.Parameter, Tensor]:
@@ -232,6 +230,11 @@ class ShardedStages:
         """Free weights that are still gathered, as after a forward pass without backward: the values have changed."""
         for module in self._modules:
             module.reshard()
+
+    def make_callable(self) -> None:
+        """Let modules of a stage be called alone, as generation does, also before the first call of the stage."""
+        for root in self._roots:
+            root._get_fsdp_state()._lazy_init()
 
 
 class ReplicaReduction:
