@@ -610,7 +610,8 @@ class Job:
             observer.before_step(self.step + 1)
         start = time.perf_counter()
         batches = next(stream)
-        data_seconds = time.perf_counter() - start
+        # Texts that the model samples are work of the step.
+        data_seconds = time.perf_counter() - start if self.rollouts is None else 0.0
         checking = time.perf_counter()
         for observer in self.observers if batches else ():
             batches = observer.before_passes(self.step + 1, batches)
