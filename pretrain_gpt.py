@@ -12,12 +12,12 @@ Exit codes: 0 done or stopped cleanly; 2 wrong config, data or checkpoint, or a 
 
 from __future__ import annotations
 
-from megafp8.commands.pretrain import live_evaluation
+from megafp8.commands.pretrain import live_uses
 from megafp8.training import command_line
 
 
 def main() -> int:
-    return command_line.main(__doc__, live_evaluation)
+    return command_line.main(__doc__, live_uses)
 
 
 if __name__ == "__main__":

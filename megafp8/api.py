@@ -54,13 +54,10 @@ class Trainer:
         TrainingError if training cannot continue.
         """
         inputs = validate(self.config, self._world_size, "config")
-        evaluation = None
-        if inputs.config.training.evaluate is not None:
-            live.check(inputs)
-            evaluation = live.LiveEvaluation
+        uses = live.uses(inputs)
         with _own_signal_handlers():
             try:
-                job.train(inputs, evaluation)
+                job.train(inputs, uses)
             except BaseException:
                 # The process may live on. With more ranks it ends: leaving would wait for ranks that wait for this one.
                 if self._world_size == 1:

@@ -28,7 +28,8 @@ class Batch:
     `[b, d]`. `documents` int64: which document of its sample each token is of, where losses are summed by document.
     `places` int64: where a file has what is known of each token, -1 for padding (`PackedDataset.first_place`).
     `reference`: what a frozen model says of the micro-batch, as its loss defines it
-    (`megafp8.objectives.ObjectiveLoss`); of data, per document, float64 `[b, n]`.
+    (`megafp8.objectives.ObjectiveLoss`); of data, per document, float64 `[b, n]`. `sampled` float64 `[b, s, 4]`: of
+    labels that the model has sampled, what `megafp8.objectives.grpo` has of them.
     """
 
     tokens: Tensor
@@ -44,6 +45,7 @@ class Batch:
     documents: Tensor | None = None
     places: Tensor | None = None
     reference: Tensor | None = None
+    sampled: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """This batch on `device`, copied asynchronously if it is in pinned memory."""
@@ -105,9 +107,12 @@ class Batch:
         padding = None if self.padding is None else take(self.padding)
         which = None if self.documents is None else take(self.documents)
         places = None if self.places is None else take(self.places)
+        sampled = self.sampled
+        if sampled is not None:
+            sampled = torch.stack([take(x) for x in sampled.unbind(2)], dim=2)
         return replace(
             self, tokens=take(self.tokens), labels=take(self.labels), loss_mask=mask, position_ids=positions,
-            token_types=types, padding=padding, documents=which, places=places,
+            token_types=types, padding=padding, documents=which, places=places, sampled=sampled,
         )  # fmt: skip
 
     @property

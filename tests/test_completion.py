@@ -24,7 +24,10 @@ CASES = [
     ("megafp8 pl", {"plan", "plot-run", "plot-schedule", "plot-expert-load"}),
     ("megafp8 plan --gpus", {"--gpus", "--gpus-per-node"}),
     ("megafp8 convert --to pe", {"peft"}),
-    ("megafp8 init llama3-8b-", {"llama3-8b-distillation", "llama3-8b-dpo", "llama3-8b-sft", "llama3-8b-stages"}),
+    (
+        "megafp8 init llama3-8b-",
+        {"llama3-8b-distillation", "llama3-8b-dpo", "llama3-8b-grpo", "llama3-8b-sft", "llama3-8b-stages"},
+    ),
     ("megafp8 pretrain llama3-8b parallel.ten", {"parallel.tensor="}),
     ("megafp8 pretrain --config configs/gemma", {"configs/gemma2-9b.yaml"}),
     ("megafp8 plan quick", {"quickstart"}),

@@ -100,7 +100,10 @@ def page_data(runs: Sequence[RunData]) -> dict[str, Any]:
                 "curves": {key: [_curve(curve) for curve in curves] for key, curves in run.curves.items()},
                 "heat_maps": [_heat_map(heat) for heat in run.heat_maps],
                 "events": [vars(event) for event in run.events],
-                "samples": [{key: sample[key] for key in ("step", "prompt", "text")} for sample in run.samples],
+                "samples": [
+                    {key: sample[key] for key in ("step", "prompt", "text", "reward") if key in sample}
+                    for sample in run.samples
+                ],
                 "goodput": {
                     "wall": run.goodput.wall_seconds,
                     "fraction": run.goodput.fraction,

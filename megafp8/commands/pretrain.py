@@ -18,16 +18,19 @@ from megafp8.training import command_line
 from megafp8.training.arguments import make_parser as make_training_parser
 
 if TYPE_CHECKING:
-    from megafp8.training.evaluation import MakeEvaluation
+    from megafp8.training.evaluation import LiveUses
     from megafp8.training.inputs import Inputs
 
 
-def live_evaluation(inputs: Inputs) -> MakeEvaluation:
-    """What does `training.evaluate`. Raises ConfigError if it asks for what cannot be done."""
-    from megafp8.inference import live  # needs torch
+def live_uses(inputs: Inputs) -> LiveUses:
+    """What does `training.evaluate` and `data.grpo`. Raises ConfigError if they ask for what cannot be done."""
+    if inputs.config.training.evaluate is None and inputs.config.data.grpo is None:
+        from megafp8.training.evaluation import LiveUses
 
-    live.check(inputs)
-    return live.LiveEvaluation
+        return LiveUses()
+    from megafp8.inference import live  # takes a moment to import
+
+    return live.uses(inputs)
 
 
 def make_parser() -> ArgumentParser:
@@ -35,6 +38,6 @@ def make_parser() -> ArgumentParser:
 
 
 def main() -> int:
-    code = command_line.main(__doc__, live_evaluation)
+    code = command_line.main(__doc__, live_uses)
     command_line.exit_with(code)
     return code

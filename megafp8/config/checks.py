@@ -181,6 +181,8 @@ def _packing(config: Config) -> Iterator[Problem]:
 def _text(config: Config) -> Iterator[Problem]:
     """What does not work with text that is tokenized while the run trains."""
     d, text = config.data, config.data.text
+    if d.grpo is not None:  # its prompts are no text to learn
+        return
     if not text:
         if d.streams != type(d.streams)():
             rule = "it is about text in data.train or data.validation, and there is none"
@@ -211,7 +213,7 @@ def _text(config: Config) -> Iterator[Problem]:
 def _streams_of_ranks(config: Config, world_size: int) -> Iterator[Problem]:
     """The canonical streams of each data-parallel rank must always be the same ones."""
     count = config.data.streams.canonical_streams
-    if config.data.text and count is not None:
+    if config.data.text and count is not None and config.data.grpo is None:
         yield from canonical_streams_problem(config, world_size, count)
 
 
@@ -791,6 +793,7 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     rules = (
         (config.device == "cpu", "device is cpu, which has no CUDA graphs", "device=cuda"),
         (bool(p.offload), offload, "parallel.offload=false"),
+        (config.data.grpo is not None, "texts are sampled before each step, outside of a graph", "leave data.grpo out"),
         (config.data.compares, frozen, "leave data.dpo.reference=live and data.distillation out"),
         (config.data.distillation is not None, divergence, "leave data.distillation out"),
         (not config.gathers_tokens, exchange, "parallel.expert_dispatch=all_gather"),

@@ -24,7 +24,7 @@ def frozen_run(config: Config, teacher: ModelConfig | None = None) -> Config | N
             "parallel": config.parallel.model_copy(update=plain),
             "optimizer": config.optimizer.model_copy(update={"name": "adamw", "qk_clip": None}),
             "checkpoint": config.checkpoint.model_copy(update={"init_optimizer": False}),
-            "data": config.data.model_copy(update={"dpo": None, "distillation": None}),
+            "data": config.data.model_copy(update={"dpo": None, "distillation": None, "grpo": None}),
             "fp8": Fp8Config(),
             "lora": None,
         }

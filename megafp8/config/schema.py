@@ -7,6 +7,7 @@ Names are those of Megatron-LM, torchtitan and Hugging Face, as far as these agr
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -1024,6 +1025,100 @@ class DistillationConfig(ObjectiveConfig):
             yield Problem("data.distillation.logits", self.logits, rule, "try live, or preprocessed data on a disk")
 
 
+class GrpoConfig(ObjectiveConfig):
+    """Group relative policy optimization (Shao et al. 2024, arXiv:2402.03300). In each step the model continues prompts
+    of data.train, JSON lines with a prompt and what the reward needs, group_size texts of each; each text gets a
+    reward, and becomes more likely if that is above the mean of its group, less likely if it is below.
+    training.global_batch_size is the number of texts; as many samples as they fill are trained, at most so many."""
+
+    reward: str | None = None
+    """Python function that rates texts, module:function or path.py:function. It is called with prompts, as the data has
+    them, and completions, which are texts, both lists, and with a list of each other key of their records that all of
+    them have; it returns a number for each. Either this or reward_command."""
+    reward_command: list[str] | None = Field(None, min_length=1)
+    """Program that rates texts, with its arguments. It reads a JSON line of each text from stdin, the record with
+    completion, and writes a number for each to stdout, one a line. It is started in each step."""
+    reward_seconds: PositiveFloat = 600.0
+    """The longest time of reward_command in a step."""
+    prompt_key: str = "prompt"
+    """Key of a record that has the prompt: a text, or a list of messages, which the tokenizer's chat template renders
+    up to where the assistant answers."""
+    group_size: Annotated[PositiveInt, Field(ge=2)] = 8
+    """Texts of each prompt."""
+    max_tokens: PositiveInt = 256
+    """The most tokens of a text after its prompt."""
+    temperature: Annotated[PositiveFloat, Field(ge=1e-4)] = 1.0
+    """Divides logits, in sampling and in the log-probabilities that are trained."""
+    beta: NonNegative = 0.0
+    """Weight of the divergence from the model that the run begins with. 0: none, and no such model in memory."""
+    clip_low: Annotated[float, Field(gt=0, lt=1), FLOAT] = 0.2
+    """How far below 1 the ratio of a token's probability in training to that in sampling counts."""
+    clip_high: PositiveFloat = 0.2
+    """How far above 1 it counts."""
+    texts_at_once: PositiveInt = 64
+    """Texts that a model generates at once; their cache is in memory while it does."""
+
+    def problems(self, config: Config) -> Iterator[Problem]:
+        m, d, t, given, off = (
+            config.model,
+            config.data,
+            config.training,
+            "data.grpo is set, and",
+            "or leave data.grpo out",
+        )
+        if m.architecture != "gpt":
+            rule = f"{given} only models of architecture gpt continue a text"
+            yield Problem("model.architecture", m.architecture, rule, f"try gpt, {off}")
+            return
+        yield from self._data_problems(d, given, off)
+        if t.global_batch_size % self.group_size:
+            rule = f"{given} it is a number of texts, not a multiple of data.grpo.group_size ({self.group_size})"
+            works = f"try {-(-t.global_batch_size // self.group_size) * self.group_size}"
+            yield Problem("training.global_batch_size", t.global_batch_size, rule, works)
+        if self.max_tokens >= t.seq_length:
+            rule = f"leaves no room for a prompt in training.seq_length ({t.seq_length})"
+            yield Problem(
+                "data.grpo.max_tokens", self.max_tokens, rule, f"try {max(1, t.seq_length // 2)}, or longer samples"
+            )
+        if (self.reward is None) == (self.reward_command is None):
+            rule = "texts get their rewards from either of data.grpo.reward and data.grpo.reward_command"
+            yield Problem("data.grpo.reward", self.reward, rule, "give one of them, such as reward=rewards.py:exact")
+        elif self.reward is not None and not re.fullmatch(r".+:[A-Za-z_]\w*", self.reward):
+            rule = "names no function"
+            yield Problem("data.grpo.reward", self.reward, rule, "try module:function or path.py:function")
+        yield from plain_loss_problems(config, given)
+        if t.eval_interval:
+            rule = f"{given} prompts have no loss to evaluate"
+            yield Problem("training.eval_interval", t.eval_interval, rule, "try 0; training.evaluate works")
+        if config.resilience.loss_spike is not None:
+            rule = f"{given} its loss says nothing about a step: that of advantages is 0 in the mean"
+            yield Problem("resilience.loss_spike", "set", rule, "leave it out")
+        if config.parallel.schedule.endswith(".csv"):
+            rule = f"{given} steps have as many micro-batches as their texts fill, and a table is for one number"
+            yield Problem("parallel.schedule", config.parallel.schedule, rule, "name a schedule, or a function")
+        if config.stages:
+            yield Problem("stages", "set", f"{given} stages are not offered for it", "leave them out")
+
+    def _data_problems(self, d: DataConfig, given: str, off: str) -> Iterator[Problem]:
+        if d.tokenizer is None:
+            yield Problem("data.tokenizer", None, f"{given} prompts are texts", "set it")
+        if d.loss_on is not None:
+            yield Problem("data.loss_on", d.loss_on, f"{given} its loss is on sampled tokens alone", "leave it out")
+        if d.packing != "best_fit":
+            rule = f"{given} texts are whole, several a sample"
+            yield Problem("data.packing", d.packing, rule, f"try best_fit, {off}")
+        if len(d.train) > 1:
+            rule = f"{given} prompts are of one entry"
+            yield Problem("data.train", [*d.train], rule, "give one: a folder or a pattern names several files")
+        for path in d.train:
+            if not is_text(path) or "://" in path:
+                rule = f"{given} {path} names no files of JSON lines on disk"
+                yield Problem("data.train", path, rule, f"give prompts, such as prompts.jsonl, {off}")
+        if d.validation:
+            rule = f"{given} prompts have no loss to evaluate"
+            yield Problem("data.validation", [*d.validation], rule, "leave it out")
+
+
 def plain_loss_problems(config: Config, given: str) -> Iterator[Problem]:
     """Refuse settings that need the cross entropy of labels as the loss; `given`: what makes the loss another."""
     m, t, r = config.model, config.training, config.resilience
@@ -1122,6 +1217,8 @@ class DataConfig(Section):
     """With model.architecture gpt: learn which of two answers is preferred. Default: learn what texts say."""
     distillation: DistillationConfig | None = None
     """With model.architecture gpt: learn from the logits of a teacher. Default: learn from texts alone."""
+    grpo: GrpoConfig | None = None
+    """With model.architecture gpt: learn from rewards of texts that the model samples. Default: learn from texts."""
     loss_on: Literal["answers", "all"] | None = None
     """Required for data sets with a loss mask, such as chats. answers: only tokens that the mask names are learned, the
     answers of chats and completions of prompts; the loss is their mean over the global batch. all: all tokens are.
@@ -1157,7 +1254,7 @@ class DataConfig(Section):
     def compares(self) -> bool:
         """Whether each step compares the model with a frozen one."""
         sources = (self.distillation and self.distillation.logits, self.dpo and self.dpo.reference)
-        return "live" in sources
+        return "live" in sources or (self.grpo is not None and self.grpo.beta > 0)
 
     @property
     def objectives(self) -> dict[str, ObjectiveConfig]:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megafp8.data.prompts import PromptSource
 from megafp8.data.samples import PackedDataset
 from megafp8.data.text_source import TextSource
 
@@ -97,9 +98,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Blend:
-    """`datasets` blended by `segment`. Samples of text sources are read in order alone (`text_stream`)."""
+    """`datasets` blended by `segment`. Samples of text sources are read in order alone (`text_stream`), and those of
+    prompts are texts that a model makes."""
 
-    datasets: Sequence[PackedDataset | TextSource]
+    datasets: Sequence[PackedDataset | TextSource | PromptSource]
     segment: Segment
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
@@ -130,5 +132,5 @@ class Blend:
     def _locate(self, index: int) -> tuple[PackedDataset, int]:
         source, number = self.segment.locate(index)
         packed = self.datasets[source]
-        assert not isinstance(packed, TextSource)
+        assert isinstance(packed, PackedDataset)
         return packed, number

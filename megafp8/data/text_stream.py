@@ -31,6 +31,7 @@ from megafp8.data import DataError
 from megafp8.data.blend import Blend
 from megafp8.data.preprocess import make_tokenize
 from megafp8.data.sampler import Objective, collate, sample_indices
+from megafp8.data.samples import PackedDataset
 from megafp8.data.styles import Document, Tokens
 from megafp8.data.styles.text import Texts
 from megafp8.data.text_source import Position, TextSource
@@ -201,7 +202,7 @@ class _Rows:
                     task = self._waiting.popleft()
                     task.cutter.add(task, results)
                 parts: Sequence[NDArray[Any]] = cutter.take()
-            elif i == index:
+            elif i == index and isinstance(source, PackedDataset):
                 parts = source.parts(number)
         self._next[stream] = index + count
         return parts

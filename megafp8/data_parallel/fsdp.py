@@ -231,6 +231,11 @@ class ShardedStages:
         for module in self._modules:
             module.reshard()
 
+    def make_callable(self) -> None:
+        """Let modules of a stage be called alone, as generation does, also before the first call of the stage."""
+        for root in self._roots:
+            root._get_fsdp_state()._lazy_init()
+
 
 class ReplicaReduction:
     """Sums gradient shards over `group`, the ranks that hold the same shards, in place and once a step.

@@ -302,6 +302,10 @@ class FullySharded(DataParallelStrategy):
         for gather in self._fp8_gathers:
             gather.record_reads()
 
+    def wait(self) -> None:
+        super().wait()
+        self.stages.make_callable()
+
     def _gather(self) -> None:
         """Free gathered weights: torch gathers a block's when it runs."""
         self.stages.reshard()

@@ -31,7 +31,7 @@ from megafp8.inference.load import (
 from megafp8.inference.model import CachedModel, Model
 from megafp8.inference.options import CacheDtype, CacheOptions, SamplingOptions
 from megafp8.inference.pages import PageAllocator
-from megafp8.inference.sampling import GREEDY, Row, VocabShard, choose, stream_of
+from megafp8.inference.sampling import GREEDY, Row, VocabShard, choose, divisor_of, stream_of
 from megafp8.inference.scheduler import GrowingSequence, Scheduler
 from megafp8.inference.staged_weights import StagedWeights
 from megafp8.inference.text import TextStream
@@ -117,7 +117,8 @@ class Load(NamedTuple):
 
 
 class Generator:
-    """Texts that continue prompts, by a model in any layout. Collective: every rank makes it, and every call.
+    """Texts that continue prompts, by a model in any layout. Collective: every rank makes it, and every call, with the
+    prompts that all ranks have, or those that have them in common (`Model.ranks`).
 
     `tokenizer`: None where prompts are tokens. `start_tokens`: before each prompt that is a text; one that is tokens
     stays as it is. `end_tokens`: any of them ends a text. `max_length`: the most tokens of prompt and output together.
@@ -227,17 +228,19 @@ class Generator:
         tensor: int | None = None,
         pipeline: int | None = None,
         expert: int | None = None,
+        own_texts: bool = False,
         cache: CacheOptions = DEFAULT_CACHE,
     ) -> Generator:
         """A generator with the live model of a running job: always with the weights of the latest step. Collective.
 
         `tensor`, `pipeline`, `expert`: another layout on the same ranks, whose weights are sent between them after each
-        step; None: as in training. In the trainer's own layout nothing is copied. Raises ValueError for a layout that
-        does not fit.
+        step; None: as in training. In the trainer's own layout nothing is copied. `own_texts`: as of `live_model`.
+        Raises ValueError for a layout that does not fit.
         """
         p = trainer.config.parallel
         given = (tensor, p.tensor), (pipeline, p.pipeline), (expert, p.expert)
-        model, live = live_model(trainer, Layout(*(default if x is None else x for x, default in given)))
+        layout = Layout(*(default if x is None else x for x, default in given))
+        model, live = live_model(trainer, layout, own_texts=own_texts)
         start: list[int] = []
         ends: list[int] = []
         if tokenizer is not None:
@@ -269,7 +272,7 @@ class Generator:
 
         All ranks must read all pieces, or stop after the same one.
         """
-        submission = self.submit(*broadcast_object((prompts, options), self.model.parallel.world.group))
+        submission = self.submit(*broadcast_object((prompts, options), self.model.ranks.group))
         try:
             while True:
                 while submission.pieces:
@@ -309,7 +312,7 @@ class Generator:
             self.check(prompt, prompt_options, i)
         seeds = [prompt_options.seed for prompt_options in each]
         if None in seeds:
-            drawn = broadcast_object([secrets.randbits(32) for _ in seeds], self.model.parallel.world.group)
+            drawn = broadcast_object([secrets.randbits(32) for _ in seeds], self.model.ranks.group)
             seeds = [new if seed is None else seed for seed, new in zip(seeds, drawn, strict=True)]
         if self.live is not None:
             self.live()
@@ -459,12 +462,13 @@ class Generator:
             chosen = choose(shard, rows, None if self.tokenizer is None else self.tokenizer.vocab_size)
             if self.model.batch_invariant:
                 tokens_rc = torch.cat([chosen.tokens.unsqueeze(1), chosen.top_tokens], dim=1)
-                logprobs_rc = self._cached.loss_logprobs(logits_rv, tokens_rc)
+                divisors = [divisor_of(row.options) for row in rows]
+                logprobs_rc = self._cached.loss_logprobs(logits_rv, tokens_rc, divisors)
                 chosen = chosen._replace(logprobs=logprobs_rc[:, 0], top_logprobs=logprobs_rc[:, 1:])
             columns = (chosen.tokens.unsqueeze(1), chosen.logprobs.unsqueeze(1), chosen.top_tokens, chosen.top_logprobs)
             result = torch.cat([x.double() for x in columns], dim=1)
-        ranks_of_a_stage = parallel.world_size // parallel.pipeline.size
-        broadcast(result, parallel.world.group, self.model.last_rank * ranks_of_a_stage)
+        ranks = self.model.ranks
+        broadcast(result, ranks.group, self.model.last_rank * (ranks.size // parallel.pipeline.size))
         choices: list[tuple[Any, ...]] = []
         for (token, logprob, *more), row in zip(result.tolist(), rows, strict=True):
             pairs = [(int(token), x) for token, x in zip(more[:top], more[top:], strict=True)]

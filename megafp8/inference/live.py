@@ -1,4 +1,4 @@
-"""Sample texts and tasks by the live model of a training job, as `training.evaluate` asks for."""
+"""What the live model of a training job does beside training: sample texts and tasks, as `training.evaluate` says."""
 
 from __future__ import annotations
 
@@ -10,18 +10,29 @@ from pathlib import Path
 
 from megafp8.config import ConfigError, EvaluateConfig, Problem
 from megafp8.data.tokenizers import Tokenizer
+from megafp8.inference import rollouts
 from megafp8.inference.generator import CacheOptions, Generator
 from megafp8.inference.load import live_model
 from megafp8.inference.options import SamplingOptions
 from megafp8.inference.scoring import Scorer
 from megafp8.text_file import DiskErrorsLogged, JsonLines
+from megafp8.training.evaluation import LiveUses
 from megafp8.training.inputs import Inputs
 from megafp8.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-SAMPLES_FILE = "samples.jsonl"
 _KEY = "training.evaluate"
+
+
+def uses(inputs: Inputs) -> LiveUses:
+    """What the config has of the live model. Raises ConfigError where that cannot be done; needs no process group."""
+    evaluates, samples = inputs.config.training.evaluate is not None, inputs.config.data.grpo is not None
+    if evaluates:
+        check(inputs)
+    if samples:
+        rollouts.check(inputs)
+    return LiveUses(LiveEvaluation if evaluates else None, rollouts.Rollouts if samples else None)
 
 
 def check(inputs: Inputs) -> None:
@@ -114,7 +125,10 @@ class LiveEvaluation:
                 {"step": step, "prompt": prompt, "text": completion.text, "finish_reason": completion.finish_reason}
                 for prompt, completion in zip(prompts, completions, strict=True)
             ]
-            with DiskErrorsLogged(SAMPLES_FILE), contextlib.closing(JsonLines(self._folder / SAMPLES_FILE)) as lines:
+            with (
+                DiskErrorsLogged(rollouts.SAMPLES_FILE),
+                contextlib.closing(JsonLines(self._folder / rollouts.SAMPLES_FILE)) as lines,
+            ):
                 lines.append(*samples)
             for sample in samples:
                 logger.info(f"text after step {step}:\n{sample['prompt']}{sample['text']}")

@@ -228,19 +228,22 @@ def _why_eager(config: Config) -> str:
     return why_not(config, config.device)
 
 
-def live_model(trainer: Trainer, layout: Layout | None = None) -> tuple[Model, LiveWeights]:
+def live_model(trainer: Trainer, layout: Layout | None = None, *, own_texts: bool = False) -> tuple[Model, LiveWeights]:
     """The model of a running job, and what must be called before its use after a step. Both collective.
 
     `layout`: another one than the trainer's, for which the model is built a second time; each data-parallel rank of it
-    has the same. Weights that this rank has in both layouts are the same memory. Raises ValueError for one that does
-    not fit.
+    has the same. Weights that this rank has in both layouts are the same memory. `own_texts`: the ranks of each
+    `parallel.model` generate texts of their own, where they can compute without others. Raises ValueError for a layout
+    that does not fit.
     """
     config = trainer.config
     length, placement, p = config.training.seq_length, trainer.plan.placement, config.parallel
     if layout is None or layout == (p.tensor, p.pipeline, p.expert):
         why_eager = "copies of weights, which change, have other addresses after each step"
         shared = (config.model, trainer.stages, placement, trainer.parallel, trainer.fp8, length, why_eager)
-        model = Model(*shared, in_training=True, batch_invariant=config.inference.batch_invariant)
+        own_texts = own_texts and _computes_alone(trainer)
+        invariant = config.inference.batch_invariant
+        model = Model(*shared, in_training=True, batch_invariant=invariant, own_texts=own_texts)
         return model, LiveWeights(trainer)
     check_decoder(config.model)
     world_size, ranks = trainer.parallel.world_size, layout.tensor * layout.pipeline
@@ -254,7 +257,15 @@ def live_model(trainer: Trainer, layout: Layout | None = None) -> tuple[Model, L
     own = own.model_copy(update={"lora": config.lora})
     check_layout(own, ranks, "the generator's layout")
     model = build_model(own, trainer.auto_filter.layers, length, default=False)
-    return (live := replace(model, in_training=True)), LiveWeights(trainer, live)
+    return (live := replace(model, in_training=True, own_texts=own_texts)), LiveWeights(trainer, live)
+
+
+def _computes_alone(trainer: Trainer) -> bool:
+    """Whether the ranks of a pipeline and its tensor-parallel groups run forward passes without any other rank: not
+    where others have parts of the weights, or the amaxes of experts."""
+    config, parallel = trainer.config, trainer.parallel
+    experts = config.model.moe is not None and (parallel.expert.size > 1 or config.fp8.recipe != "none")
+    return not (config.parallel.fsdp or experts)
 
 
 class LiveWeights:

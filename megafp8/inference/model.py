@@ -31,9 +31,9 @@ from megafp8.models.rotary import RotaryEmbedding
 from megafp8.numerics.batch_invariance import batch_invariant
 from megafp8.ops.attention import CoreAttention
 from megafp8.ops.recurrence import Recurrence
-from megafp8.parallel_state import ParallelState
+from megafp8.parallel_state import Group, ParallelState
 from megafp8.pipeline_parallel.actions import Placement
-from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megafp8.tensor_parallel.cross_entropy import at_temperature, vocab_parallel_cross_entropy
 
 _FP8_ROWS, _FP8_SHARD = 16, 128
 """FP8 GEMMs, and ranks that quantize slices, get a multiple of this many tokens: the largest `shard_alignment`."""
@@ -47,7 +47,8 @@ class Model:
     decode steps are not replayed from CUDA graphs; empty where they are. `in_training`: its weights change, and what it
     makes of them is used with gradients. `weights`: the format that weights of linear layers are quantized to.
     `stored_fp8`: where there are any, the only weights that are, those of a folder in FP8 (`quantized_weights`).
-    `batch_invariant`: forward passes are (`megafp8.numerics.batch_invariance`).
+    `batch_invariant`: forward passes are (`megafp8.numerics.batch_invariance`). `own_texts`: the ranks of
+    `parallel.model` generate texts of their own, else all ranks the same.
     """
 
     config: ModelConfig
@@ -61,6 +62,12 @@ class Model:
     weights: WeightFormat | None = None
     stored_fp8: frozenset[str] = frozenset()
     batch_invariant: bool = False
+    own_texts: bool = False
+
+    @property
+    def ranks(self) -> Group:
+        """The ranks that generate the same texts."""
+        return self.parallel.model if self.own_texts else self.parallel.world
 
     @property
     def last_rank(self) -> int:
@@ -212,19 +219,27 @@ class PackedModel:
         cap = self.model.config.logit_softcap
         return logits_rv if cap is None or not self.model.batch_invariant else cap * (logits_rv / cap).tanh()
 
-    def loss_logprobs(self, logits_rv: Tensor, tokens_rc: Tensor) -> Tensor:
-        """Log-probabilities `[r, c]` of tokens, computed as the loss of training is, from this rank's `logits`."""
+    def loss_logprobs(self, logits_rv: Tensor, tokens_rc: Tensor, divisors: Sequence[float] | None = None) -> Tensor:
+        """Log-probabilities `[r, c]` of tokens, computed as the loss of training is, from this rank's `logits`.
+
+        `divisors`: of each row, what its logits are divided by, as `megafp8.objectives.grpo` does; None: 1.
+        """
         size, cap = self.model.config.vocab_size, self.model.config.logit_softcap
         assert size is not None
         context = self.model.stages[0].context
         group = context.tensor
         # As training has them: a kernel that reads a wider dtype adds up in another order.
-        logits_1rv = logits_rv.to(context.dtype).unsqueeze(0)
+        logits_1rv, plain_rc = logits_rv.to(context.dtype).unsqueeze(0), None
+        if divisors is not None and any(x != 1 for x in divisors):
+            divisors_r1 = torch.tensor(divisors, dtype=torch.float64, device=context.device).unsqueeze(1)
+            plain_rc = self.loss_logprobs(logits_rv, tokens_rc) if 1 in divisors else None
+            logits_1rv, cap = at_temperature(self.capped(logits_1rv), divisors_r1), None
         losses = [
             vocab_parallel_cross_entropy(logits_1rv, x.contiguous().unsqueeze(0), group, vocab_size=size, softcap=cap)
             for x in tokens_rc.unbind(1)
         ]
-        return -torch.cat(losses).t()
+        logprobs_rc = -torch.cat(losses).t()
+        return logprobs_rc if plain_rc is None else torch.where(divisors_r1 == 1, plain_rc, logprobs_rc)
 
     def _rows(self, x_sbh: Tensor, rows_r: Tensor, stage: GPTStage) -> Tensor:
         """These tokens of the residual stream, sharded as it is, with some of padding then."""

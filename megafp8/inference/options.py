@@ -42,7 +42,9 @@ class SamplingOptions:
     `repetition_penalty`: divides the logits of tokens of prompt and output if positive, and multiplies them if not.
     `stop`: strings before which the text ends. `seed`: of what is random; None: another one in each call.
     `num_samples`: texts of each prompt. `logprobs`: how many of the most probable tokens are given, with their
-    log-probabilities, beside the chosen one's. `ignore_end`: go on after a token that ends a text.
+    log-probabilities, beside the chosen one's. `tempered_logprobs`: log-probabilities are those of logits divided by
+    `temperature`, by which tokens are sampled where nothing else is set; else the model's. `ignore_end`: go on after a
+    token that ends a text.
     """
 
     max_tokens: int = 128
@@ -55,6 +57,7 @@ class SamplingOptions:
     seed: int | None = None
     num_samples: int = 1
     logprobs: int = 0
+    tempered_logprobs: bool = False
     ignore_end: bool = False
 
     def __post_init__(self) -> None:
@@ -67,6 +70,8 @@ class SamplingOptions:
         if not (self.temperature == 0 or _LEAST_TEMPERATURE <= self.temperature < math.inf):
             rule = f"must be 0, which takes the most probable token, or at least {_LEAST_TEMPERATURE}"
             raise ValueError(f"temperature = {self.temperature}: {rule}")
+        if self.tempered_logprobs and not self.temperature:
+            raise ValueError("tempered_logprobs = True: temperature is 0, by which no logits can be divided")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p}: must be above 0 and at most 1, which leaves all tokens")
         if not 0 <= self.min_p <= 1:

@@ -13,7 +13,7 @@ smallest candidate of every rank that holds some back is among the largest of al
 does not reach top_p, ranks give four times as many.
 
 As in `transformers`: the repetition penalty comes first, then the temperature, top_k, top_p of what top_k left, min_p.
-Log-probabilities are the model's: of the logits as they are.
+Log-probabilities are the model's: of the logits as they are, or with `tempered_logprobs` divided by the temperature.
 
 Shapes: n sequences, v this rank's slice of the vocabulary, t tensor-parallel size, c candidates.
 """
@@ -152,11 +152,19 @@ def choose(shard: VocabShard, rows: Sequence[Row], num_tokens: int | None = None
             tokens_n = x_nv.new_zeros(len(rows), dtype=torch.int64) if tokens_n is None else tokens_n
             tokens_n[index] = choice(shard, x_nv[index], [rows[i] for i in rows_of_kind])
     assert tokens_n is not None
-    lse_n1 = shard.logsumexp(shard.logits).unsqueeze(1)
-    logprobs_n = (shard.at(shard.logits, tokens_n.unsqueeze(1)) - lse_n1).squeeze(1)
+    logits_nv = shard.logits
+    if any(row.options.tempered_logprobs for row in rows):
+        logits_nv = logits_nv / logits_nv.new_tensor([[divisor_of(row.options)] for row in rows])
+    lse_n1 = shard.logsumexp(logits_nv).unsqueeze(1)
+    logprobs_n = (shard.at(logits_nv, tokens_n.unsqueeze(1)) - lse_n1).squeeze(1)
     top = min(max(row.options.logprobs for row in rows), shard.vocab_size)
-    keys_nc = shard.largest(shard.logits, top)[0][:, :top] if top else tokens_n.new_zeros(len(rows), 0)
+    keys_nc = shard.largest(logits_nv, top)[0][:, :top] if top else tokens_n.new_zeros(len(rows), 0)
     return Chosen(tokens_n, logprobs_n, _tokens(keys_nc), _values(keys_nc) - lse_n1)
+
+
+def divisor_of(options: SamplingOptions) -> float:
+    """What logits are divided by before log-probabilities are taken of them."""
+    return options.temperature if options.tempered_logprobs else 1.0
 
 
 _GREEDY, _ALL, _SOME = range(3)

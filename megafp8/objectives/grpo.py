@@ -1,36 +1,48 @@
-"""Group relative policy optimization (GRPO; Shao et al. 2024, arXiv:2402.03300): advantages and the loss of each token.
+"""Group relative policy optimization (GRPO; Shao et al. 2024, arXiv:2402.03300): advantages and the loss of texts.
 
 Of each prompt several texts are sampled, a *group*, each with a reward r. A text's advantage is how much better it is
 than its group, in standard deviations of the group; all its tokens have it:
 
     A = (r - mean(r)) / std(r)
-    loss[t] = -min(ratio[t] · A, clip(ratio[t], 1 - low, 1 + high) · A) + kl_weight · kl[t]        equations 3 and 4
+    loss[t] = -min(ratio[t] · A, clip(ratio[t], 1 - low, 1 + high) · A) + beta · kl[t]             equations 3 and 4
     ratio[t] = p(token t) / p_sampled(token t)        kl[t] = q - log q - 1,  q = p_reference(token t) / p(token t)
 
 `kl` is an unbiased estimate of the divergence from a reference model, and never negative. Texts that were sampled with
-the weights that are trained have ratio 1 before the first update, and then the gradient is that of -A · log p.
+the weights that are trained have ratio 1 before the first update, and then the gradient is that of -A · log p. Ratios
+of a step's only update differ from 1 where generation and training round otherwise, for which they correct.
 
-Shapes: p prompts (groups), g texts of each; b texts, n tokens.
+The loss is the mean over the texts of a global batch of the mean over each one's tokens. Texts are documents of
+samples, each with its prompt. p is the distribution that is sampled: that of logits / temperature.
+
+Shapes: p prompts (groups), g texts of each; b micro-batch, s sequence, n tokens of a text.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from megafp8.batch import Batch
+from megafp8.objectives import Config, ObjectiveLoss, ObjectiveRecord, ParallelState, Parts
+from megafp8.objectives.answers import Answers
+from megafp8.tensor_parallel.cross_entropy import at_temperature, vocab_parallel_cross_entropy
 
 _LEAST_STD = 1e-4
 """Added to the standard deviation, as in TRL: rewards that are equal give advantages of 0."""
 
 
 class TokenLosses(NamedTuple):
-    """`loss_bn`: to be differentiated. Without gradient: `clipped_bn`, where the ratio's gradient is cut off, and
-    `kl_bn`, 0 without a reference."""
+    """`loss_bs`: to be differentiated. Without gradient: `clipped_bs`, where the ratio's gradient is cut off, and
+    `kl_bs`, 0 without a reference."""
 
-    loss_bn: Tensor
-    clipped_bn: Tensor
-    kl_bn: Tensor
+    loss_bs: Tensor
+    clipped_bs: Tensor
+    kl_bs: Tensor
 
 
 def group_advantages(rewards_pg: Tensor) -> Tensor:
@@ -47,31 +59,137 @@ def group_advantages(rewards_pg: Tensor) -> Tensor:
 
 
 def token_losses(
-    logprobs_bn: Tensor,
-    sampled_logprobs_bn: Tensor,
-    advantages_b: Tensor,
+    logprobs_bs: Tensor,
+    sampled_logprobs_bs: Tensor,
+    advantages_bs: Tensor,
     *,
-    reference_logprobs_bn: Tensor | None = None,
+    reference_logprobs_bs: Tensor | None = None,
     low: float = 0.2,
     high: float = 0.2,
-    kl_weight: float = 0.0,
+    beta: float = 0.0,
 ) -> TokenLosses:
     """The loss of each token, from log-probabilities of the model that is trained, of the one that sampled, and of the
     reference."""
-    ratio_bn = (logprobs_bn - sampled_logprobs_bn.detach()).exp()
-    advantages_b1 = advantages_b.detach().unsqueeze(1)
-    gain_bn = ratio_bn * advantages_b1
-    clipped_gain_bn = ratio_bn.clamp(1 - low, 1 + high) * advantages_b1
-    loss_bn = -torch.minimum(gain_bn, clipped_gain_bn)
-    kl_bn = torch.zeros_like(loss_bn)
-    if reference_logprobs_bn is not None:
-        log_q_bn = reference_logprobs_bn.detach() - logprobs_bn
-        kl_bn = log_q_bn.exp() - log_q_bn - 1
-        loss_bn = loss_bn + kl_weight * kl_bn
-    return TokenLosses(loss_bn, (clipped_gain_bn < gain_bn).detach(), kl_bn.detach())
+    ratio_bs = (logprobs_bs - sampled_logprobs_bs.detach()).exp()
+    gain_bs = ratio_bs * advantages_bs.detach()
+    clipped_gain_bs = ratio_bs.clamp(1 - low, 1 + high) * advantages_bs.detach()
+    loss_bs = -torch.minimum(gain_bs, clipped_gain_bs)
+    kl_bs = torch.zeros_like(loss_bs)
+    if reference_logprobs_bs is not None:
+        kl_bs = _divergence(reference_logprobs_bs.detach() - logprobs_bs)
+        loss_bs = loss_bs + beta * kl_bs
+    return TokenLosses(loss_bs, (clipped_gain_bs < gain_bs).detach(), kl_bs.detach())
 
 
-def mean_over_texts(values_bn: Tensor, mask_bn: Tensor) -> Tensor:
-    """The mean over texts of the mean over each one's tokens with mask 1; a text without any counts as 0."""
-    lengths_b = mask_bn.sum(dim=1).clamp(min=1)
-    return (torch.where(mask_bn.bool(), values_bn, 0.0).sum(dim=1) / lengths_b).mean()
+def _divergence(log_q: Tensor) -> Tensor:
+    """q - log q - 1, 0 where log q is."""
+    return log_q.expm1() - log_q
+
+
+def text_part(
+    tokens: NDArray[np.int64], prompt: int, logprobs: NDArray[np.float64], advantage: float
+) -> NDArray[np.int64]:
+    """A text as a part of a sample, `[6, n]`: its tokens, which of them were sampled, and as bits of float64 the
+    values of `Batch.sampled` of each.
+
+    `prompt`: its first tokens, which were not sampled; `logprobs`: of the others.
+    """
+    values_4n, sampled_n = np.zeros((4, len(tokens))), np.arange(len(tokens)) >= prompt
+    values_4n[:, prompt:] = np.stack(np.broadcast_arrays(logprobs, advantage, 1 / len(logprobs), 0.0))
+    values_4n[3, prompt] = 1.0
+    return np.concatenate([np.stack([tokens, sampled_n]), values_4n.view(np.int64)])
+
+
+class _Sampled(NamedTuple):
+    """What `Batch.sampled` has of each label: its log-probability when it was sampled, the advantage of its text, one
+    over the number of that text's sampled tokens, and 1 for the first of them."""
+
+    logprobs_bs: Tensor
+    advantages_bs: Tensor
+    weights_bs: Tensor
+    firsts_bs: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Sampled:
+        assert batch.sampled is not None
+        return cls(*batch.sampled.unbind(2))
+
+
+@dataclass(frozen=True)
+class SampledTexts:
+    """Texts with what is known of each of their tokens (`text_part`)."""
+
+    answers: Answers
+
+    def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
+        """The row of `answers`, and the bits of `Batch.sampled`: `[7, s + 1]`."""
+        row = self.answers.row([part[:2] for part in parts], index)
+        bits = np.concatenate([part[2:] for part in parts], axis=1)
+        return np.concatenate([row, np.pad(bits, ((0, 0), (0, row.shape[1] - bits.shape[1])))])
+
+    def batch(self, rows: Tensor) -> Batch:
+        values_b4s = rows[:, 3:, 1:].contiguous().view(torch.float64)
+        return replace(self.answers.batch(rows[:, :3]), sampled=values_b4s.transpose(1, 2).contiguous())
+
+
+class GrpoLoss(ObjectiveLoss):
+    """The loss of sampled texts. Metrics are means over texts of the mean over each one's tokens.
+
+    `clip_ratio`: tokens whose ratio's gradient is cut off. `rollout_kl`, `rollout_difference`: an estimate of the
+    divergence of the trained model from the one that sampled, and the difference of their log-probabilities; 0 where
+    all of them are equal. `kl`: divergence from the reference, if there is one.
+    """
+
+    def __init__(
+        self, low: float, high: float, beta: float, temperature: float, vocab_size: int, parallel: ParallelState
+    ) -> None:
+        self.low, self.high, self.beta, self.temperature = low, high, beta, temperature
+        self.vocab_size, self.group = vocab_size, parallel.tensor.group
+        self.metrics = ("clip_ratio", "rollout_kl", "rollout_difference", *(["kl"] if beta else []))
+        self.reads_logits = temperature != 1
+
+    def of_reference(self, output: Tensor, batch: Batch) -> Tensor:
+        """Log-probabilities of labels, float64 `[b, s]`."""
+        if self.reads_logits:
+            logits_sbv, labels_sb = at_temperature(output, self.temperature), batch.labels.transpose(0, 1).contiguous()
+            output = vocab_parallel_cross_entropy(logits_sbv, labels_sb, self.group, vocab_size=self.vocab_size)
+        return -output.transpose(0, 1).double()
+
+    def __call__(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        assert batch.loss_mask is not None
+        sampled, counts_bs = _Sampled.of(batch), batch.loss_mask > 0
+        logprobs_bs, reference_bs = self.of_reference(output, batch).where(counts_bs, 0.0), None
+        if self.beta:
+            assert batch.reference is not None
+            reference_bs = batch.reference.where(counts_bs, 0.0)
+        losses = token_losses(
+            logprobs_bs,
+            sampled.logprobs_bs,
+            sampled.advantages_bs,
+            reference_logprobs_bs=reference_bs,
+            low=self.low,
+            high=self.high,
+            beta=self.beta,
+        )
+        loss = (losses.loss_bs * sampled.weights_bs).sum()
+        difference_bs = logprobs_bs.detach() - sampled.logprobs_bs
+        values = [losses.clipped_bs, _divergence(difference_bs), difference_bs.abs(), losses.kl_bs]
+        means = [(x_bs * sampled.weights_bs).sum() for x_bs in values[: len(self.metrics)]]
+        return loss, torch.stack([loss.detach(), sampled.firsts_bs.sum(), *means])
+
+    def count(self, batch: Batch) -> Tensor:
+        return _Sampled.of(batch).firsts_bs.sum()
+
+
+def _loss(config: Config, parallel: ParallelState) -> GrpoLoss:
+    given, size = config.data.grpo, config.model.vocab_size
+    assert given is not None
+    assert size is not None
+    return GrpoLoss(given.clip_low, given.clip_high, given.beta, given.temperature, size, parallel)
+
+
+OBJECTIVE = ObjectiveRecord(
+    lambda config: config.data.grpo is not None,
+    lambda config, *_: SampledTexts(Answers(config.training.seq_length)),
+    _loss,
+)

@@ -291,6 +291,7 @@ def _data(layout: Layout, sizes: Sizes, edit: _Edit) -> None:
     edit.set("training.decoder_seq_length", None, "as many tokens as the spans need")
     edit.set("data.masked_lm.whole_words", False, "a tokenizer says where words begin")
     edit.set("data.distillation", None, "a teacher is another model")
+    edit.set("data.grpo", None, "texts that a model samples are no data")
     if data.dpo is not None:
         edit.set("data.dpo.reference", "live", "the data is new")
     if data.fill_in_the_middle is not None:

@@ -75,6 +75,15 @@ class _VocabParallelCrossEntropy(Function):
         return dx_sbv.to(ctx.dtype), None, None, None, None, None
 
 
+def at_temperature(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """Logits of the distribution that is sampled at a temperature, float32 or wider. A temperature in a tensor is
+    broadcast, and gives the same bits."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide / torch.as_tensor(
+        temperature, dtype=wide.dtype, device=wide.device
+    )  # by a number it would be rounded twice
+
+
 def vocab_parallel_cross_entropy(
     logits_sbv: Tensor, labels_sb: Tensor, group: ProcessGroup, *, vocab_size: int, z_loss: float = 0.0,
     softcap: float | None = None,

@@ -33,7 +33,7 @@ from megafp8.training.arguments import make_parser
 from megafp8.training.errors import run_and_report
 
 if TYPE_CHECKING:
-    from megafp8.training.evaluation import MakeEvaluation
+    from megafp8.training.evaluation import LiveUses
     from megafp8.training.inputs import Inputs
 
 
@@ -139,23 +139,20 @@ def _dry_run(arguments: argparse.Namespace) -> None:
         print(dry_run(stage.config, world_size, stage.source, steps, verbose=arguments.verbose))
 
 
-def run(description: str | None, live_evaluation: Callable[[Inputs], MakeEvaluation]) -> None:
+def run(description: str | None, live_uses: Callable[[Inputs], LiveUses]) -> None:
     inputs = prepare(parse_arguments(description))
     if inputs is not None:
         from megafp8.training.job import train
 
-        if inputs.config.training.evaluate is None:
-            train(inputs)
-        else:
-            train(inputs, live_evaluation(inputs))
+        train(inputs, live_uses(inputs))
 
 
-def main(description: str | None, live_evaluation: Callable[[Inputs], MakeEvaluation]) -> int:
+def main(description: str | None, live_uses: Callable[[Inputs], LiveUses]) -> int:
     """Train a model as the command line says; returns the exit code.
 
-    `live_evaluation`: checks what `training.evaluate` asks for, which raises ValueError, and gives what does it.
+    `live_uses`: checks what the config asks of the live model, which raises ValueError, and gives what does it.
     """
-    code = run_and_report(partial(run, description, live_evaluation))
+    code = run_and_report(partial(run, description, live_uses))
     if not code:
         notify.ended(notify.of_process(), code)
     return code

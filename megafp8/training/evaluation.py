@@ -1,13 +1,15 @@
-"""Evaluations of the live model: the loss on documents for validation, and what `training.evaluate` asks for."""
+"""What a job asks of its live model: the loss on documents for validation, what `training.evaluate` says, and the texts
+that it trains on with `data.grpo`."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+from megafp8.batch import Batch
 from megafp8.data.blend import Blend
 from megafp8.distributed import activity
 from megafp8.training.inputs import Inputs
@@ -18,6 +20,27 @@ TaskEvaluation = Callable[[int], Mapping[str, float]]
 """What `training.evaluate` asks for, after a step: its metrics by name. Collective."""
 MakeEvaluation = Callable[[Trainer, Inputs, Path], TaskEvaluation]
 """The evaluation of a trainer's live model, whose files go to the run folder."""
+
+
+class StepSource(Protocol):
+    """Makes the micro-batches of steps by the live model. `metrics`: of the latest step, by name."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+    def batches(
+        self, train: Blend, step: int, consumed_samples: int, position_of: Callable[[int], int]
+    ) -> Iterator[list[Batch]]:
+        """This rank's micro-batches of each step after the first `step`, which have read `consumed_samples` of
+        `train`. `position_of`: as of `Inputs.batches`. Collective."""
+        ...
+
+
+class LiveUses(NamedTuple):
+    """What needs the live model, made of a trainer, its inputs and the run folder; None where the config has none."""
+
+    evaluation: MakeEvaluation | None = None
+    rollouts: Callable[[Trainer, Inputs, Path], StepSource] | None = None
 
 
 class Evaluation(Observer):

@@ -1,4 +1,4 @@
-"""The frozen model that a loss compares the trained one with: the reference of `data.dpo`, a teacher.
+"""The frozen model that a loss compares the trained one with: the reference of `data.dpo` or `data.grpo`, a teacher.
 
 It has the layout of the run and is computed in `training.precision`, so that its results do not depend on the state of
 FP8 scaling, and it has no gradients, masters or optimizer state. A checkpoint records the digest of its weights: a run
@@ -56,7 +56,7 @@ def open_frozen(trainer: Trainer, inputs: Inputs, saved: Mapping[str, Any] | Non
     reads_logits = teacher is not None and teacher.logits == "precomputed"
     record = LOGITS if reads_logits else RECORD
     known = None if saved is None else saved.get(record)
-    key = "data.dpo" if teacher is None else "data.distillation"
+    key = f"data.{next(iter(config.data.objectives), None)}"
     if saved is not None and known is None and (trainer.frozen is not None or _is_precomputed(config)):
         raise TrainingError(
             f"{key}: the run began with another objective, or another reference; set it as it was, or "

@@ -43,9 +43,12 @@ class History:
         """Samples that the run has read after `step` steps."""
         return self.samples + (step - self.step) * config.training.global_batch_size
 
-    def after(self, step: int, samples: int, config: Config) -> History:
-        """The history up to `step`, the next one that is done, in which fewer `samples` were read than in a batch."""
-        tokens = self.tokens_at(step - 1, config) + samples * config.training.seq_length
+    def after(self, step: int, samples: int, config: Config, trained: int | None = None) -> History:
+        """The history up to `step`, the next one that is done, in which so many `samples` were read.
+
+        `trained`: samples that the passes had, where they are others.
+        """
+        tokens = self.tokens_at(step - 1, config) + (trained or samples) * config.training.seq_length
         return History(step, self.samples_at(step - 1, config) + samples, tokens, self.changes)
 
     def tokens_at(self, step: int, config: Config) -> int:

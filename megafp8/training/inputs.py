@@ -22,6 +22,7 @@ from megafp8.data.documents import find_files
 from megafp8.data.indexed_dataset import IndexedDataset, bin_path, check_dataset, idx_path
 from megafp8.data.packing import BestFit
 from megafp8.data.progress import Conflict, Identity, Progress, Source, combine
+from megafp8.data.prompts import PromptSource
 from megafp8.data.sampler import batches as batch_stream
 from megafp8.data.samples import PLACES, PackedDataset, split_documents
 from megafp8.data.text_source import TextSource
@@ -90,6 +91,27 @@ class TextSet:
 
 
 @dataclass(frozen=True)
+class PromptSet:
+    """Prompts of `data.train`, which the model continues (`data.grpo`); all are for training."""
+
+    prefix: str
+    train: PromptSource
+    validation: None = None
+
+    def source(self, weight: float) -> Source:
+        """These prompts in the record of the run's progress."""
+        contents, length = self.train.fingerprint, self.train.seq_length
+        return Source(self.prefix, contents, range(0), 0, weight, "best_fit", length)
+
+    @property
+    def identity(self) -> Identity:
+        return self.source(1.0).identity
+
+
+AnySet = DataSet | TextSet | PromptSet
+
+
+@dataclass(frozen=True)
 class Inputs:
     """Tokenizer and data of a run. `validation` is None if there is no evaluation, or no documents for it.
 
@@ -104,7 +126,7 @@ class Inputs:
     run: Config
     stage: StageConfig | None
     tokenizer: Tokenizer | None
-    data_sets: Sequence[DataSet | TextSet]
+    data_sets: Sequence[AnySet]
     progress: Progress
     train: Blend
     validation: Blend | None
@@ -181,6 +203,7 @@ class Inputs:
         """
         data = self.config.data
         then: Mapping[str, Any] = saved["config"]["data"]
+        self._check_group_size(then, saved["step"])
         if "data" in saved:
             recorded = Progress.from_json(saved["data"])
         else:
@@ -208,6 +231,15 @@ class Inputs:
         train, validation = _blends(data_sets, progress, self.config.seed)
         resumed = replace(self, data_sets=data_sets, progress=progress, train=train, validation=validation)
         return replace(resumed, positions=positions), changes
+
+    def _check_group_size(self, then: Mapping[str, Any], step: int) -> None:
+        """Raise ConfigError if texts that were counted are not of as many prompts any more."""
+        given, before = self.config.data.grpo, then.get("grpo")
+        if given is not None and before is not None and given.group_size != before["group_size"]:
+            rule = f"the run has counted its texts by groups of {before['group_size']}"
+            works = "set it as it was, or choose another name for a new run"
+            problem = Problem("data.grpo.group_size", given.group_size, rule, works)
+            raise ConfigError(f"checkpoint of step {step}", [problem])
 
     def _changed_text(self, conflict: Conflict, files: Mapping[str, Any]) -> Problem | None:
         """The error of text of which a file has changed; None if that is not the conflict. `files`: as recorded."""
@@ -249,7 +281,7 @@ class Inputs:
             length = data_set.train.seq_length
             if entry.length is None or entry.length == length:
                 continue
-            if isinstance(data_set, TextSet):  # its positions count tokens
+            if not isinstance(data_set, DataSet):  # its positions do not depend on the length
                 positions[entry.identity] = entry.position
                 changes.append(f"samples of {entry.prefix} have {length:,} tokens instead of {entry.length:,}")
                 continue
@@ -292,8 +324,10 @@ def open_inputs(config: Config, source: str, step: int = 0) -> Inputs:
     config = _resolve_vocabulary(config, tokenizer, source)
     vocab_size = config.model.vocab_size
     assert vocab_size is not None, "config.checks: given, or known from the tokenizer"
+    if run.model.vocab_size is None:  # checkpoints are compared with it
+        run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": vocab_size})})
     objective = objective_of(config, tokenizer, source)
-    data_sets = open_data_sets(config)
+    data_sets = open_data_sets(config, tokenizer)
     for data_set in data_sets:
         if isinstance(data_set, DataSet):
             check_dataset(data_set.dataset, vocab_size, tokenizer.fingerprint if tokenizer else None)
@@ -326,9 +360,30 @@ def _streams_of(blend: Blend) -> int:
     return next(x.canonical_streams for x in blend.datasets if isinstance(x, TextSource))
 
 
-def open_data_sets(config: Config) -> list[DataSet | TextSet]:
+def _open_prompts(config: Config, tokenizer: Tokenizer) -> PromptSet:
+    """The prompts of `data.train`. Raises ValueError as `open_inputs` does."""
+    given, length, (path,) = config.data.grpo, config.training.seq_length, config.data.train
+    assert given is not None
+    assert config.data.tokenizer is not None
+    source = PromptSource(
+        path,
+        tokenizer,
+        config.data.tokenizer.path,
+        key=given.prompt_key,
+        longest=length - given.max_tokens,
+        group_size=given.group_size,
+        seed=config.seed,
+        seq_length=length,
+    )
+    return PromptSet(path, source)
+
+
+def open_data_sets(config: Config, tokenizer: Tokenizer | None) -> list[AnySet]:
     """The data sets of `data.train`, each once. Raises ValueError as `open_inputs` does."""
-    data_sets: list[DataSet | TextSet] = []
+    if config.data.grpo is not None:
+        assert tokenizer is not None, "config.schema"
+        return [_open_prompts(config, tokenizer)]
+    data_sets: list[AnySet] = []
     for prefix, times in Counter(list(config.data.train)).items():
         if is_text(prefix):
             data_sets.append(TextSet(prefix, _text_source(config, prefix, "data.train")))
@@ -411,28 +466,28 @@ def _loss_mask(config: Config, dataset: IndexedDataset) -> IndexedDataset | None
 
 
 def _sources(
-    train: Sequence[str] | Mapping[str, float], data_sets: Sequence[DataSet | TextSet], list_weights: str
+    train: Sequence[str] | Mapping[str, float], data_sets: Sequence[AnySet], list_weights: str
 ) -> list[Source]:
     """The data sets with their weights; those with the same contents are combined."""
     if isinstance(train, Mapping):
         return combine([data_set.source(train[data_set.prefix]) for data_set in data_sets])
     weights = [
-        1.0 if isinstance(x, TextSet) else float(x.times * (x.size if list_weights == "tokens" else 1))
+        float(x.times * (x.size if list_weights == "tokens" else 1)) if isinstance(x, DataSet) else 1.0
         for x in data_sets
     ]
     return combine([x.source(weight) for x, weight in zip(data_sets, weights)])
 
 
-def _active(data_sets: Sequence[DataSet | TextSet], progress: Progress) -> list[DataSet | TextSet]:
+def _active(data_sets: Sequence[AnySet], progress: Progress) -> list[AnySet]:
     """The data sets that `progress` mixes, in its order; the first of several with the same contents."""
     by_identity = {x.identity: x for x in reversed(data_sets)}
     return [by_identity[entry.identity] for entry in progress.active]
 
 
-def _blends(data_sets: Sequence[DataSet | TextSet], progress: Progress, seed: int) -> tuple[Blend, Blend | None]:
+def _blends(data_sets: Sequence[AnySet], progress: Progress, seed: int) -> tuple[Blend, Blend | None]:
     """Blends for training and validation of the data sets that are active in `progress`."""
     active = _active(data_sets, progress)
-    placed = [x.train if isinstance(x, TextSet) else x.train.at(e.position) for x, e in zip(active, progress.active)]
+    placed = [x.train.at(e.position) if isinstance(x, DataSet) else x.train for x, e in zip(active, progress.active)]
     train = Blend(placed, progress.segment(seed))
     held_out = [(x.validation, weight) for x, weight in zip(active, train.segment.weights) if x.validation is not None]
     if not held_out:
@@ -576,7 +631,7 @@ def missing_data(config: Config) -> list[str]:
     return lines + no_text
 
 
-def _tokens_of(data: PackedDataset | TextSource) -> str:
+def _tokens_of(data: PackedDataset | TextSource | PromptSource) -> str:
     """Number of tokens, or size in files."""
     return f"{data.bytes / 2**20:,.1f} MiB" if isinstance(data, TextSource) else f"{data.num_tokens:,}"
 
@@ -586,7 +641,7 @@ def describe_planned_data(config: Config, steps: int | None = None) -> str:
 
     `steps`: of it, if not training.steps.
     """
-    data_sets = open_data_sets(config)
+    data_sets = open_data_sets(config, None if config.data.grpo is None else open_tokenizer(config, "config"))
     progress = Progress.begin(_sources(config.data.train, data_sets, "tokens"))
     samples = (steps or config.training.steps) * config.training.global_batch_size
     return describe_data(config, data_sets, progress, _validation_sets(config, None), samples)
@@ -594,7 +649,7 @@ def describe_planned_data(config: Config, steps: int | None = None) -> str:
 
 def describe_data(
     config: Config,
-    data_sets: Sequence[DataSet | TextSet],
+    data_sets: Sequence[AnySet],
     progress: Progress,
     validation_sets: Mapping[str, Blend],
     samples: int,
@@ -607,7 +662,7 @@ def describe_data(
     segment = progress.segment(config.seed)
     counts = segment.given(max(samples, progress.first_sample))
     packed = _blends(data_sets, progress, config.seed)[0].datasets
-    rows: list[tuple[str, PackedDataset | TextSource, float, int]] = [
+    rows: list[tuple[str, PackedDataset | TextSource | PromptSource, float, int]] = [
         (x.prefix, packed_set, share, count)
         for x, packed_set, share, count in zip(active, packed, shares(segment.weights), counts)
     ]
@@ -638,6 +693,8 @@ def describe_data(
                 f"{x.prefix}: {len(text.files):,} {files} of text, tokenized while the run trains, in "
                 f"{text.canonical_streams} canonical streams (docs/own-data.md)"
             )
+        elif isinstance(x, PromptSet):
+            lines.append(f"{x.prefix}: {len(x.train.prompts):,} prompts, {x.train.group_size} texts of each")
         elif isinstance(x.train.packing, BestFit):
             lines.append(f"{x.prefix}: {x.train.packing.describe()}")
             if x.train.left_out:

@@ -50,7 +50,7 @@ from megafp8.training.describe import describe_longrope
 from megafp8.training.determinism import describe_determinism
 from megafp8.training.divergence import diverged
 from megafp8.training.errors import Diverged, TrainingError
-from megafp8.training.evaluation import MakeEvaluation, TaskEvaluation
+from megafp8.training.evaluation import LiveUses, StepSource, TaskEvaluation
 from megafp8.training.frozen import open_frozen
 from megafp8.training.history import History
 from megafp8.training.init_from import load_init
@@ -91,13 +91,13 @@ from megafp8.training.validate import choose_device, run_folder
 logger = logging.getLogger(__name__)
 
 
-def train(inputs: Inputs, make_evaluation: MakeEvaluation | None = None) -> None:
+def train(inputs: Inputs, live: LiveUses = LiveUses()) -> None:  # noqa: B008 - immutable
     """Run the job to its last step, or to a clean stop. Call `validate.check_run` first.
 
     A stage ends with a checkpoint, from which the next one starts with groups and a trainer of its own: a stage is a
-    resumption. `inputs`: of the stage of the newest checkpoint. `make_evaluation`: needed where the config has
-    `training.evaluate`. Raises FolderInUse if another job uses the run folder, before anything in it is changed;
-    TrainingError, on all ranks, if training cannot continue.
+    resumption. `inputs`: of the stage of the newest checkpoint. `live`: what the config has of the live model. Raises
+    FolderInUse if another job uses the run folder, before anything in it is changed; TrainingError, on all ranks, if
+    training cannot continue.
     """
     config = inputs.config
     show_steps = config.logging.progress and not sys.stderr.isatty()
@@ -113,7 +113,7 @@ def train(inputs: Inputs, make_evaluation: MakeEvaluation | None = None) -> None
             with FolderLock(locked, takes_over=place is not None) as lock, contextlib.ExitStack() as stack:
                 if elsewhere is not None and place is None:
                     lock = stack.enter_context(FolderLock(checkpoint_folder(run, elsewhere)))
-                shared = Shared(lock, StopRequest(), log, make_evaluation, place)
+                shared = Shared(lock, StopRequest(), log, live, place)
                 shared.stop.install()
                 log.open(logs)
                 following = _train_stage(inputs, shared, device, first=True)
@@ -130,7 +130,7 @@ def train(inputs: Inputs, make_evaluation: MakeEvaluation | None = None) -> None
 
 
 class Shared(NamedTuple):
-    """What all stages of a job share: the lock of the run folder, requests to stop, log, what makes its evaluation.
+    """What all stages of a job share: the lock of the run folder, requests to stop, log, what needs the live model.
 
     `place`: of this replica, if there are several.
     """
@@ -138,7 +138,7 @@ class Shared(NamedTuple):
     lock: FolderLock
     stop: StopRequest
     log: RunLog
-    make_evaluation: MakeEvaluation | None
+    live: LiveUses
     place: Place | None = None
 
 
@@ -220,8 +220,12 @@ class Job:
         self._log_choices()
         self.tasks: TaskEvaluation | None = None
         if self.config.training.evaluate is not None:
-            assert shared.make_evaluation is not None
-            self.tasks = shared.make_evaluation(self.trainer, self.inputs, self.folder)
+            assert shared.live.evaluation is not None
+            self.tasks = shared.live.evaluation(self.trainer, self.inputs, self.folder)
+        self.rollouts: StepSource | None = None
+        if self.config.data.grpo is not None:
+            assert shared.live.rollouts is not None
+            self.rollouts = shared.live.rollouts(self.trainer, self.inputs, self.folder)
         self.observers: list[Observer] = []  # while the loop runs
         self.tokenizer = tokenizer_copy(self.config) if self.is_main else {}
         self.save_seconds = 0.0
@@ -560,6 +564,9 @@ class Job:
 
     def _training_batches(self) -> Iterator[list[Batch]]:
         """The batches of the steps to come."""
+        if self.rollouts is not None:
+            train, position_of = self.inputs.train, self.spikes.position_of
+            return self.rollouts.batches(train, self.step, self.consumed_samples, position_of)
         return self.inputs.batches(self.inputs.train, self.parallel, self.consumed_samples, self.spikes.position_of)
 
     def _rewind(self) -> bool:
@@ -603,7 +610,8 @@ class Job:
             observer.before_step(self.step + 1)
         start = time.perf_counter()
         batches = next(stream)
-        data_seconds = time.perf_counter() - start
+        # Texts that the model samples are work of the step.
+        data_seconds = time.perf_counter() - start if self.rollouts is None else 0.0
         checking = time.perf_counter()
         for observer in self.observers if batches else ():
             batches = observer.before_passes(self.step + 1, batches)
@@ -621,6 +629,10 @@ class Job:
             if r.batch == "shrink":
                 samples = samples // r.count * len(replicas)
                 self.history = self.history.after(self.step + 1, samples, self.config)
+        trained = samples
+        if self.rollouts is not None:
+            trained = len(batches) * t.micro_batch_size * self.parallel.data.size
+            self.history = self.history.after(self.step + 1, samples, self.config, trained)
         self.step += 1
         if self.rounds is not None and self.step == self.rounds.end:
             self._end_round()
@@ -629,7 +641,7 @@ class Job:
         observed: dict[str, Any] = {}
         for observer in self.observers:
             observed |= observer.after_step(self.step, loss.mean, result.skipped)
-        per_gpu = samples * t.seq_length / seconds / ranks
+        per_gpu = trained * t.seq_length / seconds / ranks
         flops = per_gpu * self.flops_per_token
         peak = peak_flops(self.parallel.device, t.precision, fp8=self.config.fp8.recipe != "none")
         save_seconds, self.save_seconds = self.save_seconds, 0.0
@@ -656,7 +668,7 @@ class Job:
             index_loss=self.trainer.index_loss,
             max_attention_logit=self.trainer.max_attention_logit,
             layer_norms=result.layer_norms,
-            objective=loss.metrics,
+            objective=loss.metrics if self.rollouts is None else {**self.rollouts.metrics, **loss.metrics},
             replicas=replicas,
             **observed,
         )

@@ -72,7 +72,7 @@ HELP: Mapping[str, str] = {
     "last_step_timestamp_seconds": "When the last step ended",
     "section_seconds": "Time in a section of the training loop since the step before",
     "valid_loss": "Loss of a data set in its last validation, nats",
-    "objective": "What the loss of the objective reports of the last step (DPO, distillation)",
+    "objective": "What the loss of the objective reports of the last step (DPO, distillation, GRPO)",
     "eval": "Metric of a task in its last evaluation",
     "fp8_min_snr_db": "Signal-to-noise ratio of the cast to FP8 in the worst layer, when last sampled",
     "fp8_max_underflow": "Largest share of elements of a tensor that became zero in FP8, when last sampled",

@@ -578,6 +578,7 @@ class Trainer:
             count = (lambda batch: batch.loss_mask.sum(dtype=torch.float64)) if self.loss is None else self.loss.count
             counted = torch.stack([count(batch) for batch in batches]).sum()
             grad *= all_reduce(counted, self.parallel.data.group).clamp(min=1) / self.nominal_tokens
+            grad *= self.num_microbatches / len(batches)  # sampled texts may fill fewer
 
     def _to_device(self, batches: Sequence[Batch]) -> list[Batch]:
         return [batch.to(self.parallel.device) for batch in batches]

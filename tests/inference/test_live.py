@@ -36,9 +36,7 @@ def _train(jobs: list[list[str]], offline: str) -> None:
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=offline, TQDM_DISABLE="1")
     for overrides in jobs:
         inputs = inputs_of(overrides)
-        if inputs.config.training.evaluate is not None:
-            live.check(inputs)
-        run_job(inputs, live.LiveEvaluation)
+        run_job(inputs, live.uses(inputs))
         os.environ.pop("RANK", None)  # the world's group is gone; the next job makes its own
 
 

@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from megafp8.objectives.grpo import group_advantages, mean_over_texts, token_losses
+from megafp8.objectives.grpo import group_advantages, token_losses
 
 LOW, HIGH, KL = 0.2, 0.28, 0.04
 
@@ -22,6 +22,11 @@ def _inputs(dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, ...]:
     mask = torch.rand(6, 9, generator=generator) < 0.7
     mask[0] = False  # a text without tokens
     return tuple(x.to(dtype) for x in (sampled + 0.3 * noise, sampled, sampled + 0.5 * away, advantages, mask))
+
+
+def mean_over_texts(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mean over texts of the mean over each one's tokens with mask 1; a text without any counts as 0."""
+    return (torch.where(mask.bool(), values, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean()
 
 
 def _twin(
@@ -49,28 +54,28 @@ def _twin(
 def test_loss_and_gradient(dtype: torch.dtype, error: float, seed: int) -> None:
     p, old, reference, advantages, mask = _inputs(dtype, seed)
     p.requires_grad_()
-    losses = token_losses(p, old, advantages, reference_logprobs_bn=reference, low=LOW, high=HIGH, kl_weight=KL)
-    loss = mean_over_texts(losses.loss_bn, mask)
+    losses = token_losses(p, old, advantages.unsqueeze(1), reference_logprobs_bs=reference, low=LOW, high=HIGH, beta=KL)
+    loss = mean_over_texts(losses.loss_bs, mask)
     loss.backward()
     expected, gradient = _twin(*_inputs(torch.float64, seed))
     assert loss.item() == pytest.approx(expected, abs=error)
     assert p.grad is not None
     torch.testing.assert_close(p.grad.double(), torch.tensor(gradient, dtype=torch.float64), rtol=0, atol=error)
-    assert losses.clipped_bn.any()
-    assert not losses.clipped_bn.all()
-    assert (losses.kl_bn >= -error).all()
+    assert losses.clipped_bs.any()
+    assert not losses.clipped_bs.all()
+    assert (losses.kl_bs >= -error).all()
 
 
 def test_the_first_update_is_a_policy_gradient() -> None:
     """Sampled with the same weights the loss is -A, and its gradient that of -A log p."""
     p, _, _, advantages, mask = _inputs(torch.float64, 0)
     p.requires_grad_()
-    losses = token_losses(p, p.detach(), advantages)
-    mean_over_texts(losses.loss_bn, mask).backward()
+    losses = token_losses(p, p.detach(), advantages.unsqueeze(1))
+    mean_over_texts(losses.loss_bs, mask).backward()
     own = torch.autograd.grad(mean_over_texts(-advantages.unsqueeze(1) * p, mask), p)[0]
     assert p.grad is not None
     torch.testing.assert_close(p.grad, own, rtol=0, atol=1e-15)
-    assert not losses.clipped_bn.any()
+    assert not losses.clipped_bs.any()
 
 
 def test_advantages() -> None:

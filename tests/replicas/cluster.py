@@ -228,14 +228,14 @@ class Cluster:
     def _run_rank(self, replica: int, rank: int) -> int:
         import torch
 
-        from megafp8.commands.pretrain import live_evaluation
+        from megafp8.commands.pretrain import live_uses
         from megafp8.training import command_line
 
         torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         sys.argv = ["pretrain", *self.arguments]
         audit(self.folder, replica, rank, self._delay)
-        return command_line.main(None, live_evaluation)
+        return command_line.main(None, live_uses)
 
     def pids(self, replica: int) -> list[int]:
         """The processes of a replica's ranks; empty before they have been started."""

@@ -271,6 +271,13 @@ ANSWERS = _preset(
 )
 _PAIRS = {"packing": "best_fit", "mask_eod_loss": True, "reset_at_documents": True}
 DPO = _preset("dpo", data={**_PAIRS, "dpo": {"beta": 0.7, "label_smoothing": 0.1}})
+GRPO = _preset(
+    "grpo",
+    data={
+        **_PAIRS, "train": ["none.jsonl"], "tokenizer": {"kind": "bytes"},
+        "grpo": {"reward": "rewards:none", "group_size": 2, "max_tokens": 12, "temperature": 0.7, "beta": 0.3},
+    },
+)  # fmt: skip
 TEXT = _preset("text")  # the quickstart's; `Runs` knows where it is
 
 # FP8

@@ -34,6 +34,7 @@ from megafp8.distributed import tp_symmetric
 from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.objectives import Objective
 from megafp8.objectives.answers import Answers
+from megafp8.objectives.grpo import SampledTexts, text_part
 from megafp8.objectives.masked_lm import MaskedLM, SpecialIds
 from megafp8.objectives.next_token import NextToken
 from megafp8.objectives.preferences import Preferences
@@ -155,7 +156,7 @@ def batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
     padding from a random token on. Or those of `data.train`.
     """
     t, d, data = config.training, config.data, parallel.data
-    if d.train != ["none"]:
+    if d.train != ["none"] and d.grpo is None:
         return text_batches(step, config, parallel)
     generator = torch.Generator().manual_seed(step)
     first, stride = (torch.randint(1, 16, (t.global_batch_size, 1), generator=generator) for _ in range(2))
@@ -166,6 +167,8 @@ def batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
     samples = torch.arange(step * t.global_batch_size, (step + 1) * t.global_batch_size)
     if config.model.architecture != "gpt":
         return _encoder_batches(config, parallel, tokens, samples)
+    if d.grpo is not None:
+        return _sampled_batches(config, parallel, tokens, samples)
     if d.dpo is not None:
         return _pair_batches(config, parallel, tokens, samples)
     if d.loss_on is not None:
@@ -208,6 +211,21 @@ def _pair_batches(config: Config, parallel: ParallelState, tokens: Tensor, indic
         parts = torch.stack([text, mask]).numpy()
         cuts = [[9], [4, 8, 11], [3, 6, 8, 11, 14]][index % 3]
         rows.append(torch.from_numpy(objective.row(np.split(parts, cuts, axis=1), index)))
+    own = zip(*(x.split(t.micro_batch_size)[data.rank :: data.size] for x in (torch.stack(rows), indices)))
+    return [replace(objective.batch(x), samples=numbers) for x, numbers in own]
+
+
+def _sampled_batches(config: Config, parallel: ParallelState, tokens: Tensor, indices: Tensor) -> list[Batch]:
+    """The same as texts that were sampled, one to three a sample, with advantages; some ratios are clipped."""
+    t, data, objective = config.training, parallel.data, SampledTexts(Answers(config.training.seq_length))
+    rows = []
+    for index, sample in zip(indices.tolist(), tokens):
+        random, parts = np.random.default_rng(index), []
+        for text in np.split(sample[sample != PADDING].numpy(), [[9], [4, 11], []][index % 3]):
+            prompt = int(random.integers(1, len(text) - 1))
+            logprobs = -np.log(VOCABULARY) + 0.4 * random.standard_normal(len(text) - prompt)
+            parts.append(text_part(text, prompt, logprobs, random.standard_normal()))
+        rows.append(torch.from_numpy(objective.row(parts, index)))
     own = zip(*(x.split(t.micro_batch_size)[data.rank :: data.size] for x in (torch.stack(rows), indices)))
     return [replace(objective.batch(x), samples=numbers) for x, numbers in own]
 
