@@ -10,6 +10,7 @@ folder: data/grpo_arithmetic and runs/arithmetic-*.
 from __future__ import annotations
 
 import json
+import os
 import random
 import shlex
 import subprocess
@@ -39,7 +40,8 @@ def run(*words: str | Path) -> None:
     """Print and run a command of megafp8; leave with its exit code if it fails."""
     arguments = [str(word) for word in words]
     print(f"\n$ megafp8 {shlex.join(arguments)}", flush=True)
-    if code := subprocess.run([sys.executable, "-m", "megafp8", *arguments]).returncode:
+    environment = {"OMP_NUM_THREADS": "2", **os.environ}  # so small a model is slower with many
+    if code := subprocess.run([sys.executable, "-m", "megafp8", *arguments], env=environment).returncode:
         sys.exit(code)
 
 
