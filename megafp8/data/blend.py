@@ -132,5 +132,5 @@ class Blend:
     def _locate(self, index: int) -> tuple[PackedDataset, int]:
         source, number = self.segment.locate(index)
         packed = self.datasets[source]
-        assert isinstance(packed, PackedDataset)
+        assert not isinstance(packed, TextSource | PromptSource)
         return packed, number

@@ -19,6 +19,7 @@ from megafp8.inference.staged_weights import tensors_of
 from megafp8.linear.state import LinearState
 from megafp8.training.state import checkpoint_folder, save_state
 from tests.inference.test_checkpoints import CACHE, OPTIONS, PROMPTS, SCALES_OF_BATCHES
+from tests.marks import slow_but
 from tests.training.presets import *  # noqa: F403
 from tests.training.presets import Preset, config_of
 from tests.training.runs import start, steps_of
@@ -237,7 +238,10 @@ def _greedy(folder: Path, prompt: list[int], tokens: int, **options: Any) -> Any
 
 @pytest.mark.parametrize(
     ("preset", "options"),
-    [(NONE, {}), (DELAYED, {}), (BF16, {"weights": "int8"}), (BF16, {}), (HYBRID, {}), (MOE, {}), (TIED, {})],
+    slow_but(
+        [(NONE, {}), (DELAYED, {}), (BF16, {"weights": "int8"}), (BF16, {}), (HYBRID, {}), (MOE, {}), (TIED, {})],
+        *[(NONE, {}), (DELAYED, {}), (BF16, {"weights": "int8"})],
+    ),
     ids=str,
 )
 def test_a_text_that_a_refit_interrupts(world2: World, tmp_path: Path, preset: Preset, options: dict[str, Any]) -> None:
