@@ -123,7 +123,7 @@ class Sizes(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Of a rank: seconds of the first refit, of each later one, and of `apply`; what one copied; sums of the bits of
+    """Measurements of a rank: seconds of the first refit, of each later one, and of `apply`; what one copied; sums of the bits of
     the trainer's tensors and of the generator's, as far as it has them."""
 
     first: float

@@ -54,7 +54,7 @@ class KeyValueAmax:
         self._amax[layer] = newest if layer not in self._amax else torch.maximum(self._amax[layer], newest)
 
     def scales(self, parallel: ParallelState) -> dict[int, Scales]:
-        """Of all layers of the model. Collective. Raises ValueError where nothing was read, or is not finite."""
+        """Scales of all layers of the model. Collective. Raises ValueError where nothing was read, or is not finite."""
         largest: dict[int, list[float]] = {}
         own = {layer: amax.tolist() for layer, amax in self._amax.items()}
         for of_rank in all_gather_objects(own, parallel.world.group):

@@ -21,7 +21,7 @@ def loss_of(config: Config, parallel: ParallelState) -> ObjectiveLoss | None:
 
 
 def loss_memory(config: Config, tokens: int) -> LossMemory:
-    """Of the loss of a micro-batch of so many tokens on a rank."""
+    """Memory of the loss of a micro-batch of so many tokens on a rank."""
     memory = _record_of(config).memory
     return LossMemory() if memory is None else memory(config, tokens)
 

@@ -99,7 +99,7 @@ def state_memory(config: Config, parameters: Sequence[Parameter], data: int) -> 
 
 
 def _weight_bytes(config: Config, parameters: Sequence[Parameter], data: int) -> int:
-    """Of parameters that are not trained, on one of `data` ranks."""
+    """Bytes of parameters that are not trained, on one of `data` ranks."""
     others_plan, experts_plan = data_parallel_plans(config, data)
     plans = ((x.elements, experts_plan if x.expert else others_plan) for x in parameters)
     return sum(-(-elements // plan.weight_shards) for elements, plan in plans) * ELEMENT[config.training.precision]

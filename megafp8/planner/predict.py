@@ -144,7 +144,7 @@ def _pipeline_seconds(
 
 
 def frozen_seconds(frozen: ModelOutline, cluster: Cluster) -> float:
-    """Of the forward passes of a step through a frozen model."""
+    """Seconds of the forward passes of a step through a frozen model."""
     config, (placement, _) = frozen.config, stages_of(frozen.config)
     count = micro_batches(config, cluster.gpus)
     times = [sum(stage.values(), Phases()).forward for stage in stage_costs(frozen, cluster)]

@@ -201,8 +201,8 @@ class _Bound(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Of a micro-batch on all stages: seconds, those of the blocks alone, and bytes that blocks save; of a frozen model
-    its seconds, and elements on a tensor-parallel rank, or its share of them under FSDP."""
+    """Cost of a micro-batch on all stages: seconds, those of the blocks alone, and bytes that blocks save; of a frozen
+    model its seconds, and elements on a tensor-parallel rank, or its share of them under FSDP."""
 
     phases: Phases
     of_blocks: float

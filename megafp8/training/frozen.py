@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 RECORD = "frozen_model"
 """Key of a checkpoint's metadata: digest of the weights of the frozen model."""
 LOGITS = "teacher_logits"
-"""The same of a teacher whose logits are `precomputed`, and of its config."""
+"""Key of a checkpoint's metadata: digest of the weights and config of a teacher whose logits are `precomputed`."""
 
 
 def open_frozen(trainer: Trainer, inputs: Inputs, saved: Mapping[str, Any] | None) -> dict[str, str]:

@@ -55,8 +55,11 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def passes(
     trainer: Trainer, frozen: Trainer, objective: Objective, packed: PackedDataset
 ) -> Iterator[tuple[list[list[int]], list[Batch], list[Tensor]]]:
-    """What the loss of `trainer` makes of the output of `frozen` for all samples of an epoch: of each step the numbers
-    of this rank's samples and its tokens, by micro-batch, and on the last stage the outputs. Collective."""
+    """Forward passes of `frozen` over all samples of an epoch. Collective.
+
+    Yields for each step the numbers of this rank's samples and its tokens, by micro-batch, and on the last stage what
+    the loss of `trainer` makes of the outputs.
+    """
     assert trainer.loss is not None
     data, b, total = trainer.parallel.data, trainer.config.training.micro_batch_size, packed.samples_per_epoch
     together = trainer.num_microbatches * data.size * b
@@ -106,7 +109,7 @@ def open_logits(
 
 
 def _teacher_digest(trainer: Trainer) -> str:
-    """Of the teacher's weights and its config. Collective."""
+    """Digest of the teacher's weights and its config. Collective."""
     config, given = live(trainer.config), trainer.config.data.distillation
     frozen = frozen_config(config)
     assert given is not None

@@ -35,7 +35,7 @@ def weights_digest(trainer: Trainer) -> str:
 
 @torch.no_grad()
 def source_digest(source: Source, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None) -> str:
-    """The same of the weights of `source`, of which each rank reads some, one after the other. Collective."""
+    """`weights_digest` of the weights of `source`, of which each rank reads some, one after the other. Collective."""
     sums: Sums = {}
     names = sorted(name for name in source.tensors if name.startswith("model."))
     for name in names[rank(group) :: size(group)]:
@@ -70,7 +70,7 @@ _ELEMENTS = 2**24
 
 
 def _sum_of_bits(x: Tensor, offset: Shape, global_shape: Shape) -> int:
-    """Of a rectangle at `offset` of a tensor."""
+    """Sum of the bits of a rectangle at `offset` of a tensor, each element's times an odd number of its place."""
     if x.dim() == 0:
         x, offset, global_shape = x.view(1), (0,), (1,)
     strides = [math.prod(global_shape[i + 1 :]) for i in range(x.dim())]
