@@ -123,8 +123,8 @@ class Sizes(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Measurements of a rank: seconds of the first refit, of each later one, and of `apply`; what one copied; sums of the bits of
-    the trainer's tensors and of the generator's, as far as it has them."""
+    """Measurements of a rank: seconds of the first refit, of each later one, and of `apply`; what one copied; sums of
+    the bits of the trainer's tensors and of the generator's, as far as it has them."""
 
     first: float
     later: Sequence[float]

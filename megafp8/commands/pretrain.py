@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def live_uses(inputs: Inputs) -> LiveUses:
-    """Implementations of `training.evaluate` and `data.grpo`. Raises ConfigError if they ask for what cannot be done."""
+    """Implementations of `training.evaluate` and `data.grpo`. Raises ConfigError for what cannot be done."""
     if inputs.config.training.evaluate is None and inputs.config.data.grpo is None:
         from megafp8.training.evaluation import LiveUses
 
