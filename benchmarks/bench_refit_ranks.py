@@ -135,7 +135,7 @@ class Measured(NamedTuple):
 
 
 def _released(function: Callable[..., Measured], *given: Any) -> Measured:
-    """What `function` measures, after which its models are freed."""
+    """Call `function` and free the models that it has made; returns its result."""
     measured = function(*given)
     release()
     return measured
@@ -254,7 +254,7 @@ def _totals(sums: Sequence[Sums]) -> dict[str, int] | None:
 
 
 def summary(ranks: Sequence[Measured]) -> dict[str, Any]:
-    """What is shown of a case. `exact`: 1 if all tensors of the generator are the trainer's."""
+    """Row of the table for a case. `exact`: 1 if all tensors of the generator are the trainer's."""
     trained, generated = _totals([x.trained for x in ranks]), _totals([x.generated for x in ranks])
     exact = trained is not None and generated and all(trained.get(name) == x for name, x in generated.items())
     later = statistics.median(max(times) for times in zip(*(x.later for x in ranks), strict=True))

@@ -29,7 +29,7 @@ KEY = "kv_cache_scales"
 
 
 class Scales(NamedTuple):
-    """What E4M3 keys and values of a layer are multiplied by."""
+    """Scales of a layer, by which its E4M3 keys and values are multiplied when they are read."""
 
     keys: float
     values: float

@@ -1,4 +1,4 @@
-"""What the live model of a training job does beside training: sample texts and tasks, as `training.evaluate` says."""
+"""Sample texts, evaluations and rollouts by the live model of a training job (`training.evaluate`, `data.grpo`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KEY = "training.evaluate"
 
 
 def uses(inputs: Inputs) -> LiveUses:
-    """What the config has of the live model. Raises ConfigError where that cannot be done; needs no process group."""
+    """Implementations of what the config asks of the live model. Raises ConfigError; needs no process group."""
     evaluates, samples = inputs.config.training.evaluate is not None, inputs.config.data.grpo is not None
     if evaluates:
         check(inputs)

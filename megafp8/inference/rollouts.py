@@ -47,7 +47,7 @@ _NO_TEXT = np.zeros((6, 1), np.int64)
 
 
 class _Text(NamedTuple):
-    """What the model has made of a prompt.
+    """A sampled text with its prompt and reward.
 
     `logprobs`: of the tokens after the prompt's. `whole`: the model has ended it, not max_tokens.
     """

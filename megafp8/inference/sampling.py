@@ -163,7 +163,7 @@ def choose(shard: VocabShard, rows: Sequence[Row], num_tokens: int | None = None
 
 
 def divisor_of(options: SamplingOptions) -> float:
-    """What logits are divided by before log-probabilities are taken of them."""
+    """Number by which logits are divided before log-probabilities are taken of them."""
     return options.temperature if options.tempered_logprobs else 1.0
 
 

@@ -101,8 +101,8 @@ def text_part(
 
 
 class _Sampled(NamedTuple):
-    """What `Batch.sampled` has of each label: its log-probability when it was sampled, the advantage of its text, one
-    over the number of that text's sampled tokens, and 1 for the first of them."""
+    """Columns of `Batch.sampled`, for each label: its log-probability when it was sampled, the advantage of its text,
+    one over the number of that text's sampled tokens, and 1 for the first of them."""
 
     logprobs_bs: Tensor
     advantages_bs: Tensor
