@@ -2,7 +2,8 @@
 
 The first linear layer of all experts of a rank, forward and backward in bf16 and with FP8 recipes; then what brings
 rows to their experts and back. Weight gradients are added to an fp32 buffer, as in training, or given to autograd in
-bf16 (`--gradients returned`), as by a layer of a user's own model. Rows are uneven: shares of experts are drawn from a
+bf16 (`--gradients returned`), as by a layer of a user's own model. `--products`: instead, the products alone, of
+operands that are cast already, by blocks of 128 and in bf16. Rows are uneven: shares of experts are drawn from a
 Dirichlet distribution. TFLOP/s count 2·m·n·k for each of the three GEMMs. Default: Qwen3-30B-A3B with 8,192 tokens.
 
     --experts 8 --top-k 2 --hidden 4096 --width 14336          Mixtral-8x7B
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +29,17 @@ from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
 from megafp8.fp8 import RECIPES, Fp8Manager
 from megafp8.fp8.speed_measurement import time_round_robin
+from megafp8.kernels.grouped_cast import cast_groups_1x128
+from megafp8.kernels.grouped_gemm import rows_times_matrices, sums_over_rows
+from megafp8.kernels.quantize import cast_128x128
 from megafp8.linear.grouped_linear import grouped_linear
+from megafp8.numerics.formats import E4M3
 from megafp8.numerics.groups import RowGroups
+from megafp8.numerics.sources import Plain
 from megafp8.ops.permute import Permutation, by_expert, combine, permute
 from megafp8.plan import LinearSite
 
-TABLE = Table("", 30, {"ms": ".3f", "TFLOP/s": ",.0f", "host ms": ".3f"})
+TABLE = Table("", 36, {"ms": ".3f", "TFLOP/s": ",.0f", "host ms": ".3f"})
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,38 @@ def rows_run(x: Tensor, permutation: Permutation) -> Callable[[], object]:
     return run
 
 
+def product_runs(x: Tensor, ends: Tensor, n: int) -> dict[str, tuple[Callable[[], object], float]]:
+    """Each product of the layer with its FLOPs: blockwise by our kernels, in bf16 by those that a layer takes."""
+    (m, k), experts, device = x.shape, len(ends), x.device
+    groups = RowGroups.of(ends, m)
+    dy = torch.randn(m, n, device=device).to(x.dtype)
+    weight = torch.randn(experts * n, k, device=device).mul_(0.02).to(x.dtype)
+    cast = partial(
+        cast_groups_1x128, fmt=E4M3, groups=groups, rowwise=True, columnwise=True, power_of_two=True, eps=0.0
+    )
+    x8, dy8 = cast(Plain(x)), cast(Plain(dy))
+    w8 = cast_128x128(Plain(weight), E4M3, rowwise=True, columnwise=True, power_of_two=True, eps=0.0)
+    dw = torch.zeros(experts, n, k, device=device)
+    operands = dy8.required_columnwise, x8.required_columnwise, groups.padded_ends_e
+    rows = partial(rows_times_matrices, ends_e=ends, out_dtype=x.dtype, fast=False)
+    sums, w_enk = partial(sums_over_rows, *operands, dw), weight.view(experts, n, k)
+    flops = 2.0 * m * n * k
+    runs: dict[str, tuple[Callable[[], object], float]] = {
+        "bf16 fprop": (lambda: torch.nn.functional.grouped_mm(x, w_enk.transpose(1, 2), offs=ends), flops),
+        "bf16 dgrad": (lambda: torch.nn.functional.grouped_mm(dy, w_enk, offs=ends), flops),
+        "bf16 wgrad, added": (partial(sums_over_rows, dy, x, ends, dw, accumulate=True), flops),
+        "fprop": (partial(rows, x8.required_rowwise, w8.required_rowwise, n=n, columnwise=False), flops),
+        "dgrad": (partial(rows, dy8.required_rowwise, w8.required_columnwise, n=k, columnwise=True), flops),
+    }
+    for name, accumulate in (("written", False), ("added", True)):
+        runs[f"wgrad, {name}"] = partial(sums, accumulate=accumulate), flops
+        runs[f"wgrad of two micro-batches, {name}"] = (
+            partial(sums, accumulate=accumulate, earlier=operands),
+            2.0 * flops,
+        )
+    return runs
+
+
 def measure(runs: dict[str, tuple[Callable[[], object], float]], device: torch.device, rounds: int) -> list[Record]:
     """Records of named runs and their FLOPs."""
     times = time_round_robin([run for run, _ in runs.values()], device, rounds=rounds)
@@ -114,6 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=768, help="inner width of an expert")
     parser.add_argument("--concentration", type=float, default=8.0, help="of the Dirichlet distribution; large is even")
     parser.add_argument("--recipes", nargs="*", default=["delayed", "blockwise"], choices=[*RECIPES])
+    parser.add_argument("--products", action="store_true", help="the products alone, by blocks of 128 and in bf16")
     parser.add_argument("--gradients", choices=["added", "returned"], default="added", help="of weights")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
@@ -134,12 +174,13 @@ def main(arguments: list[str] | None = None) -> int:
     x = x.to(torch.bfloat16) if device.type == "cuda" else x
     rows, n = permute(x, permutation), 2 * given.width
     gemm = 2.0 * len(rows) * given.hidden * n
-    runs: dict[str, tuple[Callable[[], object], float]] = {}
-    for recipe in ("bf16", *given.recipes):
+    runs: dict[str, tuple[Callable[[], object], float]] = product_runs(rows, ends, n) if given.products else {}
+    for recipe in () if given.products else ("bf16", *given.recipes):
         for name, backward in (("forward", False), ("forward and backward", True)):
             run = linear_run(rows, ends, n, recipe, backward=backward, returned=given.gradients == "returned")
             runs[f"{recipe}, {name}"] = run, gemm * (3 if backward else 1)
-    runs["rows to experts and back"] = rows_run(x, permutation), 0.0
+    if not given.products:
+        runs["rows to experts and back"] = rows_run(x, permutation), 0.0
     print(
         f"{machine(device)}, torch {torch.__version__}; {given.tokens:,} tokens to {given.top_k} of {given.experts} "
         f"experts, {given.hidden} -> {n}; rows of an expert: {counts.min():,} to {counts.max():,}; weight gradients "
