@@ -5,9 +5,9 @@ model, passes over it six times, and saves it for backward. Here bf16 logits are
 element), and read and written once in backward (4 bytes).
 
 In forward the maximum is computed online (Milakov and Gimelshein 2018, arXiv:1805.02867): when a larger x comes, the
-sum of exp(x - maximum) so far is rescaled. Each lane does that for its own columns; lanes are combined once, at the
-end. One exponential an element, of -|x - maximum|, is enough, as it scales either the sum or the element; two would
-make the special function units the limit. Torch sums in another order, so sums agree to rounding, not bit for bit.
+sum of exp(x - maximum) so far is rescaled. A thread does that once for eight neighbouring columns, so that memory is
+the limit and not arithmetic; sums are combined once, at the end. Torch sums in another order, so sums agree to
+rounding, not bit for bit.
 
 In backward the gradient overwrites the logits, so nothing may read them afterwards.
 
@@ -27,8 +27,10 @@ from torch import Tensor
 from megafp8.kernels.arithmetic import ceil_div, kernel_input
 from megafp8.kernels.launch import Kernel
 
-BLOCK = 4096  # columns at a time: 16 a thread
-_WARPS = 8
+BLOCK = 4096  # columns at a time: 32 a thread in forward, 16 in backward
+_WARPS = {"statistics": 4, "gradient": 8}
+_NEIGHBOURS = tl.constexpr(8)
+"""Columns with one maximum: what a thread loads at once in bf16."""
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # not -inf: -inf - -inf is NaN
 
 
@@ -46,16 +48,15 @@ def statistics_kernel(x_nv, labels_n, statistics_3n, n, columns, first, valid, c
     token = tl.program_id(0)
     row = x_nv + token.to(tl.int64) * columns
     j = tl.arange(0, BLOCK)
-    largest = tl.full([BLOCK], _LOWEST, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
+    largest = tl.full([BLOCK // _NEIGHBOURS], _LOWEST, tl.float32)
+    total = tl.zeros([BLOCK // _NEIGHBOURS], tl.float32)
     for start in range(0, valid, BLOCK):
         x = tl.load(row + start + j, mask=start + j < valid, other=-float("inf")).to(tl.float32)
         if CAPPED:
             x = tl.where(start + j < valid, cap * _tanh_of(x, cap), x)
-        rise = x - largest
-        e = tl.exp(-tl.abs(rise))
-        total = tl.where(rise > 0.0, total * e + 1.0, total + e)
-        largest = tl.maximum(largest, x)
+        x = x.reshape(BLOCK // _NEIGHBOURS, _NEIGHBOURS)
+        before, largest = largest, tl.maximum(largest, tl.max(x, axis=1))
+        total = total * tl.exp(before - largest) + tl.sum(tl.exp(x - largest[:, None]), axis=1)
     maximum = tl.max(largest, axis=0)
     local = tl.load(labels_n + token) - first
     label_logit = tl.load(row + local, mask=(local >= 0) & (local < valid), other=0.0).to(tl.float32)
@@ -108,7 +109,7 @@ def statistics(
     statistics_3n = torch.empty(3, n, dtype=torch.float32, device=x_nv.device)
     if n:
         kernel = statistics_kernel.bind(
-            CAPPED=softcap is not None, BLOCK=BLOCK, num_warps=_WARPS, enable_fp_fusion=False
+            CAPPED=softcap is not None, BLOCK=BLOCK, num_warps=_WARPS["statistics"], enable_fp_fusion=False
         )
         sizes = (n, columns, first, valid, softcap or 1.0)
         kernel.launch((n, 1), (kernel_input(x_nv), labels_n, statistics_3n), sizes)
@@ -136,7 +137,9 @@ def gradient_(
         return
     blocks = ceil_div(columns, BLOCK)
     target = kernel_input(x_nv)
-    kernel = gradient_kernel.bind(CAPPED=softcap is not None, BLOCK=BLOCK, num_warps=_WARPS, enable_fp_fusion=False)
+    kernel = gradient_kernel.bind(
+        CAPPED=softcap is not None, BLOCK=BLOCK, num_warps=_WARPS["gradient"], enable_fp_fusion=False
+    )
     tensors = (target, labels_n, maximum_n, weight_n, dloss_n)
     kernel.launch((n * blocks, 1), tensors, (blocks, columns, first, valid, softcap or 1.0))
     if target is not x_nv:

@@ -6,6 +6,7 @@ dropout of what is added `megafp8.numerics.dropout_reference`.
 One program reads a row once, holds it in registers, and reduces it in float64, which Hopper computes at half the rate
 of fp32, so memory remains the limit. In backward a program takes every P-th row and sums the weight's gradient over its
 rows; the P partial sums are added at the end, by `add_sums_` straight to a gradient that is summed over micro-batches.
+While a row is computed the program's next one is loaded: it waits for memory otherwise, as few programs run at once.
 
 Shapes: r rows, c columns, p programs.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -24,8 +26,9 @@ from megafp8.kernels.launch import BoundKernel, Kernel
 from megafp8.numerics.dropout_reference import Dropout
 from megafp8.numerics.norm_reference import EXACT
 
-# Programs of backward: two for each of an H200's 132 multiprocessors, four where rows are narrow. Measured.
-_PROGRAMS, _NARROW = 4 if INTERPRETED else 264, 1024
+# Programs of backward: two for each of an H200's 132 multiprocessors, of 32 columns a thread; six of 16 where rows are
+# narrow. Measured.
+_PROGRAMS, _NARROW = 4 if INTERPRETED else 264, 2048
 
 
 def _forward_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, weight_c, bias_c, y_rc, position_r, sample_r, c, eps,
@@ -62,6 +65,20 @@ def _forward_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, weight_c, bias_c, y
         tl.store(y_rc + at, y.to(y_rc.dtype.element_ty), mask=j < c)
 
 
+@triton.jit
+def _row_of_backward(dy_rc, x_rc, dresidual_rc, mean_r, rstd_r, i, r, j, c, RESIDUAL: tl.constexpr,
+                     CENTERED: tl.constexpr):  # fmt: skip
+    """Columns j of row i of dy, x and the residual's gradient, and the row's mean and rstd; of row r - 1 after it."""
+    i = tl.minimum(i, r - 1)
+    at = i * c + j
+    dy = tl.load(dy_rc + at, mask=j < c, other=0.0)
+    x = tl.load(x_rc + at, mask=j < c, other=0.0)
+    dresidual = tl.load(dresidual_rc + at, mask=j < c, other=0.0) if RESIDUAL else dy
+    rstd = tl.load(rstd_r + i)
+    mean = tl.load(mean_r + i) if CENTERED else rstd
+    return dy, x, dresidual, mean, rstd
+
+
 def _backward_kernel(dy_rc, x_rc, mean_r, rstd_r, weight_c, dresidual_rc, dx_rc, dbranch_rc, dweight_pc, dbias_pc,
                      position_r, sample_r, r, c, key0, key1, threshold, scale, RESIDUAL: tl.constexpr,
                      CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, DROPOUT: tl.constexpr,
@@ -73,13 +90,15 @@ def _backward_kernel(dy_rc, x_rc, mean_r, rstd_r, weight_c, dresidual_rc, dx_rc,
     dweight = tl.zeros([WIDTH], tl.float64)
     dbias = tl.zeros([WIDTH], tl.float64)
     i = tl.program_id(0).to(tl.int64)
+    row = _row_of_backward(dy_rc, x_rc, dresidual_rc, mean_r, rstd_r, i, r, j, c, RESIDUAL, CENTERED)
     while i < r:
-        at = i * c + j
-        dy = tl.load(dy_rc + at, mask=j < c, other=0.0).to(tl.float32)
-        x = tl.load(x_rc + at, mask=j < c, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_r + i)
+        dy, x, dresidual, mean, rstd = row
+        row = _row_of_backward(
+            dy_rc, x_rc, dresidual_rc, mean_r, rstd_r, i + tl.num_programs(0), r, j, c, RESIDUAL, CENTERED
+        )
+        dy, x = dy.to(tl.float32), x.to(tl.float32)
         if CENTERED:
-            x = x - tl.load(mean_r + i)
+            x = x - mean
             dbias += dy.to(tl.float64)
         normalized = x * rstd
         dweight += (dy * normalized).to(tl.float64)
@@ -89,8 +108,9 @@ def _backward_kernel(dy_rc, x_rc, mean_r, rstd_r, weight_c, dresidual_rc, dx_rc,
             dx = dx - (tl.sum(scaled.to(tl.float64)) / c).to(tl.float32)
         dx = dx * rstd
         if RESIDUAL:
-            dx = dx + tl.load(dresidual_rc + at, mask=j < c, other=0.0).to(tl.float32)
+            dx = dx + dresidual.to(tl.float32)
         dx = dx.to(dx_rc.dtype.element_ty)
+        at = i * c + j
         tl.store(dx_rc + at, dx, mask=j < c)
         if DROPOUT:
             position, sample = tl.load(position_r + i), tl.load(sample_r + i)
@@ -126,6 +146,8 @@ backward_kernel = Kernel(_backward_kernel, do_not_specialize=NUMBERS)
 def _bound(kernel: Kernel, c: int, centered: bool, **constants: bool) -> BoundKernel:
     width = max(4, next_power_of_2(c))
     warps = min(16, max(4, width // 512))
+    if kernel is backward_kernel:
+        warps = min(16, max(2, width // (512 if c <= _NARROW else 1024)))
     return kernel.bind(CENTERED=centered, WIDTH=width, num_warps=warps, enable_fp_fusion=False, **constants)
 
 
@@ -186,7 +208,7 @@ def backward(
     dy, x, weight = kernel_input(dy), kernel_input(x_rc), kernel_input(weight_c)
     dx = torch.empty_like(dy)
     dbranch = dx if dropout is None else torch.empty_like(dy)
-    programs = min(r, _PROGRAMS if c > _NARROW else 2 * _PROGRAMS)
+    programs = min(r, _PROGRAMS if c > _NARROW else 3 * _PROGRAMS)
     dweight_pc = torch.empty(programs, c, dtype=EXACT, device=x.device)
     dbias_pc = None if mean_r is None else torch.empty_like(dweight_pc)
     if r:

@@ -2,7 +2,7 @@
 
 A graph is built for each shape, kind of mask and number of segments, and reused: starts and lengths of segments are
 tensors. So a captured CUDA graph replays with other documents. Segments are found in tensors `[s, b, heads, d]` by the
-offsets of their first elements ("ragged offsets"); no tensor is copied or padded.
+offsets of their first elements ("ragged offsets"), of which the last is not read; no tensor is copied or padded.
 
 Front end: https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
 
@@ -89,15 +89,20 @@ def _shape(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, 
 
 
 def _segments(shape: _Shape, mask: AttentionMask) -> dict[str, Tensor]:
-    """Lengths `[b·n]` int32, and offsets `[b·n + 1]` int64 in elements of each kind of tensor."""
+    """Lengths `[b·n]` int32, and offsets `[b·n + 1]` int64 in elements of each kind of tensor.
+
+    Segments are computed in their order here: the longest is first, since it would compute alone if it were last.
+    """
     b, a, g, d, w = key = shape.b, shape.a, shape.g, shape.d, shape.w
     if key not in mask.derived:
         assert mask.cu_seqlens_q is not None
         assert mask.cu_seqlens_k is not None
         length_q, row_q = _lengths_and_rows(mask.cu_seqlens_q, b)
         length_k, row_k = _lengths_and_rows(mask.cu_seqlens_k, b)
+        order = length_k.argsort(descending=True, stable=True)
+        row_q, row_k = (torch.nn.functional.pad(row[order], (0, 1)) for row in (row_q, row_k))
         mask.derived[key] = {
-            "length_q": length_q, "length_k": length_k,
+            "length_q": length_q[order], "length_k": length_k[order],
             "offset_q": row_q * (a * d), "offset_k": row_k * (g * d), "offset_lse": row_q * a,
             "offset_v": row_k * (g * w), "offset_o": row_q * (a * w),
         }  # fmt: skip
@@ -105,12 +110,12 @@ def _segments(shape: _Shape, mask: AttentionMask) -> dict[str, Tensor]:
 
 
 def _lengths_and_rows(cu_seqlens_bn: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """Length of each segment, and which row `[s·b]` is its first. The last offset is not read."""
+    """Length of each segment, and which row `[s·b]` is its first."""
     ends_bn = cu_seqlens_bn.expand(b, -1)
     lengths = ends_bn.diff(dim=1).flatten()
     sample = torch.arange(b, device=ends_bn.device)[:, None]
     rows = (ends_bn[:, :-1].long() * b + sample).flatten()
-    return lengths, torch.nn.functional.pad(rows, (0, 1))
+    return lengths, rows
 
 
 class _Graph:
