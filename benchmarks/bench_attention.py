@@ -9,7 +9,8 @@ computes, on this one GPU and without communication.
 and by cuDNN's, torch's flash kernel and FlexAttention where they compute the same; forward and backward apart, in ms
 and TFLOP/s of the visible pairs (4·d each forward, 10·d backward).
 
-Medians of interleaved rounds from a cold L2; "host" is the host's time to launch.
+Medians of interleaved rounds from a cold L2, on a GPU of replayed CUDA graphs, as in training; "host" is the host's
+time to launch what is in them.
 """
 
 from __future__ import annotations
@@ -115,9 +116,20 @@ def calls_of_a_rank(sizes: Sizes, calls: tuple[Call, ...], ranks: int, device: t
     return run
 
 
+def replayed(run: Callable[[], object]) -> Callable[[], None]:
+    """A CUDA graph of what `run` launches."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay
+
+
 def measure(runs: dict[str, tuple[Callable[[], object], float]], device: torch.device, rounds: int) -> list[Record]:
     """Records of named runs and their shares of pairs."""
-    times = time_round_robin([run for run, _ in runs.values()], device, rounds=rounds)
+    timed = [replayed(run) if device.type == "cuda" else run for run, _ in runs.values()]
+    times = time_round_robin(timed, device, rounds=rounds)
     records = []
     for (name, (run, pairs)), seconds in zip(runs.items(), times, strict=True):
         peak = 0.0
