@@ -36,33 +36,36 @@ from megafp8.kernels.arithmetic import activate, magnitude_bits
 
 
 @triton.jit
-def _rotated_heads(inputs, i, j0, j, r, heads, FUNCTION: tl.constexpr, HALF: tl.constexpr, FULL: tl.constexpr):
-    """Columns j0 % HALF + j of both halves of head j0 // HALF of the qkv gradient at tokens i, rotated back, before
+def _rotated_heads(inputs, i0, i, j0, j, r, heads, FUNCTION: tl.constexpr, HALF: tl.constexpr, FULL: tl.constexpr):
+    """Columns j0 % HALF + j of both halves of head j0 // HALF of the qkv gradient at tokens i0 + i, rotated back, before
     the norms."""
     dq, dk, cos, sin, dv, x_rc = inputs
     a, g, b, stride_s, stride_b, statistics, weights = heads
     head = j0 // HALF
     j += tl.multiple_of(j0 % HALF, 8)  # a tile is a half, or a strip of one
     x = tl.where(head < a, dq, tl.where(head < a + g, dk, dv))
-    x += 2 * HALF * tl.where(head < a, head, tl.where(head < a + g, head - a, head - a - g))
-    inside = inside_matrix(i, head + 0 * j, r, a + 2 * g, FULL)
-    at = i.to(tl.int64)[:, None] * (2 * HALF * tl.where(head < a, a, g)) + j[None, :]
+    width = 2 * HALF * tl.where(head < a, a, g)
+    x += i0.to(tl.int64) * width + 2 * HALF * tl.where(head < a, head, tl.where(head < a + g, head - a, head - a - g))
+    inside = inside_matrix(i0 + i, head + 0 * j, r, a + 2 * g, FULL)
+    at = i[:, None] * width + j[None, :]
     first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + HALF + at, mask=inside, other=0.0).to(tl.float32)
-    angle = (i // b * stride_s + i % b * stride_b)[:, None] + j[None, :]
+    token = i0 + i
+    angle = (token // b * stride_s + token % b * stride_b)[:, None] + j[None, :]
     rotated = inside & (head + 0 * j < a + g)[None, :]
     cosine = tl.load(cos + angle, mask=rotated, other=1.0)
     sine = tl.load(sin + angle, mask=rotated, other=0.0) * -1.0  # not -sine, which may lose a zero's sign
     if head < a + g:
         first, second = first * cosine - second * sine, second * cosine + first * sine
         if statistics is not None:
-            row = i * (a + g) + head
-            rstd = tl.load(statistics + row, mask=i < r, other=0.0)[:, None]
-            along = tl.load(statistics + r * (a + g) + row, mask=i < r, other=0.0)[:, None]
+            row = token * (a + g) + head
+            rstd = tl.load(statistics + row, mask=token < r, other=0.0)[:, None]
+            along = tl.load(statistics + r * (a + g) + row, mask=token < r, other=0.0)[:, None]
             if weights is not None:
                 first = first * _factor(weights + head * 2 * HALF + j, FUNCTION)
                 second = second * _factor(weights + head * 2 * HALF + HALF + j, FUNCTION)
-            at = i.to(tl.int64)[:, None] * (2 * HALF * (a + 2 * g)) + head * 2 * HALF + j[None, :]
+            x_rc += i0.to(tl.int64) * (2 * HALF * (a + 2 * g)) + head * 2 * HALF
+            at = i[:, None] * (2 * HALF * (a + 2 * g)) + j[None, :]
             x_first = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)
             x_second = tl.load(x_rc + HALF + at, mask=inside, other=0.0).to(tl.float32)
             first = (first - x_first * rstd * along) * rstd
@@ -94,7 +97,7 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
     x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c = inputs
     inside = inside_matrix(i0 + i, j0 + j, r, c, FULL)
     if SOURCE == "qkv_grad":
-        y, y2 = _rotated_heads(inputs, i0 + i, j0, j, r, heads, FUNCTION, HALF, FULL)
+        y, y2 = _rotated_heads(inputs, i0, i, j0, j, r, heads, FUNCTION, HALF, FULL)
     elif SOURCE == "gated" or SOURCE == "gated_grad":
         x_rc += i0.to(tl.int64) * (2 * c) + j0  # 64 bits for the tile, 32 for an element
         at = i[:, None] * (2 * c) + j[None, :]
@@ -158,13 +161,13 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
 
 @triton.jit
 def compute_quads(inputs, i0, q, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
-                  INTERPRETED: tl.constexpr):  # fmt: skip
+                  INTERPRETED: tl.constexpr, FULL: tl.constexpr = False):  # fmt: skip
     """Both parts as four tiles each, of the rows i0 + 4q, i0 + 4q + 1, ..."""
     i = 4 * q
-    y0, z0 = compute(inputs, i0, i, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
-    y1, z1 = compute(inputs, i0, i + 1, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
-    y2, z2 = compute(inputs, i0, i + 2, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
-    y3, z3 = compute(inputs, i0, i + 3, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
+    y0, z0 = compute(inputs, i0, i, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
+    y1, z1 = compute(inputs, i0, i + 1, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
+    y2, z2 = compute(inputs, i0, i + 2, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
+    y3, z3 = compute(inputs, i0, i + 3, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
     return (y0, y1, y2, y3), (z0, z1, z2, z3)
 
 
@@ -209,7 +212,7 @@ def store_rowwise(data, values, i0, i, j0, j, r, end, c, FULL: tl.constexpr = Fa
 
 
 @triton.jit
-def store_columnwise(data, word, i0, q, j0, j, r, quads, end, WORDS: tl.constexpr):
+def store_columnwise(data, word, i0, q, j0, j, r, quads, end, WORDS: tl.constexpr, FULL: tl.constexpr = False):
     """Store words of quads q transposed, into rows of r bytes: by words, or by bytes.
 
     `quads` is r / 4, an argument of kernels so that the compiler knows its divisors.
@@ -217,11 +220,11 @@ def store_columnwise(data, word, i0, q, j0, j, r, quads, end, WORDS: tl.constexp
     word = tl.trans(word)
     if WORDS:
         q0 = i0 // 4
-        inside = (j0 + j < end)[:, None] & (q0 + q < quads)[None, :]
+        inside = inside_matrix(j0 + j, q0 + q, end, quads, FULL)
         tl.store(data + j0.to(tl.int64) * quads + q0 + (j[:, None] * quads + q[None, :]), word, mask=inside)
     else:
         for k in tl.static_range(4):
             i = 4 * q + k
-            inside = (j0 + j < end)[:, None] & (i0 + i < r)[None, :]
+            inside = inside_matrix(j0 + j, i0 + i, end, r, FULL)
             byte = ((word >> (8 * k)) & 0xFF).to(tl.uint8)
             tl.store(data + j0.to(tl.int64) * r + i0 + (j[:, None] * r + i[None, :]), byte, mask=inside)
