@@ -106,8 +106,9 @@ def cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnw
          FULL: tl.constexpr = False):  # fmt: skip
     """Cast four interleaved tiles of one part, at columns j0 + j below `end` of the matrix, which is c wide.
 
-    Their rows, from i0 on and below r, lie from `p0` on in the columnwise copy. `scale_stride`: from the rowwise
-    scales of a column of 1×128 blocks to the next. `first`: no rows are above the tile's.
+    Their rows, from i0 on and below r, lie from `p0` on in the columnwise copy. `scale`: the value where SCALES is
+    "tensor", else a pointer. `scale_stride`: from the rowwise scales of a column of 1×128 blocks to the next. `first`:
+    no rows are above the tile's.
     """
     i = 4 * q
     if SCALES == "none":
@@ -149,22 +150,26 @@ def tile_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, w
                 SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr, SCALES: tl.constexpr,
                 ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, RECORD: tl.constexpr, WORDS: tl.constexpr,
                 FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr,
-                TILE_R: tl.constexpr, TILE_C: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    """One tile of each part of the source."""
+                TILE_R: tl.constexpr, TILE_C: tl.constexpr, FULL: tl.constexpr, QUAD_ANGLES: tl.constexpr):  # fmt: skip
+    """One tile of each part of the source.
+
+    FULL: all tiles lie inside. QUAD_ANGLES: four neighbouring tokens from a multiple of four on have the same angles.
+    """
     inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
-    heads = (a, g, b, stride_s, stride_b, statistics, weights)
+    heads = (a, g, b, stride_s, None if QUAD_ANGLES else stride_b, statistics, weights)
     across, down = tl.program_id(0), tl.program_id(1)
     if SCALES == "current" or SCALES == "vectors":
         across, down = tl.num_programs(0) - 1 - across, tl.num_programs(1) - 1 - down
     i0, j0 = down * TILE_R, across * TILE_C
     q, j = tl.arange(0, TILE_R // 4), tl.arange(0, TILE_C)
     parts = compute_quads(inputs, i0, q, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
-    given = tl.load(scale) if SCALES == "tensor" else scale
+    if SCALES == "tensor":
+        scale = tl.load(scale)  # before the atomic's barrier, behind which it would delay the stores
     if RECORD:
         record_amax(amax, parts, SOURCE)
     for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
         at, end, width = part_columns(j0, c, part, SOURCE, HALF)
         partner = parts[1 - part if SOURCE == "qkv_grad" else part]
-        cast(parts[part], partner, rowwise, columnwise, given, columnwise_scale, amax, columnwise_amax, i0, i0, q, at,
+        cast(parts[part], partner, rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0, i0, q, at,
              j, r, quads, end, width, r, i0 == 0, eps, SCALES, ROWWISE, COLUMNWISE, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO,
              INTERPRETED, TILE_R, TILE_C, FULL)  # fmt: skip

@@ -25,6 +25,7 @@ is not a multiple of four, the columnwise copy is stored in bytes.
 
 Shapes: r rows, c columns of a part; q quads of rows; heads: a of queries, g of keys, g of values, for b samples, the
 strides of the angles, and of norms of q and k the statistics `[2, r, a + g]` and weights `[a + g, d]`, None without.
+The angles' stride of samples is None where those of a quad have the same angle (`compute_quads` only).
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ def _rotated_heads(inputs, i0, i, j0, j, r, heads, FUNCTION: tl.constexpr, HALF:
     first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + HALF + at, mask=inside, other=0.0).to(tl.float32)
     token = i0 + i
-    angle = (token // b * stride_s + token % b * stride_b)[:, None] + j[None, :]
+    if stride_b is None:  # the row of the quad's first token, of which `compute_quads` then loads one angle
+        angle = (i0 + 4 * tl.arange(0, i.shape[0])) // b * stride_s
+    else:
+        angle = token // b * stride_s + token % b * stride_b
+    angle = angle[:, None] + j[None, :]
     rotated = inside & (head + 0 * j < a + g)[None, :]
     cosine = tl.load(cos + angle, mask=rotated, other=1.0)
     sine = tl.load(sin + angle, mask=rotated, other=0.0) * -1.0  # not -sine, which may lose a zero's sign
