@@ -160,11 +160,11 @@ def tile_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, w
     across, down = tl.program_id(0), tl.program_id(1)
     if SCALES == "current" or SCALES == "vectors":
         across, down = tl.num_programs(0) - 1 - across, tl.num_programs(1) - 1 - down
+    if SCALES == "tensor":
+        scale = tl.load(scale)  # before the atomic's barrier, behind which it would delay the stores
     i0, j0 = down * TILE_R, across * TILE_C
     q, j = tl.arange(0, TILE_R // 4), tl.arange(0, TILE_C)
     parts = compute_quads(inputs, i0, q, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
-    if SCALES == "tensor":
-        scale = tl.load(scale)  # before the atomic's barrier, behind which it would delay the stores
     if RECORD:
         record_amax(amax, parts, SOURCE)
     for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
