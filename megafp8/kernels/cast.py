@@ -113,8 +113,7 @@ def cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnw
     i = 4 * q
     if SCALES == "none":
         for k in tl.static_range(4):
-            store_rowwise(rowwise, y[k].to(rowwise.dtype.element_ty), i0, i + k, j0, j, r, end, c,
-                          FULL)  # fmt: skip
+            store_rowwise(rowwise, y[k].to(rowwise.dtype.element_ty), i0, i + k, j0, j, r, end, c, FULL)
     elif SCALES == "tensor":
         t, s = scale, (scale, scale, scale, scale)
     elif SCALES == "current" or SCALES == "128x128":
@@ -171,5 +170,5 @@ def tile_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, w
         at, end, width = part_columns(j0, c, part, SOURCE, HALF)
         partner = parts[1 - part if SOURCE == "qkv_grad" else part]
         cast(parts[part], partner, rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0, i0, q, at,
-             j, r, quads, end, width, r, i0 == 0, eps, SCALES, ROWWISE, COLUMNWISE, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO,
-             INTERPRETED, TILE_R, TILE_C, FULL)  # fmt: skip
+             j, r, quads, end, width, r, i0 == 0, eps, SCALES, ROWWISE, COLUMNWISE, WORDS, FORMAT, FP8_MAX,
+             POWER_OF_TWO, INTERPRETED, TILE_R, TILE_C, FULL)  # fmt: skip

@@ -38,8 +38,8 @@ from megafp8.kernels.arithmetic import activate, magnitude_bits
 
 @triton.jit
 def _rotated_heads(inputs, i0, i, j0, j, r, heads, FUNCTION: tl.constexpr, HALF: tl.constexpr, FULL: tl.constexpr):
-    """Columns j0 % HALF + j of both halves of head j0 // HALF of the qkv gradient at tokens i0 + i, rotated back, before
-    the norms."""
+    """Columns j0 % HALF + j of both halves of head j0 // HALF of the qkv gradient at tokens i0 + i, rotated back,
+    before the norms."""
     dq, dk, cos, sin, dv, x_rc = inputs
     a, g, b, stride_s, stride_b, statistics, weights = heads
     head = j0 // HALF
