@@ -38,8 +38,6 @@ def _tile_scale(y, scale, columnwise_scale, amax, i0, j0, r, c, eps, SCALES: tl.
                 COLUMNWISE: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, TILE_R: tl.constexpr,
                 TILE_C: tl.constexpr):  # fmt: skip
     """The one scale of a tile; the reciprocal of a computed one is stored."""
-    if SCALES == "tensor":
-        return tl.load(scale)
     if SCALES == "current":
         s = scale_from_amax(tl.load(amax), FP8_MAX, eps, POWER_OF_TWO)
         tl.store(scale, inverse(s, POWER_OF_TWO), mask=i0 + j0 == 0)  # one program writes
@@ -92,23 +90,33 @@ def _columnwise_block_scales(y, scale, p0, j0, j, end, c, eps, FP8_MAX: tl.const
 
 
 @triton.jit
+def record_amax(amax, parts, SOURCE: tl.constexpr):
+    """Raise `amax` to that of the parts of a source, by one atomic."""
+    bits = quad_amax(parts[0])
+    if SOURCE == "gated_grad" or SOURCE == "qkv_grad":
+        bits = tl.maximum(bits, quad_amax(parts[1]))
+    atomic_amax(amax, tl.max(bits), None)
+
+
+@triton.jit
 def cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0, p0, q, j0, j, r, quads,
          end, c, scale_stride, first, eps, SCALES: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
-         RECORD: tl.constexpr, WORDS: tl.constexpr, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr,
-         POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr, TILE_R: tl.constexpr,
-         TILE_C: tl.constexpr):  # fmt: skip
+         WORDS: tl.constexpr, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+         INTERPRETED: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+         FULL: tl.constexpr = False):  # fmt: skip
     """Cast four interleaved tiles of one part, at columns j0 + j below `end` of the matrix, which is c wide.
 
-    Their rows, from i0 on and below r, lie from `p0` on in the columnwise copy. `scale_stride`: from the rowwise
-    scales of a column of 1×128 blocks to the next. `first`: no rows are above the tile's.
+    Their rows, from i0 on and below r, lie from `p0` on in the columnwise copy. `scale`: the value where SCALES is
+    "tensor", else a pointer. `scale_stride`: from the rowwise scales of a column of 1×128 blocks to the next. `first`:
+    no rows are above the tile's.
     """
     i = 4 * q
-    if RECORD:
-        atomic_amax(amax, tl.max(quad_amax(y)), None)
     if SCALES == "none":
         for k in tl.static_range(4):
-            store_rowwise(rowwise, y[k].to(rowwise.dtype.element_ty), i0, i + k, j0, j, r, end, c)
-    elif SCALES == "tensor" or SCALES == "current" or SCALES == "128x128":
+            store_rowwise(rowwise, y[k].to(rowwise.dtype.element_ty), i0, i + k, j0, j, r, end, c, FULL)
+    elif SCALES == "tensor":
+        t, s = scale, (scale, scale, scale, scale)
+    elif SCALES == "current" or SCALES == "128x128":
         t = _tile_scale(y, scale, columnwise_scale, amax, i0, j0, r, c, eps, SCALES, ROWWISE, COLUMNWISE, FP8_MAX,
                         POWER_OF_TWO, TILE_R, TILE_C)  # fmt: skip
         s = (t, t, t, t)
@@ -123,7 +131,8 @@ def cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnw
                 _vector_scales(scale, amax, i0 + i + 3, r, j0 == 0, eps, FP8_MAX, POWER_OF_TWO)[:, None],
             )
         for k in tl.static_range(4):
-            store_rowwise(rowwise, to_fp8(y[k] * s[k], FORMAT, FP8_MAX, INTERPRETED), i0, i + k, j0, j, r, end, c)
+            store_rowwise(rowwise, to_fp8(y[k] * s[k], FORMAT, FP8_MAX, INTERPRETED), i0, i + k, j0, j, r, end, c,
+                          FULL)  # fmt: skip
     if SCALES != "none" and COLUMNWISE:
         if SCALES == "1x128":
             t = _columnwise_block_scales(y, columnwise_scale, p0, j0, j, end, c, eps, FP8_MAX, POWER_OF_TWO)
@@ -131,7 +140,7 @@ def cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnw
             t = _vector_scales(columnwise_scale, columnwise_amax, j0 + j, end, first, eps, FP8_MAX,
                                POWER_OF_TWO)[None, :]  # fmt: skip
         word = to_fp8_words(y[0] * t, y[1] * t, y[2] * t, y[3] * t, FORMAT, FP8_MAX, INTERPRETED)
-        store_columnwise(columnwise, word, p0, q, j0, j, r, quads, end, WORDS)
+        store_columnwise(columnwise, word, p0, q, j0, j, r, quads, end, WORDS, FULL)
 
 
 @Kernel
@@ -140,19 +149,26 @@ def tile_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, w
                 SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr, SCALES: tl.constexpr,
                 ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, RECORD: tl.constexpr, WORDS: tl.constexpr,
                 FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr,
-                TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
-    """One tile of each part of the source."""
+                TILE_R: tl.constexpr, TILE_C: tl.constexpr, FULL: tl.constexpr, QUAD_ANGLES: tl.constexpr):  # fmt: skip
+    """One tile of each part of the source.
+
+    FULL: all tiles lie inside. QUAD_ANGLES: four neighbouring tokens from a multiple of four on have the same angles.
+    """
     inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
-    heads = (a, g, b, stride_s, stride_b, statistics, weights)
+    heads = (a, g, b, stride_s, None if QUAD_ANGLES else stride_b, statistics, weights)
     across, down = tl.program_id(0), tl.program_id(1)
     if SCALES == "current" or SCALES == "vectors":
         across, down = tl.num_programs(0) - 1 - across, tl.num_programs(1) - 1 - down
+    if SCALES == "tensor":
+        scale = tl.load(scale)  # before the atomic's barrier, behind which it would delay the stores
     i0, j0 = down * TILE_R, across * TILE_C
     q, j = tl.arange(0, TILE_R // 4), tl.arange(0, TILE_C)
-    parts = compute_quads(inputs, i0, q, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
+    parts = compute_quads(inputs, i0, q, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
+    if RECORD:
+        record_amax(amax, parts, SOURCE)
     for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
         at, end, width = part_columns(j0, c, part, SOURCE, HALF)
         partner = parts[1 - part if SOURCE == "qkv_grad" else part]
         cast(parts[part], partner, rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0, i0, q, at,
-             j, r, quads, end, width, r, i0 == 0, eps, SCALES, ROWWISE, COLUMNWISE, RECORD, WORDS, FORMAT, FP8_MAX,
-             POWER_OF_TWO, INTERPRETED, TILE_R, TILE_C)  # fmt: skip
+             j, r, quads, end, width, r, i0 == 0, eps, SCALES, ROWWISE, COLUMNWISE, WORDS, FORMAT, FP8_MAX,
+             POWER_OF_TWO, INTERPRETED, TILE_R, TILE_C, FULL)  # fmt: skip

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_reduce
 from megafp8.kernels.arithmetic import INTERPRETED, atomic_amax, ceil_div, magnitude_bits, next_power_of_2
-from megafp8.kernels.cast import cast
+from megafp8.kernels.cast import cast, record_amax
 from megafp8.kernels.launch import Kernel
 from megafp8.kernels.quantize import TILES, Inputs, Tile, inputs_of, tile_group, whole_blocks
 from megafp8.kernels.tiles import column_amax, compute, compute_quads, part_columns
@@ -66,19 +66,21 @@ def groups_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, co
         q, j = tl.arange(0, TILE_R // 4), tl.arange(0, TILE_C)
         inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
         parts = compute_quads(inputs, i0, q, j0, j, end_r, c, (0, 0, 1, 0, 0), SOURCE, FUNCTION, 0, INTERPRETED)
+        scales = scale
         if SCALES == "tensor":
-            scale += expert * scale_stride
-            amax += expert * amax_stride
+            scales = tl.load(scale + expert * scale_stride)
         elif SCALES == "vectors":
             columnwise_scale += expert * c
             columnwise_amax += expert * c
         elif SCALES == "1x128":
-            scale += p0 - i0
+            scales += p0 - i0
+        if RECORD:
+            record_amax(amax + expert * amax_stride, parts, SOURCE)
         for part in tl.static_range(2 if SOURCE == "gated_grad" else 1):
             at, end, width = part_columns(j0, c, part, SOURCE, 0)
-            cast(parts[part], parts[part], rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0,
+            cast(parts[part], parts[part], rowwise, columnwise, scales, columnwise_scale, amax, columnwise_amax, i0,
                  p0, q, at, j, end_r, quads, end, width, scale_stride, first, EPS, SCALES, ROWWISE, COLUMNWISE,
-                 RECORD, True, FORMAT, FP8_MAX, POWER_OF_TWO, INTERPRETED, TILE_R, TILE_C)  # fmt: skip
+                 True, FORMAT, FP8_MAX, POWER_OF_TWO, INTERPRETED, TILE_R, TILE_C)  # fmt: skip
 
 
 @Kernel

@@ -162,16 +162,17 @@ _Constants = _CastConstants | _AmaxConstants | _NoConstants
 
 @cache
 def _bound(
-    kernel: Kernel, tile: Tile, kind: str, function: str, half: int, constants: _Constants
-) -> tuple[BoundKernel, int, int]:
-    """The kernel for sources of this kind; rows and columns of a program."""
-    columns = min(tile.columns, half) if half else tile.columns
-    limit = {} if tile.registers is None else {"maxnreg": tile.registers}
-    bound = kernel.bind(
+    kernel: Kernel, tile: Tile, columns: int, kind: str, function: str, half: int, full: bool, quad_angles: bool,
+    constants: _Constants,
+) -> BoundKernel:  # fmt: skip
+    """The kernel for sources of this kind; a program has `columns`. `full` and `quad_angles`: see `tile_kernel`."""
+    options = {} if tile.registers is None else {"maxnreg": tile.registers}
+    if kernel is tile_kernel:
+        options |= {"FULL": full, "QUAD_ANGLES": quad_angles}
+    return kernel.bind(
         SOURCE=kind, FUNCTION=function, HALF=half, INTERPRETED=INTERPRETED, TILE_R=tile.rows, TILE_C=columns,
-        num_warps=tile.warps, enable_fp_fusion=False, **constants._asdict(), **limit,
+        num_warps=tile.warps, enable_fp_fusion=False, **constants._asdict(), **options,
     )  # fmt: skip
-    return bound, tile.rows, columns
 
 
 def _launch(
@@ -184,9 +185,12 @@ def _launch(
     if isinstance(source, QKVGrad) and source.dq_sbad.shape[3] & (source.dq_sbad.shape[3] - 1):
         source = Plain(source.values())  # tiles are powers of two wide, and this head is not
     kind, inputs, width, function, heads, half, norms = inputs_of(source)
-    bound, rows, columns = _bound(kernel, TILES[what][tile_group(source)], kind, function, half, constants)
-    r = source.shape[0]
-    grid = (ceil_div(width, columns), ceil_div(r, rows))
+    r, tile = source.shape[0], TILES[what][tile_group(source)]
+    columns = min(tile.columns, half) if half else tile.columns
+    full = r % tile.rows == 0 and width % columns == 0
+    quad_angles = kind == "qkv_grad" and heads[2] % 4 == 0 and heads[4] == 0
+    bound = _bound(kernel, tile, columns, kind, function, half, full, quad_angles, constants)
+    grid = (ceil_div(width, columns), ceil_div(r, tile.rows))
     bound.launch(grid, (*inputs, *norms, *outputs), (r, width, *heads, *numbers))
 
 

@@ -25,6 +25,7 @@ is not a multiple of four, the columnwise copy is stored in bytes.
 
 Shapes: r rows, c columns of a part; q quads of rows; heads: a of queries, g of keys, g of values, for b samples, the
 strides of the angles, and of norms of q and k the statistics `[2, r, a + g]` and weights `[a + g, d]`, None without.
+The angles' stride of samples is None where those of a quad have the same angle (`compute_quads` only).
 """
 
 from __future__ import annotations
@@ -36,33 +37,40 @@ from megafp8.kernels.arithmetic import activate, magnitude_bits
 
 
 @triton.jit
-def _rotated_heads(inputs, i, j0, j, r, heads, FUNCTION: tl.constexpr, HALF: tl.constexpr):
-    """Columns j0 % HALF + j of both halves of head j0 // HALF of the qkv gradient at tokens i, rotated back, before
-    the norms."""
+def _rotated_heads(inputs, i0, i, j0, j, r, heads, FUNCTION: tl.constexpr, HALF: tl.constexpr, FULL: tl.constexpr):
+    """Columns j0 % HALF + j of both halves of head j0 // HALF of the qkv gradient at tokens i0 + i, rotated back,
+    before the norms."""
     dq, dk, cos, sin, dv, x_rc = inputs
     a, g, b, stride_s, stride_b, statistics, weights = heads
     head = j0 // HALF
     j += tl.multiple_of(j0 % HALF, 8)  # a tile is a half, or a strip of one
     x = tl.where(head < a, dq, tl.where(head < a + g, dk, dv))
-    x += 2 * HALF * tl.where(head < a, head, tl.where(head < a + g, head - a, head - a - g))
-    inside = (i < r)[:, None] & (head + 0 * j < a + 2 * g)[None, :]
-    at = i.to(tl.int64)[:, None] * (2 * HALF * tl.where(head < a, a, g)) + j[None, :]
+    width = 2 * HALF * tl.where(head < a, a, g)
+    x += i0.to(tl.int64) * width + 2 * HALF * tl.where(head < a, head, tl.where(head < a + g, head - a, head - a - g))
+    inside = inside_matrix(i0 + i, head + 0 * j, r, a + 2 * g, FULL)
+    at = i[:, None] * width + j[None, :]
     first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + HALF + at, mask=inside, other=0.0).to(tl.float32)
-    angle = (i // b * stride_s + i % b * stride_b)[:, None] + j[None, :]
+    token = i0 + i
+    if stride_b is None:  # the row of the quad's first token, of which `compute_quads` then loads one angle
+        angle = (i0 + 4 * tl.arange(0, i.shape[0])) // b * stride_s
+    else:
+        angle = token // b * stride_s + token % b * stride_b
+    angle = angle[:, None] + j[None, :]
     rotated = inside & (head + 0 * j < a + g)[None, :]
     cosine = tl.load(cos + angle, mask=rotated, other=1.0)
     sine = tl.load(sin + angle, mask=rotated, other=0.0) * -1.0  # not -sine, which may lose a zero's sign
     if head < a + g:
         first, second = first * cosine - second * sine, second * cosine + first * sine
         if statistics is not None:
-            row = i * (a + g) + head
-            rstd = tl.load(statistics + row, mask=i < r, other=0.0)[:, None]
-            along = tl.load(statistics + r * (a + g) + row, mask=i < r, other=0.0)[:, None]
+            row = token * (a + g) + head
+            rstd = tl.load(statistics + row, mask=token < r, other=0.0)[:, None]
+            along = tl.load(statistics + r * (a + g) + row, mask=token < r, other=0.0)[:, None]
             if weights is not None:
                 first = first * _factor(weights + head * 2 * HALF + j, FUNCTION)
                 second = second * _factor(weights + head * 2 * HALF + HALF + j, FUNCTION)
-            at = i.to(tl.int64)[:, None] * (2 * HALF * (a + 2 * g)) + head * 2 * HALF + j[None, :]
+            x_rc += i0.to(tl.int64) * (2 * HALF * (a + 2 * g)) + head * 2 * HALF
+            at = i[:, None] * (2 * HALF * (a + 2 * g)) + j[None, :]
             x_first = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)
             x_second = tl.load(x_rc + HALF + at, mask=inside, other=0.0).to(tl.float32)
             first = (first - x_first * rstd * along) * rstd
@@ -77,15 +85,27 @@ def _factor(weights, FUNCTION: tl.constexpr):
 
 
 @triton.jit
+def inside_matrix(i, j, r, c, FULL: tl.constexpr):
+    """Mask of rows i below r and columns j below c; of constants, which loads and stores drop, where all are (FULL)."""
+    if FULL:
+        return tl.zeros([i.shape[0], j.shape[0]], dtype=tl.int32) == 0
+    return (i < r)[:, None] & (j < c)[None, :]
+
+
+@triton.jit
 def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
-            INTERPRETED: tl.constexpr):  # fmt: skip
-    """Both parts of the source at rows i0 + i and columns j0 + j of a part, fp32; the same twice where there is one."""
+            INTERPRETED: tl.constexpr, FULL: tl.constexpr = False):  # fmt: skip
+    """Both parts of the source at rows i0 + i and columns j0 + j of a part, fp32; the same twice where there is one.
+
+    FULL: all of these rows and columns are the source's.
+    """
     x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c = inputs
-    inside = (i0 + i < r)[:, None] & (j0 + j < c)[None, :]
+    inside = inside_matrix(i0 + i, j0 + j, r, c, FULL)
     if SOURCE == "qkv_grad":
-        y, y2 = _rotated_heads(inputs, i0 + i, j0, j, r, heads, FUNCTION, HALF)
+        y, y2 = _rotated_heads(inputs, i0, i, j0, j, r, heads, FUNCTION, HALF, FULL)
     elif SOURCE == "gated" or SOURCE == "gated_grad":
-        at = i0.to(tl.int64) * (2 * c) + j0 + i[:, None] * (2 * c) + j[None, :]
+        x_rc += i0.to(tl.int64) * (2 * c) + j0  # 64 bits for the tile, 32 for an element
+        at = i[:, None] * (2 * c) + j[None, :]
         gate = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x_rc + c + at, mask=inside, other=0.0).to(tl.float32)
         activated, derivative = activate(gate, FUNCTION, INTERPRETED)
@@ -100,8 +120,8 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
                 y = y * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
             y2 = y
         else:
-            at = i0.to(tl.int64) * c + j0 + i[:, None] * c + j[None, :]
-            dy = tl.load(second_rc + at, mask=inside, other=0.0).to(tl.float32)
+            second_rc += i0.to(tl.int64) * c + j0
+            dy = tl.load(second_rc + (i[:, None] * c + j[None, :]), mask=inside, other=0.0).to(tl.float32)
             if weight_c is not None:
                 dy = dy * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
             y = dy * up * derivative
@@ -117,8 +137,8 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
             y = y * tl.load(rstd_r + i0 + i, mask=i0 + i < r, other=0.0)[:, None]
         y2 = y
     else:
-        at = i0.to(tl.int64) * c + j0 + i[:, None] * c + j[None, :]
-        y = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)
+        at = i[:, None] * c + j[None, :]
+        y = tl.load(x_rc + (i0.to(tl.int64) * c + j0) + at, mask=inside, other=0.0).to(tl.float32)
         if SOURCE == "rmsnorm" or SOURCE == "layernorm":
             if SOURCE == "layernorm":
                 y = y - tl.load(mean_r + i0 + i, mask=i0 + i < r, other=0.0)[:, None]
@@ -134,6 +154,7 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
                 y = y + tl.load(bias_c + j0 + j, mask=j0 + j < c, other=0.0).to(tl.float32)[None, :]
             y, derivative = activate(y, FUNCTION, INTERPRETED)
             if SOURCE == "activation_grad":
+                second_rc += i0.to(tl.int64) * c + j0
                 y = tl.load(second_rc + at, mask=inside, other=0.0).to(tl.float32) * derivative
         elif weight_c is not None:
             y = y * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
@@ -145,13 +166,13 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
 
 @triton.jit
 def compute_quads(inputs, i0, q, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
-                  INTERPRETED: tl.constexpr):  # fmt: skip
+                  INTERPRETED: tl.constexpr, FULL: tl.constexpr = False):  # fmt: skip
     """Both parts as four tiles each, of the rows i0 + 4q, i0 + 4q + 1, ..."""
     i = 4 * q
-    y0, z0 = compute(inputs, i0, i, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
-    y1, z1 = compute(inputs, i0, i + 1, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
-    y2, z2 = compute(inputs, i0, i + 2, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
-    y3, z3 = compute(inputs, i0, i + 3, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
+    y0, z0 = compute(inputs, i0, i, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
+    y1, z1 = compute(inputs, i0, i + 1, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
+    y2, z2 = compute(inputs, i0, i + 2, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
+    y3, z3 = compute(inputs, i0, i + 3, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
     return (y0, y1, y2, y3), (z0, z1, z2, z3)
 
 
@@ -189,14 +210,14 @@ def column_amax(bits, WIDE: tl.constexpr):
 
 
 @triton.jit
-def store_rowwise(data, values, i0, i, j0, j, r, end, c):
-    """Store rows i0 + i, columns j0 + j below `end`, of a row-major `[r, c]`."""
-    inside = (i0 + i < r)[:, None] & (j0 + j < end)[None, :]
+def store_rowwise(data, values, i0, i, j0, j, r, end, c, FULL: tl.constexpr = False):
+    """Store rows i0 + i, columns j0 + j below `end`, of a row-major `[r, c]`. FULL: all of these are there."""
+    inside = inside_matrix(i0 + i, j0 + j, r, end, FULL)
     tl.store(data + i0.to(tl.int64) * c + j0 + (i[:, None] * c + j[None, :]), values, mask=inside)
 
 
 @triton.jit
-def store_columnwise(data, word, i0, q, j0, j, r, quads, end, WORDS: tl.constexpr):
+def store_columnwise(data, word, i0, q, j0, j, r, quads, end, WORDS: tl.constexpr, FULL: tl.constexpr = False):
     """Store words of quads q transposed, into rows of r bytes: by words, or by bytes.
 
     `quads` is r / 4, an argument of kernels so that the compiler knows its divisors.
@@ -204,11 +225,11 @@ def store_columnwise(data, word, i0, q, j0, j, r, quads, end, WORDS: tl.constexp
     word = tl.trans(word)
     if WORDS:
         q0 = i0 // 4
-        inside = (j0 + j < end)[:, None] & (q0 + q < quads)[None, :]
+        inside = inside_matrix(j0 + j, q0 + q, end, quads, FULL)
         tl.store(data + j0.to(tl.int64) * quads + q0 + (j[:, None] * quads + q[None, :]), word, mask=inside)
     else:
         for k in tl.static_range(4):
             i = 4 * q + k
-            inside = (j0 + j < end)[:, None] & (i0 + i < r)[None, :]
+            inside = inside_matrix(j0 + j, i0 + i, end, r, FULL)
             byte = ((word >> (8 * k)) & 0xFF).to(tl.uint8)
             tl.store(data + j0.to(tl.int64) * r + i0 + (j[:, None] * r + i[None, :]), byte, mask=inside)

@@ -29,7 +29,7 @@ of_recipes = {"amaxes": both_amaxes, "cast_rows": cast_rows, "cast_1x128": cast_
 reference = SimpleNamespace(**vars(casts), **of_recipes)
 
 FORMATS = [E4M3, E5M2]
-SHAPES = [(1, 1), (3, 200), (130, 66), (0, 16), (16, 0)]
+SHAPES = [(1, 1), (3, 200), (130, 66), (0, 16), (16, 0), (128, 256)]  # the last: whole tiles only
 SourceOf = Callable[[int, int, torch.dtype], Source]
 
 
@@ -125,6 +125,7 @@ def check_blocks(source: Source, cast: str, fmt: Format = E4M3, **options: Any) 
         # The others are read alike for one scale per block.
         *(((1, 1), kind) for kind in ("plain", "zero_centered_layernorm", "gelu_grad")),
         ((130, 66), "plain"),
+        *(((128, 256), kind) for kind in ("rmsnorm", "swiglu", "swiglu_grad")),
     ),
     ids=str,
 )
@@ -197,6 +198,8 @@ def test_rows_and_columns_of_a_larger_tensor(shape: tuple[int, int], kind: str) 
 QKV_SHAPES = [  # the last: whether each sample has its own angles
     *((4, 3, 4, 1, 6, True), (0, 1, 1, 1, 4, False), (2, 1, 1, 1, 8, False)),
     *((3, 1, 2, 1, 8, False), (5, 2, 3, 1, 8, True), (17, 1, 2, 2, 16, False), (132, 1, 1, 1, 128, False)),
+    # Four neighbouring tokens have the same angles; whole tiles; neither.
+    *((5, 4, 1, 1, 16, False), (32, 4, 1, 1, 16, False), (6, 4, 1, 1, 16, True)),
 ]
 
 
@@ -207,6 +210,7 @@ QKV_SHAPES = [  # the last: whether each sample has its own angles
         *itertools.product(QKV_SHAPES[:2], ["tensor", *BLOCKS]),
         (QKV_SHAPES[2], "cast_rows"),
         (QKV_SHAPES[2], "cast_1x128"),
+        *((shape, "tensor") for shape in QKV_SHAPES[-3:]),
     ),
     ids=str,
 )
