@@ -36,7 +36,7 @@ from megafp8.kernels.arithmetic import activate, magnitude_bits
 
 
 @triton.jit
-def _rotated_heads(inputs, i, j0, j, r, heads, FUNCTION: tl.constexpr, HALF: tl.constexpr):
+def _rotated_heads(inputs, i, j0, j, r, heads, FUNCTION: tl.constexpr, HALF: tl.constexpr, FULL: tl.constexpr):
     """Columns j0 % HALF + j of both halves of head j0 // HALF of the qkv gradient at tokens i, rotated back, before
     the norms."""
     dq, dk, cos, sin, dv, x_rc = inputs
@@ -45,12 +45,12 @@ def _rotated_heads(inputs, i, j0, j, r, heads, FUNCTION: tl.constexpr, HALF: tl.
     j += tl.multiple_of(j0 % HALF, 8)  # a tile is a half, or a strip of one
     x = tl.where(head < a, dq, tl.where(head < a + g, dk, dv))
     x += 2 * HALF * tl.where(head < a, head, tl.where(head < a + g, head - a, head - a - g))
-    inside = (i < r)[:, None] & (head + 0 * j < a + 2 * g)[None, :]
+    inside = inside_matrix(i, head + 0 * j, r, a + 2 * g, FULL)
     at = i.to(tl.int64)[:, None] * (2 * HALF * tl.where(head < a, a, g)) + j[None, :]
     first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + HALF + at, mask=inside, other=0.0).to(tl.float32)
     angle = (i // b * stride_s + i % b * stride_b)[:, None] + j[None, :]
-    rotated = inside & (head + 0 * j < a + g)[None, :]
+    rotated = inside & (head < a + g)
     cosine = tl.load(cos + angle, mask=rotated, other=1.0)
     sine = tl.load(sin + angle, mask=rotated, other=0.0) * -1.0  # not -sine, which may lose a zero's sign
     if head < a + g:
@@ -77,15 +77,27 @@ def _factor(weights, FUNCTION: tl.constexpr):
 
 
 @triton.jit
+def inside_matrix(i, j, r, c, FULL: tl.constexpr):
+    """Mask of rows i below r and columns j below c; of constants, which loads and stores drop, where all are (FULL)."""
+    if FULL:
+        return tl.full([i.shape[0], j.shape[0]], True, tl.int1)
+    return (i < r)[:, None] & (j < c)[None, :]
+
+
+@triton.jit
 def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
-            INTERPRETED: tl.constexpr):  # fmt: skip
-    """Both parts of the source at rows i0 + i and columns j0 + j of a part, fp32; the same twice where there is one."""
+            INTERPRETED: tl.constexpr, FULL: tl.constexpr = False):  # fmt: skip
+    """Both parts of the source at rows i0 + i and columns j0 + j of a part, fp32; the same twice where there is one.
+
+    FULL: all of these rows and columns are the source's.
+    """
     x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c = inputs
-    inside = (i0 + i < r)[:, None] & (j0 + j < c)[None, :]
+    inside = inside_matrix(i0 + i, j0 + j, r, c, FULL)
     if SOURCE == "qkv_grad":
-        y, y2 = _rotated_heads(inputs, i0 + i, j0, j, r, heads, FUNCTION, HALF)
+        y, y2 = _rotated_heads(inputs, i0 + i, j0, j, r, heads, FUNCTION, HALF, FULL)
     elif SOURCE == "gated" or SOURCE == "gated_grad":
-        at = i0.to(tl.int64) * (2 * c) + j0 + i[:, None] * (2 * c) + j[None, :]
+        x_rc += i0.to(tl.int64) * (2 * c) + j0  # 64 bits for the tile, 32 for an element
+        at = i[:, None] * (2 * c) + j[None, :]
         gate = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x_rc + c + at, mask=inside, other=0.0).to(tl.float32)
         activated, derivative = activate(gate, FUNCTION, INTERPRETED)
@@ -100,8 +112,8 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
                 y = y * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
             y2 = y
         else:
-            at = i0.to(tl.int64) * c + j0 + i[:, None] * c + j[None, :]
-            dy = tl.load(second_rc + at, mask=inside, other=0.0).to(tl.float32)
+            second_rc += i0.to(tl.int64) * c + j0
+            dy = tl.load(second_rc + (i[:, None] * c + j[None, :]), mask=inside, other=0.0).to(tl.float32)
             if weight_c is not None:
                 dy = dy * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
             y = dy * up * derivative
@@ -117,8 +129,8 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
             y = y * tl.load(rstd_r + i0 + i, mask=i0 + i < r, other=0.0)[:, None]
         y2 = y
     else:
-        at = i0.to(tl.int64) * c + j0 + i[:, None] * c + j[None, :]
-        y = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)
+        at = i[:, None] * c + j[None, :]
+        y = tl.load(x_rc + (i0.to(tl.int64) * c + j0) + at, mask=inside, other=0.0).to(tl.float32)
         if SOURCE == "rmsnorm" or SOURCE == "layernorm":
             if SOURCE == "layernorm":
                 y = y - tl.load(mean_r + i0 + i, mask=i0 + i < r, other=0.0)[:, None]
@@ -134,6 +146,7 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
                 y = y + tl.load(bias_c + j0 + j, mask=j0 + j < c, other=0.0).to(tl.float32)[None, :]
             y, derivative = activate(y, FUNCTION, INTERPRETED)
             if SOURCE == "activation_grad":
+                second_rc += i0.to(tl.int64) * c + j0
                 y = tl.load(second_rc + at, mask=inside, other=0.0).to(tl.float32) * derivative
         elif weight_c is not None:
             y = y * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
@@ -189,9 +202,9 @@ def column_amax(bits, WIDE: tl.constexpr):
 
 
 @triton.jit
-def store_rowwise(data, values, i0, i, j0, j, r, end, c):
-    """Store rows i0 + i, columns j0 + j below `end`, of a row-major `[r, c]`."""
-    inside = (i0 + i < r)[:, None] & (j0 + j < end)[None, :]
+def store_rowwise(data, values, i0, i, j0, j, r, end, c, FULL: tl.constexpr = False):
+    """Store rows i0 + i, columns j0 + j below `end`, of a row-major `[r, c]`. FULL: all of these are there."""
+    inside = inside_matrix(i0 + i, j0 + j, r, end, FULL)
     tl.store(data + i0.to(tl.int64) * c + j0 + (i[:, None] * c + j[None, :]), values, mask=inside)
 
 

@@ -5,6 +5,8 @@ in fp32, which puts the largest block scale at E4M3's maximum. With S = 448·6 /
 
     block scale b = E4M3(amax of the block · S / 6)        value = E2M1(x · S / b)        x ≈ value · b / S
 
+S / 6 and S / b are computed first, and multiply in fp32, as in the paper.
+
 A matrix has b as its scale_inv, and 1 / S beside it. Blackwell's tensor cores multiply such matrices
 (`megafp8.gemm.scaled_mm`). For others the cast multiplies by b already, which bf16 holds exactly, and GEMMs in bf16
 multiply their sums by 1 / S (`megafp8.numerics.tensor`).
@@ -19,7 +21,7 @@ Three measures keep training stable at four bits, each where it helps:
 What is given up: b is rounded to nearest, so the largest values of a block may lie up to 1/16 beyond 6 (further where b
 is subnormal) and saturate, under stochastic rounding too, which is unbiased within ±6.
 
-Edges. A tensor of zeros, or one that is not finite, has S = 1. A block whose scale rounds to zero (about 459,000 times
+Edges. A tensor of zeros, or one that is not finite, has S = 1; S is at most 2^118, so that S / b is finite. A block whose scale rounds to zero (about 459,000 times
 smaller than the tensor's amax) is zeros. A block with an infinity or a NaN has the largest scale, 448: infinities
 saturate, and a NaN stays a NaN. Hardware's E2M1 cannot hold one, E4M3 can, and a broken step should show: on tensor
 cores the block's scale becomes the NaN (`megafp8.gemm.scaled_mm`).
@@ -47,19 +49,22 @@ from megafp8.numerics.stochastic_rounding import Noise, NoiseClock, TensorNoise,
 from megafp8.numerics.tensor import BLOCK_1X16, BLOCK_16X16, QuantizedTensor, ScaledTensor, expand
 
 _POINTS = 16
+_GREATEST_SCALE = 2.0**118
 
 
 def round_to_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:
     """The value of E2M1 for each of x: fp32 to fp32 of that shape, saturating at ±6; NaN stays NaN.
 
-    To nearest, ties to the even mantissa; or, with `noise` uniform in [0, 1), up where the noise is below the fraction
-    of the step that x has gone, so that the mean is x.
+    To nearest, ties to the even mantissa. With `noise`, uniform multiples of 2^-16 in [0, 1): down to a value, or up
+    where the noise and the fraction of the step that x has gone make 1 or more, so that the mean is x. Their sum is
+    rounded to 2^-16, ties to even: values stay what they are, and what lies between is right to 2^-17 of a step.
     """
-    magnitude = x.abs().clamp(max=E2M1.max)
+    clamped = x.clamp(-E2M1.max, E2M1.max)
+    magnitude = clamped.abs()
     step = torch.full_like(x, 0.5).masked_fill_(magnitude >= 2, 1.0).masked_fill_(magnitude >= 4, 2.0)
-    steps = magnitude / step  # exact; a value's count is even where its last bit is 0
-    whole = steps.round() if noise is None else steps.floor() + (noise < steps.frac())
-    return (whole * step).copysign(x)
+    steps = (clamped / step).double()  # exact; a value's count is even where its last bit is 0
+    whole = steps.round() if noise is None else (((steps + noise) * 2**16).round() * 2.0**-16).floor()
+    return (whole.float() * step).copysign(x)
 
 
 def hadamard_transform(x_rc: Tensor) -> Tensor:
@@ -90,11 +95,13 @@ def quantize_nvfp4(
     r, c = x_rc.shape
     granularity = BLOCK_16X16 if weight else BLOCK_1X16
     tensor_scale = scale_from_amax(amax(x_rc) if whole_amax is None else whole_amax, E4M3.max * E2M1.max)
-    block = block_amax(x_rc, granularity) * tensor_scale
+    tensor_scale = tensor_scale.clamp(max=_GREATEST_SCALE)
     # Tensor by tensor: CUDA divides by a number as a product with its reciprocal, which rounds twice.
-    block = quantize(block / torch.full_like(block, E2M1.max), torch.ones_like(block), E4M3).float()
-    block_rc = expand(block, granularity, r, c)
-    values = torch.where(block_rc == 0, 0.0, x_rc * tensor_scale / block_rc)
+    sixth = tensor_scale / torch.full_like(tensor_scale, E2M1.max)
+    block = block_amax(x_rc, granularity) * sixth
+    block = quantize(block, torch.ones_like(block), E4M3).float()
+    factor = torch.where(block == 0, 0.0, block.reciprocal() * tensor_scale)
+    values = x_rc * expand(factor, granularity, r, c)
     values = round_to_e2m1(values, None if stochastic is None else uniform(r, c, stochastic))
     return ScaledTensor(values.to(E2M1.dtype), block, granularity, tensor_scale.reciprocal())
 
@@ -129,7 +136,7 @@ def block_scaled_nvfp4(
 def cast_nvfp4(
     source: Source, amaxes: Tensor, noise: TensorNoise | None, *, weight: bool, rowwise: bool, columnwise: bool
 ) -> QuantizedTensor:
-    """`block_scaled_nvfp4`, dequantized; a weight's columns are a view of its rows."""
+    """`block_scaled_nvfp4`, dequantized; a weight's columns are a view of its rows. A zero may have either sign."""
     made = block_scaled_nvfp4(
         source, amaxes, noise, weight=weight, rowwise=rowwise or weight, columnwise=columnwise and not weight
     ).dequantized()

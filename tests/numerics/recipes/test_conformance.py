@@ -179,9 +179,9 @@ def nv(weight: bool = False, key: tuple[int, int] | None = None, transform: bool
                 here = np.s_[top : top + height, left : left + 16]
                 with np.errstate(over="ignore", invalid="ignore"):
                     largest = np.nan_to_num(np.abs(x[here]).max(), nan=np.inf, posinf=np.inf)
-                    code = encode(np.array([largest * s / np.float32(6)], np.float32), E4M3)[0]
+                    code = encode(np.array([largest * (s / np.float32(6))], np.float32), E4M3)[0]
                     block = np.float32(decode(int(code), E4M3))
-                    y[here] = x[here] * s / block if block else 0.0
+                    y[here] = x[here] * (np.float32(1) / block * s) if block else 0.0
                 scale_inv[here] = block
         return Cast(encode(to_e2m1(y, noise), E4M3), scale_inv, E4M3, float(np.float32(1) / s))
 
