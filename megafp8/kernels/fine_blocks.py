@@ -189,6 +189,15 @@ def _tensor_scale(amax):
 
 
 @triton.jit
+def _sixth(scale, INTERPRETED: tl.constexpr):
+    """A sixth of a scale, rounded to nearest (Markstein 1990)."""
+    if INTERPRETED:
+        return tl.div_rn(scale, 6.0)
+    quotient = scale * 0.16666667
+    return tl.fma(tl.fma(quotient, -6.0, scale), 0.16666667, quotient)
+
+
+@triton.jit
 def _half(word, UPPER: tl.constexpr, INTERPRETED: tl.constexpr):
     """96 + k·2^-17 of the lower or upper 16 bits k of words."""
     if INTERPRETED:
@@ -236,11 +245,15 @@ def _row_noise(row, at, j, width, noise, GROUPED: tl.constexpr, INTERPRETED: tl.
 
 
 @triton.jit
-def _column_noise(row, column, r, noise, GROUPED: tl.constexpr, INTERPRETED: tl.constexpr):
-    """`_half` `[q, j]` eight times, for the elements of rows `row`, row + 1, ..., row + 7 of the transposed matrix."""
+def _column_noise(row, column, r, x, noise, GROUPED: tl.constexpr, INTERPRETED: tl.constexpr):
+    """`_half` `[q, j]` eight times, for the elements of rows `row`, row + 1, ..., row + 7 of the transposed matrix.
+
+    x: a tile with which they are to share a layout. Without the zero made of it Triton converts one into the other.
+    """
     found = ()
     if GROUPED:
-        words = _words((column[None, :] * (r // 8) + (row // 8)[:, None]).to(tl.uint32, bitcast=True), noise)
+        zero = (x.to(tl.uint32, bitcast=True) & 1) >> 1
+        words = _words((column[None, :] * (r // 8) + (row // 8)[:, None]).to(tl.uint32, bitcast=True) + zero, noise)
         for k in tl.static_range(8):
             found += (_half(words[k // 2], k % 2 == 1, INTERPRETED),)
     else:
@@ -352,12 +365,13 @@ def _nv_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, we
     q, j = tl.arange(0, TILE_R // 16), tl.arange(0, TILE_C)
     scale = _tensor_scale(amaxes)
     column_scale = _tensor_scale(amaxes + 1)
-    tl.store(scale_inv, tl.div_rn(1.0, scale), mask=i0 + j0 == 0)
-    tl.store(scale_inv + 1, tl.div_rn(1.0, column_scale), mask=i0 + j0 == 0)
+    if i0 + j0 == 0:
+        tl.store(scale_inv, tl.div_rn(1.0, scale))
+        tl.store(scale_inv + 1, tl.div_rn(1.0, column_scale))
     inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
     heads = (a, g, b, stride_s, stride_b, statistics, weights)
     if COLUMNWISE:
-        sixth = tl.div_rn(column_scale, 6.0)
+        sixth = _sixth(column_scale, INTERPRETED)
         noise = _noise(step, microbatch, column_key0, column_key1)
         parts = _interleaved(inputs, i0, q, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
         for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
@@ -367,13 +381,14 @@ def _nv_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, we
             for upper in tl.static_range(2):
                 random = (0, 0, 0, 0, 0, 0, 0, 0)
                 if NOISE:
-                    random = _column_noise(i0 + 16 * q + 8 * upper, at + j, r, noise, COLUMN_GROUPS, INTERPRETED)
+                    random = _column_noise(i0 + 16 * q + 8 * upper, at + j, r, block, noise, COLUMN_GROUPS,
+                                           INTERPRETED)  # fmt: skip
                 for k in tl.static_range(8):
                     value = _nv(z[8 * upper + k], factor, block, random[k], NOISE, INTERPRETED)
                     store_rowwise(columnwise, value.to(columnwise.dtype.element_ty), i0, 16 * q + 8 * upper + k, at,
                                   j, r, end, width, FULL)  # fmt: skip
     if ROWWISE:
-        sixth = tl.div_rn(scale, 6.0)
+        sixth = _sixth(scale, INTERPRETED)
         row_noise = _noise(step, microbatch, row_key0, row_key1)
         for first in range(0, TILE_R, CHUNK):
             i = first + tl.arange(0, CHUNK)
@@ -416,7 +431,8 @@ def _bound(
     """The kernel for sources of this kind."""
     rows, columns = tile.shape(block, half)
     if kernel is _NV:
-        constants += (("CHUNK", 16 if dict(constants)["WEIGHT"] else min(rows, max(1, 4 * tile.elements // columns))),)
+        chunk = 16 if dict(constants)["WEIGHT"] else min(rows, max(1, 8 * 32 * tile.warps // columns))
+        constants += (("CHUNK", chunk),)  # a thread has eight neighbours in a row
     return kernel.bind(
         SOURCE=kind, FUNCTION=function, HALF=half, INTERPRETED=INTERPRETED, TILE_R=rows, TILE_C=columns,
         num_warps=tile.warps, enable_fp_fusion=False, **dict(constants),

@@ -50,7 +50,7 @@ def _rotated_heads(inputs, i, j0, j, r, heads, FUNCTION: tl.constexpr, HALF: tl.
     first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + HALF + at, mask=inside, other=0.0).to(tl.float32)
     angle = (i // b * stride_s + i % b * stride_b)[:, None] + j[None, :]
-    rotated = inside & (head < a + g)
+    rotated = inside & (head + 0 * j < a + g)[None, :]
     cosine = tl.load(cos + angle, mask=rotated, other=1.0)
     sine = tl.load(sin + angle, mask=rotated, other=0.0) * -1.0  # not -sine, which may lose a zero's sign
     if head < a + g:
@@ -80,7 +80,7 @@ def _factor(weights, FUNCTION: tl.constexpr):
 def inside_matrix(i, j, r, c, FULL: tl.constexpr):
     """Mask of rows i below r and columns j below c; of constants, which loads and stores drop, where all are (FULL)."""
     if FULL:
-        return tl.full([i.shape[0], j.shape[0]], True, tl.int1)
+        return tl.zeros([i.shape[0], j.shape[0]], dtype=tl.int32) == 0
     return (i < r)[:, None] & (j < c)[None, :]
 
 
