@@ -70,16 +70,13 @@ def _butterflies(z, DISTANCE: tl.constexpr):
 
 @triton.jit
 def _transformed(y, i, r, WHOLE: tl.constexpr):
-    """The Hadamard transform of 16 tiles, where the rows i to i + 15 are all below r, as everywhere if WHOLE."""
-    z = ()
-    for k in tl.static_range(16):
-        z += (y[k] * 0.25,)
-    z = _butterflies(_butterflies(_butterflies(_butterflies(z, 1), 2), 4), 8)
+    """`nvfp4.hadamard_sums` of 16 tiles, of the rows i, i + 1, ..., which are all below r if WHOLE."""
+    z = _butterflies(_butterflies(_butterflies(_butterflies(y, 1), 2), 4), 8)
     if WHOLE:
         return z
     w = ()
     for k in tl.static_range(16):
-        w += (tl.where((i + 16 <= r)[:, None], z[k], y[k]),)
+        w += (tl.where((i + 16 <= r)[:, None], z[k], y[k] * 4.0),)
     return w
 
 
@@ -87,6 +84,12 @@ def _transformed(y, i, r, WHOLE: tl.constexpr):
 def _larger(x, y):
     """The larger of x and |y|, NaN if either is."""
     return tl.maximum(x, tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _largest(x, y):
+    """The larger of |x| and |y|, NaN if either is."""
+    return tl.maximum(tl.abs(x), tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -340,10 +343,13 @@ def _nv_rows(y, i, at, j, width, scale, sixth, noise, WEIGHT: tl.constexpr, NOIS
     COLUMNS: tl.constexpr = y.shape[1]
     HEIGHT: tl.constexpr = 16 if WEIGHT else 1
     x = y.reshape(ROWS // HEIGHT, HEIGHT, COLUMNS // 16, 16)
-    amax = tl.max(magnitude_bits(x), axis=3, keep_dims=True)
+    if INTERPRETED:  # where a reduction by a function of ours takes long
+        amax = tl.max(magnitude_bits(x), axis=3, keep_dims=True).to(tl.float32, bitcast=True)
+    else:
+        amax = tl.reduce(x, 3, _largest, keep_dims=True)
     if WEIGHT:
-        amax = tl.max(amax, axis=1, keep_dims=True)
-    block, factor = _nv_scales(amax.to(tl.float32, bitcast=True), sixth, scale, INTERPRETED)
+        amax = tl.max(magnitude_bits(amax), axis=1, keep_dims=True).to(tl.float32, bitcast=True)
+    block, factor = _nv_scales(amax, sixth, scale, INTERPRETED)
     random = 0
     if NOISE:
         random = _row_noise(i, at, j, width, noise, GROUPED, INTERPRETED).reshape(ROWS, 1, COLUMNS // 16, 16)
@@ -363,21 +369,20 @@ def _nv_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, we
     i0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE_R
     j0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_C
     q, j = tl.arange(0, TILE_R // 16), tl.arange(0, TILE_C)
-    scale = _tensor_scale(amaxes)
-    column_scale = _tensor_scale(amaxes + 1)
     if i0 + j0 == 0:
-        tl.store(scale_inv, tl.div_rn(1.0, scale))
-        tl.store(scale_inv + 1, tl.div_rn(1.0, column_scale))
+        tl.store(scale_inv, tl.div_rn(1.0, _tensor_scale(amaxes)))
+        tl.store(scale_inv + 1, tl.div_rn(0.25, _tensor_scale(amaxes + 1)))
     inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
     heads = (a, g, b, stride_s, stride_b, statistics, weights)
     if COLUMNWISE:
-        sixth = _sixth(column_scale, INTERPRETED)
+        scale = _tensor_scale(amaxes + 1)
+        sixth = _sixth(scale, INTERPRETED)
         noise = _noise(step, microbatch, column_key0, column_key1)
         parts = _interleaved(inputs, i0, q, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
         for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
             at, end, width = part_columns(j0, c, part, SOURCE, HALF)
             z = _transformed(parts[part], i0 + 16 * q, r, WHOLE)
-            block, factor = _nv_scales(_amax_of_tiles(z), sixth, column_scale, INTERPRETED)
+            block, factor = _nv_scales(_amax_of_tiles(z), sixth, scale, INTERPRETED)
             for upper in tl.static_range(2):
                 random = (0, 0, 0, 0, 0, 0, 0, 0)
                 if NOISE:
@@ -388,6 +393,7 @@ def _nv_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, we
                     store_rowwise(columnwise, value.to(columnwise.dtype.element_ty), i0, 16 * q + 8 * upper + k, at,
                                   j, r, end, width, FULL)  # fmt: skip
     if ROWWISE:
+        scale = _tensor_scale(amaxes)
         sixth = _sixth(scale, INTERPRETED)
         row_noise = _noise(step, microbatch, row_key0, row_key1)
         for first in range(0, TILE_R, CHUNK):

@@ -15,7 +15,8 @@ Three measures keep training stable at four bits, each where it helps:
   squares of 16×16 on weights, whose forward and backward casts then are transposes of each other, so that the gradient
     belongs to the function that was computed;
   a 16-point Hadamard transform of both operands of wgrad along the dim that is summed: it spreads an outlier over its
-    block, and leaves the product as it was because the transform is orthogonal;
+    block, and leaves the product as it was because the transform is orthogonal (sums of 16 are cast, and 1 / S has
+    the factor of 1/4);
   stochastic rounding of gradients, which is right on average where rounding to nearest loses small values every time.
 
 What is given up: b is rounded to nearest, so the largest values of a block may lie up to 1/16 beyond 6 (further where b
@@ -67,20 +68,25 @@ def round_to_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:
     return (whole.float() * step).copysign(x)
 
 
-def hadamard_transform(x_rc: Tensor) -> Tensor:
-    """The orthogonal Hadamard transform of every 16 neighbours in a row: any float dtype to fp32 `[r, c]`.
+def hadamard_sums(x_rc: Tensor) -> Tensor:
+    """Four times the orthogonal Hadamard transform of every 16 neighbours in a row: any float dtype to fp32 `[r, c]`.
 
-    A tail shorter than 16 stays as it is. Sums are taken in pairs, in an order that is the same everywhere.
+    A tail shorter than 16 is multiplied by four only. Sums are taken in pairs, in an order that is the same everywhere.
     """
     r, c = x_rc.shape
     whole = c - c % _POINTS
-    y = x_rc[:, :whole].float() * _POINTS**-0.5  # first, so that no sum overflows that need not
+    y = x_rc[:, :whole].float()
     distance = 1
     while distance < _POINTS:
         a, b = y.view(r, whole // (2 * distance), 2, distance).unbind(2)
         y = torch.stack([a + b, a - b], dim=2).view(r, whole)
         distance *= 2
-    return torch.cat([y, x_rc[:, whole:].float()], dim=1)
+    return torch.cat([y, x_rc[:, whole:].float() * _POINTS**0.5], dim=1)
+
+
+def hadamard_transform(x_rc: Tensor) -> Tensor:
+    """The orthogonal Hadamard transform of every 16 neighbours in a row; a tail shorter than 16 stays as it is."""
+    return hadamard_sums(x_rc) * _POINTS**-0.5
 
 
 def quantize_nvfp4(
@@ -107,12 +113,12 @@ def quantize_nvfp4(
 
 
 def nvfp4_amaxes(source: Source, *, transformed: bool) -> Tensor:
-    """Amaxes, fp32 `[2]`: of the source, and if `transformed` of the Hadamard transform of its columns, else 0."""
+    """Amaxes, fp32 `[2]`: of the source, and if `transformed` of the `hadamard_sums` of its columns, else 0."""
     x_rc = source.values()
     of_rows = amax(x_rc)
     if not transformed:
         return torch.stack([of_rows, torch.zeros_like(of_rows)])
-    return torch.stack([of_rows, amax(hadamard_transform(x_rc.t().contiguous()))])
+    return torch.stack([of_rows, amax(hadamard_sums(x_rc.t().contiguous()))])
 
 
 def block_scaled_nvfp4(
@@ -130,7 +136,9 @@ def block_scaled_nvfp4(
     x_cr = x_rc.t().contiguous()
     if weight:
         return QuantizedTensor(made, cast(x_cr, amaxes[0], stochastic=None))
-    return QuantizedTensor(made, cast(hadamard_transform(x_cr), amaxes[1], stochastic=by_columns))
+    sums = cast(hadamard_sums(x_cr), amaxes[1], stochastic=by_columns)
+    assert sums.tensor_scale_inv is not None
+    return QuantizedTensor(made, sums._replace(tensor_scale_inv=sums.tensor_scale_inv * _POINTS**-0.5))
 
 
 def cast_nvfp4(

@@ -170,6 +170,8 @@ def nv(weight: bool = False, key: tuple[int, int] | None = None, transform: bool
     height = 16 if weight else 1
 
     def cast(x: Matrix) -> Cast:
+        unit = np.float32(4 if transform else 1)  # of the transform it is sums that are cast
+        x = x * unit
         y, scale_inv = np.zeros_like(x), np.ones(x.shape)
         whole = np.abs(x).max(initial=0)
         s = np.float32(scale_of(float(whole), 2688.0)) if np.isfinite(whole) and whole else np.float32(1)
@@ -183,7 +185,7 @@ def nv(weight: bool = False, key: tuple[int, int] | None = None, transform: bool
                     block = np.float32(decode(int(code), E4M3))
                     y[here] = x[here] * (np.float32(1) / block * s) if block else 0.0
                 scale_inv[here] = block
-        return Cast(encode(to_e2m1(y, noise), E4M3), scale_inv, E4M3, float(np.float32(1) / s))
+        return Cast(encode(to_e2m1(y, noise), E4M3), scale_inv, E4M3, float(1 / unit / s))
 
     return Reference(
         cast, E4M3, rows=height, columns=16, mantissa_bits=1, least_exponent=0, most=6.0, nearest=key is None,
