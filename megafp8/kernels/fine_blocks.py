@@ -517,6 +517,7 @@ def cast_nvfp4(
     r, c = source.shape
     if r * c == 0:
         scale_inv = torch.ones(2, dtype=torch.float32, device=source.device)
+        scale_inv[1] = 0.25
     else:
         scale_inv = torch.empty(2, dtype=torch.float32, device=source.device)
         outputs = tuple(scale_inv if data is None else data for data in (by_rows, by_columns))
