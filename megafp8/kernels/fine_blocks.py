@@ -416,32 +416,36 @@ class Tile(NamedTuple):
     columns: int
     warps: int = 4
 
-    def shape(self, block: int, half: int) -> tuple[int, int]:
-        """Rows and columns of a program; `half`: columns of half a head, which are all of a program's, or 0."""
-        columns = min(self.columns, half) if half else self.columns
+    def shape(self, block: int, width: int, half: int) -> tuple[int, int]:
+        """Rows and columns of a program, of a part with `width` columns. `half`: those of half a head, or 0.
+
+        Columns are as many as divide the width, so that no mask is needed, if that leaves 64 of them.
+        """
+        dividing = width & -width
+        columns = min(self.columns, half or (dividing if dividing >= 64 else self.columns))
         return self.elements // columns * block, columns
 
 
 TILES = {
     "mx": Tile(128, 128, 2), "mx_parts": Tile(128, 128),
     "nv_amax": Tile(512, 512), "nv_amax_parts": Tile(256, 256),
-    "nv": Tile(256, 256), "nv_parts": Tile(256, 256, 8),
+    "nv": Tile(256, 256), "nv_parts": Tile(256, 256),
 }  # fmt: skip
 """By kernel; "parts": of sources with two parts. Measured on H200 (docs/measurements/2026-11-26-fp4-on-hopper)."""
 
 
+_PROGRAMS = 512
+"""With more programs of one tile, those of `_NV_AMAX` have several tiles, up to 8."""
+
+
 @cache
 def _bound(
-    kernel: Kernel, tile: Tile, block: int, kind: str, function: str, half: int, constants: tuple[tuple[str, Any], ...]
+    kernel: Kernel, warps: int, kind: str, function: str, half: int, constants: tuple[tuple[str, Any], ...]
 ) -> BoundKernel:
     """The kernel for sources of this kind."""
-    rows, columns = tile.shape(block, half)
-    if kernel is _NV:
-        chunk = 16 if dict(constants)["WEIGHT"] else min(rows, max(1, 8 * 32 * tile.warps // columns))
-        constants += (("CHUNK", chunk),)  # a thread has eight neighbours in a row
     return kernel.bind(
-        SOURCE=kind, FUNCTION=function, HALF=half, INTERPRETED=INTERPRETED, TILE_R=rows, TILE_C=columns,
-        num_warps=tile.warps, enable_fp_fusion=False, **dict(constants),
+        SOURCE=kind, FUNCTION=function, HALF=half, INTERPRETED=INTERPRETED, num_warps=warps, enable_fp_fusion=False,
+        **dict(constants),
     )  # fmt: skip
 
 
@@ -450,15 +454,23 @@ def _launch(
 ) -> None:
     """Launch `kernel`, called `what` in `TILES`, on tiles of whole blocks of the source."""
     kind, inputs, width, function, heads, half, norms = inputs_of(_whole_blocks(source, block))
-    tile = TILES[f"{what}_parts" if kind in ("gated_grad", "qkv_grad") else what]
-    r = source.shape[0]
-    rows, columns = tile.shape(block, half)
-    down = rows * constants.get("DOWN", 1)
+    parts = 2 if kind in ("gated_grad", "qkv_grad") else 1
+    tile, r = TILES[what if parts == 1 else f"{what}_parts"], source.shape[0]
+    rows, columns = tile.shape(block, width, half)
+    across, tiles = ceil_div(width, columns), 1
+    constants |= {"TILE_R": rows, "TILE_C": columns}
+    if kernel is _NV_AMAX:
+        while tiles < 8 and across * ceil_div(r, 2 * tiles * rows) >= _PROGRAMS:
+            tiles *= 2
+        constants["DOWN"] = tiles
+    elif kernel is _NV:  # a thread has eight neighbours in a row, in a row of either part or in two rows
+        chunk = 2 // parts * 8 * 32 * tile.warps // columns
+        constants["CHUNK"] = 16 if constants["WEIGHT"] else min(rows, max(1, chunk))
     if kernel is not _MX:
-        constants |= {"FULL": r % down == 0 and width % columns == 0, "WHOLE": r % block == 0}
-    bound = _bound(kernel, tile, block, kind, function, half, tuple(constants.items()))
-    down = ceil_div(r, down)
-    bound.launch((ceil_div(width, columns), down), (*inputs, *norms, *tensors), (r, width, *heads, *numbers))
+        constants |= {"FULL": r % (tiles * rows) == 0 and width % columns == 0, "WHOLE": r % block == 0}
+    bound = _bound(kernel, tile.warps, kind, function, half, tuple(constants.items()))
+    grid = across, ceil_div(r, tiles * rows)
+    bound.launch(grid, (*inputs, *norms, *tensors), (r, width, *heads, *numbers))
 
 
 def _whole_blocks(source: Source, block: int) -> Source:
@@ -506,7 +518,7 @@ def cast_mxfp8(source: Source, fmt: Format, *, rowwise: bool, columnwise: bool) 
 def nvfp4_amaxes(source: Source, *, transformed: bool) -> Tensor:
     amaxes = torch.zeros(2, dtype=torch.float32, device=source.device)
     if 0 not in source.shape:
-        _launch(_NV_AMAX, "nv_amax", 16, source, (amaxes.view(torch.int32),), TRANSFORMED=transformed, DOWN=8)
+        _launch(_NV_AMAX, "nv_amax", 16, source, (amaxes.view(torch.int32),), TRANSFORMED=transformed)
     return amaxes
 
 
