@@ -11,14 +11,18 @@ NVFP4 transforms 16 rows of a column before it casts them. So its tile is held a
 in a thread's registers. Blocks along a row belong to a few neighbouring threads; a few rows at a time are read again,
 from the cache, since casting both ways at once would take more registers than there are.
 
-Arithmetic. A value is rounded to a format by adding and subtracting a power of two, 2^23 times the distance of the
-format's values there, which rounds to nearest even as fp32 does. Dividing by a block scale b of NVFP4 takes the
-reciprocal r of b, rounded to nearest, which a block has in common, and three instructions: q = y·r, then
-q + (y - b·q)·r in fused arithmetic, which is y / b rounded to nearest (Markstein 1990). Values beyond the format's
-range are cut off before, so that nothing overflows.
+Arithmetic. Casts wait for it, not for memory, so instructions are counted (docs/decisions/0005). A value is rounded to
+a format by adding and subtracting a power of two, 2^23 times the distance of the format's values there, which rounds to
+nearest even as fp32 does; one and a half times that power where values have signs. The power is a multiple of that of
+the value, so each takes one multiply-add, whose product is exact. Values beyond the format's range are cut off before,
+so that nothing overflows.
 
-Stochastic rounding takes a word of Philox for each value in either orientation: four neighbours in a row, or in a
-column, share one call.
+Stochastic rounding takes half a word of Philox for each value in either orientation: eight neighbours in a row, or in a
+column, share one call. The half k is put into the mantissa of a number of fp32, 96 + k·2^-17. That number times P, the
+power of two below the value (at least 1), plus the value, has the steps P·2^-17, so it is rounded to the 2^16th part of
+the format's step, P / 2; then it is rounded down to whole steps, by the rounding mode of one instruction.
+
+Masks cost as much as a butterfly: kernels of matrices that are whole tiles (FULL) have none.
 
 Shapes: r rows, c columns of a part of the source; q groups of 16 rows.
 """
@@ -76,7 +80,7 @@ def _transformed(y, i, r, WHOLE: tl.constexpr):
         return z
     w = ()
     for k in tl.static_range(16):
-        w += (tl.where((i + 16 <= r)[:, None], z[k], y[k] * 4.0),)
+        w += (tl.where((i + 16 <= r)[:, None], z[k], y[k] * 4.0),)  # type: ignore[assignment]
     return w
 
 
@@ -258,11 +262,11 @@ def _column_noise(row, column, r, x, noise, GROUPED: tl.constexpr, INTERPRETED: 
         zero = (x.to(tl.uint32, bitcast=True) & 1) >> 1
         words = _words((column[None, :] * (r // 8) + (row // 8)[:, None]).to(tl.uint32, bitcast=True) + zero, noise)
         for k in tl.static_range(8):
-            found += (_half(words[k // 2], k % 2 == 1, INTERPRETED),)
+            found += (_half(words[k // 2], k % 2 == 1, INTERPRETED),)  # type: ignore[assignment]
     else:
         element = column.to(tl.int64)[None, :] * r + row[:, None]
         for k in tl.static_range(8):
-            found += (_noise_of(element + k, noise, INTERPRETED),)
+            found += (_noise_of(element + k, noise, INTERPRETED),)  # type: ignore[assignment]
     return found
 
 
@@ -313,13 +317,13 @@ def _mx_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, we
 
 def _nv_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, weights, amaxes, r, c, a, g,
                     b, stride_s, stride_b, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
-                    TRANSFORMED: tl.constexpr, INTERPRETED: tl.constexpr, FULL: tl.constexpr, WHOLE: tl.constexpr,
-                    TILE_R: tl.constexpr, TILE_C: tl.constexpr, DOWN: tl.constexpr):  # fmt: skip
+                    TRANSFORMED: tl.constexpr, INTERPRETED: tl.constexpr, BATCH: tl.constexpr, FULL: tl.constexpr,
+                    WHOLE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, DOWN: tl.constexpr):  # fmt: skip
     """DOWN tiles below each other of each part of the source."""
     i0, j0 = tl.program_id(1) * DOWN * TILE_R, tl.program_id(0) * TILE_C
     q, j = tl.arange(0, TILE_R // 16), tl.arange(0, TILE_C)
     inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
-    heads = (a, g, b, stride_s, stride_b, statistics, weights)
+    heads = (a, g, BATCH if BATCH else b, stride_s, stride_b, statistics, weights)
     of_values = tl.zeros([TILE_R // 16, TILE_C], dtype=tl.float32)
     of_transformed = tl.zeros([TILE_R // 16, TILE_C], dtype=tl.float32)
     for _ in range(DOWN):
@@ -360,8 +364,8 @@ def _nv_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, we
                amaxes, step, microbatch, r, c, a, g, b, stride_s, stride_b, row_key0, row_key1, column_key0,
                column_key1, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr, WEIGHT: tl.constexpr,
                ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, NOISE: tl.constexpr, ROW_GROUPS: tl.constexpr,
-               COLUMN_GROUPS: tl.constexpr, INTERPRETED: tl.constexpr, FULL: tl.constexpr, WHOLE: tl.constexpr,
-               TILE_R: tl.constexpr, TILE_C: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+               COLUMN_GROUPS: tl.constexpr, INTERPRETED: tl.constexpr, BATCH: tl.constexpr, FULL: tl.constexpr,
+               WHOLE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """One tile of each part of the source, the last first, as the amaxes' kernel has left those in the cache.
 
     Columns are cast first, then CHUNK rows after the other, which are read from the cache.
@@ -373,7 +377,7 @@ def _nv_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, we
         tl.store(scale_inv, tl.div_rn(1.0, _tensor_scale(amaxes)))
         tl.store(scale_inv + 1, tl.div_rn(0.25, _tensor_scale(amaxes + 1)))
     inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
-    heads = (a, g, b, stride_s, stride_b, statistics, weights)
+    heads = (a, g, BATCH if BATCH else b, stride_s, stride_b, statistics, weights)
     if COLUMNWISE:
         scale = _tensor_scale(amaxes + 1)
         sixth = _sixth(scale, INTERPRETED)
@@ -467,6 +471,8 @@ def _launch(
         chunk = 2 // parts * 8 * 32 * tile.warps // columns
         constants["CHUNK"] = 16 if constants["WEIGHT"] else min(rows, max(1, chunk))
     if kernel is not _MX:
+        batch = heads[2]  # by a constant power of two a division is a shift
+        constants["BATCH"] = batch if half and not batch & (batch - 1) else 0
         constants |= {"FULL": r % (tiles * rows) == 0 and width % columns == 0, "WHOLE": r % block == 0}
     bound = _bound(kernel, tile.warps, kind, function, half, tuple(constants.items()))
     grid = across, ceil_div(r, tiles * rows)

@@ -32,9 +32,8 @@ from torch.distributed import ProcessGroup
 from megafp8.numerics.step import NewestAmaxes
 from megafp8.philox import Key, key_of, philox, philox_of_words
 
-
 NOISE_ROUNDS = 7
-"""Of Philox, for `uniform`."""
+"""Rounds of Philox for `uniform`."""
 
 
 def noise_key(seed: int, step: int, name: str) -> Key:

@@ -22,10 +22,10 @@ Three measures keep training stable at four bits, each where it helps:
 What is given up: b is rounded to nearest, so the largest values of a block may lie up to 1/16 beyond 6 (further where b
 is subnormal) and saturate, under stochastic rounding too, which is unbiased within ±6.
 
-Edges. A tensor of zeros, or one that is not finite, has S = 1; S is at most 2^118, so that S / b is finite. A block whose scale rounds to zero (about 459,000 times
-smaller than the tensor's amax) is zeros. A block with an infinity or a NaN has the largest scale, 448: infinities
-saturate, and a NaN stays a NaN. Hardware's E2M1 cannot hold one, E4M3 can, and a broken step should show: on tensor
-cores the block's scale becomes the NaN (`megafp8.gemm.scaled_mm`).
+Edges. A tensor of zeros, or one that is not finite, has S = 1; S is at most 2^118, so that S / b is finite. A block
+whose scale rounds to zero (about 459,000 times smaller than the tensor's amax) is zeros. A block with an infinity or a
+NaN has the largest scale, 448: infinities saturate, and a NaN stays a NaN. Hardware's E2M1 cannot hold one, E4M3 can,
+and a broken step should show: on tensor cores the block's scale becomes the NaN (`megafp8.gemm.scaled_mm`).
 
 Shapes: r rows, c columns of a matrix.
 """
