@@ -22,7 +22,8 @@ column, share one call. The half k is put into the mantissa of a number of fp32,
 power of two below the value (at least 1), plus the value, has the steps P·2^-17, so it is rounded to the 2^16th part of
 the format's step, P / 2; then it is rounded down to whole steps, by the rounding mode of one instruction.
 
-Masks cost as much as a butterfly: kernels of matrices that are whole tiles (FULL) have none.
+Masks and addresses cost as much as a butterfly: kernels of matrices that are whole tiles (FULL) have no masks, and the
+number of columns is a constant of theirs (C).
 
 Shapes: r rows, c columns of a part of the source; q groups of 16 rows.
 """
@@ -317,11 +318,12 @@ def _mx_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, we
 
 def _nv_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, weights, amaxes, r, c, a, g,
                     b, stride_s, stride_b, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
-                    TRANSFORMED: tl.constexpr, INTERPRETED: tl.constexpr, BATCH: tl.constexpr, FULL: tl.constexpr,
-                    WHOLE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, DOWN: tl.constexpr):  # fmt: skip
+                    TRANSFORMED: tl.constexpr, INTERPRETED: tl.constexpr, BATCH: tl.constexpr, C: tl.constexpr,
+                    FULL: tl.constexpr, WHOLE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, DOWN: tl.constexpr):  # fmt: skip
     """DOWN tiles below each other of each part of the source."""
     i0, j0 = tl.program_id(1) * DOWN * TILE_R, tl.program_id(0) * TILE_C
     q, j = tl.arange(0, TILE_R // 16), tl.arange(0, TILE_C)
+    c = C if C else c
     inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
     heads = (a, g, BATCH if BATCH else b, stride_s, stride_b, statistics, weights)
     of_values = tl.zeros([TILE_R // 16, TILE_C], dtype=tl.float32)
@@ -364,8 +366,8 @@ def _nv_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, we
                amaxes, step, microbatch, r, c, a, g, b, stride_s, stride_b, row_key0, row_key1, column_key0,
                column_key1, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr, WEIGHT: tl.constexpr,
                ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, NOISE: tl.constexpr, ROW_GROUPS: tl.constexpr,
-               COLUMN_GROUPS: tl.constexpr, INTERPRETED: tl.constexpr, BATCH: tl.constexpr, FULL: tl.constexpr,
-               WHOLE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+               COLUMN_GROUPS: tl.constexpr, INTERPRETED: tl.constexpr, BATCH: tl.constexpr, C: tl.constexpr,
+               FULL: tl.constexpr, WHOLE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """One tile of each part of the source, the last first, as the amaxes' kernel has left those in the cache.
 
     Columns are cast first, then CHUNK rows after the other, which are read from the cache.
@@ -376,6 +378,7 @@ def _nv_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, we
     if i0 + j0 == 0:
         tl.store(scale_inv, tl.div_rn(1.0, _tensor_scale(amaxes)))
         tl.store(scale_inv + 1, tl.div_rn(0.25, _tensor_scale(amaxes + 1)))
+    c = C if C else c
     inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
     heads = (a, g, BATCH if BATCH else b, stride_s, stride_b, statistics, weights)
     if COLUMNWISE:
@@ -473,7 +476,8 @@ def _launch(
     if kernel is not _MX:
         batch = heads[2]  # by a constant power of two a division is a shift
         constants["BATCH"] = batch if half and not batch & (batch - 1) else 0
-        constants |= {"FULL": r % (tiles * rows) == 0 and width % columns == 0, "WHOLE": r % block == 0}
+        full = r % (tiles * rows) == 0 and width % columns == 0
+        constants |= {"C": width if full else 0, "FULL": full, "WHOLE": r % block == 0}
     bound = _bound(kernel, tile.warps, kind, function, half, tuple(constants.items()))
     grid = across, ceil_div(r, tiles * rows)
     bound.launch(grid, (*inputs, *norms, *tensors), (r, width, *heads, *numbers))
