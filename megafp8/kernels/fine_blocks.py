@@ -319,7 +319,8 @@ def _mx_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, we
 def _nv_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, weights, amaxes, r, c, a, g,
                     b, stride_s, stride_b, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
                     TRANSFORMED: tl.constexpr, INTERPRETED: tl.constexpr, BATCH: tl.constexpr, C: tl.constexpr,
-                    FULL: tl.constexpr, WHOLE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, DOWN: tl.constexpr):  # fmt: skip
+                    FULL: tl.constexpr, WHOLE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+                    DOWN: tl.constexpr):  # fmt: skip
     """DOWN tiles below each other of each part of the source."""
     i0, j0 = tl.program_id(1) * DOWN * TILE_R, tl.program_id(0) * TILE_C
     q, j = tl.arange(0, TILE_R // 16), tl.arange(0, TILE_C)
@@ -367,7 +368,8 @@ def _nv_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, we
                column_key1, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr, WEIGHT: tl.constexpr,
                ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, NOISE: tl.constexpr, ROW_GROUPS: tl.constexpr,
                COLUMN_GROUPS: tl.constexpr, INTERPRETED: tl.constexpr, BATCH: tl.constexpr, C: tl.constexpr,
-               FULL: tl.constexpr, WHOLE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+               FULL: tl.constexpr, WHOLE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+               CHUNK: tl.constexpr):  # fmt: skip
     """One tile of each part of the source, the last first, as the amaxes' kernel has left those in the cache.
 
     Columns are cast first, then CHUNK rows after the other, which are read from the cache.
