@@ -98,8 +98,9 @@ def test_nvfp4(shape: tuple[int, int], kind: str) -> None:
     ids=str,
 )
 def test_every_source(kind: str, dtype: torch.dtype) -> None:
-    """On a GPU of several tiles, and where its two parts share a block, too."""
+    """Of whole tiles too, and on a GPU of several tiles, and where its two parts share a block."""
     check_mxfp8(SOURCES[kind](20, 64, dtype), E4M3)
+    check_nvfp4(SOURCES[kind](128, 128, dtype), "grad_output")
     if DEVICE == "cuda":
         check_nvfp4(SOURCES[kind](36, 1088, dtype), "grad_output")
         check_nvfp4(SOURCES[kind](70, 40, dtype), "input")
@@ -114,6 +115,14 @@ def test_gradient_of_qkv(d: int) -> None:
     for source in (sources.QKVGrad(dq, dk, dv, angles.cos(), angles.sin(), x) for x in (None, norms)):
         check_mxfp8(source, E4M3)
         check_nvfp4(source, "grad_output")
+
+
+@pytest.mark.slow
+def test_gradient_of_qkv_of_whole_tiles() -> None:
+    """Of 16 samples, a constant of the kernels."""
+    dq, dk, dv = (noise(8, 16, heads, 64, seed=i) for i, heads in enumerate((3, 1, 1)))
+    angles = noise(8, 1, 1, 32, seed=3)
+    check_nvfp4(sources.QKVGrad(dq, dk, dv, angles.cos(), angles.sin()), "grad_output")
 
 
 @pytest.mark.slow
