@@ -30,10 +30,15 @@ def philox(counter: Tensor, key: Key) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return philox_of_words(counter & _MASK, counter >> 32, zero, zero, key)
 
 
-def philox_of_words(x0: Tensor, x1: Tensor, x2: Tensor, x3: Tensor, key: Key) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `philox`, from the four words of a counter (int64 in [0, 2^32)), which are broadcast against each other."""
+def philox_of_words(
+    x0: Tensor, x1: Tensor, x2: Tensor, x3: Tensor, key: Key, *, rounds: int = 10
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `philox`, from the four words of a counter (int64 in [0, 2^32)), which are broadcast against each other.
+
+    `rounds`: of 10; the paper finds no flaw with 7 (BigCrush).
+    """
     k0, k1 = key
-    for _ in range(10):
+    for _ in range(rounds):
         p0, p1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57  # wraps modulo 2^64 as it should; the sign bit is masked off below
         x0, x1, x2, x3 = ((p1 >> 32) & _MASK) ^ x1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ x3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK

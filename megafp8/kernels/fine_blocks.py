@@ -11,14 +11,19 @@ NVFP4 transforms 16 rows of a column before it casts them. So its tile is held a
 in a thread's registers. Blocks along a row belong to a few neighbouring threads; a few rows at a time are read again,
 from the cache, since casting both ways at once would take more registers than there are.
 
-Arithmetic. A value is rounded to a format by adding and subtracting a power of two, 2^23 times the distance of the
-format's values there, which rounds to nearest even as fp32 does. Dividing by a block scale b of NVFP4 takes the
-reciprocal r of b, rounded to nearest, which a block has in common, and three instructions: q = y·r, then
-q + (y - b·q)·r in fused arithmetic, which is y / b rounded to nearest (Markstein 1990). Values beyond the format's
-range are cut off before, so that nothing overflows.
+Arithmetic. Casts wait for it, not for memory, so instructions are counted (docs/decisions/0005). A value is rounded to
+a format by adding and subtracting a power of two, 2^23 times the distance of the format's values there, which rounds to
+nearest even as fp32 does; one and a half times that power where values have signs. The power is a multiple of that of
+the value, so each takes one multiply-add, whose product is exact. Values beyond the format's range are cut off before,
+so that nothing overflows.
 
-Stochastic rounding takes a word of Philox for each value in either orientation: four neighbours in a row, or in a
-column, share one call.
+Stochastic rounding takes half a word of Philox for each value in either orientation: eight neighbours in a row, or in a
+column, share one call. The half k is put into the mantissa of a number of fp32, 96 + k·2^-17. That number times P, the
+power of two below the value (at least 1), plus the value, has the steps P·2^-17, so it is rounded to the 2^16th part of
+the format's step, P / 2; then it is rounded down to whole steps, by the rounding mode of one instruction.
+
+Masks and addresses cost as much as a butterfly: kernels of matrices that are whole tiles (FULL) have no masks, and the
+number of columns is a constant of theirs (C).
 
 Shapes: r rows, c columns of a part of the source; q groups of 16 rows.
 """
@@ -49,11 +54,11 @@ _NOISE_NUMBERS = ("row_key0", "row_key1", "column_key0", "column_key1")
 
 @triton.jit
 def _interleaved(inputs, i0, q, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
-                 INTERPRETED: tl.constexpr):  # fmt: skip
+                 INTERPRETED: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
     """Both parts of the source as 16 tiles each, of the rows i0 + 16q, i0 + 16q + 1, ..."""
     first, second = (), ()
     for k in tl.static_range(16):
-        y, z = compute(inputs, i0, 16 * q + k, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
+        y, z = compute(inputs, i0, 16 * q + k, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
         first += (y,)  # type: ignore[assignment]
         second += (z,)  # type: ignore[assignment]
     return first, second
@@ -69,25 +74,36 @@ def _butterflies(z, DISTANCE: tl.constexpr):
 
 
 @triton.jit
-def _transformed(y, whole):
-    """The Hadamard transform of 16 tiles, where `whole`; else the tiles."""
-    z = ()
-    for k in tl.static_range(16):
-        z += (y[k] * 0.25,)
-    z = _butterflies(_butterflies(_butterflies(_butterflies(z, 1), 2), 4), 8)
+def _transformed(y, i, r, WHOLE: tl.constexpr):
+    """`nvfp4.hadamard_sums` of 16 tiles, of the rows i, i + 1, ..., which are all below r if WHOLE."""
+    z = _butterflies(_butterflies(_butterflies(_butterflies(y, 1), 2), 4), 8)
+    if WHOLE:
+        return z
     w = ()
     for k in tl.static_range(16):
-        w += (tl.where(whole, z[k], y[k]),)
+        w += (tl.where((i + 16 <= r)[:, None], z[k], y[k] * 4.0),)  # type: ignore[assignment]
     return w
 
 
 @triton.jit
+def _larger(x, y):
+    """The larger of x and |y|, NaN if either is."""
+    return tl.maximum(x, tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _largest(x, y):
+    """The larger of |x| and |y|, NaN if either is."""
+    return tl.maximum(tl.abs(x), tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _amax_of_tiles(y):
-    """Elementwise maximum of the `magnitude_bits` of tiles."""
-    bits = magnitude_bits(y[0])
+    """Elementwise amax of tiles, NaN where one is."""
+    amax = tl.abs(y[0])
     for k in tl.static_range(1, len(y)):
-        bits = tl.maximum(bits, magnitude_bits(y[k]))
-    return bits
+        amax = _larger(amax, y[k])
+    return amax
 
 
 @triton.jit
@@ -132,75 +148,136 @@ def _mx(x, scale, scale_inv, FP8_MAX: tl.constexpr):
 
 
 @triton.jit
-def _quotient(a, b, inverse, INTERPRETED: tl.constexpr):
-    """a / b rounded to nearest; `inverse`: 1 / b, rounded so."""
+def _clamped(x, INTERPRETED: tl.constexpr):
+    """x within ±6; NaN stays NaN."""
     if INTERPRETED:
-        return tl.div_rn(a, b)
-    quotient = a * inverse
-    return tl.fma(tl.fma(-b, quotient, a), inverse, quotient)
+        x = tl.minimum(x, 6.0, propagate_nan=tl.PropagateNan.ALL)
+        return tl.maximum(x, -6.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.inline_asm_elementwise(
+        "min.NaN.xorsign.abs.f32 $0, $1, 0f40C00000;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
-def _nv_scales(bits, tensor_scale, INTERPRETED: tl.constexpr):
-    """b and 1 / b of blocks with these amaxes, given as `magnitude_bits`; 1 / b is 1 where b is 0."""
-    size = tl.minimum(tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True) * tensor_scale, 2688.0)
-    b = _rounded(_quotient(size, 6.0, 0.16666667, INTERPRETED), 3, -6)
-    return b, reciprocal(tl.where(b == 0.0, 1.0, b), INTERPRETED)
+def _floor(x, power, INTERPRETED: tl.constexpr):
+    """x rounded down to a multiple of power / 2, plus power · (1.5·2^22 - 96); x from 64 to 128 times `power`."""
+    if INTERPRETED:
+        return tl.floor(x * (2.0 / power)) * (power * 0.5) + power * 6291360.0
+    return tl.inline_asm_elementwise(
+        "fma.rm.f32 $0, $1, 0f4ABFFF40, $2;", "=f,f,f", [power, x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
-def _nv(x, tensor_scale, b, inverse, word, NOISE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """x · S, cast by its block's scale b, times b. `word`: the upper 24 bits decide how it is rounded, if NOISE."""
-    size = tl.minimum(tl.abs(x * tensor_scale), 6.0 * b, propagate_nan=tl.PropagateNan.ALL)
-    size = _quotient(size, tl.where(b == 0.0, 1.0, b), inverse, INTERPRETED)
+def _nv_scales(amax, sixth, tensor_scale, INTERPRETED: tl.constexpr):
+    """b and S / b of blocks with these amaxes; 0 where b is 0. `sixth`: S / 6."""
+    size = tl.minimum(amax * sixth, 448.0)  # of NaN too
+    power = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23).to(tl.float32, bitcast=True)
+    b = tl.fma(power, -1048576.0, tl.fma(power, 1048576.0, size))  # 2^20: to three bits after the first
+    factor = reciprocal(tl.where(b == 0.0, 1.0, b), INTERPRETED) * tensor_scale
+    return b, tl.where(b == 0.0, 0.0, factor)
+
+
+@triton.jit
+def _nv(x, factor, b, random, NOISE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """x · S / b, rounded, times b: by `random`, of `_halves`, if NOISE. A zero is positive."""
+    value = _clamped(x * factor, INTERPRETED)
+    power = tl.maximum(value.to(tl.int32, bitcast=True) & 0x7F800000, 127 << 23).to(tl.float32, bitcast=True)
     if NOISE:
-        bits = size.to(tl.int32, bitcast=True)
-        down = tl.where(size < 1.0, tl.where(size < 0.5, 0.0, 0.5), (bits & -0x400000).to(tl.float32, bitcast=True))
-        step = tl.where(size < 2.0, 0.5, tl.where(size < 4.0, 1.0, 2.0))
-        words_per_unit = tl.where(size < 2.0, 33554432.0, tl.where(size < 4.0, 16777216.0, 8388608.0))  # 2^24 / step
-        up = (word >> 8).to(tl.int32, bitcast=True).to(tl.float32) < (size - down) * words_per_unit
-        size = tl.where(size == size, tl.where(up, down + step, down), size)
+        value = _floor(tl.fma(power, random, value), power, INTERPRETED)
     else:
-        size = _rounded(size, 1, 0)
-    return tl.where(b == 0.0, 0.0, _signed(size * b, x))
+        value = tl.fma(power, 6291456.0, value)
+    return tl.fma(power, -6291456.0, value) * b
 
 
 @triton.jit
-def _row_words(row, at, j, width, noise, GROUPED: tl.constexpr):
-    """Words `[q, j]` for the elements of rows `row`, columns at + j, of a matrix with `width` columns."""
+def _tensor_scale(amax):
+    """S: at most 2^118, so that S / b is finite."""
+    return tl.minimum(scale_from_amax(tl.load(amax), 2688.0, 0.0, False), 332306998946228968225951765070086144.0)
+
+
+@triton.jit
+def _sixth(scale, INTERPRETED: tl.constexpr):
+    """A sixth of a scale, rounded to nearest (Markstein 1990)."""
+    if INTERPRETED:
+        return tl.div_rn(scale, 6.0)
+    quotient = scale * 0.16666667
+    return tl.fma(tl.fma(quotient, -6.0, scale), 0.16666667, quotient)
+
+
+@triton.jit
+def _half(word, UPPER: tl.constexpr, INTERPRETED: tl.constexpr):
+    """96 + k·2^-17 of the lower or upper 16 bits k of words."""
+    if INTERPRETED:
+        word = word >> 16 if UPPER else word & 0xFFFF
+        return (word | 0x42C00000).to(tl.float32, bitcast=True)
+    if UPPER:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0x42C0, 0x5432;", "=f,r", [word], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0x42C0, 0x5410;", "=f,r", [word], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _words(group, noise):
+    """Four words of noise for each group of eight elements, uint32: Philox of seven rounds."""
     step, microbatch, key0, key1 = noise
+    x0, x1, x2, x3 = group, group * 0, group * 0 + step, group * 0 + microbatch
+    for _ in tl.static_range(7):
+        p0, p1 = x0.to(tl.uint64) * 0xD2511F53, x2.to(tl.uint64) * 0xCD9E8D57
+        x0, x2 = (p1 >> 32).to(tl.uint32) ^ x1 ^ key0, (p0 >> 32).to(tl.uint32) ^ x3 ^ key1
+        x1, x3 = p1.to(tl.uint32), p0.to(tl.uint32)
+        key0, key1 = key0 + 0x9E3779B9, key1 + 0xBB67AE85
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _row_noise(row, at, j, width, noise, GROUPED: tl.constexpr, INTERPRETED: tl.constexpr):
+    """`_half` `[q, j]` for the elements of rows `row`, columns at + j, of a matrix with `width` columns."""
     COLUMNS: tl.constexpr = j.shape[0]
     if GROUPED:
-        quad = (at // 4 + tl.arange(0, COLUMNS // 4))[None, :]
-        group = (row[:, None] * (width // 4) + quad).to(tl.uint32, bitcast=True)
-        zero = group * 0
-        w0, w1, w2, w3 = tl.philox_impl(group, zero, zero + step, zero + microbatch, key0, key1)
-        return tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(row.shape[0], COLUMNS)
-    return _word_of(row.to(tl.int64)[:, None] * width + (at + j)[None, :], noise)
+        group = row[:, None] * (width // 8) + (at // 8 + tl.arange(0, COLUMNS // 8))[None, :]
+        w0, w1, w2, w3 = _words(group.to(tl.uint32, bitcast=True), noise)
+        lower = tl.join(
+            tl.join(_half(w0, False, INTERPRETED), _half(w2, False, INTERPRETED)),
+            tl.join(_half(w1, False, INTERPRETED), _half(w3, False, INTERPRETED)),
+        )
+        upper = tl.join(
+            tl.join(_half(w0, True, INTERPRETED), _half(w2, True, INTERPRETED)),
+            tl.join(_half(w1, True, INTERPRETED), _half(w3, True, INTERPRETED)),
+        )
+        return tl.join(lower, upper).reshape(row.shape[0], COLUMNS)
+    return _noise_of(row.to(tl.int64)[:, None] * width + (at + j)[None, :], noise, INTERPRETED)
 
 
 @triton.jit
-def _column_words(row, column, r, noise, GROUPED: tl.constexpr):
-    """Words `[q, j]` four times, for the elements of rows `row`, row + 1, row + 2, row + 3 of the transposed matrix."""
-    step, microbatch, key0, key1 = noise
+def _column_noise(row, column, r, x, noise, GROUPED: tl.constexpr, INTERPRETED: tl.constexpr):
+    """`_half` `[q, j]` eight times, for the elements of rows `row`, row + 1, ..., row + 7 of the transposed matrix.
+
+    x: a tile with which they are to share a layout. Without the zero made of it Triton converts one into the other.
+    """
+    found = ()
     if GROUPED:
-        group = (column[None, :] * (r // 4) + (row // 4)[:, None]).to(tl.uint32, bitcast=True)
-        zero = group * 0
-        return tl.philox_impl(group, zero, zero + step, zero + microbatch, key0, key1)
-    element = column.to(tl.int64)[None, :] * r + row[:, None]
-    first, second = _word_of(element, noise), _word_of(element + 1, noise)
-    return first, second, _word_of(element + 2, noise), _word_of(element + 3, noise)
+        zero = (x.to(tl.uint32, bitcast=True) & 1) >> 1
+        words = _words((column[None, :] * (r // 8) + (row // 8)[:, None]).to(tl.uint32, bitcast=True) + zero, noise)
+        for k in tl.static_range(8):
+            found += (_half(words[k // 2], k % 2 == 1, INTERPRETED),)  # type: ignore[assignment]
+    else:
+        element = column.to(tl.int64)[None, :] * r + row[:, None]
+        for k in tl.static_range(8):
+            found += (_noise_of(element + k, noise, INTERPRETED),)  # type: ignore[assignment]
+    return found
 
 
 @triton.jit
-def _word_of(element, noise):
-    """The word of any element, int64."""
-    step, microbatch, key0, key1 = noise
-    group = (element >> 2).to(tl.uint32)
-    zero = group * 0
-    w0, w1, w2, w3 = tl.philox_impl(group, zero, zero + step, zero + microbatch, key0, key1)
-    place = (element & 3).to(tl.int32)
-    return tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3)))
+def _noise_of(element, noise, INTERPRETED: tl.constexpr):
+    """`_half` for any element, int64."""
+    w0, w1, w2, w3 = _words((element >> 3).to(tl.uint32), noise)
+    place = (element & 7).to(tl.int32) >> 1
+    word = tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3)))
+    return tl.where(element % 2 == 1, _half(word, True, INTERPRETED), _half(word, False, INTERPRETED))
 
 
 @triton.jit
@@ -241,51 +318,57 @@ def _mx_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, we
 
 def _nv_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, weights, amaxes, r, c, a, g,
                     b, stride_s, stride_b, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
-                    TRANSFORMED: tl.constexpr, INTERPRETED: tl.constexpr, TILE_R: tl.constexpr,
-                    TILE_C: tl.constexpr, DOWN: tl.constexpr):  # fmt: skip
+                    TRANSFORMED: tl.constexpr, INTERPRETED: tl.constexpr, BATCH: tl.constexpr, C: tl.constexpr,
+                    FULL: tl.constexpr, WHOLE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+                    DOWN: tl.constexpr):  # fmt: skip
     """DOWN tiles below each other of each part of the source."""
     i0, j0 = tl.program_id(1) * DOWN * TILE_R, tl.program_id(0) * TILE_C
     q, j = tl.arange(0, TILE_R // 16), tl.arange(0, TILE_C)
+    c = C if C else c
     inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
-    heads = (a, g, b, stride_s, stride_b, statistics, weights)
-    of_values = tl.zeros([TILE_R // 16, TILE_C], dtype=tl.int32)
-    of_transformed = tl.zeros([TILE_R // 16, TILE_C], dtype=tl.int32)
+    heads = (a, g, BATCH if BATCH else b, stride_s, stride_b, statistics, weights)
+    of_values = tl.zeros([TILE_R // 16, TILE_C], dtype=tl.float32)
+    of_transformed = tl.zeros([TILE_R // 16, TILE_C], dtype=tl.float32)
     for _ in range(DOWN):
-        parts = _interleaved(inputs, i0, q, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
+        parts = _interleaved(inputs, i0, q, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
         for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
-            of_values = tl.maximum(of_values, _amax_of_tiles(parts[part]))
+            of_values = _larger(of_values, _amax_of_tiles(parts[part]))
             if TRANSFORMED:
-                z = _transformed(parts[part], (i0 + 16 * q + 16 <= r)[:, None])
-                of_transformed = tl.maximum(of_transformed, _amax_of_tiles(z))
+                z = _transformed(parts[part], i0 + 16 * q, r, WHOLE)
+                of_transformed = _larger(of_transformed, _amax_of_tiles(z))
         i0 += TILE_R
-    atomic_amax(amaxes, tl.max(of_values), None)
+    atomic_amax(amaxes, tl.max(magnitude_bits(of_values)), None)
     if TRANSFORMED:
-        atomic_amax(amaxes + 1, tl.max(of_transformed), None)
+        atomic_amax(amaxes + 1, tl.max(magnitude_bits(of_transformed)), None)
 
 
 @triton.jit
-def _nv_rows(y, i, at, j, width, scale, noise, WEIGHT: tl.constexpr, NOISE: tl.constexpr, GROUPED: tl.constexpr,
-             INTERPRETED: tl.constexpr):  # fmt: skip
+def _nv_rows(y, i, at, j, width, scale, sixth, noise, WEIGHT: tl.constexpr, NOISE: tl.constexpr,
+             GROUPED: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
     """Values `[i, j]` cast by blocks along rows; by squares of 16×16 if WEIGHT."""
     ROWS: tl.constexpr = y.shape[0]
     COLUMNS: tl.constexpr = y.shape[1]
     HEIGHT: tl.constexpr = 16 if WEIGHT else 1
     x = y.reshape(ROWS // HEIGHT, HEIGHT, COLUMNS // 16, 16)
-    amax = tl.max(magnitude_bits(x), axis=3, keep_dims=True)
+    if INTERPRETED:  # where a reduction by a function of ours takes long
+        amax = tl.max(magnitude_bits(x), axis=3, keep_dims=True).to(tl.float32, bitcast=True)
+    else:
+        amax = tl.reduce(x, 3, _largest, keep_dims=True)
     if WEIGHT:
-        amax = tl.max(amax, axis=1, keep_dims=True)
-    block, inverse = _nv_scales(amax, scale, INTERPRETED)
-    word = 0
+        amax = tl.max(magnitude_bits(amax), axis=1, keep_dims=True).to(tl.float32, bitcast=True)
+    block, factor = _nv_scales(amax, sixth, scale, INTERPRETED)
+    random = 0
     if NOISE:
-        word = _row_words(i, at, j, width, noise, GROUPED).reshape(ROWS, 1, COLUMNS // 16, 16)
-    return _nv(x, scale, block, inverse, word, NOISE, INTERPRETED).reshape(ROWS, COLUMNS)
+        random = _row_noise(i, at, j, width, noise, GROUPED, INTERPRETED).reshape(ROWS, 1, COLUMNS // 16, 16)
+    return _nv(x, factor, block, random, NOISE, INTERPRETED).reshape(ROWS, COLUMNS)
 
 
 def _nv_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, weights, rowwise, columnwise, scale_inv,
                amaxes, step, microbatch, r, c, a, g, b, stride_s, stride_b, row_key0, row_key1, column_key0,
                column_key1, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr, WEIGHT: tl.constexpr,
                ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, NOISE: tl.constexpr, ROW_GROUPS: tl.constexpr,
-               COLUMN_GROUPS: tl.constexpr, INTERPRETED: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+               COLUMN_GROUPS: tl.constexpr, INTERPRETED: tl.constexpr, BATCH: tl.constexpr, C: tl.constexpr,
+               FULL: tl.constexpr, WHOLE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
                CHUNK: tl.constexpr):  # fmt: skip
     """One tile of each part of the source, the last first, as the amaxes' kernel has left those in the cache.
 
@@ -294,37 +377,42 @@ def _nv_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, we
     i0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE_R
     j0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_C
     q, j = tl.arange(0, TILE_R // 16), tl.arange(0, TILE_C)
-    scale = scale_from_amax(tl.load(amaxes), 2688.0, 0.0, False)
-    column_scale = scale_from_amax(tl.load(amaxes + 1), 2688.0, 0.0, False)
-    tl.store(scale_inv, tl.div_rn(1.0, scale), mask=i0 + j0 == 0)
-    tl.store(scale_inv + 1, tl.div_rn(1.0, column_scale), mask=i0 + j0 == 0)
+    if i0 + j0 == 0:
+        tl.store(scale_inv, tl.div_rn(1.0, _tensor_scale(amaxes)))
+        tl.store(scale_inv + 1, tl.div_rn(0.25, _tensor_scale(amaxes + 1)))
+    c = C if C else c
     inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
-    heads = (a, g, b, stride_s, stride_b, statistics, weights)
+    heads = (a, g, BATCH if BATCH else b, stride_s, stride_b, statistics, weights)
     if COLUMNWISE:
+        scale = _tensor_scale(amaxes + 1)
+        sixth = _sixth(scale, INTERPRETED)
         noise = _noise(step, microbatch, column_key0, column_key1)
-        parts = _interleaved(inputs, i0, q, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
+        parts = _interleaved(inputs, i0, q, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
         for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
             at, end, width = part_columns(j0, c, part, SOURCE, HALF)
-            z = _transformed(parts[part], (i0 + 16 * q + 16 <= r)[:, None])
-            block, inverse = _nv_scales(_amax_of_tiles(z), column_scale, INTERPRETED)
-            for fourth in tl.static_range(4):
-                words = (0, 0, 0, 0)
+            z = _transformed(parts[part], i0 + 16 * q, r, WHOLE)
+            block, factor = _nv_scales(_amax_of_tiles(z), sixth, scale, INTERPRETED)
+            for upper in tl.static_range(2):
+                random = (0, 0, 0, 0, 0, 0, 0, 0)
                 if NOISE:
-                    words = _column_words(i0 + 16 * q + 4 * fourth, at + j, r, noise, COLUMN_GROUPS)
-                for k in tl.static_range(4):
-                    value = _nv(z[4 * fourth + k], column_scale, block, inverse, words[k], NOISE, INTERPRETED)
-                    store_rowwise(columnwise, value.to(columnwise.dtype.element_ty), i0, 16 * q + 4 * fourth + k, at,
-                                  j, r, end, width)  # fmt: skip
+                    random = _column_noise(i0 + 16 * q + 8 * upper, at + j, r, block, noise, COLUMN_GROUPS,
+                                           INTERPRETED)  # fmt: skip
+                for k in tl.static_range(8):
+                    value = _nv(z[8 * upper + k], factor, block, random[k], NOISE, INTERPRETED)
+                    store_rowwise(columnwise, value.to(columnwise.dtype.element_ty), i0, 16 * q + 8 * upper + k, at,
+                                  j, r, end, width, FULL)  # fmt: skip
     if ROWWISE:
+        scale = _tensor_scale(amaxes)
+        sixth = _sixth(scale, INTERPRETED)
         row_noise = _noise(step, microbatch, row_key0, row_key1)
         for first in range(0, TILE_R, CHUNK):
             i = first + tl.arange(0, CHUNK)
-            rows = compute(inputs, i0, i, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
+            rows = compute(inputs, i0, i, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
             for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
                 at, end, width = part_columns(j0, c, part, SOURCE, HALF)
-                cast_rows = _nv_rows(rows[part], i0 + i, at, j, width, scale, row_noise, WEIGHT, NOISE, ROW_GROUPS,
-                                 INTERPRETED)  # fmt: skip
-                store_rowwise(rowwise, cast_rows.to(rowwise.dtype.element_ty), i0, i, at, j, r, end, width)
+                cast_rows = _nv_rows(rows[part], i0 + i, at, j, width, scale, sixth, row_noise, WEIGHT, NOISE,
+                                     ROW_GROUPS, INTERPRETED)  # fmt: skip
+                store_rowwise(rowwise, cast_rows.to(rowwise.dtype.element_ty), i0, i, at, j, r, end, width, FULL)
 
 
 _MX, _NV_AMAX, _NV = Kernel(_mx_kernel), Kernel(_nv_amax_kernel), Kernel(_nv_kernel, do_not_specialize=_NOISE_NUMBERS)
@@ -337,29 +425,37 @@ class Tile(NamedTuple):
     columns: int
     warps: int = 4
 
+    def shape(self, block: int, width: int, half: int) -> tuple[int, int]:
+        """Rows and columns of a program, of a part with `width` columns. `half`: those of half a head, or 0.
+
+        Columns are as many as divide the width, so that no mask is needed, if that leaves 64 of them.
+        """
+        dividing = width & -width
+        columns = min(self.columns, half or (dividing if dividing >= 64 else self.columns))
+        return self.elements // columns * block, columns
+
 
 TILES = {
     "mx": Tile(128, 128, 2), "mx_parts": Tile(128, 128),
     "nv_amax": Tile(512, 512), "nv_amax_parts": Tile(256, 256),
-    "nv": Tile(256, 256), "nv_parts": Tile(256, 256, 8),
+    "nv": Tile(256, 256), "nv_parts": Tile(256, 256),
 }  # fmt: skip
 """By kernel; "parts": of sources with two parts. Measured on H200 (docs/measurements/2026-11-26-fp4-on-hopper)."""
 
 
+_PROGRAMS = 512
+"""With more programs of one tile, those of `_NV_AMAX` have several tiles, up to 8."""
+
+
 @cache
 def _bound(
-    kernel: Kernel, tile: Tile, block: int, kind: str, function: str, half: int, constants: tuple[tuple[str, Any], ...]
-) -> tuple[BoundKernel, int, int]:
-    """The kernel for sources of this kind; rows and columns of a program."""
-    columns = min(tile.columns, half) if half else tile.columns
-    rows = tile.elements // columns * block
-    if kernel is _NV:
-        constants += (("CHUNK", 16 if dict(constants)["WEIGHT"] else min(rows, max(1, 4 * tile.elements // columns))),)
-    bound = kernel.bind(
-        SOURCE=kind, FUNCTION=function, HALF=half, INTERPRETED=INTERPRETED, TILE_R=rows, TILE_C=columns,
-        num_warps=tile.warps, enable_fp_fusion=False, **dict(constants),
+    kernel: Kernel, warps: int, kind: str, function: str, half: int, constants: tuple[tuple[str, Any], ...]
+) -> BoundKernel:
+    """The kernel for sources of this kind."""
+    return kernel.bind(
+        SOURCE=kind, FUNCTION=function, HALF=half, INTERPRETED=INTERPRETED, num_warps=warps, enable_fp_fusion=False,
+        **dict(constants),
     )  # fmt: skip
-    return bound, rows, columns
 
 
 def _launch(
@@ -367,11 +463,26 @@ def _launch(
 ) -> None:
     """Launch `kernel`, called `what` in `TILES`, on tiles of whole blocks of the source."""
     kind, inputs, width, function, heads, half, norms = inputs_of(_whole_blocks(source, block))
-    tile = TILES[f"{what}_parts" if kind in ("gated_grad", "qkv_grad") else what]
-    bound, rows, columns = _bound(kernel, tile, block, kind, function, half, tuple(constants.items()))
-    r = source.shape[0]
-    down = ceil_div(r, rows * constants.get("DOWN", 1))
-    bound.launch((ceil_div(width, columns), down), (*inputs, *norms, *tensors), (r, width, *heads, *numbers))
+    parts = 2 if kind in ("gated_grad", "qkv_grad") else 1
+    tile, r = TILES[what if parts == 1 else f"{what}_parts"], source.shape[0]
+    rows, columns = tile.shape(block, width, half)
+    across, tiles = ceil_div(width, columns), 1
+    constants |= {"TILE_R": rows, "TILE_C": columns}
+    if kernel is _NV_AMAX:
+        while tiles < 8 and across * ceil_div(r, 2 * tiles * rows) >= _PROGRAMS:
+            tiles *= 2
+        constants["DOWN"] = tiles
+    elif kernel is _NV:  # a thread has eight neighbours in a row, in a row of either part or in two rows
+        chunk = 2 // parts * 8 * 32 * tile.warps // columns
+        constants["CHUNK"] = 16 if constants["WEIGHT"] else min(rows, max(1, chunk))
+    if kernel is not _MX:
+        batch = heads[2]  # by a constant power of two a division is a shift
+        constants["BATCH"] = batch if half and not batch & (batch - 1) else 0
+        full = r % (tiles * rows) == 0 and width % columns == 0
+        constants |= {"C": width if full else 0, "FULL": full, "WHOLE": r % block == 0}
+    bound = _bound(kernel, tile.warps, kind, function, half, tuple(constants.items()))
+    grid = across, ceil_div(r, tiles * rows)
+    bound.launch(grid, (*inputs, *norms, *tensors), (r, width, *heads, *numbers))
 
 
 def _whole_blocks(source: Source, block: int) -> Source:
@@ -419,7 +530,7 @@ def cast_mxfp8(source: Source, fmt: Format, *, rowwise: bool, columnwise: bool) 
 def nvfp4_amaxes(source: Source, *, transformed: bool) -> Tensor:
     amaxes = torch.zeros(2, dtype=torch.float32, device=source.device)
     if 0 not in source.shape:
-        _launch(_NV_AMAX, "nv_amax", 16, source, (amaxes.view(torch.int32),), TRANSFORMED=transformed, DOWN=8)
+        _launch(_NV_AMAX, "nv_amax", 16, source, (amaxes.view(torch.int32),), TRANSFORMED=transformed)
     return amaxes
 
 
@@ -430,6 +541,7 @@ def cast_nvfp4(
     r, c = source.shape
     if r * c == 0:
         scale_inv = torch.ones(2, dtype=torch.float32, device=source.device)
+        scale_inv[1] = 0.25
     else:
         scale_inv = torch.empty(2, dtype=torch.float32, device=source.device)
         outputs = tuple(scale_inv if data is None else data for data in (by_rows, by_columns))
@@ -440,7 +552,7 @@ def cast_nvfp4(
         _launch(
             _NV, "nv", 16, source, (*outputs, scale_inv, amaxes.view(torch.int32), *clocks), *keys,
             WEIGHT=weight, ROWWISE=rowwise or weight, COLUMNWISE=columnwise and not weight, NOISE=noise is not None,
-            ROW_GROUPS=c % 4 == 0, COLUMN_GROUPS=r % 4 == 0,
+            ROW_GROUPS=c % 8 == 0, COLUMN_GROUPS=r % 8 == 0,
         )  # fmt: skip
     if weight:
         made = _dequantized(by_rows, scale_inv[0], transposed=False)

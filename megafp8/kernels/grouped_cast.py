@@ -184,7 +184,7 @@ def _cast(
     data = torch.empty(r, c, dtype=fmt.dtype, device=device) if rowwise else None
     transposed = torch.empty(c, groups.capacity, dtype=fmt.dtype, device=device) if columnwise else None
     if r * c:
-        inputs, tile, constants = _launch(source, "per_tensor" if scales == "tensor" else scales, groups)
+        inputs, tile, constants = _launch(source, "experts" if scales == "tensor" else scales, groups)
         assert scales != "vectors" or inputs.kind != "gated_grad", "its parts are apart in a row"
         bound = groups_kernel.bind(
             **constants, SCALES=scales, ROWWISE=rowwise, COLUMNWISE=columnwise, RECORD=record, FORMAT=fmt.name,

@@ -52,16 +52,17 @@ def encode(x: NDArray[np.float32], fmt: Format) -> NDArray[np.uint8]:
 
 
 def to_e2m1(x: NDArray[np.float32], noise: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-    """The nearest value of E2M1; with `noise` in [0, 1) a neighbour, with probabilities that keep the mean."""
+    """The nearest value of E2M1; with `noise` in [0, 1) the next below or above, so that the mean is kept to 2^-17."""
     y, values = x.astype(np.float64), E2M1_VALUES
-    size = np.minimum(np.abs(y), 6.0)
     if noise is None:
         rounded = values[round_to(y, values)]
     else:
-        low = np.searchsorted(values, np.nan_to_num(size), side="right") - 1
-        below, above = values[low], values[np.minimum(low + 1, 7)]
-        way = (size - below) / np.where(above > below, above - below, 1.0)
-        rounded = np.where(noise < way, above, below)
+        both = np.union1d(-values, values)
+        inside = np.clip(np.nan_to_num(y), -6.0, 6.0)
+        low = np.searchsorted(both, inside, side="right") - 1
+        below, above = both[low], both[np.minimum(low + 1, len(both) - 1)]
+        way = (inside - below) / np.where(above > below, above - below, 1.0)
+        rounded = np.abs(np.where(np.rint((way + noise) * 2**16) >= 2**16, above, below))
     return np.where(np.isnan(y), np.nan, np.copysign(rounded, y)).astype(np.float32)
 
 

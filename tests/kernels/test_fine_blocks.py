@@ -33,8 +33,8 @@ def made_noise() -> TensorNoise:
 
 
 def bits(x: Tensor) -> Tensor:
-    """Those of bf16 as integers, every NaN as one value."""
-    return torch.where(x.isnan(), -1, x.contiguous().view(torch.int16).int())
+    """Those of bf16 as integers, every NaN as one value, and zeros of either sign."""
+    return torch.where(x.isnan(), -1, torch.where(x == 0, 0, x.contiguous().view(torch.int16).int()))
 
 
 def check_same(actual: QuantizedTensor, expected: QuantizedTensor) -> None:
@@ -68,8 +68,8 @@ def spread(r: int, c: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 SHAPES = [(1, 1), (37, 70), (34, 300), (16, 520), (0, 16), (16, 0)]
-# Words of noise are drawn for four neighbours at once where both sizes are multiples of four.
-NV_CASES = [*itertools.product([*SHAPES, (16, 36), (20, 68)], ("input", "weight", "grad_output"))]
+# Noise is drawn for eight neighbours at once where a size is a multiple of eight. The last shape is of whole tiles.
+NV_CASES = [*itertools.product([*SHAPES, (16, 40), (24, 68), (64, 128)], ("input", "weight", "grad_output"))]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_mxfp8(shape: tuple[int, int], fmt: Format) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "kind"),
-    slow_but(NV_CASES, ((16, 36), "grad_output"), ((16, 0), "grad_output")),  # each takes seconds in the interpreter
+    slow_but(NV_CASES, ((16, 40), "grad_output"), ((16, 0), "grad_output")),  # each takes seconds in the interpreter
     ids=str,
 )
 def test_nvfp4(shape: tuple[int, int], kind: str) -> None:
@@ -98,8 +98,9 @@ def test_nvfp4(shape: tuple[int, int], kind: str) -> None:
     ids=str,
 )
 def test_every_source(kind: str, dtype: torch.dtype) -> None:
-    """On a GPU of several tiles, and where its two parts share a block, too."""
+    """Of whole tiles too, and on a GPU of several tiles, and where its two parts share a block."""
     check_mxfp8(SOURCES[kind](20, 64, dtype), E4M3)
+    check_nvfp4(SOURCES[kind](128, 128, dtype), "grad_output")
     if DEVICE == "cuda":
         check_nvfp4(SOURCES[kind](36, 1088, dtype), "grad_output")
         check_nvfp4(SOURCES[kind](70, 40, dtype), "input")
@@ -114,6 +115,14 @@ def test_gradient_of_qkv(d: int) -> None:
     for source in (sources.QKVGrad(dq, dk, dv, angles.cos(), angles.sin(), x) for x in (None, norms)):
         check_mxfp8(source, E4M3)
         check_nvfp4(source, "grad_output")
+
+
+@pytest.mark.slow
+def test_gradient_of_qkv_of_whole_tiles() -> None:
+    """Of 16 samples, a constant of the kernels."""
+    dq, dk, dv = (noise(8, 16, heads, 64, seed=i) for i, heads in enumerate((3, 1, 1)))
+    angles = noise(8, 1, 1, 32, seed=3)
+    check_nvfp4(sources.QKVGrad(dq, dk, dv, angles.cos(), angles.sin()), "grad_output")
 
 
 @pytest.mark.slow
@@ -167,12 +176,11 @@ def test_a_large_tensor() -> None:
     given, amaxes = made_noise(), kernels.nvfp4_amaxes(Plain(x), transformed=True)
     made = kernels.cast_nvfp4(Plain(x), amaxes, given, weight=False, rowwise=True, columnwise=False).required_rowwise
     key, step, microbatch = given.rowwise
-    group = torch.arange(64 * x.shape[1] // 4, device=DEVICE) + (len(x) - 64) * x.shape[1] // 4
-    words = torch.stack(philox_of_words(group & 0xFFFFFFFF, group >> 32, step, microbatch, key), dim=1)
-    uniform = (words.view(64, -1) >> 8).float().mul_(2.0**-24)
-    tail = x[-64:].float()
-    scaled = tail * (torch.full((), 2688.0, device=DEVICE) / amaxes[0])
-    block = scaled.abs().view(64, -1, 16).amax(2)
-    b = (block / torch.full_like(block, 6.0)).clamp(max=448.0).to(E4M3.dtype).float().repeat_interleave(16, dim=1)
-    values = torch.where(b == 0, 0.0, scaled / b)
+    group = torch.arange(64 * x.shape[1] // 8, device=DEVICE) + (len(x) - 64) * x.shape[1] // 8
+    words = torch.stack(philox_of_words(group & 0xFFFFFFFF, group >> 32, step, microbatch, key, rounds=7), dim=1)
+    uniform = torch.stack([words & 0xFFFF, words >> 16], dim=2).view(64, -1).float().mul_(2.0**-16)
+    tail, scale = x[-64:].float(), torch.full((), 2688.0, device=DEVICE) / amaxes[0]
+    block = tail.abs().view(64, -1, 16).amax(2) * (scale / torch.full((), 6.0, device=DEVICE))
+    b = block.clamp(max=448.0).to(E4M3.dtype).float().repeat_interleave(16, dim=1)
+    values = tail * torch.where(b == 0, 0.0, b.reciprocal() * scale)
     assert torch.equal(bits(made.data[-64:]), bits((nvfp4.round_to_e2m1(values, uniform) * b).bfloat16()))

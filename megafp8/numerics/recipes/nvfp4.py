@@ -5,6 +5,8 @@ in fp32, which puts the largest block scale at E4M3's maximum. With S = 448·6 /
 
     block scale b = E4M3(amax of the block · S / 6)        value = E2M1(x · S / b)        x ≈ value · b / S
 
+S / 6 and S / b are computed first, and multiply in fp32, as in the paper.
+
 A matrix has b as its scale_inv, and 1 / S beside it. Blackwell's tensor cores multiply such matrices
 (`megafp8.gemm.scaled_mm`). For others the cast multiplies by b already, which bf16 holds exactly, and GEMMs in bf16
 multiply their sums by 1 / S (`megafp8.numerics.tensor`).
@@ -13,16 +15,17 @@ Three measures keep training stable at four bits, each where it helps:
   squares of 16×16 on weights, whose forward and backward casts then are transposes of each other, so that the gradient
     belongs to the function that was computed;
   a 16-point Hadamard transform of both operands of wgrad along the dim that is summed: it spreads an outlier over its
-    block, and leaves the product as it was because the transform is orthogonal;
+    block, and leaves the product as it was because the transform is orthogonal (sums of 16 are cast, and 1 / S has
+    the factor of 1/4);
   stochastic rounding of gradients, which is right on average where rounding to nearest loses small values every time.
 
 What is given up: b is rounded to nearest, so the largest values of a block may lie up to 1/16 beyond 6 (further where b
 is subnormal) and saturate, under stochastic rounding too, which is unbiased within ±6.
 
-Edges. A tensor of zeros, or one that is not finite, has S = 1. A block whose scale rounds to zero (about 459,000 times
-smaller than the tensor's amax) is zeros. A block with an infinity or a NaN has the largest scale, 448: infinities
-saturate, and a NaN stays a NaN. Hardware's E2M1 cannot hold one, E4M3 can, and a broken step should show: on tensor
-cores the block's scale becomes the NaN (`megafp8.gemm.scaled_mm`).
+Edges. A tensor of zeros, or one that is not finite, has S = 1; S is at most 2^118, so that S / b is finite. A block
+whose scale rounds to zero (about 459,000 times smaller than the tensor's amax) is zeros. A block with an infinity or a
+NaN has the largest scale, 448: infinities saturate, and a NaN stays a NaN. Hardware's E2M1 cannot hold one, E4M3 can,
+and a broken step should show: on tensor cores the block's scale becomes the NaN (`megafp8.gemm.scaled_mm`).
 
 Shapes: r rows, c columns of a matrix.
 """
@@ -47,35 +50,43 @@ from megafp8.numerics.stochastic_rounding import Noise, NoiseClock, TensorNoise,
 from megafp8.numerics.tensor import BLOCK_1X16, BLOCK_16X16, QuantizedTensor, ScaledTensor, expand
 
 _POINTS = 16
+_GREATEST_SCALE = 2.0**118
 
 
 def round_to_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:
     """The value of E2M1 for each of x: fp32 to fp32 of that shape, saturating at ±6; NaN stays NaN.
 
-    To nearest, ties to the even mantissa; or, with `noise` uniform in [0, 1), up where the noise is below the fraction
-    of the step that x has gone, so that the mean is x.
+    To nearest, ties to the even mantissa. With `noise`, uniform multiples of 2^-16 in [0, 1): down to a value, or up
+    where the noise and the fraction of the step that x has gone make 1 or more, so that the mean is x. Their sum is
+    rounded to 2^-16, ties to even: values stay what they are, and what lies between is right to 2^-17 of a step.
     """
-    magnitude = x.abs().clamp(max=E2M1.max)
+    clamped = x.clamp(-E2M1.max, E2M1.max)
+    magnitude = clamped.abs()
     step = torch.full_like(x, 0.5).masked_fill_(magnitude >= 2, 1.0).masked_fill_(magnitude >= 4, 2.0)
-    steps = magnitude / step  # exact; a value's count is even where its last bit is 0
-    whole = steps.round() if noise is None else steps.floor() + (noise < steps.frac())
-    return (whole * step).copysign(x)
+    steps = (clamped / step).double()  # exact; a value's count is even where its last bit is 0
+    whole = steps.round() if noise is None else (((steps + noise) * 2**16).round() * 2.0**-16).floor()
+    return (whole.float() * step).copysign(x)
 
 
-def hadamard_transform(x_rc: Tensor) -> Tensor:
-    """The orthogonal Hadamard transform of every 16 neighbours in a row: any float dtype to fp32 `[r, c]`.
+def hadamard_sums(x_rc: Tensor) -> Tensor:
+    """Four times the orthogonal Hadamard transform of every 16 neighbours in a row: any float dtype to fp32 `[r, c]`.
 
-    A tail shorter than 16 stays as it is. Sums are taken in pairs, in an order that is the same everywhere.
+    A tail shorter than 16 is multiplied by four only. Sums are taken in pairs, in an order that is the same everywhere.
     """
     r, c = x_rc.shape
     whole = c - c % _POINTS
-    y = x_rc[:, :whole].float() * _POINTS**-0.5  # first, so that no sum overflows that need not
+    y = x_rc[:, :whole].float()
     distance = 1
     while distance < _POINTS:
         a, b = y.view(r, whole // (2 * distance), 2, distance).unbind(2)
         y = torch.stack([a + b, a - b], dim=2).view(r, whole)
         distance *= 2
-    return torch.cat([y, x_rc[:, whole:].float()], dim=1)
+    return torch.cat([y, x_rc[:, whole:].float() * _POINTS**0.5], dim=1)
+
+
+def hadamard_transform(x_rc: Tensor) -> Tensor:
+    """The orthogonal Hadamard transform of every 16 neighbours in a row; a tail shorter than 16 stays as it is."""
+    return hadamard_sums(x_rc) * _POINTS**-0.5
 
 
 def quantize_nvfp4(
@@ -90,22 +101,24 @@ def quantize_nvfp4(
     r, c = x_rc.shape
     granularity = BLOCK_16X16 if weight else BLOCK_1X16
     tensor_scale = scale_from_amax(amax(x_rc) if whole_amax is None else whole_amax, E4M3.max * E2M1.max)
-    block = block_amax(x_rc, granularity) * tensor_scale
+    tensor_scale = tensor_scale.clamp(max=_GREATEST_SCALE)
     # Tensor by tensor: CUDA divides by a number as a product with its reciprocal, which rounds twice.
-    block = quantize(block / torch.full_like(block, E2M1.max), torch.ones_like(block), E4M3).float()
-    block_rc = expand(block, granularity, r, c)
-    values = torch.where(block_rc == 0, 0.0, x_rc * tensor_scale / block_rc)
+    sixth = tensor_scale / torch.full_like(tensor_scale, E2M1.max)
+    block = block_amax(x_rc, granularity) * sixth
+    block = quantize(block, torch.ones_like(block), E4M3).float()
+    factor = torch.where(block == 0, 0.0, block.reciprocal() * tensor_scale)
+    values = x_rc * expand(factor, granularity, r, c)
     values = round_to_e2m1(values, None if stochastic is None else uniform(r, c, stochastic))
     return ScaledTensor(values.to(E2M1.dtype), block, granularity, tensor_scale.reciprocal())
 
 
 def nvfp4_amaxes(source: Source, *, transformed: bool) -> Tensor:
-    """Amaxes, fp32 `[2]`: of the source, and if `transformed` of the Hadamard transform of its columns, else 0."""
+    """Amaxes, fp32 `[2]`: of the source, and if `transformed` of the `hadamard_sums` of its columns, else 0."""
     x_rc = source.values()
     of_rows = amax(x_rc)
     if not transformed:
         return torch.stack([of_rows, torch.zeros_like(of_rows)])
-    return torch.stack([of_rows, amax(hadamard_transform(x_rc.t().contiguous()))])
+    return torch.stack([of_rows, amax(hadamard_sums(x_rc.t().contiguous()))])
 
 
 def block_scaled_nvfp4(
@@ -123,13 +136,15 @@ def block_scaled_nvfp4(
     x_cr = x_rc.t().contiguous()
     if weight:
         return QuantizedTensor(made, cast(x_cr, amaxes[0], stochastic=None))
-    return QuantizedTensor(made, cast(hadamard_transform(x_cr), amaxes[1], stochastic=by_columns))
+    sums = cast(hadamard_sums(x_cr), amaxes[1], stochastic=by_columns)
+    assert sums.tensor_scale_inv is not None
+    return QuantizedTensor(made, sums._replace(tensor_scale_inv=sums.tensor_scale_inv * _POINTS**-0.5))
 
 
 def cast_nvfp4(
     source: Source, amaxes: Tensor, noise: TensorNoise | None, *, weight: bool, rowwise: bool, columnwise: bool
 ) -> QuantizedTensor:
-    """`block_scaled_nvfp4`, dequantized; a weight's columns are a view of its rows."""
+    """`block_scaled_nvfp4`, dequantized; a weight's columns are a view of its rows. A zero may have either sign."""
     made = block_scaled_nvfp4(
         source, amaxes, noise, weight=weight, rowwise=rowwise or weight, columnwise=columnwise and not weight
     ).dequantized()

@@ -170,6 +170,8 @@ def nv(weight: bool = False, key: tuple[int, int] | None = None, transform: bool
     height = 16 if weight else 1
 
     def cast(x: Matrix) -> Cast:
+        unit = np.float32(4 if transform else 1)  # of the transform it is sums that are cast
+        x = x * unit
         y, scale_inv = np.zeros_like(x), np.ones(x.shape)
         whole = np.abs(x).max(initial=0)
         s = np.float32(scale_of(float(whole), 2688.0)) if np.isfinite(whole) and whole else np.float32(1)
@@ -179,11 +181,11 @@ def nv(weight: bool = False, key: tuple[int, int] | None = None, transform: bool
                 here = np.s_[top : top + height, left : left + 16]
                 with np.errstate(over="ignore", invalid="ignore"):
                     largest = np.nan_to_num(np.abs(x[here]).max(), nan=np.inf, posinf=np.inf)
-                    code = encode(np.array([largest * s / np.float32(6)], np.float32), E4M3)[0]
+                    code = encode(np.array([largest * (s / np.float32(6))], np.float32), E4M3)[0]
                     block = np.float32(decode(int(code), E4M3))
-                    y[here] = x[here] * s / block if block else 0.0
+                    y[here] = x[here] * (np.float32(1) / block * s) if block else 0.0
                 scale_inv[here] = block
-        return Cast(encode(to_e2m1(y, noise), E4M3), scale_inv, E4M3, float(np.float32(1) / s))
+        return Cast(encode(to_e2m1(y, noise), E4M3), scale_inv, E4M3, float(1 / unit / s))
 
     return Reference(
         cast, E4M3, rows=height, columns=16, mantissa_bits=1, least_exponent=0, most=6.0, nearest=key is None,
