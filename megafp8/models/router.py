@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -184,8 +185,17 @@ def _count(experts_nk: Tensor, b: int, experts: int, padding_n: Tensor | None) -
     return cells.new_zeros(b * experts).scatter_add_(0, cells, counted_nk.flatten()).view(b, experts)
 
 
+@cache
+def _kernels() -> ModuleType:
+    from megafp8.kernels import largest  # needs Triton, which comes with torch's CUDA builds
+
+    return largest
+
+
 def _largest(x: Tensor, count: int) -> Tensor:
     """Indices of the largest values of each row; of equal ones the first. `Tensor.topk` does not say which."""
+    if x.is_cuda and x.dtype == torch.float32 and x.shape[1] <= _kernels().MOST_COLUMNS:
+        return _kernels().largest(x.contiguous(), count)
     return x.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()  # the rest is freed
 
 
