@@ -4,9 +4,11 @@
     python -m benchmarks.time_to_loss runs/time-to-loss-sweep/*/ --png loss.png
 
 Runs of one seed have the same initial weights and read the same samples in the same order, so recipes are compared by
-the differences of runs with the same seed. An interval is that of the mean of these differences, by Student's t with
-95%: a gap whose interval has zero in it cannot be told from noise with so many seeds. Time is that of steps, without
-evaluation and the start: the median step, times the step at which the mean curve first is at bf16's last loss.
+the differences of runs with the same seed: of the validation loss after the last step, and of the training loss, a mean
+over the last tenth of the steps, whose samples no run has seen before if data are read once. An interval is that of the
+mean of these differences, by Student's t with 95%: a gap whose interval has zero in it cannot be told from noise with
+so many seeds. Time is that of steps, without evaluation and the start: the median step, times the step at which the
+mean curve first is at bf16's last loss.
 Run folders of several sweeps may be given together, if they are of one kind of GPU: times are compared. Exit code 2 if
 a run has not ended.
 """
@@ -35,11 +37,13 @@ BASELINE = "none"
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: validation losses by step, and the median of its steps in seconds."""
+    """A finished run: validation losses by step, the mean training loss of the last tenth of the steps, and the median
+    of its steps in seconds."""
 
     recipe: str
     seed: int
     losses: Mapping[int, float]
+    training: float
     seconds: float
 
     @property
@@ -56,7 +60,8 @@ def read(folder: Path) -> Run:
         raise ValueError(f"{folder} has no validation loss; set training.eval_interval")
     if max(losses) < (steps_of_run := config["training"]["steps"]):
         raise ValueError(f"{folder} has a validation loss after step {max(losses)} of {steps_of_run}; leave it out")
-    return Run(config["fp8"]["recipe"], config["seed"], losses, median(x["step_seconds"] for x in steps))
+    training = fmean(x["loss"] for x in steps[-max(1, steps_of_run // 10) :])
+    return Run(config["fp8"]["recipe"], config["seed"], losses, training, median(x["step_seconds"] for x in steps))
 
 
 def interval(values: Sequence[float]) -> float:
@@ -93,21 +98,32 @@ def table(runs: Sequence[Run]) -> str:
     baseline = by_recipe[BASELINE]
     target, seconds = fmean(x.final for x in baseline.values()), median(x.seconds for x in baseline.values())
     whole = max(next(iter(baseline.values())).losses) * seconds
-    lines = ["| recipe | seeds | final loss | against bf16, same seeds | ms a step | time to bf16's final loss |"]
-    lines.append("|:--|--:|--:|--:|--:|--:|")
+    lines = [
+        "| recipe | seeds | final loss | against bf16, same seeds | training loss | ms a step "
+        "| time to bf16's final loss |"
+    ]
+    lines.append("|:--|--:|--:|--:|--:|--:|--:|")
     for recipe, of_seed in sorted(by_recipe.items(), key=lambda item: item[0] != BASELINE):
         finals = [run.final for run in of_seed.values()]
-        apart = [run.final / baseline[seed].final - 1 for seed, run in of_seed.items() if seed in baseline]
-        gap = "" if recipe == BASELINE or not apart else f"{fmean(apart):+.2%} ± {interval(apart):.2%}"
+        pairs = (
+            [] if recipe == BASELINE else [(run, baseline[seed]) for seed, run in of_seed.items() if seed in baseline]
+        )
+        gap = _gap([run.final / other.final - 1 for run, other in pairs])
+        training_gap = _gap([run.training / other.training - 1 for run, other in pairs])
         step = median(run.seconds for run in of_seed.values())
         reached = step_at(mean_curve(of_seed.values()), target) * step
         share = "not reached" if math.isinf(reached) else f"{reached:.0f} s, {reached / whole:.2f} of bf16's run"
         name = "bf16" if recipe == BASELINE else recipe
         lines.append(
-            f"| {name} | {len(of_seed)} | {fmean(finals):.4f} ± {interval(finals):.4f} | {gap} | {step * 1e3:.1f} "
-            f"| {share} |"
+            f"| {name} | {len(of_seed)} | {fmean(finals):.4f} ± {interval(finals):.4f} | {gap} | {training_gap} "
+            f"| {step * 1e3:.1f} | {share} |"
         )
     return "\n".join(lines)
+
+
+def _gap(apart: Sequence[float]) -> str:
+    """The mean of relative differences with its interval; nothing without any."""
+    return f"{fmean(apart):+.2%} ± {interval(apart):.2%}" if apart else ""
 
 
 def plot(runs: Sequence[Run], png: Path) -> None:
