@@ -91,12 +91,15 @@ def predict(
 
 def granularities(recipes: PerOperand[Fp8Recipe], operands: tuple[OperandName, OperandName]) -> str:
     """The granularities of the two operands of a GEMM, as in `Ceilings.fp8`."""
-    own = [getattr(recipes, operand) for operand in operands]
-    granularities = [recipe.granularity(operand) for recipe, operand in zip(own, operands)]
-    if not all(on_hopper(granularity) for granularity in granularities):
-        names = " and ".join(dict.fromkeys(recipe.name for recipe in own))
+    if is_dequantized(recipes, operands):
+        names = " and ".join(dict.fromkeys(getattr(recipes, operand).name for operand in operands))
         raise ValueError(f"the speed of {names} cannot be predicted: without Blackwell its GEMMs are those of bf16")
-    return "·".join(granularity.name for granularity in granularities)
+    return "·".join(getattr(recipes, operand).granularity(operand).name for operand in operands)
+
+
+def is_dequantized(recipes: PerOperand[Fp8Recipe], operands: tuple[OperandName, ...]) -> bool:
+    """Whether Hopper's tensor cores do not take an operand's blocks: then casts dequantize, and GEMMs are in bf16."""
+    return not all(on_hopper(getattr(recipes, operand).granularity(operand)) for operand in operands)
 
 
 def gemm_seconds(size: LinearSize, gemm: str, element: int, rate: float, ceilings: Ceilings) -> float:
@@ -106,6 +109,6 @@ def gemm_seconds(size: LinearSize, gemm: str, element: int, rate: float, ceiling
     return max(2 * size.m * size.k * size.n / rate, moved / ceilings.bandwidth) + ceilings.launch
 
 
-def cast_seconds(elements: int, passes: int, copies: int, ceilings: Ceilings) -> float:
-    """Seconds of a cast that reads bf16 in `passes` kernels, and writes FP8 `copies` times."""
-    return elements * (passes * BF16 + copies * FP8) / ceilings.bandwidth + passes * ceilings.launch
+def cast_seconds(elements: int, passes: int, copies: int, ceilings: Ceilings, element: int = FP8) -> float:
+    """Seconds of a cast that reads bf16 in `passes` kernels, and writes `copies` of `element` bytes an element."""
+    return elements * (passes * BF16 + copies * element) / ceilings.bandwidth + passes * ceilings.launch

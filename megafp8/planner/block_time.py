@@ -15,10 +15,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megafp8.config import Config
-from megafp8.fp8.speed_model import BF16, FP8, LinearSize, cast_seconds, gemm_seconds, granularities
+from megafp8.fp8.speed_model import (
+    BF16,
+    FP8,
+    LinearSize,
+    cast_seconds,
+    gemm_seconds,
+    granularities,
+    is_dequantized,
+)
 from megafp8.models.costs import ELEMENT, AttentionWork
 from megafp8.models.recompute import BlockMemory
-from megafp8.numerics.recipes.base import GEMMS
+from megafp8.numerics.recipes.base import GEMMS, OPERANDS
 from megafp8.numerics.tensor import TENSOR
 from megafp8.plan import LinearPlan
 from megafp8.planner.hardware import Cluster
@@ -135,6 +143,8 @@ class _Block:
         recipe = self.outline.fp8.recipe
         recipes = None if recipe is None else recipe.operands(plan.name)
         assert recipes is not None
+        if is_dequantized(recipes, GEMMS[gemm]):
+            return BF16, self.gpu.load_bf16 * ceilings.bf16
         kind = granularities(recipes, GEMMS[gemm])
         fast = self.gpu.fast_accumulation if how == "fp8 fast" and kind == "tensor·tensor" else 1.0
         return FP8, self.gpu.load_fp8 * ceilings.fp8[kind] * fast
@@ -172,24 +182,31 @@ class _Block:
         return seconds + Phases(kernels, kernels + more_in_backward) * self.gpu.small_kernel
 
     def _casts(self) -> Phases:
-        """Casts of inputs and output gradients. A fused one writes FP8 instead of bf16, which is as many bytes."""
+        """Casts of inputs and output gradients."""
         total = Phases()
         rows = self.ffn.rows(self.batch)
         every = [(size.m * size.k, size.m * size.n, layer.plan) for size, layer in self.in_block]
         every += [(rows * x.site.inputs, rows * x.site.outputs, x.plan) for x in self.layer.of_experts]
         for inputs, outputs, plan in every:
-            if plan.input == "layer":
-                total += Phases(forward=self._cast(plan, inputs))
-            if plan.grad_output.startswith("layer") and plan.fp8:
-                total += Phases(backward=self._cast(plan, outputs))
+            if plan.input != "high":
+                total += Phases(forward=self._cast(plan, inputs, fused=plan.input == "fused"))
+            if plan.grad_output != "high" and plan.fp8:
+                total += Phases(backward=self._cast(plan, outputs, fused=plan.grad_output == "fused"))
         return total
 
-    def _cast(self, plan: LinearPlan, elements: int) -> float:
+    def _cast(self, plan: LinearPlan, elements: int, *, fused: bool) -> float:
+        """Seconds of a cast. A fused one writes two copies in FP8 where the operation without it would write bf16,
+        which is as many bytes; dequantized ones are in bf16, and NVFP4's amaxes ask for another reading."""
         recipe = self.outline.fp8.recipe
         recipes = None if recipe is None else recipe.operands(plan.name)
         assert recipes is not None
+        dequantized = is_dequantized(recipes, OPERANDS)
+        if fused and not dequantized:
+            return 0.0
+        passes, element = recipes.input.capabilities.cast_passes, BF16 if dequantized else FP8
         share = self.gpu.elementwise if self.batch.granularity(plan.name, "input") is TENSOR else self.gpu.fine_casts
-        return cast_seconds(elements, recipes.input.capabilities.cast_passes, 2, self.gpu.ceilings) / share
+        passes, copies = (passes - 1, 1) if fused else (passes, 2)
+        return cast_seconds(elements, passes, copies, self.gpu.ceilings, element) / share
 
     def _sharding(self) -> Phases:
         """What sequence parallelism moves in memory: shards that are summed, and copies of gathered ones."""

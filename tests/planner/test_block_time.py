@@ -116,3 +116,17 @@ def test_tensor_parallel_ranks_exchange_shards(overlap: str) -> None:
     assert costs["tensor"].forward == pytest.approx(expected)
     across_hosts = block_costs(outline, Cluster(replace(gpu, network=1e8), 2, 1), 1, KEEP_ALL)["tensor"]
     assert across_hosts.forward == pytest.approx(4 * values / 2 / 1e8)  # copy engines reach one host only
+
+
+@pytest.mark.parametrize(("recipe", "passes"), [("mxfp8", 1), ("nvfp4", 2)])
+def test_blocks_of_blackwell_are_dequantized(recipe: str, passes: int) -> None:
+    """GEMMs are those of bf16. Casts write bf16 twice, once where the operation before would have written it."""
+    gpu = replace(FLOPS_ONLY, ceilings=Ceilings(bf16=RATE, fp8={}, bandwidth=1e9, launch=0.0), fine_casts=0.5)
+    config = config_of(f"fp8.recipe={recipe}")
+    found, high = costs_of(config, gpu), costs_of(config_of(), gpu)
+    assert found["GEMMs"] == high["GEMMs"]
+    fused = 2 * 192 + 512 + 2 * 512  # two norms, SwiGLU, its gradient
+    alone = 3 * 192 + 16 * 24  # attention's output, the gradients of both outputs of a block and of q, k and v
+    read_and_written = fused * (2 * (passes - 1) + 2) + alone * (2 * passes + 4)
+    seconds, t = found["elementwise"].total - high["elementwise"].total, config.training
+    assert seconds * 1e9 * 0.5 == pytest.approx(4 * read_and_written * t.micro_batch_size * t.seq_length)
