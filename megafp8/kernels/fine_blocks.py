@@ -180,7 +180,7 @@ def _nv_scales(amax, sixth, tensor_scale, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _nv(x, factor, b, random, NOISE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """x · S / b, rounded, times b: by `random`, of `_halves`, if NOISE. A zero is positive."""
+    """x · S / b, rounded, times b: by `random`, of `_half`, if NOISE. A zero is positive."""
     value = _clamped(x * factor, INTERPRETED)
     power = tl.maximum(value.to(tl.int32, bitcast=True) & 0x7F800000, 127 << 23).to(tl.float32, bitcast=True)
     if NOISE:
@@ -440,7 +440,8 @@ TILES = {
     "nv_amax": Tile(512, 512), "nv_amax_parts": Tile(256, 256),
     "nv": Tile(256, 256), "nv_parts": Tile(256, 256),
 }  # fmt: skip
-"""By kernel; "parts": of sources with two parts. Measured on H200 (docs/measurements/2026-11-26-fp4-on-hopper)."""
+"""By kernel; "parts": of sources with two parts. Measured on H200 (docs/measurements/2026-11-26-fp4-on-hopper, and `nv`
+again on 2026-11-27: others are no faster)."""
 
 
 _PROGRAMS = 512
