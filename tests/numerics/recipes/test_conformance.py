@@ -175,6 +175,7 @@ def nv(weight: bool = False, key: tuple[int, int] | None = None, transform: bool
         y, scale_inv = np.zeros_like(x), np.ones(x.shape)
         whole = np.abs(x).max(initial=0)
         s = np.float32(scale_of(float(whole), 2688.0)) if np.isfinite(whole) and whole else np.float32(1)
+        s = min(s, np.float32(2.0**118))  # so that s / block is finite
         noise = None if key is None else np.array(uniform_by_hand(*x.shape, key), np.float32)
         for top in range(0, x.shape[0], height):
             for left in range(0, x.shape[1], 16):
