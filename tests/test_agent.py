@@ -23,6 +23,7 @@ from launch.agent import can_listen
 from megafp8.checkpoint import complete_checkpoints
 from megafp8.training.metrics import read_metrics
 from tests.marks import slow_but
+from tests.ports import free_port
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
 
 SMALL = [
@@ -37,12 +38,6 @@ SMALL = [
     "checkpoint.interval=5",
     "fp8.recipe=none",
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def descendants(pid: int) -> list[int]:

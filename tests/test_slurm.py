@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from megafp8.training.metrics import read_metrics
+from tests.ports import free_port
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
-from tests.test_agent import FOREVER, ONE_RANK, Launch, descendants, free_port
+from tests.test_agent import FOREVER, ONE_RANK, Launch, descendants
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
 from tests.quickstart_data import ROOT
 
 TOKEN = "a token of tests, not of users"
@@ -41,12 +41,6 @@ SMALL = [
     "resilience.straggler_interval=0",
     f"training.replica_check_interval={CHECK_INTERVAL}",
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def start_lighthouse(folder: Path, min_replicas: int, address: str = "") -> tuple[subprocess.Popen[bytes], str]:

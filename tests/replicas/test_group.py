@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from megafp8.replicas import group as group_module
 from megafp8.replicas.group import Failed, ReplicaGroup, bounded
-from tests.replicas.cluster import free_port
 
 SIZE = 3
 SECONDS = 2.0
@@ -26,7 +25,7 @@ SECONDS = 2.0
 
 def _member(rank: int, port: int, body: Callable[[ReplicaGroup, int], Any], results: Any) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, SIZE, is_master=rank == 0, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.set(str(rank), "")
     store.wait([str(other) for other in range(SIZE)], timedelta(seconds=100))  # imports take their time
     group = ReplicaGroup(store, "name", rank, SIZE, torch.device("cpu"), SECONDS)
@@ -34,15 +33,16 @@ def _member(rank: int, port: int, body: Callable[[ReplicaGroup, int], Any], resu
         results.put((rank, body(group, rank)))
     except Failed as error:
         results.put((rank, error))
-    time.sleep(0.5 if rank else 1.0)  # the store is in rank 0
+    time.sleep(0.5)
     group.close()
 
 
 def run(body: Callable[[ReplicaGroup, int], Any], answers: int = SIZE) -> dict[int, Any]:
     """What `body` returns on each of `SIZE` processes."""
     context = multiprocessing.get_context("spawn")
-    results, port = context.Queue(), free_port()
-    processes = [context.Process(target=_member, args=(rank, port, body, results)) for rank in range(SIZE)]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = context.Queue()
+    processes = [context.Process(target=_member, args=(rank, store.port, body, results)) for rank in range(SIZE)]
     for process in processes:
         process.start()
     found = dict(results.get(timeout=60) for _ in range(answers))

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from megafp8.replicas import tunnel
+from tests.ports import free_port
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
-from tests.replicas.cluster import free_port
 from tests.test_agent import Launch, Node, descendants
 from tests.test_launch import AGENT, SLURM, tools
 from tests.test_launch import launch as run_script

@@ -21,7 +21,8 @@ from torch import Tensor
 from megafp8.batch import Batch
 from megafp8.optimizer.step import StepResult
 from megafp8.training.trainer import Loss, Trainer
-from tests.replicas.cluster import fork, free_port
+from tests.ports import free_port
+from tests.replicas.cluster import fork
 
 
 class _Computed(Exception):

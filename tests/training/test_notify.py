@@ -15,7 +15,7 @@ from megafp8.config import Config
 from megafp8.training import errors, notify
 from megafp8.training.notify import Subscription
 from tests.config.test_config import MINIMAL
-from tests.test_agent import free_port
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
