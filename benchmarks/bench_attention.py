@@ -27,7 +27,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_scores import CASES, Contender, contenders, use_tiles
-from benchmarks.common import Table, add_device_flag, chosen_device, machine, new_parser, require_positive, write_json
+from benchmarks.common import (
+    Table,
+    add_device_flag,
+    chosen_device,
+    machine,
+    new_parser,
+    replayed,
+    require_positive,
+    write_json,
+)
 from megafp8.context_parallel.attention import Call, plan
 from megafp8.data.samples import room_for
 from megafp8.fp8.speed_measurement import time_round_robin
@@ -114,16 +123,6 @@ def calls_of_a_rank(sizes: Sizes, calls: tuple[Call, ...], ranks: int, device: t
             kernels.backward(do, q, k, v, o, lse, mask)
 
     return run
-
-
-def replayed(run: Callable[[], object]) -> Callable[[], None]:
-    """A CUDA graph of what `run` launches."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
-    return graph.replay
 
 
 def measure(runs: dict[str, tuple[Callable[[], object], float]], device: torch.device, rounds: int) -> list[Record]:

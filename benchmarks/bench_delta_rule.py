@@ -31,6 +31,7 @@ from benchmarks.common import (
     new_parser,
     now,
     release,
+    replayed,
     require_positive,
     write_json,
 )
@@ -102,16 +103,7 @@ def _reference(state: Tensor) -> Compute:
 def _time(function: Callable[[], Any], device: torch.device, rounds: int) -> float:
     """Milliseconds, the least of five times so many rounds."""
     if device.type == "cuda":
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                function()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            function()
-        function = graph.replay
+        function = replayed(function)
     function()
     times = []
     for _ in range(5):

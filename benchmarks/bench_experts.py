@@ -17,7 +17,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -29,9 +29,6 @@ from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
 from megafp8.fp8 import RECIPES, Fp8Manager
 from megafp8.fp8.speed_measurement import time_round_robin
-from megafp8.kernels.grouped_cast import cast_groups_1x128
-from megafp8.kernels.grouped_gemm import rows_times_matrices, sums_over_rows
-from megafp8.kernels.quantize import cast_128x128
 from megafp8.linear.grouped_linear import grouped_linear
 from megafp8.numerics.formats import E4M3
 from megafp8.numerics.groups import RowGroups
@@ -98,6 +95,10 @@ def rows_run(x: Tensor, permutation: Permutation) -> Callable[[], object]:
 
 def product_runs(x: Tensor, ends: Tensor, n: int) -> dict[str, tuple[Callable[[], object], float]]:
     """Each product of the layer with its FLOPs: blockwise by our kernels, in bf16 by those that a layer takes."""
+    from megafp8.kernels.grouped_cast import cast_groups_1x128  # needs Triton, which comes with torch's CUDA builds
+    from megafp8.kernels.grouped_gemm import rows_times_matrices, sums_over_rows
+    from megafp8.kernels.quantize import cast_128x128
+
     (m, k), experts, device = x.shape, len(ends), x.device
     groups = RowGroups.of(ends, m)
     dy = torch.randn(m, n, device=device).to(x.dtype)
@@ -125,6 +126,19 @@ def product_runs(x: Tensor, ends: Tensor, n: int) -> dict[str, tuple[Callable[[]
             partial(sums, accumulate=accumulate, earlier=operands),
             2.0 * flops,
         )
+    return runs
+
+
+def layer_runs(
+    x: Tensor, ends: Tensor, n: int, recipes: Sequence[str], *, returned: bool
+) -> dict[str, tuple[Callable[[], object], float]]:
+    """Forward, and forward and backward, of the layer by recipe, with their FLOPs; `returned`: as of `linear_run`."""
+    runs: dict[str, tuple[Callable[[], object], float]] = {}
+    gemm = 2.0 * len(x) * x.shape[1] * n
+    for recipe in ("bf16", *recipes):
+        for name, backward in (("forward", False), ("forward and backward", True)):
+            run = linear_run(x, ends, n, recipe, backward=backward, returned=returned)
+            runs[f"{recipe}, {name}"] = run, gemm * (3 if backward else 1)
     return runs
 
 
@@ -163,6 +177,8 @@ def main(arguments: list[str] | None = None) -> int:
         if given.top_k > given.experts:
             raise ValueError(f"--top-k: {given.top_k} is more than --experts ({given.experts})")
         device = chosen_device(given)
+        if given.products and device.type != "cuda":
+            raise ValueError("--products: its kernels need a GPU; leave it out, or see --device")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -173,13 +189,10 @@ def main(arguments: list[str] | None = None) -> int:
     x = torch.randn(given.tokens, given.hidden, device=device)
     x = x.to(torch.bfloat16) if device.type == "cuda" else x
     rows, n = permute(x, permutation), 2 * given.width
-    gemm = 2.0 * len(rows) * given.hidden * n
-    runs: dict[str, tuple[Callable[[], object], float]] = product_runs(rows, ends, n) if given.products else {}
-    for recipe in () if given.products else ("bf16", *given.recipes):
-        for name, backward in (("forward", False), ("forward and backward", True)):
-            run = linear_run(rows, ends, n, recipe, backward=backward, returned=given.gradients == "returned")
-            runs[f"{recipe}, {name}"] = run, gemm * (3 if backward else 1)
-    if not given.products:
+    if given.products:
+        runs = product_runs(rows, ends, n)
+    else:
+        runs = layer_runs(rows, ends, n, given.recipes, returned=given.gradients == "returned")
         runs["rows to experts and back"] = rows_run(x, permutation), 0.0
     print(
         f"{machine(device)}, torch {torch.__version__}; {given.tokens:,} tokens to {given.top_k} of {given.experts} "

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import Table, add_device_flag, chosen_device, machine, names, new_parser, write_json
+from benchmarks.common import Table, add_device_flag, chosen_device, machine, names, new_parser, replayed, write_json
 from megafp8.gpus import H200
 from megafp8.linear.quantized_weight import WEIGHT_FORMATS, QuantizedWeight
 
@@ -65,19 +65,13 @@ def error(found_mn: Tensor, x_mk: Tensor, w: Tensor) -> float:
 
 
 def microseconds(runs: Sequence[Callable[[], Any]]) -> float:
-    """Of one of `runs`, which follow each other in a CUDA graph."""
-    for run in runs[:2]:
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for run in runs:
-            run()
+    """Microseconds of one of `runs`, which follow each other in a CUDA graph."""
+    replay = replayed(lambda: [run() for run in runs])
     times = []
     for _ in range(ROUNDS + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(runs))

@@ -18,7 +18,7 @@ from megafp8.kernels.arithmetic import ceil_div, next_power_of_2
 from megafp8.kernels.launch import Kernel
 
 MOST_COLUMNS = 1024
-"""Of more columns a row would not fit into registers."""
+"""Most columns of a row: more would not fit into registers."""
 _ELEMENTS = 512  # of a program, which is one warp: maxima need no shared memory
 
 

@@ -79,9 +79,8 @@ def at_temperature(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """Logits of the distribution that is sampled at a temperature, float32 or wider. A temperature in a tensor is
     broadcast, and gives the same bits."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return wide / torch.as_tensor(
-        temperature, dtype=wide.dtype, device=wide.device
-    )  # by a number it would be rounded twice
+    # CUDA divides by a number as a product with its reciprocal, which rounds twice.
+    return wide / torch.as_tensor(temperature, dtype=wide.dtype, device=wide.device)
 
 
 def vocab_parallel_cross_entropy(

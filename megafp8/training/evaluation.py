@@ -37,7 +37,8 @@ class StepSource(Protocol):
 
 
 class LiveUses(NamedTuple):
-    """What needs the live model, made of a trainer, its inputs and the run folder; None where the config has none."""
+    """Functions that make the evaluation and the rollouts of a job from its trainer, inputs and run folder; None for
+    what the config does not ask for."""
 
     evaluation: MakeEvaluation | None = None
     rollouts: Callable[[Trainer, Inputs, Path], StepSource] | None = None

@@ -33,7 +33,7 @@ def made_noise() -> TensorNoise:
 
 
 def bits(x: Tensor) -> Tensor:
-    """Those of bf16 as integers, every NaN as one value, and zeros of either sign."""
+    """Bits of bf16 values as integers: one for every NaN, and one for zeros of either sign."""
     return torch.where(x.isnan(), -1, torch.where(x == 0, 0, x.contiguous().view(torch.int16).int()))
 
 
@@ -98,7 +98,7 @@ def test_nvfp4(shape: tuple[int, int], kind: str) -> None:
     ids=str,
 )
 def test_every_source(kind: str, dtype: torch.dtype) -> None:
-    """Of whole tiles too, and on a GPU of several tiles, and where its two parts share a block."""
+    """Gradients' casts of each kind of source: whole tiles too, on a GPU several, and where two parts share a block."""
     check_mxfp8(SOURCES[kind](20, 64, dtype), E4M3)
     check_nvfp4(SOURCES[kind](128, 128, dtype), "grad_output")
     if DEVICE == "cuda":
@@ -119,7 +119,7 @@ def test_gradient_of_qkv(d: int) -> None:
 
 @pytest.mark.slow
 def test_gradient_of_qkv_of_whole_tiles() -> None:
-    """Of 16 samples, a constant of the kernels."""
+    """The gradient of q, k and v of 16 samples: a number that is a power of two is a constant of the kernels."""
     dq, dk, dv = (noise(8, 16, heads, 64, seed=i) for i, heads in enumerate((3, 1, 1)))
     angles = noise(8, 1, 1, 32, seed=3)
     check_nvfp4(sources.QKVGrad(dq, dk, dv, angles.cos(), angles.sin()), "grad_output")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import socket
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +25,7 @@ from megafp8.pipeline_parallel.schedules.zb_h1 import zb_h1
 from megafp8.pipeline_parallel.split import even, stage_layers
 from megafp8.pipeline_parallel.trace import Stopwatch
 from tests.marks import slow_but
+from tests.ports import free_port
 from tests.world import World
 
 LAYERS, ROWS, WIDTH = 12, 3, 4
@@ -271,10 +271,7 @@ def test_over_nccl(tmp_path: Path, name: str, placement: Placement, m: int) -> N
     p = placement.num_ranks
     if torch.cuda.device_count() < p:
         pytest.skip(f"needs {p} GPUs")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    rows = 300_000
+    port, rows = free_port(), 300_000
     torch.multiprocessing.spawn(_nccl_rank, (port, name, placement, m, rows, tmp_path), nprocs=p)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(p)]
     _assert_equals_whole_model(ranks, placement, m, rows=rows)

@@ -13,6 +13,7 @@ import pytest
 from megafp8.replicas import lighthouse, tunnel
 from megafp8.replicas.lighthouse import ADDRESS, REPLICA, TOKEN, Lighthouse, Place, address_of, place_of, token_of
 from megafp8.replicas.quorum import Member
+from tests.ports import free_port
 
 WORD = "a token of tests"
 
@@ -20,9 +21,7 @@ WORD = "a token of tests"
 @pytest.fixture
 def port() -> Iterator[int]:
     pytest.importorskip("torchft")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number = int(probe.getsockname()[1])
+    number = free_port()
     stop = lighthouse.start(("127.0.0.1", number), WORD, 1, join_seconds=0.5, heartbeat_seconds=0.5)
     yield number
     stop()
@@ -55,9 +54,7 @@ def test_members_ask_together_and_one_that_is_gone_is_left_out(port: int) -> Non
 
 def test_without_enough_replicas_there_is_no_quorum() -> None:
     pytest.importorskip("torchft")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number = int(probe.getsockname()[1])
+    number = free_port()
     stop = lighthouse.start(("127.0.0.1", number), WORD, 2, join_seconds=0.1, heartbeat_seconds=0.5)
     replica = Lighthouse(Place("127.0.0.1", number, WORD, 0), "0:id")
     with pytest.raises(TimeoutError, match="no quorum"):

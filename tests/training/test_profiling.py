@@ -6,7 +6,6 @@ import gzip
 import json
 import logging
 import pickle
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from megafp8.distributed import activity
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.metrics import read_metrics
 from megafp8.training.profiling import Profiler
+from tests.ports import free_port
 from tests.quickstart_data import QuickstartData
 from tests.training.presets import DP2, config_of
 from tests.training.test_job import _jobs, log_of, options
@@ -32,9 +32,7 @@ def test_a_job_with_all_observers_trains_as_one_without(
         for name in ("plain", "profiled")
     )
     what = ["profile.steps=[2, 3]", "profile.ranks=[1]", "profile.record=[trace, memory, collectives]"]
-    with socket.socket() as server:
-        server.bind(("", 0))
-        port = server.getsockname()[1]
+    port = free_port()
     what += ["logging.layer_norms_interval=2", f"logging.metrics_port={port}"]
     for job in (plain, [*profiled, *what]):
         assert world2.run(_jobs, [job], {}) == [[None]] * 2
