@@ -137,6 +137,8 @@ def plot(runs: Sequence[Run], png: Path) -> None:
         least, most = ([f(run.losses[step] for run in same) for step in curve] for f in (min, max))
         axes.fill_between(times, least, most, color=line.get_color(), alpha=0.2, linewidth=0)
     axes.set(xlabel="seconds of training steps", ylabel="validation loss", yscale="log")
+    for written in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        written("{x:g}")  # not as powers of ten
     axes.legend()
     figure.savefig(png, dpi=120, bbox_inches="tight")
     plt.close(figure)
