@@ -51,7 +51,7 @@ _SUM_TILE = Tile(128, 64, 4)
 # most half a head wide.
 TILES = {
     "per_tensor": _tiles(Tile(64, 128, 8), Tile(64, 64, 4), Tile(64, 128, 8, 80), qkv_grad=Tile(64, 64, 4)),
-    "experts": _tiles(Tile(128, 64, 4), Tile(64, 128, 8), Tile(64, 64, 4)),  # per tensor, rows of many experts
+    "experts": _tiles(Tile(64, 128, 4), Tile(64, 64, 4, 64), Tile(64, 64, 4)),  # per tensor, rows of many experts
     "amax": _tiles(Tile(64, 256, 8), Tile(32, 256, 8), Tile(32, 128, 4), qkv_grad=Tile(32, 64, 4)),
     "vector_amax": _tiles(Tile(128, 64, 4), Tile(128, 64, 4), Tile(256, 64, 4), qkv_grad=Tile(128, 64, 4)),
     "vectors": _tiles(Tile(64, 128, 4), Tile(64, 128, 8), Tile(32, 128, 4), qkv_grad=Tile(64, 64, 4)),
