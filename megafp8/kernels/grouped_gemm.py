@@ -4,8 +4,8 @@ The rows of one operand are those of the experts, one expert after the other. Th
 matrix of their expert (fprop, dgrad), for which bf16 has `torch.nn.functional.grouped_mm`; and for each expert the sum
 over its rows of outer products (wgrad), added to fp32 in place. Sums are fp32. FP8 operands have one scale an expert,
 or one for each row of the operand and expert, by which finished sums are multiplied; or blocks of 128 summands have
-scales, by which each block's product is multiplied before it is added. On Hopper these have kernels of their own
-(`megafp8.kernels.grouped_gemm_hopper`); those here are for other GPUs.
+scales, by which each block's product is multiplied before it is added. On Hopper FP8 operands have kernels of their own
+(`megafp8.kernels.grouped_gemm_hopper`), but with a scale for each row; those here are for other GPUs, too.
 
 Operands are read through tensor descriptors, by the GPU's copy engine for tiles (TMA); a descriptor covers the rows of
 all experts. A tile that reaches beyond the rows of its expert therefore reads those of the next. In products of rows
@@ -262,6 +262,9 @@ def rows_times_matrices(
     if a_mk.granularity is BLOCK_1X128 and hopper.takes(out_mn.device):
         hopper.rows_times_matrices(a_mk, b, ends_e, out_mn, row_step, column_step)
         return out_mn
+    if a_mk.granularity is TENSOR and hopper.takes(out_mn.device):
+        hopper.tensorwise_rows_times_matrices(a_mk, b, ends_e, out_mn, row_step, column_step, fast=fast)
+        return out_mn
     tile, tile_k, constants = _launched(a_mk.data.dtype, a_mk.granularity.name, fast=fast)
     most = (m // tile.rows + experts) * ceil_div(n, tile.columns)
     rows_kernel[(min(most, _programs(out_mn.device, tile)),)](
@@ -313,10 +316,14 @@ def sums_over_rows(
         if not accumulate:
             out_epq.zero_()
         return
+    if earlier is not None:
+        assert scales in (TENSOR.name, BLOCK_1X128.name)
+        assert [_parts(x)[2:] for x in earlier[:2]] == [(a_stride, scales), (b_stride, scales)]
     if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
         _check(a, b, p, q)
-        if a.granularity is BLOCK_1X128 and hopper.takes(out_epq.device):
-            hopper.sums_over_rows(a, b, ends_e, out_epq, accumulate=accumulate, earlier=earlier)
+        on_hopper = a.granularity is not ROW and p % 128 == 0  # else a tile would have rows of two experts
+        if on_hopper and hopper.takes(out_epq.device):
+            hopper.sums_over_rows(a, b, ends_e, out_epq, accumulate=accumulate, earlier=earlier, fast=fast)
             return
     tile, tile_k, constants = _launched(a_data.dtype, scales, fast=fast)
     shapes = [[tile_k, size] if scales == "none" else [size, tile_k] for size in tile[:2]]
@@ -324,8 +331,6 @@ def sums_over_rows(
     earlier_operands: list[TensorDescriptor | None] = [None, None]
     earlier_scales: list[Tensor | None] = [None, None]
     if earlier is not None:
-        assert scales in (TENSOR.name, BLOCK_1X128.name)
-        assert [_parts(x)[2:] for x in earlier[:2]] == [(a_stride, scales), (b_stride, scales)]
         earlier_operands = [TensorDescriptor.from_tensor(x.data, shape) for x, shape in zip(earlier[:2], shapes)]
         earlier_scales = [x.scale_inv for x in earlier[:2]]
     sums_kernel[(experts * ceil_div(p, tile.rows) * ceil_div(q, tile.columns),)](

@@ -1,18 +1,24 @@
-"""Matrix products of many experts with scales of blocks on Hopper's warpgroup tensor cores, in Gluon.
+"""Matrix products of many experts in FP8 on Hopper's warpgroup tensor cores, in Gluon.
 
-Same functions in `kernels.grouped_gemm`. With scales of blocks a product of 128 summands is multiplied by its scales
-and added to sums in fp32, by the threads that wait for the tensor cores. In Triton all warps of a program do the same
-at the same time, so the tensor cores wait meanwhile. Here, in the language below it, warps have roles:
+Same functions in `kernels.grouped_gemm`. Products are scaled, added to sums in fp32 and stored by the threads that wait
+for the tensor cores. In Triton all warps of a program do the same at the same time, so the tensor cores wait meanwhile.
+Here, in the language below it, warps have roles:
 
     producer    one warp: copies operands and scales of the next blocks to shared memory, as far as there is room
-    consumers   two warpgroups, each with 64 of a tile's 128 rows: while one scales and adds, the tensor cores compute
-                for the other
+    consumers   two warpgroups: while one scales, adds or stores, the tensor cores compute for the other
 
-A program has a multiprocessor for itself and takes tile after tile. The producer goes on to the next tile while the
-results of the last are stored.
+A program has a multiprocessor for itself and takes tile after tile, of which each consumer has half of the rows unless
+said otherwise. The producer goes on to the next tile while the results of the last are stored.
 
-*Rows times matrices*: a consumer begins two blocks before it waits for the first. It is bound by shared memory, which
-80 KB a block of 128 × 128 × 128 pass.
+*Rows times matrices, scales of blocks*: a product of 128 summands is multiplied by its scales and added in fp32. A
+consumer begins two blocks before it waits for the first. It is bound by shared memory, which 80 KB a block of
+128 × 128 × 128 pass.
+
+*Rows times matrices, one scale an expert*, by which finished sums are multiplied. Fast sums stay in the tensor cores:
+consumers take turns with tiles of 128 × 128, and while one stores results the other multiplies. Else products of 128
+summands are added in fp32: tiles are 128 × 256, of whose columns a consumer multiplies 128 after the other, as sums and
+a product of all do not fit in registers. Tiles may reach beyond n, where nothing is stored, and beyond k, where the
+copy engine reads zeros.
 
 *Sums over rows*: of small experts, bound by the fp32 sums. What is added to is copied to shared memory while products
 are computed, and results leave from there by the copy engine, for which no warp waits.
@@ -20,7 +26,8 @@ are computed, and results leave from there by the copy engine, for which no warp
 The copy engine reads vectors of scales from multiples of 16 bytes only. So scales of rows lie where the rows lie in the
 columnwise copy (`megafp8.numerics.groups`), which begins at a multiple of 128 for each expert.
 
-Shapes as in `kernels.grouped_gemm`; n and k, p and q are multiples of 128.
+Shapes as in `kernels.grouped_gemm`. p is a multiple of 128; n, k and q are multiples of 16, with scales of blocks of
+128, too.
 """
 
 from __future__ import annotations
@@ -42,7 +49,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megafp8.kernels.arithmetic import INTERPRETED
-from megafp8.numerics.tensor import ScaledTensor
+from megafp8.numerics.tensor import BLOCK_1X128, ScaledTensor
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +72,14 @@ _REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)  # of a th
 def _sums():
     """How a warpgroup holds the sums of a product of 64 × 128."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+
+
+@gluon.constexpr_function
+def _stored(ROWS):
+    """How a warpgroup stores ROWS × 128 results: each thread 16 bytes of a row, each warp rows that it computed."""
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]] + ([[64, 0]] if ROWS == 128 else [])
+    lanes, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS, 128])
 
 
 @gluon.jit
@@ -101,7 +116,7 @@ def _barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     return full, empty
 
 
-# --- rows times matrices ---------------------------------------------------------------------------------------------
+# --- rows times matrices, scales of blocks ---------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -235,6 +250,177 @@ def rows_kernel(a, b, a_scale_inv, out_mn, b_scale_inv, ends_e, n, k, e, row_ste
     )  # fmt: skip
 
 
+# --- rows times matrices, one scale an expert ------------------------------------------------------------------------
+
+
+@gluon.jit
+def _next_expert(tile, expert, start, end, first, stop, ends_e, e, across):
+    """The expert of a tile, from that of a tile before.
+
+    Its rows begin at `start` and end before `end`; its tiles begin at `first` and end before `stop`.
+    """
+    while (stop <= tile) & (expert + 1 < e):
+        expert += 1
+        start = end
+        end = gl.load(ends_e + expert)
+        first = stop
+        stop = first + (end - start + 127) // 128 * across
+    return expert, start, end, first, stop
+
+
+@gluon.jit
+def _copy_tiles(a, b, a_s, b_s, full, empty, ends_e, n, k, e, row_step, column_step, COLUMNS: gl.constexpr,
+                STAGES: gl.constexpr):  # fmt: skip
+    """The producer: operands of tiles of 128 × COLUMNS, 128 summands after the other."""
+    across, blocks = (n + COLUMNS - 1) // COLUMNS, (k + _BLOCK - 1) // _BLOCK
+    expert, start, first = 0, 0, 0
+    end = gl.load(ends_e)
+    stop = (end + 127) // 128 * across
+    tile, block = gl.program_id(0), 0
+    expert, start, end, first, stop = _next_expert(tile, expert, start, end, first, stop, ends_e, e, across)
+    while tile < stop:
+        down, right = _tile_at(tile - first, (end - start + 127) // 128, across)
+        i0, row, column = start + down * 128, expert * row_step + right * COLUMNS, expert * column_step
+        for i in range(blocks):
+            stage = block % STAGES
+            mbarrier.wait(empty.index(stage), (block // STAGES + 1) & 1)
+            arrived = full.index(stage)
+            mbarrier.expect(arrived, (128 + COLUMNS) * _BLOCK)
+            _load_tile(a, [i0, i * _BLOCK], arrived, a_s.index(stage))
+            _load_tile(b, [row, column + i * _BLOCK], arrived, b_s.index(stage))
+            block += 1
+        tile += gl.num_programs(0)
+        expert, start, end, first, stop = _next_expert(tile, expert, start, end, first, stop, ends_e, e, across)
+
+
+@gluon.jit
+def _store(out_mn, sums, i0, j0, end, n):
+    """Store results from row i0 and column j0 on, but none of rows from `end` and columns from n on."""
+    to: gl.constexpr = _stored(sums.shape[0])
+    i = i0 + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, to))
+    j = j0 + gl.arange(0, 128, layout=gl.SliceLayout(0, to))
+    at = gl.expand_dims(i.to(gl.int64) * n, 1) + gl.expand_dims(j, 0)
+    results = gl.convert_layout(sums.to(out_mn.dtype.element_ty), to)
+    gl.store(out_mn + at, results, mask=gl.expand_dims(i < end, 1) & gl.expand_dims(j < n, 0))
+
+
+@gluon.jit
+def _multiply_in_turns(out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, turns, ends_e, n, k, e, a_stride,
+                       b_stride, CONSUMER: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """A consumer of `fast_rows_kernel`: every second tile, in the tensor cores' accumulators.
+
+    A block is begun before the last ends. When the last one is begun it is the other consumer's turn.
+    """
+    across, blocks = (n + 127) // 128, (k + _BLOCK - 1) // _BLOCK
+    expert, start, first = 0, 0, 0
+    end = gl.load(ends_e)
+    stop = (end + 127) // 128 * across
+    tile, block, count = gl.program_id(0) + CONSUMER * gl.num_programs(0), CONSUMER * blocks, 0
+    expert, start, end, first, stop = _next_expert(tile, expert, start, end, first, stop, ends_e, e, across)
+    while tile < stop:
+        down, right = _tile_at(tile - first, (end - start + 127) // 128, across)
+        a_scale, b_scale = gl.load(a_scale_inv + expert * a_stride), gl.load(b_scale_inv + expert * b_stride)
+        sums = gl.zeros([128, 128], gl.float32, _sums())
+        # A wait for `full` tells rounds of stages apart by parity alone. Begun before the other consumer has waited for
+        # the blocks of its tile, it could end a round too early.
+        mbarrier.wait(turns.index(CONSUMER), (count + 1 + CONSUMER) & 1)
+        for i in range(blocks):
+            stage = block % STAGES
+            mbarrier.wait(full.index(stage), (block // STAGES) & 1)
+            sums = warpgroup_mma(a_s.index(stage), b_s.index(stage).permute((1, 0)), sums, is_async=True)
+            sums = warpgroup_mma_wait(1, deps=(sums,))
+            mbarrier.arrive(empty.index((block + STAGES - 1) % STAGES), count=1, pred=i > 0)
+            block += 1
+        mbarrier.arrive(turns.index(1 - CONSUMER), count=1)
+        sums = warpgroup_mma_wait(0, deps=(sums,))
+        mbarrier.arrive(empty.index((block + STAGES - 1) % STAGES), count=1)
+        _store(out_mn, sums * a_scale * b_scale, start + down * 128, right * 128, end, n)
+        block += blocks
+        count += 1
+        tile += 2 * gl.num_programs(0)
+        expert, start, end, first, stop = _next_expert(tile, expert, start, end, first, stop, ends_e, e, across)
+
+
+@gluon.jit(do_not_specialize=["e", "a_stride", "b_stride"])
+def fast_rows_kernel(a, b, out_mn, a_scale_inv, b_scale_inv, ends_e, n, k, e, row_step, column_step, a_stride, b_stride,
+                     STAGES: gl.constexpr):  # fmt: skip
+    """Tiles of rows of a times matrices; that of expert i begins at row i·row_step and column i·column_step of b.
+
+    `a_stride`, `b_stride`: from the scale of an expert to the next.
+    """
+    a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 128, _BLOCK], a.layout)
+    b_s = gl.allocate_shared_memory(b.dtype, [STAGES, 128, _BLOCK], b.layout)
+    full, empty = _barriers(STAGES, 1)
+    turns, _ = _barriers(2, 1)
+    gl.warp_specialize(
+        [
+            (_multiply_in_turns, (out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, turns, ends_e, n, k, e,
+                                  a_stride, b_stride, gl.constexpr(0), STAGES)),
+            (_multiply_in_turns, (out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, turns, ends_e, n, k, e,
+                                  a_stride, b_stride, gl.constexpr(1), STAGES)),
+            (_copy_tiles, (a, b, a_s, b_s, full, empty, ends_e, n, k, e, row_step, column_step, gl.constexpr(128),
+                           STAGES)),
+        ],
+        [4, 1],
+        [_REGISTERS, _PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _multiply_halves(out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, ends_e, n, k, e, a_stride, b_stride,
+                     CONSUMER: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """A consumer of `precise_rows_kernel`: half of each tile's rows, whose products are added in fp32."""
+    across, blocks = (n + 255) // 256, (k + _BLOCK - 1) // _BLOCK
+    expert, start, first = 0, 0, 0
+    end = gl.load(ends_e)
+    stop = (end + 127) // 128 * across
+    tile, block = gl.program_id(0), 0
+    expert, start, end, first, stop = _next_expert(tile, expert, start, end, first, stop, ends_e, e, across)
+    while tile < stop:
+        down, right = _tile_at(tile - first, (end - start + 127) // 128, across)
+        i0, j0 = start + down * 128 + CONSUMER * _SIDE, right * 256
+        a_scale, b_scale = gl.load(a_scale_inv + expert * a_stride), gl.load(b_scale_inv + expert * b_stride)
+        sums = gl.zeros([_SIDE, 128], gl.float32, _sums())
+        sums2 = gl.zeros([_SIDE, 128], gl.float32, _sums())  # of the next 128 columns
+        for _ in range(blocks):
+            stage = block % STAGES
+            mbarrier.wait(full.index(stage), (block // STAGES) & 1)
+            x = a_s.index(stage).slice(CONSUMER * _SIDE, _SIDE)
+            product = _begin(x, b_s.index(stage).slice(0, 128))
+            product = warpgroup_mma_wait(0, deps=(product,))
+            sums += product
+            product = _begin(x, b_s.index(stage).slice(128, 128))
+            product = warpgroup_mma_wait(0, deps=(product,))
+            mbarrier.arrive(empty.index(stage), count=1)
+            sums2 += product
+            block += 1
+        _store(out_mn, sums * a_scale * b_scale, i0, j0, end, n)
+        _store(out_mn, sums2 * a_scale * b_scale, i0, j0 + 128, end, n)
+        tile += gl.num_programs(0)
+        expert, start, end, first, stop = _next_expert(tile, expert, start, end, first, stop, ends_e, e, across)
+
+
+@gluon.jit(do_not_specialize=["e", "a_stride", "b_stride"])
+def precise_rows_kernel(a, b, out_mn, a_scale_inv, b_scale_inv, ends_e, n, k, e, row_step, column_step, a_stride,
+                        b_stride, STAGES: gl.constexpr):  # fmt: skip
+    """As `fast_rows_kernel`, with fp32 sums of products of 128 summands."""
+    a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 128, _BLOCK], a.layout)
+    b_s = gl.allocate_shared_memory(b.dtype, [STAGES, 256, _BLOCK], b.layout)
+    full, empty = _barriers(STAGES, 2)
+    gl.warp_specialize(
+        [
+            (_multiply_halves, (out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, ends_e, n, k, e, a_stride,
+                                b_stride, gl.constexpr(0), STAGES)),
+            (_multiply_halves, (out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, ends_e, n, k, e, a_stride,
+                                b_stride, gl.constexpr(1), STAGES)),
+            (_copy_tiles, (a, b, a_s, b_s, full, empty, ends_e, n, k, e, row_step, column_step, gl.constexpr(256),
+                           STAGES)),
+        ],
+        [4, 1],
+        [_REGISTERS, _PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
 # --- sums over rows --------------------------------------------------------------------------------------------------
 
 
@@ -252,41 +438,42 @@ def _sum_at(tile, ends_e, down, across):
 
 
 @gluon.jit
-def _copy_blocks(a, b, a_scale_inv, b_scale_inv, a_s, b_s, a_scale_s, b_scale_s, full, empty, i0, j0, first, stop,
-                 block, STAGES: gl.constexpr):  # fmt: skip
-    """Copy the blocks of rows from `first` to `stop` of a tile, with their scales; blocks copied so far."""
+def _copy_blocks(a, b, a_scale_inv, b_scale_inv, a_s, b_s, a_scales, b_scales, full, empty, i0, j0, first, stop, block,
+                 BLOCKS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Copy the blocks of rows from `first` to `stop` of a tile, with scales of BLOCKS; blocks copied so far."""
     for k in range(first, stop):
         stage = block % STAGES
         mbarrier.wait(empty.index(stage), (block // STAGES + 1) & 1)
         arrived = full.index(stage)
-        mbarrier.expect(arrived, 256 * _BLOCK + 1024)
+        mbarrier.expect(arrived, 256 * _BLOCK + 1024 * BLOCKS)
         for side in gl.static_range(2):
             to = a_s.index(2 * stage + side)
             _load_tile(a, [i0 + side * _SIDE, k * _BLOCK], arrived, to)
         _load_tile(b, [j0, k * _BLOCK], arrived, b_s.index(stage))
-        _load_tile(a_scale_inv, [k, i0], arrived, a_scale_s.index(stage))
-        _load_tile(b_scale_inv, [k, j0], arrived, b_scale_s.index(stage))
+        if BLOCKS:
+            _load_tile(a_scale_inv, [k, i0], arrived, a_scales.index(stage))
+            _load_tile(b_scale_inv, [k, j0], arrived, b_scales.index(stage))
         block += 1
     return block
 
 
 @gluon.jit
 def _copy_sums(a, b, a_scale_inv, b_scale_inv, earlier_a, earlier_b, earlier_a_scale_inv, earlier_b_scale_inv, out, a_s,
-               b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored, ends_e, earlier_ends_e, p, q, e,
-               STAGES: gl.constexpr, ACCUMULATE: gl.constexpr, PAIR: gl.constexpr):  # fmt: skip
+               b_s, a_scales, b_scales, out_s, full, empty, old, stored, ends_e, earlier_ends_e, p, q, e,
+               BLOCKS: gl.constexpr, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr, PAIR: gl.constexpr):  # fmt: skip
     """The producer of `sums_kernel`. What is added to follows the last block, when the tile before is stored."""
-    down, across, block, count = p // 128, q // 128, 0, 0
+    down, across, block, count = p // 128, (q + 127) // 128, 0, 0
     for tile in range(gl.program_id(0), e * down * across, gl.num_programs(0)):
         expert, i0, j0, first, stop = _sum_at(tile, ends_e, down, across)
         blocks = stop - first
         if PAIR:
             _, _, _, earlier_first, earlier_stop = _sum_at(tile, earlier_ends_e, down, across)
             blocks += earlier_stop - earlier_first
-            block = _copy_blocks(earlier_a, earlier_b, earlier_a_scale_inv, earlier_b_scale_inv, a_s, b_s, a_scale_s,
-                                 b_scale_s, full, empty, i0, j0, earlier_first, earlier_stop, block,
+            block = _copy_blocks(earlier_a, earlier_b, earlier_a_scale_inv, earlier_b_scale_inv, a_s, b_s, a_scales,
+                                 b_scales, full, empty, i0, j0, earlier_first, earlier_stop, block, BLOCKS,
                                  STAGES)  # fmt: skip
-        block = _copy_blocks(a, b, a_scale_inv, b_scale_inv, a_s, b_s, a_scale_s, b_scale_s, full, empty, i0, j0,
-                             first, stop, block, STAGES)  # fmt: skip
+        block = _copy_blocks(a, b, a_scale_inv, b_scale_inv, a_s, b_s, a_scales, b_scales, full, empty, i0, j0, first,
+                             stop, block, BLOCKS, STAGES)  # fmt: skip
         if ACCUMULATE:  # noqa: SIM102 -- known when the kernel is compiled
             if blocks > 0:
                 for side in gl.static_range(2):
@@ -298,35 +485,75 @@ def _copy_sums(a, b, a_scale_inv, b_scale_inv, earlier_a, earlier_b, earlier_a_s
 
 
 @gluon.jit
-def _multiply_sums(out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored, ends_e, earlier_ends_e, p, q,
-                   e, CONSUMER: gl.constexpr, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr,
-                   PAIR: gl.constexpr):  # fmt: skip
+def _add_blocks(sums, a_s, b_s, a_scales, b_scales, full, empty, stored, block, blocks, leaving, CONSUMER: gl.constexpr,
+                BLOCKS: gl.constexpr, FAST: gl.constexpr, STAGES: gl.constexpr,
+                ACCUMULATE: gl.constexpr):  # fmt: skip
+    """sums + the products of `blocks`, with scales of BLOCKS; blocks multiplied so far.
+
+    leaving: not 0 if results of the tile before may not have left shared memory, where what is added to will lie.
+    """
+    layout: gl.constexpr = _sums()
+    for k in range(blocks):
+        stage = block % STAGES
+        mbarrier.wait(full.index(stage), (block // STAGES) & 1)
+        x, y = a_s.index(2 * stage + CONSUMER), b_s.index(stage)
+        if FAST:
+            product = warpgroup_mma(x, y.permute((1, 0)), sums, is_async=True)
+        else:
+            product = _begin(x, y)
+        if BLOCKS:
+            rows = _vector(a_scales.index(stage), CONSUMER * _SIDE, _SIDE, gl.SliceLayout(1, layout))
+            columns = _vector(b_scales.index(stage), 0, 128, gl.SliceLayout(0, layout))
+        if ACCUMULATE:  # noqa: SIM102 -- known when the kernel is compiled
+            if (k == 0) & (leaving > 0):
+                tma.store_wait(0)
+                _barrier()
+                mbarrier.arrive(stored.index(CONSUMER), count=1)
+        product = warpgroup_mma_wait(0, deps=(product,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        if BLOCKS:
+            sums += product * gl.expand_dims(columns, 0) * gl.expand_dims(rows, 1)
+        elif FAST:
+            sums = product
+        else:
+            sums += product
+        block += 1
+    return sums, block
+
+
+@gluon.jit
+def _multiply_sums(out, a_scale_inv, b_scale_inv, earlier_a_scale_inv, earlier_b_scale_inv, a_s, b_s, a_scales,
+                   b_scales, out_s, full, empty, old, stored, ends_e, earlier_ends_e, p, q, e, a_stride, b_stride,
+                   CONSUMER: gl.constexpr, BLOCKS: gl.constexpr, FAST: gl.constexpr, STAGES: gl.constexpr,
+                   ACCUMULATE: gl.constexpr, PAIR: gl.constexpr):  # fmt: skip
     """A consumer of `sums_kernel`: half of the tile's rows."""
     layout: gl.constexpr = _sums()
-    down, across, block, count = p // 128, q // 128, 0, 0
+    down, across, block, count = p // 128, (q + 127) // 128, 0, 0
     results = out_s.index(CONSUMER)
     for tile in range(gl.program_id(0), e * down * across, gl.num_programs(0)):
         expert, i0, j0, first, stop = _sum_at(tile, ends_e, down, across)
-        blocks = stop - first
+        last_blocks, earlier_blocks = stop - first, 0
         if PAIR:
             _, _, _, earlier_first, earlier_stop = _sum_at(tile, earlier_ends_e, down, across)
-            blocks += earlier_stop - earlier_first
+            earlier_blocks = earlier_stop - earlier_first
+        blocks, leaving = earlier_blocks + last_blocks, count
         sums = gl.zeros([_SIDE, 128], gl.float32, layout)
-        for k in range(blocks):
-            stage = block % STAGES
-            mbarrier.wait(full.index(stage), (block // STAGES) & 1)
-            product = _begin(a_s.index(2 * stage + CONSUMER), b_s.index(stage))
-            rows = _vector(a_scale_s.index(stage), CONSUMER * _SIDE, _SIDE, gl.SliceLayout(1, layout))
-            columns = _vector(b_scale_s.index(stage), 0, 128, gl.SliceLayout(0, layout))
-            if ACCUMULATE:  # noqa: SIM102
-                if (k == 0) & (count > 0):
-                    tma.store_wait(0)
-                    _barrier()
-                    mbarrier.arrive(stored.index(CONSUMER), count=1)
-            product = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(empty.index(stage), count=1)
-            sums += product * gl.expand_dims(columns, 0) * gl.expand_dims(rows, 1)
-            block += 1
+        if BLOCKS:
+            sums, block = _add_blocks(sums, a_s, b_s, a_scales, b_scales, full, empty, stored, block, blocks, leaving,
+                                      CONSUMER, BLOCKS, FAST, STAGES, ACCUMULATE)  # fmt: skip
+        else:
+            a_scale, b_scale = gl.load(a_scale_inv + expert * a_stride), gl.load(b_scale_inv + expert * b_stride)
+            if PAIR:
+                a_ratio = gl.load(earlier_a_scale_inv + expert * a_stride) / a_scale
+                b_ratio = gl.load(earlier_b_scale_inv + expert * b_stride) / b_scale
+                sums, block = _add_blocks(sums, a_s, b_s, a_scales, b_scales, full, empty, stored, block,
+                                          earlier_blocks, leaving, CONSUMER, BLOCKS, FAST, STAGES,
+                                          ACCUMULATE)  # fmt: skip
+                sums = sums * a_ratio * b_ratio  # as if they had the scales of a and b
+                leaving = gl.where(earlier_blocks > 0, 0, leaving)
+            sums, block = _add_blocks(sums, a_s, b_s, a_scales, b_scales, full, empty, stored, block, last_blocks,
+                                      leaving, CONSUMER, BLOCKS, FAST, STAGES, ACCUMULATE)  # fmt: skip
+            sums = sums * a_scale * b_scale
         if (not ACCUMULATE) or blocks > 0:
             if ACCUMULATE:
                 mbarrier.wait(old.index(CONSUMER), count & 1)
@@ -342,30 +569,36 @@ def _multiply_sums(out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old,
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["e"])
+@gluon.jit(do_not_specialize=["e", "a_stride", "b_stride"])
 def sums_kernel(a, b, a_scale_inv, b_scale_inv, earlier_a, earlier_b, earlier_a_scale_inv, earlier_b_scale_inv, out,
-                ends_e, earlier_ends_e, p, q, e, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr,
-                PAIR: gl.constexpr):  # fmt: skip
+                ends_e, earlier_ends_e, p, q, e, a_stride, b_stride, BLOCKS: gl.constexpr, FAST: gl.constexpr,
+                STAGES: gl.constexpr, ACCUMULATE: gl.constexpr, PAIR: gl.constexpr):  # fmt: skip
     """Each expert's sum over its rows of a's row times b's: into `out` `[e·p, q]`, or added to it (ACCUMULATE).
 
-    PAIR: over the rows of `earlier_a` and `earlier_b`, too; else these are not read.
+    PAIR: over the rows of `earlier_a` and `earlier_b`, too, which have scales of their own; else these are not read.
+    BLOCKS: scales of blocks are read through descriptors, and sums are not FAST. Else `a_stride` and `b_stride` are
+    from the scale of an expert to the next, and FAST sums stay in the tensor cores.
     """
     a_s = gl.allocate_shared_memory(a.dtype, [2 * STAGES, _SIDE, _BLOCK], a.layout)
     b_s = gl.allocate_shared_memory(b.dtype, [STAGES, 128, _BLOCK], b.layout)
-    a_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], a_scale_inv.layout)
-    b_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], b_scale_inv.layout)
+    a_scales, b_scales = a_scale_inv, b_scale_inv
+    if BLOCKS:
+        a_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], a_scale_inv.layout)
+        b_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], b_scale_inv.layout)
     out_s = gl.allocate_shared_memory(out.dtype, [2, _SIDE, 128], out.layout)
     full, empty = _barriers(STAGES, 2)
     old, stored = _barriers(2, 1)
     gl.warp_specialize(
         [
-            (_multiply_sums, (out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored, ends_e,
-                              earlier_ends_e, p, q, e, gl.constexpr(0), STAGES, ACCUMULATE, PAIR)),
-            (_multiply_sums, (out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored, ends_e,
-                              earlier_ends_e, p, q, e, gl.constexpr(1), STAGES, ACCUMULATE, PAIR)),
+            (_multiply_sums, (out, a_scale_inv, b_scale_inv, earlier_a_scale_inv, earlier_b_scale_inv, a_s, b_s,
+                              a_scales, b_scales, out_s, full, empty, old, stored, ends_e, earlier_ends_e, p, q, e,
+                              a_stride, b_stride, gl.constexpr(0), BLOCKS, FAST, STAGES, ACCUMULATE, PAIR)),
+            (_multiply_sums, (out, a_scale_inv, b_scale_inv, earlier_a_scale_inv, earlier_b_scale_inv, a_s, b_s,
+                              a_scales, b_scales, out_s, full, empty, old, stored, ends_e, earlier_ends_e, p, q, e,
+                              a_stride, b_stride, gl.constexpr(1), BLOCKS, FAST, STAGES, ACCUMULATE, PAIR)),
             (_copy_sums, (a, b, a_scale_inv, b_scale_inv, earlier_a, earlier_b, earlier_a_scale_inv,
-                          earlier_b_scale_inv, out, a_s, b_s, a_scale_s, b_scale_s, out_s, full, empty, old, stored,
-                          ends_e, earlier_ends_e, p, q, e, STAGES, ACCUMULATE, PAIR)),
+                          earlier_b_scale_inv, out, a_s, b_s, a_scales, b_scales, out_s, full, empty, old, stored,
+                          ends_e, earlier_ends_e, p, q, e, BLOCKS, STAGES, ACCUMULATE, PAIR)),
         ],
         [4, 1],
         [_REGISTERS, _PRODUCER_REGISTERS],
@@ -383,7 +616,7 @@ def takes(device: torch.device) -> bool:
     if torch.cuda.get_device_capability(device) == (9, 0):
         return True
     name = torch.cuda.get_device_name(device)
-    logger.info("blockwise experts: Triton's kernels, since those for Hopper do not run on %s", name)
+    logger.info("FP8 experts: Triton's kernels, since those for Hopper do not run on %s", name)
     return False
 
 
@@ -405,23 +638,46 @@ def rows_times_matrices(
     )  # fmt: skip
 
 
+def tensorwise_rows_times_matrices(
+    a_mk: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_mn: Tensor, row_step: int, column_step: int, *, fast: bool
+) -> None:
+    """`rows_times_matrices` with one scale an expert. `fast`: sums stay in the tensor cores."""
+    k, n, experts = a_mk.data.shape[1], out_mn.shape[1], len(ends_e)
+    kernel, columns, stages = (fast_rows_kernel, 128, 6) if fast else (precise_rows_kernel, 256, 4)
+    kernel[(_programs(out_mn.device),)](
+        TensorDescriptor.from_tensor(a_mk.data, [128, 128], _DATA),
+        TensorDescriptor.from_tensor(b.data, [columns, 128], _DATA), out_mn, a_mk.scale_inv, b.scale_inv, ends_e, n, k,
+        experts, row_step, column_step, a_mk.scale_inv.stride(-1), b.scale_inv.stride(-1), STAGES=stages, num_warps=4,
+    )  # fmt: skip
+
+
 def sums_over_rows(
     a: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_epq: Tensor, *, accumulate: bool,
-    earlier: tuple[ScaledTensor, ScaledTensor, Tensor] | None,
+    earlier: tuple[ScaledTensor, ScaledTensor, Tensor] | None, fast: bool,
 ) -> None:  # fmt: skip
-    """Each expert's sum over its rows of outer products, and those of `earlier`, into `out_epq` or added to it."""
+    """Each expert's sum over its rows of outer products, and those of `earlier`, into `out_epq` or added to it.
+
+    `fast`: sums stay in the tensor cores; never those of blocks with scales.
+    """
     experts, p, q = out_epq.shape
+    blocks = a.granularity is BLOCK_1X128
     results = gl.NVMMASharedLayout(128, 8 * out_epq.element_size(), 2)
-    operands: list[TensorDescriptor] = []
+    operands: list[TensorDescriptor | Tensor] = []
     for x, y in ((a, b), earlier[:2] if earlier is not None else (a, b)):
         operands += [
             TensorDescriptor.from_tensor(x.data, [64, 128], _DATA),
-            TensorDescriptor.from_tensor(y.data, [128, 128], _DATA),
-            TensorDescriptor.from_tensor(x.scale_inv.t(), [1, 128], _SCALES),
-            TensorDescriptor.from_tensor(y.scale_inv.t(), [1, 128], _SCALES),
-        ]
+            TensorDescriptor.from_tensor(y.data, [128, 128], _DATA), *map(_read_scales, (x, y)),
+        ]  # fmt: skip
     sums_kernel[(_programs(out_epq.device),)](
         *operands, TensorDescriptor.from_tensor(out_epq.flatten(0, 1), [64, 128], results), ends_e,
-        ends_e if earlier is None else earlier[2], p, q, experts, STAGES=4, ACCUMULATE=accumulate,
+        ends_e if earlier is None else earlier[2], p, q, experts, a.scale_inv.stride(-1), b.scale_inv.stride(-1),
+        BLOCKS=blocks, FAST=fast and not blocks, STAGES=4 if blocks else 5, ACCUMULATE=accumulate,
         PAIR=earlier is not None, num_warps=4,
     )  # fmt: skip
+
+
+def _read_scales(x: ScaledTensor) -> TensorDescriptor | Tensor:
+    """Scales as `sums_kernel` reads them."""
+    if x.granularity is BLOCK_1X128:
+        return TensorDescriptor.from_tensor(x.scale_inv.t(), [1, 128], _SCALES)
+    return x.scale_inv

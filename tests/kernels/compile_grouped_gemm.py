@@ -1,6 +1,6 @@
-"""Compiles a block-scaled grouped GEMM for sm_90, which needs no GPU: prints its name, shared memory and stack.
+"""Compiles an FP8 grouped GEMM for sm_90, which needs no GPU: prints its name and shared memory.
 
-Run by a test in a process without Triton's interpreter.
+Run by a test in a process without Triton's interpreter, with variables that make Triton print the assembler's log.
 """
 
 from __future__ import annotations
@@ -15,30 +15,48 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from megafp8.kernels import grouped_gemm_hopper as kernels
 
-CONSTANTS: dict[str, dict[str, Any]] = {
-    "rows": {"STAGES": 6},
-    "sums": {"STAGES": 4, "ACCUMULATE": True, "PAIR": False},
+_SUMS = {"BLOCKS": True, "FAST": False, "STAGES": 4, "ACCUMULATE": True, "PAIR": False}
+_TENSOR_SUMS = _SUMS | {"BLOCKS": False, "STAGES": 5}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rows": ("rows", {"STAGES": 6}),
+    "sums": ("sums", _SUMS),
+    "pairs": ("sums", _SUMS | {"PAIR": True}),
+    "tensor-rows": ("precise_rows", {"STAGES": 4}),
+    "tensor-rows-fast": ("fast_rows", {"STAGES": 6}),
+    "tensor-sums": ("sums", _TENSOR_SUMS),
+    "tensor-pairs": ("sums", _TENSOR_SUMS | {"PAIR": True}),
+    "tensor-pairs-fast": ("sums", _TENSOR_SUMS | {"PAIR": True, "FAST": True}),
 }
+"""By name: the kernel and its constants; "tensor": with one scale an expert."""
+_TILES = {"rows": (64, 128), "sums": (64, 128), "precise_rows": (128, 256), "fast_rows": (128, 128)}
+"""Rows of a and of b that are copied at once."""
 DIVISIBLE = {"n", "k", "p", "q", "row_step", "column_step"}
 
 
-def compiled(name: str, **options: Any) -> Any:
-    """The compiled kernel `name`. `options`: in place of its own."""
-    kernel, given = getattr(kernels, f"{name}_kernel"), CONSTANTS[name] | options
+def compiled(variant: str, **options: Any) -> Any:
+    """The compiled kernel. `options`: in place of the variant's own."""
+    name, constants = VARIANTS[variant]
+    kernel, given = getattr(kernels, f"{name}_kernel"), constants | options
     signature, values, aligned = {}, {}, {}
     for index, argument in enumerate(kernel.arg_names):
-        rows = 64 if argument in ("a", "earlier_a") else 128
+        if name == "sums":
+            vector = given["BLOCKS"] and argument.endswith("_scale_inv")
+        else:
+            vector = name == "rows" and argument == "a_scale_inv"
         if argument in given:
             signature[argument], values[index,] = "constexpr", given[argument]
         elif argument in ("a", "b", "earlier_a", "earlier_b"):
+            rows = _TILES[name][argument.endswith("b")]
             signature[argument] = f"tensordesc<fp8e4nv[{rows}, 128],{kernels._DATA!r}>"
-        elif argument.endswith("a_scale_inv") or (argument.endswith("b_scale_inv") and name == "sums"):
+        elif vector:
             signature[argument] = f"tensordesc<fp32[1, 128],{kernels._SCALES!r}>"
         elif argument == "out":
             signature[argument] = f"tensordesc<fp32[64, 128],{gl.NVMMASharedLayout(128, 32, 2)!r}>"
-        elif argument in ("out_mn", "b_scale_inv", "ends_e", "earlier_ends_e"):
-            pointer = {"out_mn": "*bf16", "ends_e": "*i32", "earlier_ends_e": "*i32"}.get(argument, "*fp32")
-            signature[argument], aligned[index,] = pointer, [["tt.divisibility", 16]]
+        elif argument.endswith("_scale_inv"):  # those of an expert may begin anywhere
+            signature[argument] = "*fp32"
+        elif argument in ("out_mn", "ends_e", "earlier_ends_e"):
+            signature[argument] = "*bf16" if argument == "out_mn" else "*i32"
+            aligned[index,] = [["tt.divisibility", 16]]
         else:
             signature[argument] = "i32"
             if argument in DIVISIBLE:
@@ -48,5 +66,4 @@ def compiled(name: str, **options: Any) -> Any:
 
 
 if __name__ == "__main__":
-    kernel = compiled("sums", PAIR=True) if sys.argv[1] == "pairs" else compiled(sys.argv[1])
-    print(sys.argv[1], kernel.metadata.shared)
+    print(sys.argv[1], compiled(sys.argv[1]).metadata.shared)
