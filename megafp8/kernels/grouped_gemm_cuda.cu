@@ -4,8 +4,8 @@
 //
 // a: FP8 rows `[m, k]` of all experts, one expert after the other, a scale for each block 1 × 128. b: FP8 matrices
 // `[n, k]` of the experts, a scale for each block 128 × 128. Sums are fp32, results bf16 or fp16. n and k are
-// multiples of 128. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches it; A_TYPE and B_TYPE are "e4m3" or
-// "e5m2", RESULT_TYPE is "bf16" or "f16".
+// multiples of 128. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches it. Macros: A_TYPE and B_TYPE, "e4m3" or
+// "e5m2"; RESULT_TYPE, "bf16" or "f16"; and what a launch is made with (asserted below).
 //
 // The problem: Hopper's tensor cores add up FP8 products in 14 bits, so each block's product is scaled and added to
 // fp32 sums by the threads. Registers hold both, which bounds a tile to 128 × 192, and a tile reads 40 KB for each
@@ -57,6 +57,8 @@ constexpr int STORE_AT = SCALES_AT + STAGES * SCALE_BYTES;
 constexpr int NOTES_AT = STORE_AT + CONSUMER_WARPS * STORE_BYTES;
 constexpr int FULL_AT = NOTES_AT + STAGES * 16;
 constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
+static_assert(EMPTY_AT + STAGES * 8 == LAUNCHED_SHARED_BYTES && CLUSTER == LAUNCHED_CLUSTER, "");
+static_assert(THREADS == LAUNCHED_THREADS && SIDE == A_BOX_ROWS && HALF == B_BOX_ROWS, "");
 
 // --- tiles -----------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from megafp8.kernels import grouped_gemm_hopper as kernels
 
 CONSTANTS: dict[str, dict[str, Any]] = {
-    "rows": {"STAGES": 6},
     "sums": {"STAGES": 4, "ACCUMULATE": True, "PAIR": False},
 }
 DIVISIBLE = {"n", "k", "p", "q", "row_step", "column_step"}
