@@ -88,7 +88,7 @@ struct Walk {
 
     __device__ void next_expert() {
         padded += (end - start + BLOCK - 1) / BLOCK * BLOCK;
-        start = expert < 0 ? 0 : end;
+        start = end;
         end = ends_e[++expert];
         const int rows = end - start;
         down = (rows + BLOCK - 1) / BLOCK;
@@ -364,7 +364,7 @@ __device__ __forceinline__ void copy_tiles(const TensorMap* a, const TensorMap* 
     Walk at(ends_e, sizes.experts, sizes.n, gridDim.x / CLUSTER, blockIdx.x / CLUSTER, rank);
     Ring ring = {0, 1};  // the first round of stages is free
     while (at.next()) {
-        // Second halves are needed by few tiles not: those of 64 rows or fewer, or of 64 columns.
+        // Tiles of 64 rows or fewer, or of 64 columns, need no second half of an operand.
         const bool second_a = at.row + SIDE < at.end, second_b = at.column + HALF < sizes.n;
         const u32 operands = (second_a ? A_BYTES : A_BYTES / 2) + (second_b ? B_BYTES : B_BYTES / 2);
         const u32 bytes = at.idle ? 0 : operands + SCALE_BYTES;
