@@ -476,7 +476,8 @@ struct Consumer {
             for (int i = 0; i < rows; ++i) begin_store(out + (long long)i * n, part + i * STORE_STRIDE, columns * 2);
             commit_stores();
         }
-        __syncwarp();  // else the compiler takes what follows for divergent, and keeps operands' addresses for each thread
+        // Otherwise the compiler takes what follows for divergent, and keeps operands' addresses for each thread.
+        __syncwarp();
     }
 
     template <int COLUMNS>
