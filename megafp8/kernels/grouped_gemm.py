@@ -4,8 +4,10 @@ The rows of one operand are those of the experts, one expert after the other. Th
 matrix of their expert (fprop, dgrad), for which bf16 has `torch.nn.functional.grouped_mm`; and for each expert the sum
 over its rows of outer products (wgrad), added to fp32 in place. Sums are fp32. FP8 operands have one scale an expert,
 or one for each row of the operand and expert, by which finished sums are multiplied; or blocks of 128 summands have
-scales, by which each block's product is multiplied before it is added. On Hopper FP8 operands have kernels of their own
-(`megafp8.kernels.grouped_gemm_hopper`), but with a scale for each row; those here are for other GPUs, too.
+scales, by which each block's product is multiplied before it is added. On Hopper FP8 operands other than those with a
+scale for each row have kernels of their own: rows times matrices with scales of blocks in CUDA
+(`megafp8.kernels.grouped_gemm_cuda`), where what compiles it is installed, and all else in Gluon
+(`megafp8.kernels.grouped_gemm_hopper`).
 
 Operands are read through tensor descriptors, by the GPU's copy engine for tiles (TMA); a descriptor covers the rows of
 all experts. A tile that reaches beyond the rows of its expert therefore reads those of the next. In products of rows
@@ -34,6 +36,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megafp8.kernels import grouped_gemm_cuda as cuda
 from megafp8.kernels import grouped_gemm_hopper as hopper
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, next_power_of_2
 from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, ScaledTensor
@@ -259,11 +262,11 @@ def rows_times_matrices(
         b = b._replace(scale_inv=b.scale_inv.repeat_interleave(n).unsqueeze(1), granularity=ROW)
     _check(a_mk, b, n, k)
     row_step, column_step = (0, b.data.shape[1] // experts) if columnwise else (n, 0)
-    if a_mk.granularity is BLOCK_1X128 and hopper.takes(out_mn.device):
-        hopper.rows_times_matrices(a_mk, b, ends_e, out_mn, row_step, column_step)
+    if a_mk.granularity is BLOCK_1X128 and out_dtype in cuda.RESULTS and cuda.takes(out_mn.device):
+        cuda.rows_times_matrices(a_mk, b, ends_e, out_mn, row_step, column_step)
         return out_mn
     if a_mk.granularity is TENSOR and hopper.takes(out_mn.device):
-        hopper.tensorwise_rows_times_matrices(a_mk, b, ends_e, out_mn, row_step, column_step, fast=fast)
+        hopper.rows_times_matrices(a_mk, b, ends_e, out_mn, row_step, column_step, fast=fast)
         return out_mn
     tile, tile_k, constants = _launched(a_mk.data.dtype, a_mk.granularity.name, fast=fast)
     most = (m // tile.rows + experts) * ceil_div(n, tile.columns)

@@ -10,18 +10,15 @@ Here, in the language below it, warps have roles:
 A program has a multiprocessor for itself and takes tile after tile, of which each consumer has half of the rows unless
 said otherwise. The producer goes on to the next tile while the results of the last are stored.
 
-*Rows times matrices, scales of blocks*: a product of 128 summands is multiplied by its scales and added in fp32. A
-consumer begins two blocks before it waits for the first. It is bound by shared memory, which 80 KB a block of
-128 × 128 × 128 pass.
+*Rows times matrices*, with one scale an expert, by which finished sums are multiplied (with scales of blocks:
+`kernels.grouped_gemm_cuda`). Fast sums stay in the tensor cores: consumers take turns with tiles of 128 × 128, and
+while one stores results the other multiplies. Else products of 128 summands are added in fp32: tiles are 128 × 256, of
+whose columns a consumer multiplies 128 after the other, as sums and a product of all do not fit in registers. Tiles may
+reach beyond n, where nothing is stored, and beyond k, where the copy engine reads zeros.
 
-*Rows times matrices, one scale an expert*, by which finished sums are multiplied. Fast sums stay in the tensor cores:
-consumers take turns with tiles of 128 × 128, and while one stores results the other multiplies. Else products of 128
-summands are added in fp32: tiles are 128 × 256, of whose columns a consumer multiplies 128 after the other, as sums and
-a product of all do not fit in registers. Tiles may reach beyond n, where nothing is stored, and beyond k, where the
-copy engine reads zeros.
-
-*Sums over rows*: of small experts, bound by the fp32 sums. What is added to is copied to shared memory while products
-are computed, and results leave from there by the copy engine, for which no warp waits.
+*Sums over rows*, with one scale an expert or scales of blocks, are bound by the fp32 sums where experts are small. What
+is added to is copied to shared memory while products are computed, and results leave from there by the copy engine, for
+which no warp waits.
 
 The copy engine reads vectors of scales from multiples of 16 bytes only. So scales of rows lie where the rows lie in the
 columnwise copy (`megafp8.numerics.groups`), which begins at a multiple of 128 for each expert.
@@ -116,141 +113,7 @@ def _barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     return full, empty
 
 
-# --- rows times matrices, scales of blocks ---------------------------------------------------------------------------
-
-
-@gluon.jit
-def _expert_of(tile, expert, start, end, padded, first, stop, ends_e, e, across):
-    """The expert of a tile, from that of a tile before.
-
-    Its rows begin at `start`, in the columnwise copy at `padded`, and end before `end`; its tiles begin at `first` and
-    end before `stop`.
-    """
-    while (stop <= tile) & (expert + 1 < e):
-        expert += 1
-        padded += (end - start + 127) // 128 * 128
-        start = end
-        end = gl.load(ends_e + expert)
-        first = stop
-        stop = first + (end - start + 127) // 128 * across
-    return expert, start, end, padded, first, stop
-
-
-@gluon.jit
-def _copy_rows(a, b, a_scale_inv, a_s, b_s, a_scale_s, full, empty, ends_e, n, k, e, row_step, column_step,
-               STAGES: gl.constexpr):  # fmt: skip
-    """The producer of `rows_kernel`."""
-    across = n // 128
-    expert, start, padded, first = 0, 0, 0, 0
-    end = gl.load(ends_e)
-    stop = (end + 127) // 128 * across
-    tile, block = gl.program_id(0), 0
-    expert, start, end, padded, first, stop = _expert_of(
-        tile, expert, start, end, padded, first, stop, ends_e, e, across
-    )
-    while tile < stop:
-        down, right = _tile_at(tile - first, (end - start + 127) // 128, across)
-        i0, row, column = start + down * 128, expert * row_step + right * 128, expert * column_step
-        for i in range(k // _BLOCK):
-            stage = block % STAGES
-            mbarrier.wait(empty.index(stage), (block // STAGES + 1) & 1)
-            arrived = full.index(stage)
-            mbarrier.expect(arrived, 256 * _BLOCK + 512)
-            for side in gl.static_range(2):
-                to = a_s.index(2 * stage + side)
-                _load_tile(a, [i0 + side * _SIDE, i * _BLOCK], arrived, to)
-            _load_tile(b, [row, column + i * _BLOCK], arrived, b_s.index(stage))
-            _load_tile(a_scale_inv, [i, padded + down * 128], arrived, a_scale_s.index(stage))
-            block += 1
-        tile += gl.num_programs(0)
-        expert, start, end, padded, first, stop = _expert_of(
-            tile, expert, start, end, padded, first, stop, ends_e, e, across
-        )
-
-
-@gluon.jit
-def _multiply_rows(out_mn, b_scale_inv, a_s, b_s, a_scale_s, full, empty, ends_e, n, k, e, row_step, column_step,
-                   b_stride, CONSUMER: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """A consumer of `rows_kernel`: half of the tile's rows, two blocks at a time."""
-    layout: gl.constexpr = _sums()
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
-    across, blocks = n // 128, k // _BLOCK
-    expert, start, padded, first = 0, 0, 0, 0
-    end = gl.load(ends_e)
-    stop = (end + 127) // 128 * across
-    tile, block = gl.program_id(0), 0
-    expert, start, end, padded, first, stop = _expert_of(
-        tile, expert, start, end, padded, first, stop, ends_e, e, across
-    )
-    while tile < stop:
-        down, right = _tile_at(tile - first, (end - start + 127) // 128, across)
-        b_row = (expert * row_step + right * 128) // _BLOCK
-        b_scales = b_scale_inv + b_row * b_stride + expert * column_step // _BLOCK
-        sums = gl.zeros([_SIDE, 128], gl.float32, layout)
-        for i in range(blocks // 2):
-            stage, stage2 = block % STAGES, (block + 1) % STAGES
-            b_scale, b_scale2 = gl.load(b_scales + 2 * i), gl.load(b_scales + 2 * i + 1)
-            mbarrier.wait(full.index(stage), (block // STAGES) & 1)
-            product = _begin(a_s.index(2 * stage + CONSUMER), b_s.index(stage))
-            mbarrier.wait(full.index(stage2), ((block + 1) // STAGES) & 1)
-            product2 = _begin(a_s.index(2 * stage2 + CONSUMER), b_s.index(stage2))
-            scale = _vector(a_scale_s.index(stage), CONSUMER * _SIDE, _SIDE, rows) * b_scale
-            scale2 = _vector(a_scale_s.index(stage2), CONSUMER * _SIDE, _SIDE, rows) * b_scale2
-            product = warpgroup_mma_wait(1, deps=(product,))
-            mbarrier.arrive(empty.index(stage), count=1)
-            sums += product * gl.expand_dims(scale, 1)
-            product2 = warpgroup_mma_wait(0, deps=(product2,))
-            mbarrier.arrive(empty.index(stage2), count=1)
-            sums += product2 * gl.expand_dims(scale2, 1)
-            block += 2
-        if blocks % 2 == 1:
-            stage = block % STAGES
-            b_scale = gl.load(b_scales + blocks - 1)
-            mbarrier.wait(full.index(stage), (block // STAGES) & 1)
-            product = _begin(a_s.index(2 * stage + CONSUMER), b_s.index(stage))
-            scale = _vector(a_scale_s.index(stage), CONSUMER * _SIDE, _SIDE, rows) * b_scale
-            product = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(empty.index(stage), count=1)
-            sums += product * gl.expand_dims(scale, 1)
-            block += 1
-        to: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])  # 16 bytes of a row
-        i = start + down * 128 + CONSUMER * _SIDE + gl.arange(0, _SIDE, layout=gl.SliceLayout(1, to))
-        j = right * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, to))
-        at = gl.expand_dims(i.to(gl.int64) * n, 1) + gl.expand_dims(j, 0)
-        results = gl.convert_layout(sums.to(out_mn.dtype.element_ty), to)
-        gl.store(out_mn + at, results, mask=gl.expand_dims(i < end, 1))
-        tile += gl.num_programs(0)
-        expert, start, end, padded, first, stop = _expert_of(
-            tile, expert, start, end, padded, first, stop, ends_e, e, across
-        )
-
-
-@gluon.jit(do_not_specialize=["e"])
-def rows_kernel(a, b, a_scale_inv, out_mn, b_scale_inv, ends_e, n, k, e, row_step, column_step, b_stride,
-                STAGES: gl.constexpr):  # fmt: skip
-    """Tiles of rows of a times matrices; that of expert i begins at row i·row_step and column i·column_step of b.
-
-    `b_stride`: from the scales of 128 rows of b to the next.
-    """
-    a_s = gl.allocate_shared_memory(a.dtype, [2 * STAGES, _SIDE, _BLOCK], a.layout)
-    b_s = gl.allocate_shared_memory(b.dtype, [STAGES, 128, _BLOCK], b.layout)
-    a_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], a_scale_inv.layout)
-    full, empty = _barriers(STAGES, 2)
-    gl.warp_specialize(
-        [
-            (_multiply_rows, (out_mn, b_scale_inv, a_s, b_s, a_scale_s, full, empty, ends_e, n, k, e, row_step,
-                              column_step, b_stride, gl.constexpr(0), STAGES)),
-            (_multiply_rows, (out_mn, b_scale_inv, a_s, b_s, a_scale_s, full, empty, ends_e, n, k, e, row_step,
-                              column_step, b_stride, gl.constexpr(1), STAGES)),
-            (_copy_rows, (a, b, a_scale_inv, a_s, b_s, a_scale_s, full, empty, ends_e, n, k, e, row_step, column_step,
-                          STAGES)),
-        ],
-        [4, 1],
-        [_REGISTERS, _PRODUCER_REGISTERS],
-    )  # fmt: skip
-
-
-# --- rows times matrices, one scale an expert ------------------------------------------------------------------------
+# --- rows times matrices ---------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -626,22 +489,12 @@ def _programs(device: torch.device) -> int:
 
 
 def rows_times_matrices(
-    a_mk: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_mn: Tensor, row_step: int, column_step: int
-) -> None:
-    """Rows times the transpose of their expert's matrix, into `out_mn`."""
-    k, n, experts = a_mk.data.shape[1], out_mn.shape[1], len(ends_e)
-    rows_kernel[(_programs(out_mn.device),)](
-        TensorDescriptor.from_tensor(a_mk.data, [64, 128], _DATA),
-        TensorDescriptor.from_tensor(b.data, [128, 128], _DATA),
-        TensorDescriptor.from_tensor(a_mk.scale_inv.t(), [1, 128], _SCALES), out_mn, b.scale_inv, ends_e, n, k, experts,
-        row_step, column_step, b.scale_inv.stride(0), STAGES=6, num_warps=4,
-    )  # fmt: skip
-
-
-def tensorwise_rows_times_matrices(
     a_mk: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_mn: Tensor, row_step: int, column_step: int, *, fast: bool
 ) -> None:
-    """`rows_times_matrices` with one scale an expert. `fast`: sums stay in the tensor cores."""
+    """Rows times the transpose of their expert's matrix, with one scale an expert, into `out_mn`.
+
+    `fast`: sums stay in the tensor cores.
+    """
     k, n, experts = a_mk.data.shape[1], out_mn.shape[1], len(ends_e)
     kernel, columns, stages = (fast_rows_kernel, 128, 6) if fast else (precise_rows_kernel, 256, 4)
     kernel[(_programs(out_mn.device),)](

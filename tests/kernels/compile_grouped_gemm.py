@@ -18,7 +18,6 @@ from megafp8.kernels import grouped_gemm_hopper as kernels
 _SUMS = {"BLOCKS": True, "FAST": False, "STAGES": 4, "ACCUMULATE": True, "PAIR": False}
 _TENSOR_SUMS = _SUMS | {"BLOCKS": False, "STAGES": 5}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "rows": ("rows", {"STAGES": 6}),
     "sums": ("sums", _SUMS),
     "pairs": ("sums", _SUMS | {"PAIR": True}),
     "tensor-rows": ("precise_rows", {"STAGES": 4}),
@@ -28,7 +27,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor-pairs-fast": ("sums", _TENSOR_SUMS | {"PAIR": True, "FAST": True}),
 }
 """By name: the kernel and its constants; "tensor": with one scale an expert."""
-_TILES = {"rows": (64, 128), "sums": (64, 128), "precise_rows": (128, 256), "fast_rows": (128, 128)}
+_TILES = {"sums": (64, 128), "precise_rows": (128, 256), "fast_rows": (128, 128)}
 """Rows of a and of b that are copied at once."""
 DIVISIBLE = {"n", "k", "p", "q", "row_step", "column_step"}
 
@@ -39,16 +38,12 @@ def compiled(variant: str, **options: Any) -> Any:
     kernel, given = getattr(kernels, f"{name}_kernel"), constants | options
     signature, values, aligned = {}, {}, {}
     for index, argument in enumerate(kernel.arg_names):
-        if name == "sums":
-            vector = given["BLOCKS"] and argument.endswith("_scale_inv")
-        else:
-            vector = name == "rows" and argument == "a_scale_inv"
         if argument in given:
             signature[argument], values[index,] = "constexpr", given[argument]
         elif argument in ("a", "b", "earlier_a", "earlier_b"):
             rows = _TILES[name][argument.endswith("b")]
             signature[argument] = f"tensordesc<fp8e4nv[{rows}, 128],{kernels._DATA!r}>"
-        elif vector:
+        elif argument.endswith("_scale_inv") and given.get("BLOCKS"):
             signature[argument] = f"tensordesc<fp32[1, 128],{kernels._SCALES!r}>"
         elif argument == "out":
             signature[argument] = f"tensordesc<fp32[64, 128],{gl.NVMMASharedLayout(128, 32, 2)!r}>"

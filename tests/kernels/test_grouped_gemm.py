@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from megafp8.kernels import grouped_gemm_hopper
+from megafp8.kernels import grouped_gemm_cuda, grouped_gemm_hopper
 from megafp8.kernels.grouped_cast import cast_groups, cast_groups_1x128
 from megafp8.kernels.grouped_gemm import rows_times_matrices, sums_over_rows
 from megafp8.kernels.quantize import cast_128x128
@@ -267,11 +270,123 @@ def test_experts_with_one_scale_in_a_graph(fast: bool) -> None:
     assert torch.equal(replayed[471:], first[471:])
 
 
+EDGES = [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 448, 449]
+"""Rows of experts at which tiles, halves of tiles and pairs of them end."""
+
+
+def _operands(sizes: Sequence[int], k: int, n: int, *, columnwise: bool) -> tuple[ScaledTensor, ScaledTensor, Tensor]:
+    """Rows and matrices with scales that are powers of two and differ from block to block, and ends of experts."""
+    ends = torch.tensor(sizes, device="cuda").cumsum(0, dtype=torch.int32)
+    groups, e, m = RowGroups.of(ends, sum(sizes)), len(sizes), sum(sizes)
+    rows, columns = (k, n) if columnwise else (n, k)
+    x = torch.randn(m, k, device="cuda") * torch.randn(m, k // 128, device="cuda").exp2().repeat_interleave(128, 1)
+    blocks = torch.randn(e * rows // 128, columns // 128, device="cuda").exp2()
+    w = torch.randn(e * rows, columns, device="cuda") * blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    x8 = cast_groups_1x128(
+        Plain(x.bfloat16()), E4M3, groups, rowwise=True, columnwise=False, power_of_two=True, eps=0.0
+    )
+    w8 = cast_128x128(Plain(w.bfloat16()), E4M3, rowwise=True, columnwise=True, power_of_two=True, eps=0.0)
+    return x8.required_rowwise, w8.required_columnwise if columnwise else w8.required_rowwise, ends
+
+
+def _by_triton(
+    monkeypatch: pytest.MonkeyPatch, operands: tuple[ScaledTensor, ScaledTensor, Tensor], n: int, *, columnwise: bool
+) -> Tensor:
+    with monkeypatch.context() as patched:
+        patched.setattr(grouped_gemm_cuda, "takes", lambda device: False)
+        return rows_times_matrices(*operands, n, torch.bfloat16, columnwise=columnwise, fast=False)
+
+
+needs_cuda_kernel = pytest.mark.skipif(
+    not (torch.cuda.is_available() and grouped_gemm_cuda.takes(torch.device("cuda"))), reason="needs Hopper and NVRTC"
+)
+
+
+@pytest.mark.gpu
+@needs_cuda_kernel
+@pytest.mark.parametrize("columnwise", [False, True], ids=["fprop", "dgrad"])
+@pytest.mark.parametrize("n", [128, 256, 384, 512, 640, 1152, 2048])
+@pytest.mark.parametrize("k", [128, 640])
+def test_cuda_kernel_has_the_bits_of_triton(k: int, n: int, columnwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At all sizes where tiles are cut otherwise; rows behind the last expert's are not written."""
+    torch.manual_seed(n + k)
+    for sizes in (EDGES, [300], [5], [0, 0, 2000, 0], [(37 * i) % 200 for i in range(96)]):
+        a, b, ends = _operands(sizes, k, n, columnwise=columnwise)
+        expected = _by_triton(monkeypatch, (a, b, ends), n, columnwise=columnwise)
+        y = torch.full((len(expected) + 256, n), 7.0, dtype=torch.bfloat16, device="cuda")
+        steps = (0, b.data.shape[1] // len(sizes)) if columnwise else (n, 0)
+        for _ in range(3):
+            grouped_gemm_cuda.rows_times_matrices(a, b, ends, y[:-256], *steps)
+            assert torch.equal(y[:-256], expected)
+            assert (y[-256:] == 7.0).all()
+            y[:-256] = 3.0
+
+
+@pytest.mark.gpu
+@needs_cuda_kernel
+def test_cuda_kernel_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replay reads how many rows the experts have."""
+    torch.manual_seed(0)
+    n = 1024
+    a, b, ends = _operands([300, 0, 500, 1224], 512, n, columnwise=False)
+    rows_times_matrices(a, b, ends, n, torch.bfloat16, columnwise=False, fast=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = rows_times_matrices(a, b, ends, n, torch.bfloat16, columnwise=False, fast=False)
+    a.scale_inv.copy_(torch.randint(-3, 4, a.scale_inv.shape).float().exp2())  # also where other sizes have padding
+    for changed in ([300, 300, 800, 2024], [0, 128, 130, 2000]):
+        ends.copy_(torch.tensor(changed, dtype=torch.int32))
+        graph.replay()
+        expected = _by_triton(monkeypatch, (a, b, ends), n, columnwise=False)
+        assert torch.equal(y[: changed[-1]], expected[: changed[-1]])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("formats", [("e4m3", "e4m3", "bf16"), ("e5m2", "e4m3", "bf16"), ("e4m3", "e5m2", "f16")])
+def test_cuda_kernel_compiles(formats: tuple[str, str, str]) -> None:
+    """Without registers in memory, and without waits that the compiler adds between products."""
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    code, log = grouped_gemm_cuda.compiled(*formats)
+    assert code.startswith(b"\x7fELF")
+    assert "0 bytes spill stores, 0 bytes spill loads" in log
+    assert "C75" not in log  # "wgmma serialized"
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_cuda_kernel_computes_each_tile_once(tmp_path: Path) -> None:
+    """`grouped_gemm_units.cpp` with the part of the source that deals tiles to multiprocessors."""
+    source = grouped_gemm_cuda.SOURCE
+    part = source[source.index("constexpr int BLOCK") : source.index("// --- instructions")]
+    part = "\n".join(line for line in part.splitlines() if not line.startswith("static_assert"))
+    macros = "#include <algorithm>\nusing std::min;\n#define __device__\n"
+    program = tmp_path / "units"
+    program.with_suffix(".cpp").write_text(
+        macros + part + Path(__file__).with_name("grouped_gemm_units.cpp").read_text()
+    )
+    subprocess.run(["c++", "-std=c++17", "-O1", program.with_suffix(".cpp"), "-o", program], check=True)
+    draw = random.Random(0)
+    lines = [(n, 66, [2048] * 8) for n in (1536, 4096)]
+    for _ in range(500):
+        sizes = [draw.choice([*EDGES, draw.randint(0, 1500)]) for _ in range(draw.randint(1, 12))]
+        lines.append((128 * draw.randint(1, 12), draw.choice([1, 2, 3, 20, 65]), sizes))
+    text = "".join(f"{n} {clusters} {len(sizes)} {' '.join(map(str, sizes))}\n" for n, clusters, sizes in lines)
+    done = subprocess.run([program], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-200:]
+    counts = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert counts[:2] == [(512, 8), (1408, 22)]
+    assert len(counts) == len(lines)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name",
-    ["rows", "sums", "pairs", "tensor-rows", "tensor-rows-fast", "tensor-sums", "tensor-pairs", "tensor-pairs-fast"],
+    ["sums", "pairs", "tensor-rows", "tensor-rows-fast", "tensor-sums", "tensor-pairs", "tensor-pairs-fast"],
 )
 def test_compiles_for_hopper(name: str) -> None:
     """In no more shared memory and registers than there are, and with products that run beside other instructions."""
