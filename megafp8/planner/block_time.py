@@ -209,8 +209,8 @@ class _Block:
         return Phases(tokens / self.copy, tokens / self.copy)
 
     def expert_gemms(self) -> Phases:
-        """Grouped GEMMs: a tile of 128 rows belongs to one expert, and sums of weight gradients are added after the
-        product, not beside it."""
+        """Grouped GEMMs: a tile of 128 rows belongs to one expert, and sums of weight gradients are counted as if added
+        after the product, though kernels for Hopper do some of that beside it."""
         ceilings, total = self.gpu.ceilings, Phases()
         for layer in self.layer.of_experts:
             rows = self.ffn.rows(self.batch) + 64 * layer.copies
