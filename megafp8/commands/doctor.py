@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     import torch
 
 EXTRAS = {
-    "gpu": "FP8 GEMMs by torch's scaled_mm, slower and without accumulation in place; attention by torch's kernels",
+    "gpu": "FP8 GEMMs by torch's scaled_mm, slower and without accumulation in place; attention by torch's kernels; "
+    "blockwise experts by Triton's",
     "recurrent": "linear attention by slower kernels (Gated DeltaNet's FlashQLA, for Hopper)",
     "hf": "no tokenizers of kind huggingface, no chat templates",
     "data": "no Parquet files, no tokenizers of kind tiktoken",
@@ -44,7 +45,11 @@ EXTRAS = {
 }
 """By extra of pyproject.toml: what is slow or impossible without it."""
 _ON_GPUS_ONLY = "gpu"
-_MODULES = {"nvmath-python": "nvmath.bindings.cublasLt", "nvidia-cudnn-frontend": "cudnn"}
+_MODULES = {
+    "nvmath-python": "nvmath.bindings.cublasLt",
+    "cuda-bindings": "cuda.bindings.nvrtc",
+    "nvidia-cudnn-frontend": "cudnn",
+}
 """By package that may be installed and yet not work: the module that is imported to find out."""
 
 

@@ -3,8 +3,7 @@
 In CUDA rather than Triton or Gluon, as these have no tensor-core products 192 columns wide and no copies to two
 multiprocessors at once: 5 to 12% faster on an H200 than 128 columns in Gluon. NVRTC compiles it at the first use in a
 process, in about 3 s for each pair of FP8 formats; so products are computed once before they are captured in a CUDA
-graph, as with Triton's kernels. `cuda.bindings`, which calls NVRTC and the driver, comes with nvmath-python
-(`pip install megafp8[gpu]`).
+graph, as with Triton's kernels. `cuda.bindings` calls NVRTC and the driver (`pip install megafp8[gpu]`).
 
 Shapes as in `kernels.grouped_gemm`; n and k are multiples of 128.
 """
