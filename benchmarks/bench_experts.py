@@ -14,6 +14,7 @@ Medians of interleaved rounds from a cold L2; "host" is the host's time to launc
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -50,7 +51,12 @@ class Record:
 
 
 def chosen_experts(tokens: int, experts: int, top_k: int, concentration: float, seed: int) -> Tensor:
-    """Different experts of each token, int64 `[tokens, top_k]`, by popularities from a Dirichlet distribution."""
+    """Different experts of each token, int64 `[tokens, top_k]`, by popularities from a Dirichlet distribution.
+
+    `concentration` inf: the experts in turn, each as often as the others.
+    """
+    if math.isinf(concentration):
+        return torch.arange(tokens * top_k).view(tokens, top_k) % experts
     generator = torch.Generator().manual_seed(seed)
     popularity = torch._sample_dirichlet(torch.full((experts,), concentration), generator=generator)
     return torch.multinomial(popularity.expand(tokens, -1), top_k, generator=generator)
@@ -165,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--width", type=int, default=768, help="inner width of an expert")
-    parser.add_argument("--concentration", type=float, default=8.0, help="of the Dirichlet distribution; large is even")
+    parser.add_argument("--concentration", type=float, default=8.0, help="of the Dirichlet distribution; inf: even")
     parser.add_argument("--recipes", nargs="*", default=["delayed", "blockwise"], choices=[*RECIPES])
     parser.add_argument("--products", action="store_true", help="the products alone, by blocks of 128 and in bf16")
     parser.add_argument("--gradients", choices=["added", "returned"], default="added", help="of weights")

@@ -16,6 +16,9 @@ def test_choices_are_different_and_uneven() -> None:
     assert all(len(set(row)) == 4 for row in chosen.tolist())
     counts = chosen.flatten().bincount(minlength=16)
     assert counts.max() > 2 * counts.float().mean()
+    even = chosen_experts(500, 16, 4, float("inf"), seed=0)
+    assert all(len(set(row)) == 4 for row in even.tolist())
+    assert set(even.flatten().bincount(minlength=16).tolist()) == {125}
 
 
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
