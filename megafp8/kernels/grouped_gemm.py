@@ -324,6 +324,9 @@ def sums_over_rows(
         assert [_parts(x)[2:] for x in earlier[:2]] == [(a_stride, scales), (b_stride, scales)]
     if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
         _check(a, b, p, q)
+        if a.granularity is BLOCK_1X128 and out_epq.dtype == torch.float32 and cuda.takes(out_epq.device):
+            cuda.sums_over_rows(a, b, ends_e, out_epq, accumulate=accumulate, earlier=earlier)
+            return
         on_hopper = a.granularity is not ROW and p % 128 == 0  # else a tile would have rows of two experts
         if on_hopper and hopper.takes(out_epq.device):
             hopper.sums_over_rows(a, b, ends_e, out_epq, accumulate=accumulate, earlier=earlier, fast=fast)
