@@ -5,8 +5,8 @@ matrix of their expert (fprop, dgrad), for which bf16 has `torch.nn.functional.g
 over its rows of outer products (wgrad), added to fp32 in place. Sums are fp32. FP8 operands have one scale an expert,
 or one for each row of the operand and expert, by which finished sums are multiplied; or blocks of 128 summands have
 scales, by which each block's product is multiplied before it is added. On Hopper FP8 operands other than those with a
-scale for each row have kernels of their own: rows times matrices with scales of blocks in CUDA
-(`megafp8.kernels.grouped_gemm_cuda`), where what compiles it is installed, and all else in Gluon
+scale for each row have kernels of their own: with scales of blocks in CUDA (`megafp8.kernels.grouped_gemm_cuda`), where
+what compiles it is installed and results are not sums in 16 bits; with one scale an expert in Gluon
 (`megafp8.kernels.grouped_gemm_hopper`).
 
 Operands are read through tensor descriptors, by the GPU's copy engine for tiles (TMA); a descriptor covers the rows of
@@ -327,7 +327,7 @@ def sums_over_rows(
         if a.granularity is BLOCK_1X128 and out_epq.dtype == torch.float32 and cuda.takes(out_epq.device):
             cuda.sums_over_rows(a, b, ends_e, out_epq, accumulate=accumulate, earlier=earlier)
             return
-        on_hopper = a.granularity is not ROW and p % 128 == 0  # else a tile would have rows of two experts
+        on_hopper = a.granularity is TENSOR and p % 128 == 0  # else a tile would have rows of two experts
         if on_hopper and hopper.takes(out_epq.device):
             hopper.sums_over_rows(a, b, ends_e, out_epq, accumulate=accumulate, earlier=earlier, fast=fast)
             return
