@@ -4,8 +4,8 @@
 //
 // a: FP8 rows `[m, k]` of all experts, one expert after the other, a scale for each block 1 × 128. b: FP8 matrices
 // `[n, k]` of the experts, a scale for each block 128 × 128. Sums are fp32, results bf16 or fp16. n and k are
-// multiples of 128. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches it, behind `hopper.cuh`. Macros: RESULT_TYPE,
-// "bf16" or "f16"; and what a launch is made with (asserted below).
+// multiples of 128. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches it, behind `hopper.cuh`. Macros:
+// RESULT_TYPE, "bf16" or "f16"; and what a launch is made with (asserted below).
 //
 // The problem: Hopper's tensor cores add up FP8 products in 14 bits, so each block's product is scaled and added to
 // fp32 sums by the threads. Registers hold both, which bounds a tile to 128 × 192, and a tile reads 40 KB for each

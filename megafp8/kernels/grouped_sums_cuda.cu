@@ -5,15 +5,15 @@
 // a `[p, rows]` and b `[q, rows]`: FP8, the rows of all experts beside each other, each expert's padded with zeros to a
 // multiple of 128; a scale for each block 1 × 128. out `[e·p, q]`: fp32, one expert after the other. Rows of an earlier
 // micro-batch, which have operands of their own, come before. p and q are multiples of 128.
-// `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches it, behind `hopper.cuh`. Macros: what a launch is made with
-// (asserted below).
+// `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches it, behind `hopper.cuh`. Macros: what a launch is made
+// with (asserted below).
 //
-// The problem: besides what `grouped_gemm_cuda.cu` says, each column of a tile has a scale of its own, which threads read
-// from shared memory; and where experts have few rows, reading and writing fp32 sums takes longer than the products.
+// The problem: besides what `grouped_gemm_cuda.cu` says, each column of a tile has a scale of its own, which threads
+// read from shared memory; and where experts have few rows, reading and writing fp32 sums takes longer than products.
 //
-// *Roles*, *clusters* and *units* are those of `grouped_gemm_cuda.cu`, with 128 × 192 tiles; but a consumer has all rows
-// and half of the columns of a tile, for which it reads half as many scales. It begins products of both halves of the
-// rows and scales one while the tensor cores compute the other.
+// *Roles*, *clusters* and *units* are those of `grouped_gemm_cuda.cu`, with 128 × 192 tiles; but a consumer has all
+// rows and half of the columns of a tile, for which it reads half as many scales. It begins products of both halves of
+// the rows and scales one while the tensor cores compute the other.
 //
 // *Results* pass through stages of the ring. Behind a tile's last block the producer hands out a stage for each 64
 // columns of the tile, in which it has copied what is added to. Consumers add their sums there, the copy engine stores
@@ -61,9 +61,9 @@ struct Sizes { int p, q, experts, accumulate; };
 // The units of a cluster, expert by expert: two tiles one above the other, which share b; or, in the last row of an odd
 // number of rows of tiles, beside each other.
 //
-// Most units are whole: two tiles with all columns. They are dealt to the clusters in turn. So are the small ones, which
-// are narrower or have one tile, but from the last cluster on: clusters with one whole unit fewer have one small unit
-// more.
+// Most units are whole: two tiles with all columns. They are dealt to the clusters in turn. So are the small ones,
+// which are narrower or have one tile, but from the last cluster on: clusters with one whole unit fewer have one small
+// unit more.
 struct Walk {
     int clusters, rank;
     Sizes sizes;
@@ -317,8 +317,8 @@ struct Consumer {
             add_scaled(sums[1], product[1], columns, from, rows[1][0], rows[1][1]);
     }
 
-    // A warp's 16 × 32 results in a box, whose rows of 128 bytes are swizzled: chunks of 16 bytes are those of the row's
-    // number XOR theirs. Odd rows begin with the second half of the columns, as two rows would otherwise meet in a bank.
+    // A warp's 16 × 32 results in a box, whose rows of 128 bytes are swizzled: the number of a chunk of 16 bytes is
+    // XORed with that of its row. Odd rows begin with the second half of the columns: else two rows meet in a bank.
     __device__ __forceinline__ void add_or_write(u32 box, const float* sums) {
         const int lane = own_lane(), row = lane / 4, odd = row % 2, pair = lane % 4;
         const u32 to = box + (warp * 16 + row) * 128 + pair % 2 * 8;
@@ -454,7 +454,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         }
     } else {
         many_registers();
-        Consumer consumer = {&out, memory, (int)threadIdx.x % 32, warp % 4, warp / 4, sizes.accumulate != 0, {0, 0}, 0, 0};
+        const int lane = threadIdx.x % 32;
+        Consumer consumer = {&out, memory, lane, warp % 4, warp / 4, sizes.accumulate != 0, {0, 0}, 0, 0};
         consumer.multiply_tiles(sizes.q);
     }
     cluster_sync();  // the peer's copies and arrivals are over

@@ -1,6 +1,6 @@
-// What kernels for Hopper (sm_90a) share that are compiled by `megafp8/kernels/grouped_gemm_cuda.py`: instructions that
-// CUDA has no names for. It comes before their sources. Macros: A_TYPE and B_TYPE, operands of the tensor cores, "e4m3" or
-// "e5m2".
+// What kernels for Hopper (sm_90a) share that `megafp8/kernels/grouped_gemm_cuda.py` compiles: instructions that CUDA
+// has no names for. It comes before their sources. Macros: A_TYPE and B_TYPE, formats of the tensor cores' operands,
+// "e4m3" or "e5m2".
 
 typedef unsigned int u32;
 typedef unsigned long long u64;

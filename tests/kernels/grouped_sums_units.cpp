@@ -22,7 +22,8 @@ static bool neighbours(const Walk& left, const Walk& right) {
     return left.row == right.row && left.column + WIDTH == right.column;
 }
 
-static bool check(const Sizes& sizes, int clusters, const std::vector<int>& earlier_e, const std::vector<int>& blocks_e) {
+static bool check(const Sizes& sizes, int clusters, const std::vector<int>& earlier_e,
+                  const std::vector<int>& blocks_e) {
     std::vector<int> ends_e, earlier_ends_e;
     int end = 0, earlier_end = 0;
     long tiles = 0;
