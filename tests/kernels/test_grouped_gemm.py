@@ -380,6 +380,7 @@ def test_cuda_kernel_computes_each_tile_once(tmp_path: Path) -> None:
     counts = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     assert counts[:2] == [(512, 8), (1408, 22)]
     assert len(counts) == len(lines)
+    assert all(most == -(-units // clusters) for (units, most), (_, clusters, _) in zip(counts, lines, strict=True))
 
 
 @pytest.mark.slow
