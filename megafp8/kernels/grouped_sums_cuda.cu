@@ -353,7 +353,7 @@ struct Consumer {
         while (storing > 0) release_stored();
         stored = ring.stage;
         wait_full();
-        const int4 note = load_note(memory + NOTES_AT + ring.stage * 16);
+        const int4 note = load_16_bytes(memory + NOTES_AT + ring.stage * 16);
         const int row = same(note.x) + warp * 16, column = same(note.y) + index * COLUMNS, parts = same(note.w);
 #pragma unroll
         for (int part = 0; part < COLUMNS / BOX; ++part) {
@@ -411,7 +411,7 @@ struct Consumer {
         const u32 b = same(operand_at(memory + A_BYTES));
         while (true) {
             wait_full();
-            const int4 note = load_note(memory + NOTES_AT + ring.stage * 16);
+            const int4 note = load_16_bytes(memory + NOTES_AT + ring.stage * 16);
             const int row = same(note.x), column = same(note.y), blocks = same(note.z), parts = same(note.w);
             if (row < 0) break;
             if (column < 0) {

@@ -99,19 +99,13 @@ __device__ __forceinline__ void copy_scales(u32 to, const float* from, u32 bytes
             "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// `bytes` of shared memory to global memory; one of the thread's stores that it can wait for once they are committed.
-__device__ __forceinline__ void begin_store(unsigned short* to, u32 from, u32 bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// A box of shared memory to a matrix; as `begin_store`.
+// A box of shared memory to a matrix; one of the thread's stores that it can wait for once they are committed.
 __device__ __forceinline__ void begin_store_box(const TensorMap* map, u32 from, int column, int row) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
                  "r"(column), "r"(row), "r"(from) : "memory");
 }
+
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // What the thread's stores read, but for the last LEFT that were committed, may be written again.
 template <int LEFT = 0>
@@ -138,7 +132,7 @@ __device__ __forceinline__ void store_floats(u32 at, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
 }
 
-__device__ __forceinline__ int4 load_note(u32 at) {
+__device__ __forceinline__ int4 load_16_bytes(u32 at) {
     int4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at)
                  : "memory");
@@ -170,18 +164,17 @@ __device__ __forceinline__ u64 operand(u32 at) { return 0x4000004000010000ull | 
     PLACES_32                                                                                                          \
     ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define PLACES_96 PLACES_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define PLACES_128 PLACES_96 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define PLACES_192                                                                                                     \
-    PLACES_128                                                                                                         \
-    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                               \
+    PLACES_96                                                                                                          \
+    ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                               \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                               \
     "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define OUT4(i) "=f"(product[i]), "=f"(product[i + 1]), "=f"(product[i + 2]), "=f"(product[i + 3])
 #define OUT16(i) OUT4(i), OUT4(i + 4), OUT4(i + 8), OUT4(i + 12)
 #define OUT_32 OUT16(0)
 #define OUT_64 OUT_32, OUT16(16)
 #define OUT_96 OUT_64, OUT16(32)
-#define OUT_128 OUT_96, OUT16(48)
-#define OUT_192 OUT_128, OUT16(64), OUT16(80)
+#define OUT_192 OUT_96, OUT16(48), OUT16(64), OUT16(80)
 #define MULTIPLY(COLUMNS, ADD)                                                                                         \
     "setp.ne.b32 add, " ADD ", 0;\n"                                                                                   \
     "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32." A_TYPE "." B_TYPE " {" PLACES_##COLUMNS                    \
@@ -199,7 +192,6 @@ __device__ __forceinline__ u64 operand(u32 at) { return 0x4000004000010000ull | 
 BEGIN_PRODUCT(32, 16, 17)
 BEGIN_PRODUCT(64, 32, 33)
 BEGIN_PRODUCT(96, 48, 49)
-BEGIN_PRODUCT(128, 64, 65)
 BEGIN_PRODUCT(192, 96, 97)
 
 // All products that were begun are computed, but for the last LEFT.

@@ -456,6 +456,7 @@ def test_cuda_kernel_computes_each_tile_once(tmp_path: Path) -> None:
     lines = [f"{n} {clusters} {len(sizes)} {' '.join(map(str, sizes))}" for n, clusters, sizes in cases]
     counts = _counted_units(grouped_gemm_cuda.ROWS.source, "grouped_gemm_units.cpp", lines, tmp_path)
     assert counts[:2] == [[512, 8], [1408, 22]]
+    assert all(most == -(-units // clusters) for (units, most), (_, clusters, _) in zip(counts, cases, strict=True))
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
