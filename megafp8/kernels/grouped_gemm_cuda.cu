@@ -5,7 +5,7 @@
 // a: FP8 rows `[m, k]` of all experts, one expert after the other, a scale for each block 1 × 128. b: FP8 matrices
 // `[n, k]` of the experts, a scale for each block 128 × 128. Sums are fp32, results bf16 or fp16. n and k are
 // multiples of 128. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches it, behind `hopper.cuh`. Macros:
-// RESULT_TYPE, "bf16" or "f16"; and what a launch is made with (asserted below).
+// what a launch is made with (asserted below).
 //
 // The problem: Hopper's tensor cores add up FP8 products in 14 bits, so each block's product is scaled and added to
 // fp32 sums by the threads. Registers hold both, which bounds a tile to 128 × 192, and a tile reads 40 KB for each
@@ -171,18 +171,6 @@ __device__ __forceinline__ void copy_tiles(const TensorMap* a, const TensorMap* 
 
 // --- consumers -------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ u32 two_results(float low, float high) {
-    u32 x;
-    asm("cvt.rn." RESULT_TYPE "x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-    return x;
-}
-
-// Fragments of 16 rows and 16 columns of results to the rows of shared memory whose addresses the lanes have.
-__device__ __forceinline__ void store_matrices(u32 to, u32 x, u32 y, u32 z, u32 w) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z),
-                 "r"(w) : "memory");
-}
-
 struct Consumer {
     u32 memory;
     int warp, lane;
@@ -238,11 +226,7 @@ struct Consumer {
 #pragma unroll
         for (int from = 0; from < WIDTH; from += STORE) {
 #pragma unroll
-            for (int j = 0; j < STORE; j += 16) {
-                const int i = (from + j) / 2;
-                store_matrices(to + j * 2, two_results(sums[i], sums[i + 1]), two_results(sums[i + 2], sums[i + 3]),
-                               two_results(sums[i + 4], sums[i + 5]), two_results(sums[i + 6], sums[i + 7]));
-            }
+            for (int j = 0; j < STORE; j += 16) store_results(to + j * 2, &sums[(from + j) / 2]);
             __syncwarp();
 #pragma unroll
             for (int chunk = lane; chunk < 16 * CHUNKS; chunk += 32) {

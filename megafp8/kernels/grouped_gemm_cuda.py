@@ -27,8 +27,8 @@ from megafp8.numerics.tensor import ScaledTensor
 logger = logging.getLogger(__name__)
 
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-RESULTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
-"""Of rows times matrices."""
+ROWS_RESULTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+SUMS_RESULTS = {torch.float32: "f32", **ROWS_RESULTS}
 
 
 class Kernel(NamedTuple):
@@ -78,16 +78,16 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 
 @cache
-def compiled(kernel: Kernel, a: str, b: str, result: str = "") -> tuple[bytes, str]:
+def compiled(kernel: Kernel, a: str, b: str, result: str) -> tuple[bytes, str]:
     """Machine code for sm_90a of a kernel with these formats, and what the compiler says."""
     from cuda.bindings import nvrtc
 
     program = _checked(nvrtc.nvrtcCreateProgram(kernel.source.encode(), f"{kernel.name}.cu".encode(), 0, [], []))
     macros = {
-        "A_TYPE": f'"{a}"', "B_TYPE": f'"{b}"', "RESULT_TYPE": f'"{result}"', "LAUNCHED_CLUSTER": _CLUSTER,
-        "LAUNCHED_THREADS": _THREADS, "LAUNCHED_SHARED_BYTES": kernel.shared_bytes, "A_BOX_ROWS": kernel.a_box_rows,
-        "B_BOX_ROWS": kernel.b_box_rows, "ADDED_BOX_ROWS": _ADDED_BOX_ROWS, "STORED_BOX_ROWS": _STORED_BOX_ROWS,
-        "BOX_COLUMNS": _BOX_COLUMNS,
+        "A_TYPE": f'"{a}"', "B_TYPE": f'"{b}"', "RESULT_TYPE": f'"{result}"',
+        "RESULT_BYTES": 4 if result == "f32" else 2, "LAUNCHED_CLUSTER": _CLUSTER, "LAUNCHED_THREADS": _THREADS,
+        "LAUNCHED_SHARED_BYTES": kernel.shared_bytes, "A_BOX_ROWS": kernel.a_box_rows, "B_BOX_ROWS": kernel.b_box_rows,
+        "ADDED_BOX_ROWS": _ADDED_BOX_ROWS, "STORED_BOX_ROWS": _STORED_BOX_ROWS, "BOX_COLUMNS": _BOX_COLUMNS,
     }  # fmt: skip
     flags = [b"--gpu-architecture=sm_90a", b"--std=c++17", b"--ptxas-options=-v"]
     flags += [f"--define-macro={name}={value}".encode() for name, value in macros.items()]
@@ -141,20 +141,21 @@ class _TensorMap(ctypes.Structure):
 
 
 @lru_cache(maxsize=4096)
-def _tensor_map(pointer: int, rows: int, columns: int, stride: int, box_rows: int, dtype: str) -> _TensorMap:
-    """Boxes of `box_rows` rows and 128 bytes of a matrix, rows swizzled in shared memory; `stride` in bytes.
+def _tensor_map(pointer: int, rows: int, columns: int, stride: int, box_rows: int, size: int) -> _TensorMap:
+    """Boxes of `box_rows` rows of a matrix, swizzled in shared memory; `stride` and `size`, of a number, in bytes.
 
     It holds these numbers and nothing of what is in memory, so it may be used again.
     """
     from cuda.bindings import driver
 
     u64, u32 = driver.cuuint64_t, driver.cuuint32_t
+    box_columns = 128 if size == 1 else _BOX_COLUMNS
     encoded = _checked(
         driver.cuTensorMapEncodeTiled(
-            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}"), 2, pointer,
-            [u64(columns), u64(rows)], [u64(stride)], [u32(_BOX_COLUMNS if dtype == "FLOAT32" else 128), u32(box_rows)],
-            [u32(1), u32(1)], driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_UINT{8 * size}"), 2, pointer,
+            [u64(columns), u64(rows)], [u64(stride)], [u32(box_columns), u32(box_rows)], [u32(1), u32(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{box_columns * size}B"),
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
@@ -163,11 +164,10 @@ def _tensor_map(pointer: int, rows: int, columns: int, stride: int, box_rows: in
 
 
 def _map_of(matrix: Tensor, box_rows: int) -> _TensorMap:
-    """Of FP8 or fp32."""
+    """Of operands or results."""
     stride = matrix.stride(0) * matrix.element_size()
     assert matrix.stride(1) == 1 and stride % 16 == 0 and matrix.data_ptr() % 16 == 0  # noqa: PT018
-    dtype = "FLOAT32" if matrix.dtype == torch.float32 else "UINT8"
-    return _tensor_map(matrix.data_ptr(), *matrix.shape, stride, box_rows, dtype)
+    return _tensor_map(matrix.data_ptr(), *matrix.shape, stride, box_rows, matrix.element_size())
 
 
 class _RowsSizes(ctypes.Structure):
@@ -223,7 +223,7 @@ def rows_times_matrices(
     a_scale_km = _scales_by_block(a_mk)
     assert b.scale_inv.stride(1) == 1 and out_mn.is_contiguous() and out_mn.data_ptr() % 16 == 0  # noqa: PT018
     assert ends_e.dtype == torch.int32
-    formats = FORMATS[a_mk.data.dtype], FORMATS[b.data.dtype], RESULTS[out_mn.dtype]
+    formats = FORMATS[a_mk.data.dtype], FORMATS[b.data.dtype], ROWS_RESULTS[out_mn.dtype]
     k, n = a_mk.data.shape[1], out_mn.shape[1]
     maps = _map_of(a_mk.data, ROWS.a_box_rows), _map_of(b.data, ROWS.b_box_rows)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a_scale_km, out_mn, b.scale_inv, ends_e)]
@@ -235,10 +235,13 @@ def sums_over_rows(
     a: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_epq: Tensor, *, accumulate: bool,
     earlier: tuple[ScaledTensor, ScaledTensor, Tensor] | None,
 ) -> None:  # fmt: skip
-    """Each expert's sum over its rows of outer products, and those of `earlier`, into fp32 `out_epq` or added to it."""
+    """Each expert's sum over its rows of outer products, and those of `earlier`, into `out_epq` or added to it.
+
+    Added only to fp32; else written also in bf16 or fp16.
+    """
     experts, p, q = out_epq.shape
-    assert out_epq.is_contiguous() and out_epq.dtype == torch.float32  # noqa: PT018
-    formats = FORMATS[a.data.dtype], FORMATS[b.data.dtype], ""
+    assert out_epq.is_contiguous() and (out_epq.dtype == torch.float32 or not accumulate)  # noqa: PT018
+    formats = FORMATS[a.data.dtype], FORMATS[b.data.dtype], SUMS_RESULTS[out_epq.dtype]
     before = _Operands()
     if earlier is not None:
         assert (earlier[0].data.dtype, earlier[1].data.dtype) == (a.data.dtype, b.data.dtype)

@@ -3,10 +3,10 @@
 //     out[i, j] = sum over blocks of 128 rows of (a[i, block] · b[j, block]) · b_scale_inv · a_scale_inv  (+ out[i, j])
 //
 // a `[p, rows]` and b `[q, rows]`: FP8, the rows of all experts beside each other, each expert's padded with zeros to a
-// multiple of 128; a scale for each block 1 × 128. out `[e·p, q]`: fp32, one expert after the other. Rows of an earlier
-// micro-batch, which have operands of their own, come before. p and q are multiples of 128.
-// `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches it, behind `hopper.cuh`. Macros: what a launch is made
-// with (asserted below).
+// multiple of 128; a scale for each block 1 × 128. out `[e·p, q]`: one expert after the other, fp32, or bf16 or
+// fp16 that nothing is added to. Rows of an earlier micro-batch, which have operands of their own, come before. p and q
+// are multiples of 128. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches it, behind `hopper.cuh`. Macros:
+// RESULT_BYTES, 4 or 2; and what a launch is made with (asserted below).
 //
 // The problem: besides what `grouped_gemm_cuda.cu` says, each column of a tile has a scale of its own, which threads
 // read from shared memory; and where experts have few rows, reading and writing fp32 sums takes longer than products.
@@ -34,7 +34,7 @@ constexpr int THREADS = 384;     // three warpgroups, as registers are given to 
 
 constexpr int A_BYTES = BLOCK * BLOCK, B_BYTES = WIDTH * BLOCK, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int A_SCALE_BYTES = BLOCK * 4, SCALE_BYTES = A_SCALE_BYTES + WIDTH * 4;
-constexpr int BOX_BYTES = SIDE * BOX * 4;  // of half of the rows; a stage has two for each consumer
+constexpr int BOX_BYTES = SIDE * BOX * 4;  // of half of the rows, in fp32; a stage has two for each consumer
 static_assert(4 * BOX_BYTES <= STAGE_BYTES && WIDTH / PART < STAGES, "");
 
 // Offsets in shared memory. Operands and boxes begin at multiples of 1024, as their swizzle wants.
@@ -347,6 +347,15 @@ struct Consumer {
         }
     }
 
+    // The same results in 16 bits, written. Rows have 64 bytes: the number of a chunk of 16 bytes is XORed with half of
+    // that of its row.
+    __device__ __forceinline__ void write_16_bits(u32 box, const float* sums) {
+        const int lane = own_lane(), row = lane % 16;
+        const u32 to = box + warp * (BOX_BYTES / 4) + row * 64, chunk = (lane / 16 ^ row / 2 % 4) * 16;
+        store_results(to + chunk, sums);
+        store_results(to + (chunk ^ 32), sums + 8);
+    }
+
     // The consumer's results, through the stages for them.
     template <int COLUMNS>
     __device__ __forceinline__ void store(const float (&sums)[2][COLUMNS / 2]) {
@@ -360,7 +369,13 @@ struct Consumer {
             wait_full();
             const u32 boxes = memory + ring.stage * STAGE_BYTES + index * (2 * BOX_BYTES);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) add_or_write(boxes + half * BOX_BYTES, &sums[half][part * (BOX / 2)]);
+            for (int half = 0; half < 2; ++half) {
+                const float* of_part = &sums[half][part * (BOX / 2)];
+                if constexpr (RESULT_BYTES == 4)
+                    add_or_write(boxes + half * BOX_BYTES, of_part);
+                else
+                    write_16_bits(boxes + half * BOX_BYTES, of_part);
+            }
             fence_written();
             __syncwarp();
             if (elected()) {

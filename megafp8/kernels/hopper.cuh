@@ -1,6 +1,6 @@
 // What kernels for Hopper (sm_90a) share that `megafp8/kernels/grouped_gemm_cuda.py` compiles: instructions that CUDA
 // has no names for. It comes before their sources. Macros: A_TYPE and B_TYPE, formats of the tensor cores' operands,
-// "e4m3" or "e5m2".
+// "e4m3" or "e5m2"; RESULT_TYPE, "bf16", "f16" or, of sums over rows, "f32".
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -205,6 +205,21 @@ template <int SIZE>
 __device__ __forceinline__ void computed(float (&product)[SIZE]) {
 #pragma unroll
     for (int i = 0; i < SIZE; ++i) asm volatile("" : "+f"(product[i])::"memory");
+}
+
+// Of 16 bits.
+__device__ __forceinline__ u32 two_results(float low, float high) {
+    u32 x;
+    asm("cvt.rn." RESULT_TYPE "x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+}
+
+// A thread's 8 sums of 16 rows and 16 columns, as 16 bits, to the rows of shared memory whose addresses the lanes have:
+// 16 rows of the first 8 columns, then of the others.
+__device__ __forceinline__ void store_results(u32 to, const float* sums) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                 "r"(two_results(sums[0], sums[1])), "r"(two_results(sums[2], sums[3])),
+                 "r"(two_results(sums[4], sums[5])), "r"(two_results(sums[6], sums[7])) : "memory");
 }
 
 // Of a thread; those of the three warpgroups together are no more than there are.

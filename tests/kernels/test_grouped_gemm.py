@@ -357,10 +357,16 @@ def _sums_operands(sizes: Sequence[int], p: int, q: int) -> tuple[ScaledTensor, 
 
 @pytest.mark.gpu
 @needs_cuda_kernel
-@pytest.mark.parametrize("accumulate", [False, True], ids=["written", "added"])
+@pytest.mark.parametrize(
+    ("accumulate", "dtype"),
+    [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)],
+    ids=["written", "added", "bf16"],
+)
 @pytest.mark.parametrize("p", [128, 256, 640])
 @pytest.mark.parametrize("q", [128, 256, 384, 640, 2048])
-def test_cuda_sums_have_the_bits_of_triton(p: int, q: int, accumulate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_sums_have_the_bits_of_triton(
+    p: int, q: int, accumulate: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At all sizes where tiles are cut otherwise. The last expert has no rows; what is behind it is not written."""
     torch.manual_seed(p + q)
     earlier_sizes = [0, 300, 0, 129, 1, 0, 700, 0, 0]
@@ -372,7 +378,7 @@ def test_cuda_sums_have_the_bits_of_triton(p: int, q: int, accumulate: bool, mon
     ):
         operands = _sums_operands(sizes, p, q)
         pair = None if earlier is None else _sums_operands(earlier, p, q)
-        before = torch.randn(len(sizes) + 1, p, q, device="cuda")
+        before = torch.randn(len(sizes) + 1, p, q, device="cuda", dtype=dtype)
         expected = before.clone()
         with monkeypatch.context() as patched:
             patched.setattr(grouped_gemm_cuda, "takes", lambda device: False)
@@ -413,8 +419,10 @@ def test_cuda_sums_in_a_graph() -> None:
         ("ROWS", ("e4m3", "e4m3", "bf16")),
         ("ROWS", ("e5m2", "e4m3", "bf16")),
         ("ROWS", ("e4m3", "e5m2", "f16")),
-        ("SUMS", ("e4m3", "e4m3")),
-        ("SUMS", ("e5m2", "e4m3")),
+        ("SUMS", ("e4m3", "e4m3", "f32")),
+        ("SUMS", ("e5m2", "e4m3", "f32")),
+        ("SUMS", ("e4m3", "e4m3", "bf16")),
+        ("SUMS", ("e5m2", "e4m3", "f16")),
     ],
 )
 def test_cuda_kernel_compiles(kernel: str, formats: tuple[str, ...]) -> None:
