@@ -16,7 +16,7 @@
 //     producer    one warp: finds the next tile, copies operands and scales of rows to shared memory as far as there
 //                 is room, and leaves a note about the tile beside its first block
 //     consumers   two warpgroups, each with 64 of a tile's 128 rows: while one scales and adds, the tensor cores
-//                 compute for the other
+//                 compute for the other; each stores a tile's results while they compute its next tile's first block
 //
 // *Clusters.* The two multiprocessors of a cluster compute two tiles at the same time, one above the other: each
 // copies half of b's rows to both. A stage of shared memory is free when the consumers of both have read it.
@@ -171,11 +171,20 @@ __device__ __forceinline__ void copy_tiles(const TensorMap* a, const TensorMap* 
 
 // --- consumers -------------------------------------------------------------------------------------------------------
 
+__device__ __forceinline__ void clear(float (&sums)[SUMS]) {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) sums[i] = 0.f;
+}
+
 struct Consumer {
     u32 memory;
     int warp, lane;
     u32 a, b, scales;  // operands and the thread's scale of a in the first stage
     Ring ring;
+    // The warp's first result of the previous tile, whose sums are not stored yet; `rows` of its 16 rows, `n` apart, and
+    // `columns` are inside.
+    unsigned short* out;
+    int n, rows, columns;
 
     __device__ __forceinline__ void wait_full() { wait(memory + FULL_AT + ring.stage * 8, ring.parity); }
 
@@ -186,8 +195,9 @@ struct Consumer {
     }
 
     // sums += product · scales of one block. A thread has sums of two rows, the second 8 below the first. The first
-    // FORMER columns have the scale of b at `b_scale`, the others that of the next 128 rows of b, `second` further.
-    template <int FORMER>
+    // FORMER columns have the scale of b at `b_scale`, the others that of the next 128 rows of b, `second` further. Of a
+    // tile's FIRST block, sums are the previous tile's.
+    template <int FORMER, bool FIRST>
     __device__ __forceinline__ void add_block(float (&sums)[SUMS], const float* b_scale, int second) {
         float product[SUMS];
         const float left = load_scale(b_scale), right = load_scale(b_scale + second);
@@ -195,6 +205,7 @@ struct Consumer {
         const u32 a_scale = scales + ring.stage * SCALE_BYTES;
         const float low = load_float(a_scale), high = load_float(a_scale + 8 * 4);
         begin_product(product, operand(a + ring.stage * (A_BYTES / 16)), operand(b + ring.stage * (B_BYTES / 16)));
+        if (FIRST) store(sums);
         wait_product();
         computed(product);
         release();
@@ -212,14 +223,14 @@ struct Consumer {
 
     template <int FORMER>
     __device__ __forceinline__ void multiply(float (&sums)[SUMS], const float* b_scales, int second, int blocks) {
+        add_block<FORMER, true>(sums, b_scales, second);
 #pragma unroll 1
-        for (int i = 0; i < blocks; ++i) add_block<FORMER>(sums, b_scales + i, second);
+        for (int i = 1; i < blocks; ++i) add_block<FORMER, false>(sums, b_scales + i, second);
     }
 
-    // The warp's 16 rows of results, of which `rows` and `columns` are inside, `n` apart: by its part of shared memory,
-    // so that a row's bytes are stored 16 at once.
-    __device__ __forceinline__ void store(const float (&sums)[SUMS], unsigned short* out, int n, int rows,
-                                          int columns) {
+    // Stores the previous tile's sums, by the warp's part of shared memory so that a row's bytes are stored 16 at once,
+    // and sets them to zero. Nothing is stored if there was no tile.
+    __device__ __forceinline__ void store(float (&sums)[SUMS]) {
         const u32 part = memory + STORE_AT + warp * STORE_BYTES;
         const u32 to = part + lane % 16 * STORE_STRIDE + lane / 16 * 16;
         constexpr int CHUNKS = STORE / 8;  // of a row
@@ -236,6 +247,7 @@ struct Consumer {
             }
             __syncwarp();
         }
+        clear(sums);
     }
 
     // Without rows in the tile.
@@ -255,7 +267,9 @@ __device__ __forceinline__ void multiply_tiles(unsigned short* out, const float*
     // kept in registers of the warp: otherwise computed anew for each block
     const u32 a = same(operand_at(memory + index * (A_BYTES / 2))), b = same(operand_at(memory + B_AT));
     const u32 scales = memory + SCALES_AT + (warp * 16 + lane / 4) * 4;
-    Consumer self = {memory, warp, lane, a, b, scales, {0, 0}};
+    Consumer self = {memory, warp, lane, a, b, scales, {0, 0}, out, n, 0, 0};
+    float sums[SUMS];
+    clear(sums);
     while (true) {
         self.wait_full();
         const int4 note = load_16_bytes(memory + NOTES_AT + self.ring.stage * 16);
@@ -266,16 +280,16 @@ __device__ __forceinline__ void multiply_tiles(unsigned short* out, const float*
             self.skip(blocks);
             continue;
         }
-        float sums[SUMS];
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) sums[i] = 0.f;
         const int second = column / BLOCK + 1 < n / BLOCK ? sizes.b_stride : 0;
         if (column % BLOCK == 0)
             self.multiply<128>(sums, b_scales, second, blocks);
         else
             self.multiply<64>(sums, b_scales, second, blocks);
-        self.store(sums, out + (long long)(first + warp * 16) * n + column, n, rows - warp * 16, n - column);
+        self.out = out + (long long)(first + warp * 16) * n + column;
+        self.rows = rows - warp * 16;
+        self.columns = n - column;
     }
+    self.store(sums);
 }
 
 // --- the kernel ------------------------------------------------------------------------------------------------------
