@@ -70,7 +70,7 @@ def takes(device: torch.device) -> bool:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """What a function of CUDA's bindings returns besides its status."""
+    """The values of a result of CUDA's bindings without its status. RuntimeError if the status is an error."""
     status, *values = result
     if int(status) != 0:
         raise RuntimeError(f"{type(status).__name__}.{status.name}")
@@ -164,7 +164,7 @@ def _tensor_map(pointer: int, rows: int, columns: int, stride: int, box_rows: in
 
 
 def _map_of(matrix: Tensor, box_rows: int) -> _TensorMap:
-    """Of operands or results."""
+    """The tensor map of a matrix of operands or results."""
     stride = matrix.stride(0) * matrix.element_size()
     assert matrix.stride(1) == 1 and stride % 16 == 0 and matrix.data_ptr() % 16 == 0  # noqa: PT018
     return _tensor_map(matrix.data_ptr(), *matrix.shape, stride, box_rows, matrix.element_size())

@@ -12,10 +12,10 @@ said otherwise. The producer goes on to the next tile while the results of the l
 
 Scales multiply finished sums.
 
-*Rows times matrices.* Fast sums stay in the tensor cores: consumers take turns with tiles of 128 × 128, and while one
-stores results the other multiplies. Else products of 128 summands are added in fp32: tiles are 128 × 256, of whose
-columns a consumer multiplies 128 after the other, as sums and a product of all do not fit in registers. Tiles may reach
-beyond n, where nothing is stored, and beyond k, where the copy engine reads zeros.
+*Rows times matrices.* Fast sums stay in the tensor cores: consumers alternate with tiles of 128 × 128 (CUTLASS'
+ping-pong), and while one stores results the other multiplies. Else products of 128 summands are added in fp32: tiles
+are 128 × 256, of whose columns a consumer multiplies 128 after the other, as sums and a product of all do not fit in
+registers. Tiles may reach beyond n, where nothing is stored, and beyond k, where the copy engine reads zeros.
 
 *Sums over rows* are bound by the fp32 sums where experts are small. What is added to is copied to shared memory while
 products are computed, and results leave from there by the copy engine, for which no warp waits.
@@ -122,15 +122,21 @@ def _next_expert(tile, expert, start, end, first, stop, ends_e, e, across):
 
 
 @gluon.jit
+def _first_expert(tile, ends_e, e, across):
+    """The expert of the first tile of a program, as `_next_expert` describes it."""
+    expert, start, first = 0, 0, 0
+    end = gl.load(ends_e)
+    stop = (end + 127) // 128 * across
+    return _next_expert(tile, expert, start, end, first, stop, ends_e, e, across)
+
+
+@gluon.jit
 def _copy_tiles(a, b, a_s, b_s, full, empty, ends_e, n, k, e, row_step, column_step, COLUMNS: gl.constexpr,
                 STAGES: gl.constexpr):  # fmt: skip
     """The producer: operands of tiles of 128 × COLUMNS, 128 summands after the other."""
     across, blocks = (n + COLUMNS - 1) // COLUMNS, (k + _BLOCK - 1) // _BLOCK
-    expert, start, first = 0, 0, 0
-    end = gl.load(ends_e)
-    stop = (end + 127) // 128 * across
     tile, block = gl.program_id(0), 0
-    expert, start, end, first, stop = _next_expert(tile, expert, start, end, first, stop, ends_e, e, across)
+    expert, start, end, first, stop = _first_expert(tile, ends_e, e, across)
     while tile < stop:
         down, right = _tile_at(tile - first, (end - start + 127) // 128, across)
         i0, row, column = start + down * 128, expert * row_step + right * COLUMNS, expert * column_step
@@ -158,25 +164,22 @@ def _store(out_mn, sums, i0, j0, end, n):
 
 
 @gluon.jit
-def _multiply_in_turns(out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, turns, ends_e, n, k, e, a_stride,
+def _multiply_pingpong(out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, may_begin, ends_e, n, k, e, a_stride,
                        b_stride, CONSUMER: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """A consumer of `fast_rows_kernel`: every second tile, in the tensor cores' accumulators.
 
-    A block is begun before the last ends. When the last one is begun it is the other consumer's turn.
+    A block is begun before the last ends. When the last of a tile is begun, the other consumer may begin its own.
     """
     across, blocks = (n + 127) // 128, (k + _BLOCK - 1) // _BLOCK
-    expert, start, first = 0, 0, 0
-    end = gl.load(ends_e)
-    stop = (end + 127) // 128 * across
     tile, block, count = gl.program_id(0) + CONSUMER * gl.num_programs(0), CONSUMER * blocks, 0
-    expert, start, end, first, stop = _next_expert(tile, expert, start, end, first, stop, ends_e, e, across)
+    expert, start, end, first, stop = _first_expert(tile, ends_e, e, across)
     while tile < stop:
         down, right = _tile_at(tile - first, (end - start + 127) // 128, across)
         a_scale, b_scale = gl.load(a_scale_inv + expert * a_stride), gl.load(b_scale_inv + expert * b_stride)
         sums = gl.zeros([128, 128], gl.float32, _sums())
         # A wait for `full` tells rounds of stages apart by parity alone. Begun before the other consumer has waited for
         # the blocks of its tile, it could end a round too early.
-        mbarrier.wait(turns.index(CONSUMER), (count + 1 + CONSUMER) & 1)
+        mbarrier.wait(may_begin.index(CONSUMER), (count + 1 + CONSUMER) & 1)
         for i in range(blocks):
             stage = block % STAGES
             mbarrier.wait(full.index(stage), (block // STAGES) & 1)
@@ -184,7 +187,7 @@ def _multiply_in_turns(out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, 
             sums = warpgroup_mma_wait(1, deps=(sums,))
             mbarrier.arrive(empty.index((block + STAGES - 1) % STAGES), count=1, pred=i > 0)
             block += 1
-        mbarrier.arrive(turns.index(1 - CONSUMER), count=1)
+        mbarrier.arrive(may_begin.index(1 - CONSUMER), count=1)
         sums = warpgroup_mma_wait(0, deps=(sums,))
         mbarrier.arrive(empty.index((block + STAGES - 1) % STAGES), count=1)
         _store(out_mn, sums * a_scale * b_scale, start + down * 128, right * 128, end, n)
@@ -204,12 +207,12 @@ def fast_rows_kernel(a, b, out_mn, a_scale_inv, b_scale_inv, ends_e, n, k, e, ro
     a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 128, _BLOCK], a.layout)
     b_s = gl.allocate_shared_memory(b.dtype, [STAGES, 128, _BLOCK], b.layout)
     full, empty = _barriers(STAGES, 1)
-    turns, _ = _barriers(2, 1)
+    may_begin, _ = _barriers(2, 1)
     gl.warp_specialize(
         [
-            (_multiply_in_turns, (out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, turns, ends_e, n, k, e,
+            (_multiply_pingpong, (out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, may_begin, ends_e, n, k, e,
                                   a_stride, b_stride, gl.constexpr(0), STAGES)),
-            (_multiply_in_turns, (out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, turns, ends_e, n, k, e,
+            (_multiply_pingpong, (out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, may_begin, ends_e, n, k, e,
                                   a_stride, b_stride, gl.constexpr(1), STAGES)),
             (_copy_tiles, (a, b, a_s, b_s, full, empty, ends_e, n, k, e, row_step, column_step, gl.constexpr(128),
                            STAGES)),
@@ -224,11 +227,8 @@ def _multiply_halves(out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, en
                      CONSUMER: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """A consumer of `precise_rows_kernel`: half of each tile's rows, whose products are added in fp32."""
     across, blocks = (n + 255) // 256, (k + _BLOCK - 1) // _BLOCK
-    expert, start, first = 0, 0, 0
-    end = gl.load(ends_e)
-    stop = (end + 127) // 128 * across
     tile, block = gl.program_id(0), 0
-    expert, start, end, first, stop = _next_expert(tile, expert, start, end, first, stop, ends_e, e, across)
+    expert, start, end, first, stop = _first_expert(tile, ends_e, e, across)
     while tile < stop:
         down, right = _tile_at(tile - first, (end - start + 127) // 128, across)
         i0, j0 = start + down * 128 + CONSUMER * _SIDE, right * 256

@@ -24,7 +24,7 @@ _ELEMENTS = 512  # of a program, which is one warp: maxima need no shared memory
 
 @Kernel
 def largest_kernel(x_ne, columns_nk, n, e, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Some rows."""
+    """Columns of the K largest values of ROWS rows: K maxima of pairs of a value and its column."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, WIDTH)
     inside = (i < n)[:, None] & (j < e)[None, :]

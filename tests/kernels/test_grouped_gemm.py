@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -158,12 +159,18 @@ def _cast_experts(x: Tensor, fmt: Format, groups: RowGroups) -> QuantizedTensor:
     )  # fmt: skip
 
 
-def _same_as_triton(run: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """What `run` returns on Hopper, whose kernels have the bits of Triton's."""
-    found = run()
+def _by_triton(run: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """The result of `run` where the kernels for Hopper are not taken."""
     with monkeypatch.context() as patch:
-        patch.setattr(grouped_gemm_hopper, "takes", lambda device: False)
-        assert torch.equal(found, run())
+        for kernels in (grouped_gemm_cuda, grouped_gemm_hopper):
+            patch.setattr(kernels, "takes", lambda device: False)
+        return run()
+
+
+def _same_as_triton(run: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """The result of `run`, after a check that Triton's kernels give the same bits."""
+    found = run()
+    assert torch.equal(found, _by_triton(run, monkeypatch))
     return found
 
 
@@ -289,14 +296,6 @@ def _operands(sizes: Sequence[int], k: int, n: int, *, columnwise: bool) -> tupl
     return x8.required_rowwise, w8.required_columnwise if columnwise else w8.required_rowwise, ends
 
 
-def _by_triton(
-    monkeypatch: pytest.MonkeyPatch, operands: tuple[ScaledTensor, ScaledTensor, Tensor], n: int, *, columnwise: bool
-) -> Tensor:
-    with monkeypatch.context() as patched:
-        patched.setattr(grouped_gemm_cuda, "takes", lambda device: False)
-        return rows_times_matrices(*operands, n, torch.bfloat16, columnwise=columnwise, fast=False)
-
-
 needs_cuda_kernel = pytest.mark.skipif(
     not (torch.cuda.is_available() and grouped_gemm_cuda.takes(torch.device("cuda"))), reason="needs Hopper and NVRTC"
 )
@@ -312,7 +311,8 @@ def test_cuda_kernel_has_the_bits_of_triton(k: int, n: int, columnwise: bool, mo
     torch.manual_seed(n + k)
     for sizes in (EDGES, [300], [5], [0, 0, 2000, 0], [(37 * i) % 200 for i in range(96)]):
         a, b, ends = _operands(sizes, k, n, columnwise=columnwise)
-        expected = _by_triton(monkeypatch, (a, b, ends), n, columnwise=columnwise)
+        multiplied = partial(rows_times_matrices, a, b, ends, n, torch.bfloat16, columnwise=columnwise, fast=False)
+        expected = _by_triton(multiplied, monkeypatch)
         y = torch.full((len(expected) + 256, n), 7.0, dtype=torch.bfloat16, device="cuda")
         steps = (0, b.data.shape[1] // len(sizes)) if columnwise else (n, 0)
         for _ in range(3):
@@ -329,15 +329,16 @@ def test_cuda_kernel_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     n = 1024
     a, b, ends = _operands([300, 0, 500, 1224], 512, n, columnwise=False)
-    rows_times_matrices(a, b, ends, n, torch.bfloat16, columnwise=False, fast=False)
+    multiplied = partial(rows_times_matrices, a, b, ends, n, torch.bfloat16, columnwise=False, fast=False)
+    multiplied()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = rows_times_matrices(a, b, ends, n, torch.bfloat16, columnwise=False, fast=False)
+        y = multiplied()
     a.scale_inv.copy_(torch.randint(-3, 4, a.scale_inv.shape).float().exp2())  # also where other sizes have padding
     for changed in ([300, 300, 800, 2024], [0, 128, 130, 2000]):
         ends.copy_(torch.tensor(changed, dtype=torch.int32))
         graph.replay()
-        expected = _by_triton(monkeypatch, (a, b, ends), n, columnwise=False)
+        expected = _by_triton(multiplied, monkeypatch)
         assert torch.equal(y[: changed[-1]], expected[: changed[-1]])
 
 
