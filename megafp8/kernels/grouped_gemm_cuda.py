@@ -38,7 +38,7 @@ class Kernel(NamedTuple):
     source: str
     shared_bytes: int
     a_box_rows: int  # copied at once
-    b_box_rows: int
+    b_box_rows: int  # half of the columns of a tile
 
 
 def _source(name: str) -> str:
@@ -47,6 +47,8 @@ def _source(name: str) -> str:
 
 ROWS = Kernel("rows_kernel", _source("grouped_gemm_cuda.cu"), 225_952, 64, 96)
 SUMS = Kernel("sums_kernel", _source("grouped_sums_cuda.cu"), 211_360, 128, 96)
+NARROW_SUMS = SUMS._replace(shared_bytes=202_944, b_box_rows=64)
+_FEW_ROWS = 1536  # an expert's, padded: fewer are faster by narrow tiles; measured with 512 to 8,192
 _CLUSTER, _THREADS = 2, 384
 _ADDED_BOX_ROWS, _STORED_BOX_ROWS, _BOX_COLUMNS = 64, 16, 32  # of sums
 
@@ -242,14 +244,18 @@ def sums_over_rows(
     experts, p, q = out_epq.shape
     assert out_epq.is_contiguous() and (out_epq.dtype == torch.float32 or not accumulate)  # noqa: PT018
     formats = FORMATS[a.data.dtype], FORMATS[b.data.dtype], SUMS_RESULTS[out_epq.dtype]
-    before = _Operands()
+    rows = a.data.shape[1]
     if earlier is not None:
         assert (earlier[0].data.dtype, earlier[1].data.dtype) == (a.data.dtype, b.data.dtype)
-        before = _operands(*earlier)
+        rows += earlier[0].data.shape[1]
+    kernel = NARROW_SUMS if rows < _FEW_ROWS * experts else SUMS
+    now, before = _operands(kernel, a, b, ends_e), _Operands()
+    if earlier is not None:
+        before = _operands(kernel, *earlier)
     results = out_epq.flatten(0, 1)
     maps = _map_of(results, _STORED_BOX_ROWS), _map_of(results, _ADDED_BOX_ROWS)
     sizes = _SumsSizes(p, q, experts, int(accumulate))
-    _launch(SUMS, formats, out_epq.device.index, before, _operands(a, b, ends_e), *maps, sizes)
+    _launch(kernel, formats, out_epq.device.index, before, now, *maps, sizes)
 
 
 def _scales_by_block(x: ScaledTensor) -> Tensor:
@@ -259,10 +265,10 @@ def _scales_by_block(x: ScaledTensor) -> Tensor:
     return scale_inv
 
 
-def _operands(a: ScaledTensor, b: ScaledTensor, ends_e: Tensor) -> _Operands:
+def _operands(kernel: Kernel, a: ScaledTensor, b: ScaledTensor, ends_e: Tensor) -> _Operands:
     assert ends_e.dtype == torch.int32
     a_scale_inv, b_scale_inv = _scales_by_block(a), _scales_by_block(b)
     return _Operands(
-        _map_of(a.data, SUMS.a_box_rows), _map_of(b.data, SUMS.b_box_rows), a_scale_inv.data_ptr(),
+        _map_of(a.data, kernel.a_box_rows), _map_of(b.data, kernel.b_box_rows), a_scale_inv.data_ptr(),
         b_scale_inv.data_ptr(), ends_e.data_ptr(), a_scale_inv.stride(0), b_scale_inv.stride(0),
     )  # fmt: skip

@@ -6,31 +6,34 @@
 // multiple of 128; a scale for each block 1 × 128. out `[e·p, q]`: one expert after the other, fp32, or bf16 or
 // fp16 that nothing is added to. Rows of an earlier micro-batch, which have operands of their own, come before. p and q
 // are multiples of 128. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches it, behind `hopper.cuh`. Macros:
-// RESULT_BYTES, 4 or 2; and what a launch is made with (asserted below).
+// RESULT_BYTES, 4 or 2; B_BOX_ROWS, half of the columns of a tile; and what a launch is made with (asserted below).
 //
 // The problem: besides what `grouped_gemm_cuda.cu` says, each column of a tile has a scale of its own, which threads
 // read from shared memory; and where experts have few rows, reading and writing fp32 sums takes longer than products.
 //
-// *Roles*, *clusters* and *units* are those of `grouped_gemm_cuda.cu`, with 128 × 192 tiles; but a consumer has all
-// rows and half of the columns of a tile, for which it reads half as many scales. It begins products of both halves of
-// the rows and scales one while the tensor cores compute the other.
+// *Roles*, *clusters* and *units* are those of `grouped_gemm_cuda.cu`, with tiles of 128 × 192, or 128 × 128 for
+// experts with few rows: results then take 2 of 6 stages instead of 3 of 5, which leaves 4 instead of 2 for operands of
+// the next tile meanwhile. A consumer has half of the rows and all columns of a tile. Half of the columns and all rows
+// would be half as many scales to read, but products half as wide, so that both consumers read all of a: of 768 cycles
+// that a block of 128 × 192 takes the tensor cores, they read shared memory for 640 instead of 512, and copies write to
+// it for 330. That was 4 to 16% slower; reads of scales wait for free cycles, while the other consumer's products run.
 //
 // *Results* pass through stages of the ring. Behind a tile's last block the producer hands out a stage for each 64
 // columns of the tile, in which it has copied what is added to. Consumers add their sums there, the copy engine stores
 // them from there, and consumers go on with the next tile: they free such a stage when they next have begun a product.
 // An expert without rows has results only: zeros, or, where sums are added, none.
 
-constexpr int BLOCK = 128;       // rows that share a scale, read at once; rows of a tile
-constexpr int SIDE = 64;         // rows of a product
-constexpr int WIDTH = 192;       // columns of a tile
-constexpr int HALF = WIDTH / 2;  // columns that one multiprocessor copies for both
-constexpr int PART = 64;         // columns of results in a stage
-constexpr int BOX = 32;          // columns of results that are copied at once
-constexpr int STAGES = 5;        // blocks or parts of results in shared memory
-constexpr int GROUP = 8;         // units next to each other in a column, before the next column: for the L2 cache
-constexpr int CLUSTER = 2;       // multiprocessors
+constexpr int BLOCK = 128;        // rows that share a scale, read at once; rows of a tile
+constexpr int SIDE = 64;          // rows of a product
+constexpr int HALF = B_BOX_ROWS;  // columns that one multiprocessor copies for both
+constexpr int WIDTH = 2 * HALF;   // columns of a tile
+constexpr int PART = 64;          // columns of results in a stage
+constexpr int BOX = 32;           // columns of results that are copied at once
+constexpr int STAGES = WIDTH > 128 ? 5 : 6;  // blocks or parts of results in shared memory
+constexpr int GROUP = 8;          // units next to each other in a column, before the next column: for the L2 cache
+constexpr int CLUSTER = 2;        // multiprocessors
 constexpr int CONSUMER_WARPS = 8;
-constexpr int THREADS = 384;     // three warpgroups, as registers are given to warpgroups; the producer is in the last
+constexpr int THREADS = 384;      // three warpgroups, as registers are given to warpgroups; the producer is in the last
 
 constexpr int A_BYTES = BLOCK * BLOCK, B_BYTES = WIDTH * BLOCK, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int A_SCALE_BYTES = BLOCK * 4, SCALE_BYTES = A_SCALE_BYTES + WIDTH * 4;
@@ -43,7 +46,7 @@ constexpr int NOTES_AT = SCALES_AT + STAGES * SCALE_BYTES;
 constexpr int FULL_AT = NOTES_AT + STAGES * 16;
 constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
 static_assert(EMPTY_AT + STAGES * 8 == LAUNCHED_SHARED_BYTES && CLUSTER == LAUNCHED_CLUSTER, "");
-static_assert(THREADS == LAUNCHED_THREADS && BLOCK == A_BOX_ROWS && HALF == B_BOX_ROWS, "");
+static_assert(THREADS == LAUNCHED_THREADS && BLOCK == A_BOX_ROWS, "");
 static_assert(SIDE == ADDED_BOX_ROWS && SIDE / 4 == STORED_BOX_ROWS && BOX == BOX_COLUMNS, "");
 
 // Operands of a micro-batch.
@@ -207,8 +210,8 @@ struct Producer {
 #pragma unroll
                 for (int box = 0; box < 4; ++box)
                     copy_box(added, memory + ring.stage * STAGE_BYTES + box * BOX_BYTES,
-                             at.column + part * BOX + box / 2 * (at.width / 2),
-                             at.expert * at.sizes.p + at.row + box % 2 * SIDE, full);
+                             at.column + part * PART + box % 2 * BOX,
+                             at.expert * at.sizes.p + at.row + box / 2 * SIDE, full);
             }
             ring.next();
         }
@@ -280,41 +283,34 @@ struct Consumer {
     // sums += product · scales of one block. a, b: the consumer's operands in the first stage. row, column: the first
     // that the thread has sums of.
     template <int COLUMNS>
-    __device__ __forceinline__ void add_block(float (&sums)[2][COLUMNS / 2], u32 a, u32 b, int row, int column) {
-        constexpr int PAIRS = COLUMNS / 8, FIRST = PAIRS < 8 ? PAIRS : 8;  // columns; those read before the product is
-        float product[2][COLUMNS / 2], rows[2][2];
+    __device__ __forceinline__ void add_block(float (&sums)[COLUMNS / 2], u32 a, u32 b, int row, int column) {
+        constexpr int PAIRS = COLUMNS / 8;  // of columns
+        float product[COLUMNS / 2];
         float2 columns[PAIRS];
         wait_full();
         const u32 at = ring.stage * (STAGE_BYTES / 16);
         const u32 scales = memory + SCALES_AT + ring.stage * SCALE_BYTES;
         const u32 column_scales = scales + A_SCALE_BYTES + column * 4;
-        begin_product(product[0], operand(a + at), operand(b + at));
-        begin_product(product[1], operand(a + at + SIDE * BLOCK / 16), operand(b + at));
+        begin_product(product, operand(a + at), operand(b + at));
+        if (storing > 0) release_stored();
+        const float low = load_float(scales + row * 4), high = load_float(scales + (row + 8) * 4);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            rows[half][0] = load_float(scales + (row + half * SIDE) * 4);
-            rows[half][1] = load_float(scales + (row + half * SIDE + 8) * 4);
-        }
-#pragma unroll
-        for (int pair = 0; pair < FIRST; ++pair) columns[pair] = load_floats(column_scales + pair * 32);
-        wait_product<1>();
-        computed(product[0]);
+        for (int pair = 0; pair < 4; ++pair) columns[pair] = load_floats(column_scales + pair * 32);
+        wait_product();
+        computed(product);
 #pragma unroll
         for (int from = 0; from < PAIRS; from += 4) {
-            add_scaled(sums[0], product[0], columns, from, rows[0][0], rows[0][1]);
-            if (from + FIRST < PAIRS)  // now there are registers for the other columns
+            add_scaled(sums, product, columns, from, low, high);
+            if (from + 4 < PAIRS)  // now there are registers for the next columns
 #pragma unroll
-                for (int pair = from + FIRST; pair < from + FIRST + 4; ++pair)
+                for (int pair = from + 4; pair < from + 8; ++pair)
                     columns[pair] = load_floats(column_scales + pair * 32);
+            if (from + 8 == PAIRS) {
+                __syncwarp();  // all lanes have read the last scales
+                release();
+            }
         }
-        if (storing > 0) release_stored();  // a branch here, across which the compiler moves no sums behind the wait
-        wait_product();
-        computed(product[1]);
-        release();
         ring.next();
-#pragma unroll
-        for (int from = 0; from < PAIRS; from += 4)
-            add_scaled(sums[1], product[1], columns, from, rows[1][0], rows[1][1]);
     }
 
     // A warp's 16 × 32 results in a box, whose rows of 128 bytes are swizzled: the number of a chunk of 16 bytes is
@@ -358,53 +354,49 @@ struct Consumer {
 
     // The consumer's results, through the stages for them.
     template <int COLUMNS>
-    __device__ __forceinline__ void store(const float (&sums)[2][COLUMNS / 2]) {
+    __device__ __forceinline__ void store(const float (&sums)[COLUMNS / 2]) {
         while (storing > 0) release_stored();
         stored = ring.stage;
         wait_full();
         const int4 note = load_16_bytes(memory + NOTES_AT + ring.stage * 16);
-        const int row = same(note.x) + warp * 16, column = same(note.y) + index * COLUMNS, parts = same(note.w);
+        const int row = same(note.x) + index * SIDE + warp * 16, column = same(note.y), parts = same(note.w);
 #pragma unroll
-        for (int part = 0; part < COLUMNS / BOX; ++part) {
+        for (int part = 0; part < COLUMNS / PART; ++part) {
             wait_full();
             const u32 boxes = memory + ring.stage * STAGE_BYTES + index * (2 * BOX_BYTES);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float* of_part = &sums[half][part * (BOX / 2)];
+            for (int box = 0; box < 2; ++box) {
+                const float* of_box = &sums[part * (PART / 2) + box * (BOX / 2)];
                 if constexpr (RESULT_BYTES == 4)
-                    add_or_write(boxes + half * BOX_BYTES, of_part);
+                    add_or_write(boxes + box * BOX_BYTES, of_box);
                 else
-                    write_16_bits(boxes + half * BOX_BYTES, of_part);
+                    write_16_bits(boxes + box * BOX_BYTES, of_box);
             }
             fence_written();
             __syncwarp();
             if (elected()) {
 #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    begin_store_box(out, boxes + half * BOX_BYTES + warp * (BOX_BYTES / 4), column + part * BOX,
-                                    row + half * SIDE);
+                for (int box = 0; box < 2; ++box)
+                    begin_store_box(out, boxes + box * BOX_BYTES + warp * (BOX_BYTES / 4),
+                                    column + part * PART + box * BOX, row);
                 commit_stores();
             }
             __syncwarp();
             ++storing;
             ring.next();
         }
-        if (parts > COLUMNS / BOX) {  // for the unit's other tile
+        if (parts > COLUMNS / PART) {  // for the unit's other tile
             while (storing > 0) release_stored();
-            skip(parts - COLUMNS / BOX);
+            skip(parts - COLUMNS / PART);
         }
     }
 
-    // COLUMNS: half of those of the tile.
     template <int COLUMNS>
     __device__ __forceinline__ void tile(u32 a, u32 b, int blocks) {
-        float sums[2][COLUMNS / 2];
+        float sums[COLUMNS / 2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int i = 0; i < COLUMNS / 2; ++i) sums[half][i] = 0.f;
-        const int row = warp * 16 + lane / 4, column = index * COLUMNS + lane % 4 * 2;
-        b += index * (COLUMNS * BLOCK / 16);
+        for (int i = 0; i < COLUMNS / 2; ++i) sums[i] = 0.f;
+        const int row = index * SIDE + warp * 16 + lane / 4, column = lane % 4 * 2;
 #pragma unroll 1
         for (int i = 0; i < blocks; ++i) add_block<COLUMNS>(sums, a, b, row, column);
         store<COLUMNS>(sums);
@@ -422,7 +414,7 @@ struct Consumer {
 
     __device__ __forceinline__ void multiply_tiles(int q) {
         // kept in registers of the warp: otherwise computed anew for each block
-        const u32 a = same(operand_at(memory));
+        const u32 a = same(operand_at(memory + index * (A_BYTES / 2)));
         const u32 b = same(operand_at(memory + A_BYTES));
         while (true) {
             wait_full();
@@ -432,12 +424,12 @@ struct Consumer {
             if (column < 0) {
                 while (storing > 0) release_stored();
                 skip(blocks + parts);
-            } else if (q - column == 64) {
-                tile<32>(a, b, blocks);
-            } else if (q - column == 128) {
+            } else if (WIDTH > 128 && q - column == 64) {
                 tile<64>(a, b, blocks);
+            } else if (WIDTH > 128 && q - column == 128) {
+                tile<128>(a, b, blocks);
             } else {
-                tile<HALF>(a, b, blocks);
+                tile<WIDTH>(a, b, blocks);
             }
         }
         wait_stores_read();  // shared memory is there as long

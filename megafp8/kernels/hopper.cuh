@@ -159,22 +159,22 @@ __device__ __forceinline__ u64 operand(u32 at) { return 0x4000004000010000ull | 
 
 // begin_product(product, x, y): begins x · yᵀ for 64 rows of a and 2 · (size of product) rows of b, of 128 summands.
 // An instruction multiplies 32 summands; the next 32 are 32 bytes on.
-#define PLACES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define PLACES_64                                                                                                      \
-    PLACES_32                                                                                                          \
-    ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define PLACES_96 PLACES_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                           \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PLACES_128                                                                                                     \
+    PLACES_64                                                                                                          \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                               \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define PLACES_192                                                                                                     \
-    PLACES_96                                                                                                          \
-    ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                               \
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                               \
+    PLACES_128                                                                                                         \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                               \
     "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define OUT4(i) "=f"(product[i]), "=f"(product[i + 1]), "=f"(product[i + 2]), "=f"(product[i + 3])
 #define OUT16(i) OUT4(i), OUT4(i + 4), OUT4(i + 8), OUT4(i + 12)
-#define OUT_32 OUT16(0)
-#define OUT_64 OUT_32, OUT16(16)
-#define OUT_96 OUT_64, OUT16(32)
-#define OUT_192 OUT_96, OUT16(48), OUT16(64), OUT16(80)
+#define OUT_64 OUT16(0), OUT16(16)
+#define OUT_128 OUT_64, OUT16(32), OUT16(48)
+#define OUT_192 OUT_128, OUT16(64), OUT16(80)
 #define MULTIPLY(COLUMNS, ADD)                                                                                         \
     "setp.ne.b32 add, " ADD ", 0;\n"                                                                                   \
     "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32." A_TYPE "." B_TYPE " {" PLACES_##COLUMNS                    \
@@ -189,9 +189,8 @@ __device__ __forceinline__ u64 operand(u32 at) { return 0x4000004000010000ull | 
             STEP MULTIPLY(COLUMNS, "1") "wgmma.commit_group.sync.aligned;\n}"                                          \
             : OUT_##COLUMNS : "l"(x), "l"(y) : "memory");                                                              \
     }
-BEGIN_PRODUCT(32, 16, 17)
 BEGIN_PRODUCT(64, 32, 33)
-BEGIN_PRODUCT(96, 48, 49)
+BEGIN_PRODUCT(128, 64, 65)
 BEGIN_PRODUCT(192, 96, 97)
 
 // All products that were begun are computed, but for the last LEFT.

@@ -18,6 +18,7 @@ from torch import Tensor
 from megafp8.kernels import grouped_gemm_cuda, grouped_gemm_hopper
 from megafp8.kernels.grouped_cast import cast_groups, cast_groups_1x128
 from megafp8.kernels.grouped_gemm import rows_times_matrices, sums_over_rows
+from megafp8.kernels.grouped_gemm_cuda import Kernel
 from megafp8.kernels.quantize import cast_128x128
 from megafp8.numerics.formats import E4M3, E5M2, Format
 from megafp8.numerics.groups import RowGroups, row_slices
@@ -363,12 +364,14 @@ def _sums_operands(sizes: Sequence[int], p: int, q: int) -> tuple[ScaledTensor, 
     [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)],
     ids=["written", "added", "bf16"],
 )
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
 @pytest.mark.parametrize("p", [128, 256, 640])
 @pytest.mark.parametrize("q", [128, 256, 384, 640, 2048])
 def test_cuda_sums_have_the_bits_of_triton(
-    p: int, q: int, accumulate: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    p: int, q: int, narrow: bool, accumulate: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At all sizes where tiles are cut otherwise. The last expert has no rows; what is behind it is not written."""
+    monkeypatch.setattr(grouped_gemm_cuda, "_FEW_ROWS", 1 << 30 if narrow else 0)
     torch.manual_seed(p + q)
     earlier_sizes = [0, 300, 0, 129, 1, 0, 700, 0, 0]
     for sizes, earlier in (
@@ -424,6 +427,8 @@ def test_cuda_sums_in_a_graph() -> None:
         ("SUMS", ("e5m2", "e4m3", "f32")),
         ("SUMS", ("e4m3", "e4m3", "bf16")),
         ("SUMS", ("e5m2", "e4m3", "f16")),
+        ("NARROW_SUMS", ("e4m3", "e4m3", "f32")),
+        ("NARROW_SUMS", ("e5m2", "e4m3", "bf16")),
     ],
 )
 def test_cuda_kernel_compiles(kernel: str, formats: tuple[str, ...]) -> None:
@@ -439,11 +444,13 @@ def test_cuda_kernel_compiles(kernel: str, formats: tuple[str, ...]) -> None:
     assert "C75" not in log  # "wgmma serialized"
 
 
-def _counted_units(source: str, checks: str, lines: Sequence[str], folder: Path) -> list[list[int]]:
-    """What the program `checks` says of each of `lines`, with the part of a source that deals tiles out."""
+def _counted_units(kernel: Kernel, checks: str, lines: Sequence[str], folder: Path) -> list[list[int]]:
+    """What the program `checks` says of each of `lines`, with the part of a kernel that deals tiles out."""
+    source = kernel.source
     part = source[source.index("constexpr int BLOCK") : source.index("// --- producer")]
     part = "\n".join(line for line in part.splitlines() if not line.startswith("static_assert"))
     macros = "#include <algorithm>\nusing std::min;\n#define __device__\ntypedef unsigned u32;\nstruct TensorMap {};\n"
+    macros += f"#define B_BOX_ROWS {kernel.b_box_rows}\n"
     program = folder / "units"
     program.with_suffix(".cpp").write_text(macros + part + Path(__file__).with_name(checks).read_text())
     subprocess.run(["c++", "-std=c++17", "-O1", program.with_suffix(".cpp"), "-o", program], check=True)
@@ -463,13 +470,21 @@ def test_cuda_kernel_computes_each_tile_once(tmp_path: Path) -> None:
         sizes = [draw.choice([*EDGES, draw.randint(0, 1500)]) for _ in range(draw.randint(1, 12))]
         cases.append((128 * draw.randint(1, 12), draw.choice([1, 2, 3, 20, 65]), sizes))
     lines = [f"{n} {clusters} {len(sizes)} {' '.join(map(str, sizes))}" for n, clusters, sizes in cases]
-    counts = _counted_units(grouped_gemm_cuda.ROWS.source, "grouped_gemm_units.cpp", lines, tmp_path)
+    counts = _counted_units(grouped_gemm_cuda.ROWS, "grouped_gemm_units.cpp", lines, tmp_path)
     assert counts[:2] == [[512, 8], [1408, 22]]
     assert all(most == -(-units // clusters) for (units, most), (_, clusters, _) in zip(counts, cases, strict=True))
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-def test_cuda_sums_compute_each_tile_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "units"),
+    [
+        (grouped_gemm_cuda.SUMS, [[8 * 16 * 38, 74], [128 * 6 * 11, 128]]),
+        (grouped_gemm_cuda.NARROW_SUMS, [[8 * 16 * 56, 109], [128 * 6 * 16, 187]]),
+    ],
+    ids=["wide", "narrow"],
+)
+def test_cuda_sums_compute_each_tile_once(kernel: Kernel, units: list[list[int]], tmp_path: Path) -> None:
     """The same of sums over rows, with `grouped_sums_units.cpp`."""
     draw = random.Random(0)
     cases = [(4096, 7168, 66, 1, [0] * 8, [32] * 8), (1536, 2048, 66, 0, [4] * 128, [4] * 128)]
@@ -479,8 +494,8 @@ def test_cuda_sums_compute_each_tile_once(tmp_path: Path) -> None:
         p, q = (128 * draw.randint(1, 12) for _ in range(2))
         cases.append((p, q, draw.choice([1, 2, 3, 20, 65]), draw.randint(0, 1), earlier, blocks))
     lines = [f"{' '.join(map(str, sizes))} {len(x)} {' '.join(map(str, x + y))}" for *sizes, x, y in cases]
-    counts = _counted_units(grouped_gemm_cuda.SUMS.source, "grouped_sums_units.cpp", lines, tmp_path)
-    assert counts[:2] == [[8 * 16 * 38, 74], [128 * 6 * 11, 128]]
+    counts = _counted_units(kernel, "grouped_sums_units.cpp", lines, tmp_path)
+    assert counts[:2] == units
 
 
 @pytest.mark.slow
