@@ -5,9 +5,8 @@ matrix of their expert (fprop, dgrad), for which bf16 has `torch.nn.functional.g
 over its rows of outer products (wgrad), added to fp32 in place. Sums are fp32. FP8 operands have one scale an expert,
 or one for each row of the operand and expert, by which finished sums are multiplied; or blocks of 128 summands have
 scales, by which each block's product is multiplied before it is added. On Hopper FP8 operands other than those with a
-scale for each row have kernels of their own: rows times matrices with scales of blocks in CUDA
-(`megafp8.kernels.grouped_gemm_cuda`), where what compiles it is installed, and all else in Gluon
-(`megafp8.kernels.grouped_gemm_hopper`).
+scale for each row have kernels of their own: with scales of blocks in CUDA (`megafp8.kernels.grouped_gemm_cuda`), where
+what compiles it is installed; with one scale an expert in Gluon (`megafp8.kernels.grouped_gemm_hopper`).
 
 Operands are read through tensor descriptors, by the GPU's copy engine for tiles (TMA); a descriptor covers the rows of
 all experts. A tile that reaches beyond the rows of its expert therefore reads those of the next. In products of rows
@@ -262,7 +261,7 @@ def rows_times_matrices(
         b = b._replace(scale_inv=b.scale_inv.repeat_interleave(n).unsqueeze(1), granularity=ROW)
     _check(a_mk, b, n, k)
     row_step, column_step = (0, b.data.shape[1] // experts) if columnwise else (n, 0)
-    if a_mk.granularity is BLOCK_1X128 and out_dtype in cuda.RESULTS and cuda.takes(out_mn.device):
+    if a_mk.granularity is BLOCK_1X128 and out_dtype in cuda.ROWS_RESULTS and cuda.takes(out_mn.device):
         cuda.rows_times_matrices(a_mk, b, ends_e, out_mn, row_step, column_step)
         return out_mn
     if a_mk.granularity is TENSOR and hopper.takes(out_mn.device):
@@ -324,7 +323,10 @@ def sums_over_rows(
         assert [_parts(x)[2:] for x in earlier[:2]] == [(a_stride, scales), (b_stride, scales)]
     if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
         _check(a, b, p, q)
-        on_hopper = a.granularity is not ROW and p % 128 == 0  # else a tile would have rows of two experts
+        if a.granularity is BLOCK_1X128 and out_epq.dtype in cuda.SUMS_RESULTS and cuda.takes(out_epq.device):
+            cuda.sums_over_rows(a, b, ends_e, out_epq, accumulate=accumulate, earlier=earlier)
+            return
+        on_hopper = a.granularity is TENSOR and p % 128 == 0  # else a tile would have rows of two experts
         if on_hopper and hopper.takes(out_epq.device):
             hopper.sums_over_rows(a, b, ends_e, out_epq, accumulate=accumulate, earlier=earlier, fast=fast)
             return

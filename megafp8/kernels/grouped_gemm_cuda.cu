@@ -4,8 +4,8 @@
 //
 // a: FP8 rows `[m, k]` of all experts, one expert after the other, a scale for each block 1 × 128. b: FP8 matrices
 // `[n, k]` of the experts, a scale for each block 128 × 128. Sums are fp32, results bf16 or fp16. n and k are
-// multiples of 128. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches it. Macros: A_TYPE and B_TYPE, "e4m3" or
-// "e5m2"; RESULT_TYPE, "bf16" or "f16"; and what a launch is made with (asserted below).
+// multiples of 128. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches it, behind `hopper.cuh`. Macros:
+// what a launch is made with (asserted below).
 //
 // The problem: Hopper's tensor cores add up FP8 products in 14 bits, so each block's product is scaled and added to
 // fp32 sums by the threads. Registers hold both, which bounds a tile to 128 × 192, and a tile reads 40 KB for each
@@ -16,19 +16,14 @@
 //     producer    one warp: finds the next tile, copies operands and scales of rows to shared memory as far as there
 //                 is room, and leaves a note about the tile beside its first block
 //     consumers   two warpgroups, each with 64 of a tile's 128 rows: while one scales and adds, the tensor cores
-//                 compute for the other
+//                 compute for the other; each stores a tile's results while they compute its next tile's first block
 //
 // *Clusters.* The two multiprocessors of a cluster compute two tiles at the same time, one above the other: each
 // copies half of b's rows to both. A stage of shared memory is free when the consumers of both have read it.
 //
-// *Units* are such pairs of tiles (`Walk`). What is left over of an expert with an odd number of tiles in a column is
-// cut into pairs of neighbours in a row, which share rows of a. Of an expert's last 64 rows or fewer, each consumer
-// computes half of the columns. As tiles are 192 columns wide, the last is mostly narrower.
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-struct __align__(64) TensorMap { u64 words[16]; };
+// *Units* are such pairs of tiles (`Walk`). Of an expert with an odd number of tiles in a column, the last row of tiles
+// is cut into pairs of neighbours, which share rows of a. At most one tile has no neighbour; meanwhile the other
+// multiprocessor is idle.
 
 struct Sizes {
     int n, k, experts;
@@ -39,16 +34,18 @@ struct Sizes {
 constexpr int BLOCK = 128;        // summands that share a scale, read at once; rows of a tile
 constexpr int SIDE = 64;          // rows of a consumer
 constexpr int WIDTH = 192;        // columns of a tile
-constexpr int HALF = WIDTH / 2;   // columns that one multiprocessor copies for both; of a consumer of 64 rows or fewer
-constexpr int STAGES = 4;         // blocks in shared memory
+constexpr int HALF = WIDTH / 2;   // columns that one multiprocessor copies for both
+constexpr int SUMS = WIDTH / 2;   // of a thread
+constexpr int STAGES = 5;         // blocks in shared memory
+constexpr int STORE = 64;         // columns of results that pass through shared memory at once
 constexpr int GROUP = 8;          // units next to each other in a column, before the next column: for the L2 cache
 constexpr int CLUSTER = 2;        // multiprocessors
 constexpr int CONSUMER_WARPS = 8;
 constexpr int THREADS = 384;      // three warpgroups, as registers are given to warpgroups; the producer is in the last
 
 constexpr int A_BYTES = BLOCK * BLOCK, B_BYTES = WIDTH * BLOCK, SCALE_BYTES = BLOCK * 4;
-constexpr int STORE_STRIDE = WIDTH * 2 + 16;  // an odd multiple of 16 bytes: 8 rows lie in different banks
-constexpr int STORE_BYTES = 16 * STORE_STRIDE;  // results of a warp
+constexpr int STORE_STRIDE = STORE * 2 + 16;    // an odd multiple of 16 bytes: 8 rows lie in different banks
+constexpr int STORE_BYTES = 16 * STORE_STRIDE;  // of a warp
 
 // Offsets in shared memory. Operands begin at multiples of 1024, as their swizzle wants.
 constexpr int B_AT = STAGES * A_BYTES;
@@ -64,298 +61,62 @@ static_assert(THREADS == LAUNCHED_THREADS && SIDE == A_BOX_ROWS && HALF == B_BOX
 
 enum Shared { NEITHER, OF_A, OF_B };  // operand that the tiles of a unit share
 
-// The units of a cluster, expert by expert.
-//
-// Most units are whole: two tiles with all rows and columns. They are dealt to the clusters in turn. So are the small
-// ones, but from the last cluster on: clusters with one whole unit fewer have one small unit more.
+// The units of a cluster: all experts' units in order are dealt to the clusters in turn.
 struct Walk {
-    int clusters, experts, rank;
+    int clusters, experts, rank, across;  // across: columns of tiles
     const int* ends_e;
-    int full_columns, across;                 // columns of tiles: of full width; all
-    int expert, start, end, padded;           // the expert's rows; where they begin in the columnwise copy
-    int down, paired, left;                   // rows of tiles: all; pairs of them; those left over, 0 to 2
-    bool half;                                // the last has 64 rows or fewer
-    int whole_first, whole_stop, whole_next;  // of the expert; the next of the cluster
-    int small_first, small_stop, small_next;
-    int row, column, padded_row;              // the tile
-    bool idle;                                // no tile in this unit
+    int expert, start, end, padded;       // the expert's rows; where they begin in the columnwise copy
+    int down;                             // its rows of tiles
+    int first, stop, unit;                // its units; the next of the cluster
+    int row, column, padded_row;          // the tile
+    bool idle;                            // no tile in this unit
     Shared shared;
 
     __device__ Walk(const int* ends_e, int experts, int n, int clusters, int cluster, int rank)
-        : clusters(clusters), experts(experts), rank(rank), ends_e(ends_e), full_columns(n / WIDTH),
-          across((n + WIDTH - 1) / WIDTH), expert(-1), start(0), end(0), padded(0), whole_stop(0),
-          whole_next(cluster), small_stop(0), small_next(clusters - 1 - cluster) {}
+        : clusters(clusters), experts(experts), rank(rank), across((n + WIDTH - 1) / WIDTH), ends_e(ends_e),
+          expert(-1), start(0), end(0), padded(0), stop(0), unit(cluster) {}
 
     __device__ void next_expert() {
         padded += (end - start + BLOCK - 1) / BLOCK * BLOCK;
         start = end;
         end = ends_e[++expert];
-        const int rows = end - start;
-        down = (rows + BLOCK - 1) / BLOCK;
-        half = rows > 0 && (rows - 1) % BLOCK < SIDE;
-        paired = down / 2 - (half && down % 2 == 0);  // a half row of tiles has no whole one as its neighbour
-        left = down - 2 * paired;
-        whole_first = whole_stop;
-        whole_stop += paired * full_columns + (left - half) * (across / 2);
-        small_first = small_stop;
-        small_stop += paired * (across - full_columns) + half * (across / 2) + (left > 0) * (across % 2);
-    }
-
-    __device__ void place_whole(int index) {
-        if (index < paired * full_columns) {
-            const int group = index / (GROUP * full_columns), within = index % (GROUP * full_columns);
-            const int height = min(paired - group * GROUP, GROUP);
-            place(2 * (group * GROUP + within % height) + rank, within / height, OF_B);
-        } else {
-            place(2 * paired, 2 * (index - paired * full_columns) + rank, OF_A);
-        }
-    }
-
-    __device__ void place_small(int index) {
-        const int narrow = paired * (across - full_columns);
-        if (index < narrow) {
-            place(2 * index + rank, full_columns, OF_B);
-        } else if (index - narrow < half * (across / 2)) {
-            place(down - 1, 2 * (index - narrow) + rank, OF_A);
-        } else if (left == 2) {  // the last column of an odd number
-            place(down - 2 + rank, across - 1, OF_B);
-        } else {
-            place(down - 1, across - 1, NEITHER);
-            idle = rank > 0;
-        }
-    }
-
-    __device__ void place(int i, int j, Shared of) {
-        row = start + i * BLOCK;
-        padded_row = padded + i * BLOCK;
-        column = j * WIDTH;
-        shared = of;
-        idle = false;
+        down = (end - start + BLOCK - 1) / BLOCK;
+        first = stop;
+        stop += down / 2 * across + down % 2 * ((across + 1) / 2);
     }
 
     // Goes to the next unit; false behind the last.
     __device__ bool next() {
-        while (true) {
-            if (whole_next < whole_stop) {
-                place_whole(whole_next - whole_first);
-                whole_next += clusters;
-                return true;
-            }
-            if (small_next < small_stop) {
-                place_small(small_next - small_first);
-                small_next += clusters;
-                return true;
-            }
+        while (unit >= stop) {
             if (expert + 1 == experts) return false;
             next_expert();
         }
+        const int index = unit - first, pairs = down / 2 * across;
+        int i, j;
+        if (index < pairs) {
+            const int group = index / (GROUP * across), within = index % (GROUP * across);
+            const int height = min(down / 2 - group * GROUP, GROUP);
+            i = 2 * (group * GROUP + within % height) + rank;
+            j = within / height;
+            shared = OF_B;
+        } else {
+            i = down - 1;
+            j = 2 * (index - pairs);
+            shared = j + 1 < across ? OF_A : NEITHER;
+            j += rank;
+        }
+        idle = j >= across;
+        row = start + i * BLOCK;
+        padded_row = padded + i * BLOCK;
+        column = j * WIDTH;
+        unit += clusters;
+        return true;
     }
 };
-
-// --- instructions ----------------------------------------------------------------------------------------------------
-
-extern __shared__ __align__(1024) unsigned char shared_memory[];
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-// Whether this is the one thread of its warp that acts for it. The compiler knows that it is one; with other conditions
-// it issues copies in a loop over threads.
-__device__ __forceinline__ bool elected() {
-    u32 chosen;
-    asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.b32 %0, 1, 0, one;\n}" : "=r"(chosen));
-    return chosen;
-}
-
-// A number that all threads of a warp have, which the compiler does not see otherwise.
-__device__ __forceinline__ int same(int x) { return __shfl_sync(0xffffffff, x, 0); }
-
-// All threads of the cluster.
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-// Barriers that were made are seen by the copy engines of the cluster.
-__device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-__device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
-    u32 passed;
-    asm volatile(
-        "{\n.reg .pred passed;\nmbarrier.try_wait.parity.shared::cta.b64 passed, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, passed;\n}" : "=r"(passed) : "r"(barrier), "r"(parity) : "memory");
-    return passed;
-}
-
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-    while (!barrier_passed(barrier, parity)) {
-    }
-}
-
-__device__ __forceinline__ void arrive_and_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// At the barrier of multiprocessor `rank` of the cluster. With `.release.cluster` the warp would wait for all of its
-// stores to be seen by the GPU; here it has only read.
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
-    asm volatile(
-        "{\n.reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
-}
-
-// A box of a matrix to shared memory.
-__device__ __forceinline__ void copy_box(const TensorMap* map, u32 to, int column, int row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
-            "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
-}
-
-// The same to the same place of both multiprocessors of the cluster, whose barriers at `barrier` both count it.
-__device__ __forceinline__ void copy_box_to_both(const TensorMap* map, u32 to, int column, int row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier),
-        "h"((unsigned short)3) : "memory");
-}
-
-__device__ __forceinline__ void copy_scales(u32 to, const float* from, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(to), "l"(from), "r"(SCALE_BYTES), "r"(barrier) : "memory");
-}
-
-// `bytes` of shared memory to global memory; one of the thread's stores that it can wait for once they are committed.
-__device__ __forceinline__ void begin_store(unsigned short* to, u32 from, u32 bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// What the thread's stores read may be written again.
-__device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
-// What the thread has written to shared memory is seen by copies.
-__device__ __forceinline__ void fence_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-__device__ __forceinline__ float load_float(u32 at) {
-    float x;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ int4 load_note(u32 at) {
-    int4 x;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at)
-                 : "memory");
-    return x;
-}
-
-__device__ __forceinline__ void store_note(u32 at, int x, int y, int z, int w) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-
-// Not moved across other such instructions, so that it is on its way while the thread waits.
-__device__ __forceinline__ float load_scale(const float* p) {
-    float x;
-    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(p));
-    return x;
-}
-
-// Where an operand of the tensor cores begins, in units of 16 bytes. An address in the cluster has the multiprocessor's
-// rank in its upper bits, which are no part of it.
-__device__ __forceinline__ u32 operand_at(u32 address) { return (address & 0x3ffff) >> 4; }
-
-// Swizzled rows of 128 bytes in shared memory; groups of 8 rows are 1024 bytes apart.
-__device__ __forceinline__ u64 operand(u32 at) { return 0x4000004000010000ull | at; }
-
-// begin_product(product, x, y): begins x · yᵀ for 64 rows of a and 2 · (size of product) rows of b, of 128 summands.
-// An instruction multiplies 32 summands; the next 32 are 32 bytes on.
-#define PLACES_64                                                                                                      \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                           \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define PLACES_96 PLACES_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define PLACES_128 PLACES_96 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define PLACES_192                                                                                                     \
-    PLACES_128                                                                                                         \
-    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                               \
-    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define OUT4(i) "=f"(product[i]), "=f"(product[i + 1]), "=f"(product[i + 2]), "=f"(product[i + 3])
-#define OUT16(i) OUT4(i), OUT4(i + 4), OUT4(i + 8), OUT4(i + 12)
-#define OUT_64 OUT16(0), OUT16(16)
-#define OUT_96 OUT_64, OUT16(32)
-#define OUT_128 OUT_96, OUT16(48)
-#define OUT_192 OUT_128, OUT16(64), OUT16(80)
-#define MULTIPLY(COLUMNS, ADD)                                                                                         \
-    "setp.ne.b32 add, " ADD ", 0;\n"                                                                                   \
-    "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32." A_TYPE "." B_TYPE " {" PLACES_##COLUMNS                    \
-    "}, x, y, add, 1, 1;\n"
-#define STEP "add.s64 x, x, 2;\nadd.s64 y, y, 2;\n"
-// X, Y: places of x and y, behind those of the product
-#define BEGIN_PRODUCT(COLUMNS, X, Y)                                                                                   \
-    __device__ __forceinline__ void begin_product(float (&product)[COLUMNS / 2], u64 x, u64 y) {                       \
-        asm volatile(                                                                                                  \
-            "{\n.reg .pred add;\n.reg .b64 x, y;\nwgmma.fence.sync.aligned;\nmov.b64 x, %" #X ";\nmov.b64 y, %" #Y     \
-            ";\n" MULTIPLY(COLUMNS, "0") STEP MULTIPLY(COLUMNS, "1") STEP MULTIPLY(COLUMNS, "1")                       \
-            STEP MULTIPLY(COLUMNS, "1") "wgmma.commit_group.sync.aligned;\n}"                                          \
-            : OUT_##COLUMNS : "l"(x), "l"(y) : "memory");                                                              \
-    }
-BEGIN_PRODUCT(64, 32, 33)
-BEGIN_PRODUCT(96, 48, 49)
-BEGIN_PRODUCT(128, 64, 65)
-BEGIN_PRODUCT(192, 96, 97)
-
-__device__ __forceinline__ void wait_product() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-
-// The product is read from here on only.
-template <int SIZE>
-__device__ __forceinline__ void computed(float (&product)[SIZE]) {
-#pragma unroll
-    for (int i = 0; i < SIZE; ++i) asm volatile("" : "+f"(product[i])::"memory");
-}
-
-__device__ __forceinline__ u32 two_results(float low, float high) {
-    u32 x;
-    asm("cvt.rn." RESULT_TYPE "x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-    return x;
-}
-
-// Fragments of 16 rows and 16 columns of results to the rows of shared memory whose addresses the lanes have.
-__device__ __forceinline__ void store_matrices(u32 to, u32 x, u32 y, u32 z, u32 w) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z),
-                 "r"(w) : "memory");
-}
-
-// Of a thread; those of the three warpgroups together are no more than there are.
-__device__ __forceinline__ void few_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }
-__device__ __forceinline__ void many_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 232;"); }
 
 // --- producer --------------------------------------------------------------------------------------------------------
 
-// Place in the ring of stages; `parity` is that of the stage's round.
-struct Ring {
-    u32 stage, parity;
-    __device__ __forceinline__ void next() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
+using Ring = RingOf<STAGES>;
 
 __device__ __forceinline__ void copy_tiles(const TensorMap* a, const TensorMap* b, const float* a_scale_inv,
                                            const int* ends_e, const Sizes& sizes, u32 memory) {
@@ -364,10 +125,8 @@ __device__ __forceinline__ void copy_tiles(const TensorMap* a, const TensorMap* 
     Walk at(ends_e, sizes.experts, sizes.n, gridDim.x / CLUSTER, blockIdx.x / CLUSTER, rank);
     Ring ring = {0, 1};  // the first round of stages is free
     while (at.next()) {
-        // Tiles of 64 rows or fewer, or of 64 columns, need no second half of an operand.
-        const bool second_a = at.row + SIDE < at.end, second_b = at.column + HALF < sizes.n;
-        const u32 operands = (second_a ? A_BYTES : A_BYTES / 2) + (second_b ? B_BYTES : B_BYTES / 2);
-        const u32 bytes = at.idle ? 0 : operands + SCALE_BYTES;
+        const bool second_a = at.row + SIDE < at.end;  // else the second consumer has no rows
+        const u32 bytes = at.idle ? 0 : (second_a ? A_BYTES : A_BYTES / 2) + B_BYTES + SCALE_BYTES;
         const int b_row = at.expert * sizes.row_step + at.column;
         int b_column = at.expert * sizes.column_step;
         const float* scales = a_scale_inv + at.padded_row;
@@ -391,13 +150,12 @@ __device__ __forceinline__ void copy_tiles(const TensorMap* a, const TensorMap* 
                     if (second_a) copy_box(a, a_to + A_BYTES / 2, i * BLOCK, at.row + SIDE, full);
                 }
                 if (at.shared == OF_B) {
-                    if (rank == 0 || second_b)
-                        copy_box_to_both(b, b_to + rank * (B_BYTES / 2), b_column, b_row + rank * HALF, full);
+                    copy_box_to_both(b, b_to + rank * (B_BYTES / 2), b_column, b_row + rank * HALF, full);
                 } else {
                     copy_box(b, b_to, b_column, b_row, full);
-                    if (second_b) copy_box(b, b_to + B_BYTES / 2, b_column, b_row + HALF, full);
+                    copy_box(b, b_to + B_BYTES / 2, b_column, b_row + HALF, full);
                 }
-                copy_scales(memory + SCALES_AT + ring.stage * SCALE_BYTES, scales, full);
+                copy_scales(memory + SCALES_AT + ring.stage * SCALE_BYTES, scales, SCALE_BYTES, full);
             }
             b_column += BLOCK;
             scales += sizes.a_stride;
@@ -413,43 +171,49 @@ __device__ __forceinline__ void copy_tiles(const TensorMap* a, const TensorMap* 
 
 // --- consumers -------------------------------------------------------------------------------------------------------
 
+__device__ __forceinline__ void clear(float (&sums)[SUMS]) {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) sums[i] = 0.f;
+}
+
 struct Consumer {
     u32 memory;
-    int lane, part;  // part: the warp's place for results in shared memory
+    int warp, lane;
+    u32 a, b, scales;  // operands and the thread's scale of a in the first stage
     Ring ring;
+    // The warp's first result of the previous tile, whose sums are not stored yet; `rows` of its 16 rows, `n` apart, and
+    // `columns` are inside.
+    unsigned short* out;
+    int n, rows, columns;
 
     __device__ __forceinline__ void wait_full() { wait(memory + FULL_AT + ring.stage * 8, ring.parity); }
 
     // The warp has read its part of the stage.
     __device__ __forceinline__ void release() {
         if (lane < CLUSTER) arrive_at(memory + EMPTY_AT + ring.stage * 8, lane);
+        ring.next();
     }
 
-    __device__ __forceinline__ float scale_of(int row) {
-        return load_float(memory + SCALES_AT + ring.stage * SCALE_BYTES + row * 4);
-    }
-
-    // sums += product · scales of one block. a, b: the consumer's operands in the first stage. A thread has sums of two
-    // rows, `row` and 8 below. The first `former` columns have the scale of b at `b_scale`, others that of the next 128
-    // rows of b, `second` further.
-    template <int COLUMNS>
-    __device__ __forceinline__ void add_block(float (&sums)[COLUMNS / 2], u32 a, u32 b, int row, const float* b_scale,
-                                              int second, int former) {
-        float product[COLUMNS / 2];
-        const float left = load_scale(b_scale), right = former < COLUMNS ? load_scale(b_scale + second) : left;
+    // sums += product · scales of one block. A thread has sums of two rows, the second 8 below the first. The first
+    // FORMER columns have the scale of b at `b_scale`, the others that of the next 128 rows of b, `second` further. Of a
+    // tile's FIRST block, sums are the previous tile's.
+    template <int FORMER, bool FIRST>
+    __device__ __forceinline__ void add_block(float (&sums)[SUMS], const float* b_scale, int second) {
+        float product[SUMS];
+        const float left = load_scale(b_scale), right = load_scale(b_scale + second);
         wait_full();
-        const float low = scale_of(row), high = scale_of(row + 8);
+        const u32 a_scale = scales + ring.stage * SCALE_BYTES;
+        const float low = load_float(a_scale), high = load_float(a_scale + 8 * 4);
         begin_product(product, operand(a + ring.stage * (A_BYTES / 16)), operand(b + ring.stage * (B_BYTES / 16)));
+        if (FIRST) store(sums);
         wait_product();
         computed(product);
         release();
-        ring.next();
         const float low_left = __fmul_rn(low, left), high_left = __fmul_rn(high, left);
         const float low_right = __fmul_rn(low, right), high_right = __fmul_rn(high, right);
 #pragma unroll
-        for (int i = 0; i < COLUMNS / 2; i += 4) {
-            const bool is_left = i * 2 / 32 * 32 < former;  // all of 32 columns are
-            const float x = is_left ? low_left : low_right, y = is_left ? high_left : high_right;
+        for (int i = 0; i < SUMS; i += 4) {
+            const float x = i * 2 < FORMER ? low_left : low_right, y = i * 2 < FORMER ? high_left : high_right;
             sums[i] = __fmaf_rn(product[i], x, sums[i]);
             sums[i + 1] = __fmaf_rn(product[i + 1], x, sums[i + 1]);
             sums[i + 2] = __fmaf_rn(product[i + 2], y, sums[i + 2]);
@@ -457,88 +221,75 @@ struct Consumer {
         }
     }
 
-    // A warp's 16 rows of results, of which `rows` and `columns` are inside, `n` apart. The copy engine stores them, so
-    // that the warp goes on.
-    template <int COLUMNS>
-    __device__ __forceinline__ void store(const float (&sums)[COLUMNS / 2], unsigned short* out, int n, int rows,
-                                          int columns) {
-        wait_stores_read();
-        __syncwarp();
+    template <int FORMER>
+    __device__ __forceinline__ void multiply(float (&sums)[SUMS], const float* b_scales, int second, int blocks) {
+        add_block<FORMER, true>(sums, b_scales, second);
+#pragma unroll 1
+        for (int i = 1; i < blocks; ++i) add_block<FORMER, false>(sums, b_scales + i, second);
+    }
+
+    // Stores the previous tile's sums, by the warp's part of shared memory so that a row's bytes are stored 16 at once,
+    // and sets them to zero. Nothing is stored if there was no tile.
+    __device__ __forceinline__ void store(float (&sums)[SUMS]) {
+        const u32 part = memory + STORE_AT + warp * STORE_BYTES;
         const u32 to = part + lane % 16 * STORE_STRIDE + lane / 16 * 16;
+        constexpr int CHUNKS = STORE / 8;  // of a row
 #pragma unroll
-        for (int i = 0; i < COLUMNS / 2; i += 8)
-            store_matrices(to + i * 4, two_results(sums[i], sums[i + 1]), two_results(sums[i + 2], sums[i + 3]),
-                           two_results(sums[i + 4], sums[i + 5]), two_results(sums[i + 6], sums[i + 7]));
-        fence_written();
-        __syncwarp();
-        if (elected()) {
-#pragma unroll 1
-            for (int i = 0; i < rows; ++i) begin_store(out + (long long)i * n, part + i * STORE_STRIDE, columns * 2);
-            commit_stores();
+        for (int from = 0; from < WIDTH; from += STORE) {
+#pragma unroll
+            for (int j = 0; j < STORE; j += 16) store_results(to + j * 2, &sums[(from + j) / 2]);
+            __syncwarp();
+#pragma unroll
+            for (int chunk = lane; chunk < 16 * CHUNKS; chunk += 32) {
+                const int i = chunk / CHUNKS, j = chunk % CHUNKS * 8;
+                const int4 results = load_16_bytes(part + i * STORE_STRIDE + j * 2);
+                if (i < rows && from + j < columns) *(int4*)(out + (long long)i * n + from + j) = results;
+            }
+            __syncwarp();
         }
-        // Otherwise the compiler takes what follows for divergent, and keeps operands' addresses for each thread.
-        __syncwarp();
+        clear(sums);
     }
 
-    template <int COLUMNS>
-    __device__ __forceinline__ void tile(u32 a, u32 b, int row, const float* b_scales, int second, int former,
-                                         int blocks, unsigned short* out, int n, int rows, int columns) {
-        float sums[COLUMNS / 2];
-#pragma unroll
-        for (int i = 0; i < COLUMNS / 2; ++i) sums[i] = 0.f;
-#pragma unroll 1
-        for (int i = 0; i < blocks; ++i) add_block<COLUMNS>(sums, a, b, row, b_scales + i, second, former);
-        if (rows > 0 && columns > 0) store<COLUMNS>(sums, out, n, min(rows, 16), min(columns, COLUMNS));
-    }
-
-    // Without a tile.
+    // Without rows in the tile.
     __device__ __forceinline__ void skip(int blocks) {
         for (int i = 0; i < blocks; ++i) {
             wait_full();
             __syncwarp();  // all lanes have seen it full
             release();
-            ring.next();
         }
     }
 };
 
 __device__ __forceinline__ void multiply_tiles(unsigned short* out, const float* b_scale_inv, const Sizes& sizes,
                                                u32 memory) {
-    const int warp = same(threadIdx.x / 32), lane = threadIdx.x % 32;
-    const int index = warp / 4, n = sizes.n, blocks = sizes.k / BLOCK;
-    Consumer self = {memory, lane, (int)memory + STORE_AT + warp * STORE_BYTES, {0, 0}};
+    const int warp = same(threadIdx.x / 32), lane = threadIdx.x % 32, index = warp / 4;
+    const int n = sizes.n, blocks = sizes.k / BLOCK;
     // kept in registers of the warp: otherwise computed anew for each block
-    const u32 a = same(operand_at(memory));
-    const u32 b = same(operand_at(memory + B_AT));
-    const u32 own_a = a + index * (A_BYTES / 2 / 16), own_b = b + index * (B_BYTES / 2 / 16);
+    const u32 a = same(operand_at(memory + index * (A_BYTES / 2))), b = same(operand_at(memory + B_AT));
+    const u32 scales = memory + SCALES_AT + (warp * 16 + lane / 4) * 4;
+    Consumer self = {memory, warp, lane, a, b, scales, {0, 0}, out, n, 0, 0};
+    float sums[SUMS];
+    clear(sums);
     while (true) {
         self.wait_full();
-        const int4 note = load_note(memory + NOTES_AT + self.ring.stage * 16);
-        const int first = same(note.x), rows = same(note.y) - first, column = same(note.z), columns = n - column;
-        if (first < 0) break;
+        const int4 note = load_16_bytes(memory + NOTES_AT + self.ring.stage * 16);
+        const int first = note.x, rows = note.y - first, column = note.z;
         const float* b_scales = b_scale_inv + note.w;
-        const int second = column / BLOCK + 1 < n / BLOCK ? sizes.b_stride : 0;
-        unsigned short* to = out + (long long)first * n + column;
-        if (rows <= 0) {
+        if (first < 0) break;
+        if (rows <= index * SIDE) {
             self.skip(blocks);
-        } else if (rows <= SIDE) {  // all rows, half of the columns
-            const int below = warp % 4 * 16;
-            self.tile<HALF>(a, own_b, below + lane / 4, b_scales, second, BLOCK - column % BLOCK - index * HALF, blocks,
-                            to + (long long)below * n + index * HALF, n, rows - below, columns - index * HALF);
-        } else {
-            const int below = warp * 16, row = below + lane / 4;
-            to += (long long)below * n;
-            if (columns == 64)
-                self.tile<64>(own_a, b, row, b_scales, 0, 64, blocks, to, n, rows - below, columns);
-            else if (columns == 128)
-                self.tile<128>(own_a, b, row, b_scales, 0, 128, blocks, to, n, rows - below, columns);
-            else if (column % BLOCK == 0)
-                self.tile<WIDTH>(own_a, b, row, b_scales, second, 128, blocks, to, n, rows - below, columns);
-            else
-                self.tile<WIDTH>(own_a, b, row, b_scales, second, 64, blocks, to, n, rows - below, columns);
+            continue;
         }
+        const int second = column / BLOCK + 1 < n / BLOCK ? sizes.b_stride : 0;
+        if (column % BLOCK == 0)
+            self.multiply<128>(sums, b_scales, second, blocks);
+        else
+            self.multiply<64>(sums, b_scales, second, blocks);
+        self.out = out + (long long)(first + warp * 16) * n + column;
+        self.rows = rows - warp * 16;
+        self.columns = n - column;
     }
-    wait_stores_read();  // shared memory is there as long
+    self.store(sums);
 }
 
 // --- the kernel ------------------------------------------------------------------------------------------------------

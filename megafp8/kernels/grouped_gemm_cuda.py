@@ -1,11 +1,12 @@
-"""Compiles and launches `grouped_gemm_cuda.cu`: rows times matrices with scales of blocks on Hopper.
+"""Compiles and launches products of experts with scales of blocks on Hopper, which are written in CUDA.
 
-In CUDA rather than Triton or Gluon, as these have no tensor-core products 192 columns wide and no copies to two
-multiprocessors at once: 5 to 12% faster on an H200 than 128 columns in Gluon. NVRTC compiles it at the first use in a
-process, in about 3 s for each pair of FP8 formats; so products are computed once before they are captured in a CUDA
-graph, as with Triton's kernels. `cuda.bindings` calls NVRTC and the driver (`pip install megafp8[gpu]`).
+Rows times matrices (`grouped_gemm_cuda.cu`) and sums over rows (`grouped_sums_cuda.cu`). In CUDA rather than Triton or
+Gluon, as these have no tensor-core products 192 columns wide and no copies to two multiprocessors at once. NVRTC
+compiles them at the first use in a process, each in about 3 s for each pair of FP8 formats; so products are computed
+once before they are captured in a CUDA graph, as with Triton's kernels. `cuda.bindings` calls NVRTC and the driver
+(`pip install megafp8[gpu]`).
 
-Shapes as in `kernels.grouped_gemm`; n and k are multiples of 128.
+Shapes as in `kernels.grouped_gemm`; n, k, p and q are multiples of 128.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,13 +26,31 @@ from megafp8.numerics.tensor import ScaledTensor
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-RESULTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+ROWS_RESULTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+SUMS_RESULTS = {torch.float32: "f32", **ROWS_RESULTS}
 
-# What a launch needs to know of the source, which asserts that it agrees.
-_CLUSTER, _THREADS, _SHARED_BYTES = 2, 384, 217_216
-_A_BOX_ROWS, _B_BOX_ROWS = 64, 96  # copied at once
+
+class Kernel(NamedTuple):
+    """A kernel, and what a launch needs to know of its source, which asserts that it agrees."""
+
+    name: str
+    source: str
+    shared_bytes: int
+    a_box_rows: int  # copied at once
+    b_box_rows: int  # half of the columns of a tile
+
+
+def _source(name: str) -> str:
+    return "".join(Path(__file__).with_name(part).read_text(encoding="utf-8") for part in ("hopper.cuh", name))
+
+
+ROWS = Kernel("rows_kernel", _source("grouped_gemm_cuda.cu"), 225_952, 64, 96)
+SUMS = Kernel("sums_kernel", _source("grouped_sums_cuda.cu"), 211_360, 128, 96)
+NARROW_SUMS = SUMS._replace(shared_bytes=202_944, b_box_rows=64)
+_FEW_ROWS = 1536  # an expert's, padded: fewer are faster by narrow tiles; measured with 512 to 8,192
+_CLUSTER, _THREADS = 2, 384
+_ADDED_BOX_ROWS, _STORED_BOX_ROWS, _BOX_COLUMNS = 64, 16, 32  # of sums
 
 
 @cache
@@ -61,15 +80,16 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 
 @cache
-def compiled(a: str, b: str, result: str) -> tuple[bytes, str]:
-    """Machine code for sm_90a of the source with these formats, and what the compiler says."""
+def compiled(kernel: Kernel, a: str, b: str, result: str) -> tuple[bytes, str]:
+    """Machine code for sm_90a of a kernel with these formats, and what the compiler says."""
     from cuda.bindings import nvrtc
 
-    program = _checked(nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"grouped_gemm_cuda.cu", 0, [], []))
+    program = _checked(nvrtc.nvrtcCreateProgram(kernel.source.encode(), f"{kernel.name}.cu".encode(), 0, [], []))
     macros = {
-        "A_TYPE": f'"{a}"', "B_TYPE": f'"{b}"', "RESULT_TYPE": f'"{result}"', "LAUNCHED_CLUSTER": _CLUSTER,
-        "LAUNCHED_THREADS": _THREADS, "LAUNCHED_SHARED_BYTES": _SHARED_BYTES, "A_BOX_ROWS": _A_BOX_ROWS,
-        "B_BOX_ROWS": _B_BOX_ROWS,
+        "A_TYPE": f'"{a}"', "B_TYPE": f'"{b}"', "RESULT_TYPE": f'"{result}"',
+        "RESULT_BYTES": 4 if result == "f32" else 2, "LAUNCHED_CLUSTER": _CLUSTER, "LAUNCHED_THREADS": _THREADS,
+        "LAUNCHED_SHARED_BYTES": kernel.shared_bytes, "A_BOX_ROWS": kernel.a_box_rows, "B_BOX_ROWS": kernel.b_box_rows,
+        "ADDED_BOX_ROWS": _ADDED_BOX_ROWS, "STORED_BOX_ROWS": _STORED_BOX_ROWS, "BOX_COLUMNS": _BOX_COLUMNS,
     }  # fmt: skip
     flags = [b"--gpu-architecture=sm_90a", b"--std=c++17", b"--ptxas-options=-v"]
     flags += [f"--define-macro={name}={value}".encode() for name, value in macros.items()]
@@ -105,55 +125,94 @@ def _on(device: int) -> Iterator[None]:
 
 
 @cache
-def _kernel(a: str, b: str, result: str, device: int) -> tuple[Any, Any]:
+def _loaded(kernel: Kernel, a: str, b: str, result: str, device: int) -> tuple[Any, Any]:
     """The kernel on a device, which is current, and its module, which must live as long."""
     from cuda.bindings import driver
 
-    module = _checked(driver.cuModuleLoadData(compiled(a, b, result)[0]))
-    function = _checked(driver.cuModuleGetFunction(module, b"rows_kernel"))
+    module = _checked(driver.cuModuleLoadData(compiled(kernel, a, b, result)[0]))
+    function = _checked(driver.cuModuleGetFunction(module, kernel.name.encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(driver.cuFuncSetAttribute(function, attribute, _SHARED_BYTES))
+    _checked(driver.cuFuncSetAttribute(function, attribute, kernel.shared_bytes))
     return function, module
 
 
+class _TensorMap(ctypes.Structure):
+    """`TensorMap` of the sources."""
+
+    _fields_ = [("words", ctypes.c_uint64 * 16)]
+
+
 @lru_cache(maxsize=4096)
-def _tensor_map(pointer: int, rows: int, columns: int, stride: int, box_rows: int) -> Any:
-    """Boxes of `box_rows` rows and 128 columns of a matrix of bytes, rows swizzled in shared memory.
+def _tensor_map(pointer: int, rows: int, columns: int, stride: int, box_rows: int, size: int) -> _TensorMap:
+    """Boxes of `box_rows` rows of a matrix, swizzled in shared memory; `stride` and `size`, of a number, in bytes.
 
     It holds these numbers and nothing of what is in memory, so it may be used again.
     """
     from cuda.bindings import driver
 
     u64, u32 = driver.cuuint64_t, driver.cuuint32_t
-    return _checked(
+    box_columns = 128 if size == 1 else _BOX_COLUMNS
+    encoded = _checked(
         driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, pointer, [u64(columns), u64(rows)],
-            [u64(stride)], [u32(128), u32(box_rows)], [u32(1), u32(1)],
+            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_UINT{8 * size}"), 2, pointer,
+            [u64(columns), u64(rows)], [u64(stride)], [u32(box_columns), u32(box_rows)], [u32(1), u32(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{box_columns * size}B"),
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )  # fmt: skip
+    return _TensorMap.from_buffer_copy(ctypes.string_at(int(encoded.getPtr()), ctypes.sizeof(_TensorMap)))
 
 
-def _map_of(matrix: Tensor, box_rows: int) -> Any:
-    """The tensor map of a matrix `[rows, columns]` of FP8."""
-    assert matrix.stride(1) == 1 and matrix.stride(0) % 16 == 0 and matrix.data_ptr() % 16 == 0  # noqa: PT018
-    return _tensor_map(matrix.data_ptr(), *matrix.shape, matrix.stride(0), box_rows)
+def _map_of(matrix: Tensor, box_rows: int) -> _TensorMap:
+    """The tensor map of a matrix of operands or results."""
+    stride = matrix.stride(0) * matrix.element_size()
+    assert matrix.stride(1) == 1 and stride % 16 == 0 and matrix.data_ptr() % 16 == 0  # noqa: PT018
+    return _tensor_map(matrix.data_ptr(), *matrix.shape, stride, box_rows, matrix.element_size())
 
 
-class _Sizes(ctypes.Structure):
-    """`Sizes` of the source."""
+class _RowsSizes(ctypes.Structure):
+    """`Sizes` of `grouped_gemm_cuda.cu`."""
 
     _fields_ = [
         (name, ctypes.c_int) for name in ("n", "k", "experts", "row_step", "column_step", "a_stride", "b_stride")
     ]
 
 
+class _SumsSizes(ctypes.Structure):
+    """`Sizes` of `grouped_sums_cuda.cu`."""
+
+    _fields_ = [(name, ctypes.c_int) for name in ("p", "q", "experts", "accumulate")]
+
+
+class _Operands(ctypes.Structure):
+    """`Operands` of `grouped_sums_cuda.cu`, of a multiple of 64 bytes as its tensor maps are aligned."""
+
+    _fields_ = [
+        ("a", _TensorMap), ("b", _TensorMap), ("a_scale_inv", ctypes.c_void_p), ("b_scale_inv", ctypes.c_void_p),
+        ("ends_e", ctypes.c_void_p), ("a_stride", ctypes.c_int), ("b_stride", ctypes.c_int),
+        ("padding", ctypes.c_char * 32),
+    ]  # fmt: skip
+
+
 @cache
 def _programs(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count // _CLUSTER * _CLUSTER
+
+
+def _launch(kernel: Kernel, formats: tuple[str, str, str], device: int, *arguments: Any) -> None:
+    """`arguments`: values of ctypes, in the order of the kernel's parameters."""
+    from cuda.bindings import driver
+
+    addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    with _on(device):
+        _checked(
+            driver.cuLaunchKernel(
+                _loaded(kernel, *formats, device)[0], _programs(device), 1, 1, _THREADS, 1, 1, kernel.shared_bytes,
+                torch.cuda.current_stream().cuda_stream, ctypes.addressof(addresses), 0,
+            )
+        )  # fmt: skip
 
 
 def rows_times_matrices(
@@ -163,24 +222,53 @@ def rows_times_matrices(
 
     The matrix of expert i begins at row i·row_step and column i·column_step of b.
     """
-    from cuda.bindings import driver
-
-    a_scale_km = a_mk.scale_inv.t()
-    assert a_scale_km.stride(1) == 1 and a_scale_km.stride(0) % 4 == 0 and a_scale_km.data_ptr() % 16 == 0  # noqa: PT018
+    a_scale_km = _scales_by_block(a_mk)
     assert b.scale_inv.stride(1) == 1 and out_mn.is_contiguous() and out_mn.data_ptr() % 16 == 0  # noqa: PT018
     assert ends_e.dtype == torch.int32
-    device = out_mn.device.index
-    formats = FORMATS[a_mk.data.dtype], FORMATS[b.data.dtype], RESULTS[out_mn.dtype]
+    formats = FORMATS[a_mk.data.dtype], FORMATS[b.data.dtype], ROWS_RESULTS[out_mn.dtype]
     k, n = a_mk.data.shape[1], out_mn.shape[1]
-    maps = _map_of(a_mk.data, _A_BOX_ROWS), _map_of(b.data, _B_BOX_ROWS)
+    maps = _map_of(a_mk.data, ROWS.a_box_rows), _map_of(b.data, ROWS.b_box_rows)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a_scale_km, out_mn, b.scale_inv, ends_e)]
-    sizes = _Sizes(n, k, len(ends_e), row_step, column_step, a_scale_km.stride(0), b.scale_inv.stride(0))
-    addresses = [int(m.getPtr()) for m in maps] + [ctypes.addressof(argument) for argument in (*pointers, sizes)]
-    arguments = (ctypes.c_void_p * len(addresses))(*addresses)
-    with _on(device):
-        _checked(
-            driver.cuLaunchKernel(
-                _kernel(*formats, device)[0], _programs(device), 1, 1, _THREADS, 1, 1, _SHARED_BYTES,
-                torch.cuda.current_stream().cuda_stream, ctypes.addressof(arguments), 0,
-            )
-        )  # fmt: skip
+    sizes = _RowsSizes(n, k, len(ends_e), row_step, column_step, a_scale_km.stride(0), b.scale_inv.stride(0))
+    _launch(ROWS, formats, out_mn.device.index, *maps, *pointers, sizes)
+
+
+def sums_over_rows(
+    a: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_epq: Tensor, *, accumulate: bool,
+    earlier: tuple[ScaledTensor, ScaledTensor, Tensor] | None,
+) -> None:  # fmt: skip
+    """Each expert's sum over its rows of outer products, and those of `earlier`, into `out_epq` or added to it.
+
+    Added only to fp32; else written also in bf16 or fp16.
+    """
+    experts, p, q = out_epq.shape
+    assert out_epq.is_contiguous() and (out_epq.dtype == torch.float32 or not accumulate)  # noqa: PT018
+    formats = FORMATS[a.data.dtype], FORMATS[b.data.dtype], SUMS_RESULTS[out_epq.dtype]
+    rows = a.data.shape[1]
+    if earlier is not None:
+        assert (earlier[0].data.dtype, earlier[1].data.dtype) == (a.data.dtype, b.data.dtype)
+        rows += earlier[0].data.shape[1]
+    kernel = NARROW_SUMS if rows < _FEW_ROWS * experts else SUMS
+    now, before = _operands(kernel, a, b, ends_e), _Operands()
+    if earlier is not None:
+        before = _operands(kernel, *earlier)
+    results = out_epq.flatten(0, 1)
+    maps = _map_of(results, _STORED_BOX_ROWS), _map_of(results, _ADDED_BOX_ROWS)
+    sizes = _SumsSizes(p, q, experts, int(accumulate))
+    _launch(kernel, formats, out_epq.device.index, before, now, *maps, sizes)
+
+
+def _scales_by_block(x: ScaledTensor) -> Tensor:
+    """Those of a block of summands beside each other, as the copy engine reads them."""
+    scale_inv = x.scale_inv.t()
+    assert scale_inv.stride(1) == 1 and scale_inv.stride(0) % 4 == 0 and scale_inv.data_ptr() % 16 == 0  # noqa: PT018
+    return scale_inv
+
+
+def _operands(kernel: Kernel, a: ScaledTensor, b: ScaledTensor, ends_e: Tensor) -> _Operands:
+    assert ends_e.dtype == torch.int32
+    a_scale_inv, b_scale_inv = _scales_by_block(a), _scales_by_block(b)
+    return _Operands(
+        _map_of(a.data, kernel.a_box_rows), _map_of(b.data, kernel.b_box_rows), a_scale_inv.data_ptr(),
+        b_scale_inv.data_ptr(), ends_e.data_ptr(), a_scale_inv.stride(0), b_scale_inv.stride(0),
+    )  # fmt: skip

@@ -1,30 +1,26 @@
-"""Matrix products of many experts in FP8 on Hopper's warpgroup tensor cores, in Gluon.
+"""Matrix products of many experts in FP8 on Hopper's warpgroup tensor cores, with one scale an expert, in Gluon.
 
-Same functions in `kernels.grouped_gemm`. Products are scaled, added to sums in fp32 and stored by the threads that wait
-for the tensor cores. In Triton all warps of a program do the same at the same time, so the tensor cores wait meanwhile.
-Here, in the language below it, warps have roles:
+Same functions in `kernels.grouped_gemm`; those with scales of blocks are in `kernels.grouped_gemm_cuda`. Products are
+added to sums in fp32, scaled and stored by the threads that wait for the tensor cores. In Triton all warps of a program
+do the same at the same time, so the tensor cores wait meanwhile. Here, in the language below it, warps have roles:
 
-    producer    one warp: copies operands and scales of the next blocks to shared memory, as far as there is room
-    consumers   two warpgroups: while one scales, adds or stores, the tensor cores compute for the other
+    producer    one warp: copies operands of the next 128 summands to shared memory, as far as there is room
+    consumers   two warpgroups: while one adds or stores, the tensor cores compute for the other
 
 A program has a multiprocessor for itself and takes tile after tile, of which each consumer has half of the rows unless
 said otherwise. The producer goes on to the next tile while the results of the last are stored.
 
-*Rows times matrices*, with one scale an expert, by which finished sums are multiplied (with scales of blocks:
-`kernels.grouped_gemm_cuda`). Fast sums stay in the tensor cores: consumers alternate with tiles of 128 × 128 (CUTLASS'
+Scales multiply finished sums.
+
+*Rows times matrices.* Fast sums stay in the tensor cores: consumers alternate with tiles of 128 × 128 (CUTLASS'
 ping-pong), and while one stores results the other multiplies. Else products of 128 summands are added in fp32: tiles
 are 128 × 256, of whose columns a consumer multiplies 128 after the other, as sums and a product of all do not fit in
 registers. Tiles may reach beyond n, where nothing is stored, and beyond k, where the copy engine reads zeros.
 
-*Sums over rows*, with one scale an expert or scales of blocks, are bound by the fp32 sums where experts are small. What
-is added to is copied to shared memory while products are computed, and results leave from there by the copy engine, for
-which no warp waits.
+*Sums over rows* are bound by the fp32 sums where experts are small. What is added to is copied to shared memory while
+products are computed, and results leave from there by the copy engine, for which no warp waits.
 
-The copy engine reads vectors of scales from multiples of 16 bytes only. So scales of rows lie where the rows lie in the
-columnwise copy (`megafp8.numerics.groups`), which begins at a multiple of 128 for each expert.
-
-Shapes as in `kernels.grouped_gemm`. p is a multiple of 128; n, k and q are multiples of 16, with scales of blocks of
-128, too.
+Shapes as in `kernels.grouped_gemm`. p is a multiple of 128; n, k and q are multiples of 16.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megafp8.kernels.arithmetic import INTERPRETED
-from megafp8.numerics.tensor import BLOCK_1X128, ScaledTensor
+from megafp8.numerics.tensor import ScaledTensor
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +52,12 @@ _store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 _BLOCK = gl.constexpr(128)
-"""Summands that share a scale, read at once."""
+"""Summands that are read at once."""
 _SIDE = gl.constexpr(64)
 """Rows of an instruction of a warpgroup, whose other side is 128."""
 _GROUP = gl.constexpr(16)
 """Tiles next to each other in a column, before the next column of them: their operands stay in the L2 cache."""
-_DATA, _SCALES = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 2)
+_DATA = gl.NVMMASharedLayout(128, 8, 2)
 _REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)  # of a thread
 
 
@@ -77,12 +73,6 @@ def _stored(ROWS):
     registers = [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]] + ([[64, 0]] if ROWS == 128 else [])
     lanes, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS, 128])
-
-
-@gluon.jit
-def _vector(block, first, N: gl.constexpr, LAYOUT: gl.constexpr):
-    """N scales from `first` on of a block `[1, ...]` in shared memory."""
-    return block.reshape([block.shape[1]]).slice(first, N).load(LAYOUT)
 
 
 @gluon.jit
@@ -301,29 +291,24 @@ def _sum_at(tile, ends_e, down, across):
 
 
 @gluon.jit
-def _copy_blocks(a, b, a_scale_inv, b_scale_inv, a_s, b_s, a_scales, b_scales, full, empty, i0, j0, first, stop, block,
-                 BLOCKS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Copy the blocks of rows from `first` to `stop` of a tile, with scales of BLOCKS; blocks copied so far."""
+def _copy_blocks(a, b, a_s, b_s, full, empty, i0, j0, first, stop, block, STAGES: gl.constexpr):
+    """Copy the blocks of rows from `first` to `stop` of a tile; blocks copied so far."""
     for k in range(first, stop):
         stage = block % STAGES
         mbarrier.wait(empty.index(stage), (block // STAGES + 1) & 1)
         arrived = full.index(stage)
-        mbarrier.expect(arrived, 256 * _BLOCK + 1024 * BLOCKS)
+        mbarrier.expect(arrived, 256 * _BLOCK)
         for side in gl.static_range(2):
             to = a_s.index(2 * stage + side)
             _load_tile(a, [i0 + side * _SIDE, k * _BLOCK], arrived, to)
         _load_tile(b, [j0, k * _BLOCK], arrived, b_s.index(stage))
-        if BLOCKS:
-            _load_tile(a_scale_inv, [k, i0], arrived, a_scales.index(stage))
-            _load_tile(b_scale_inv, [k, j0], arrived, b_scales.index(stage))
         block += 1
     return block
 
 
 @gluon.jit
-def _copy_sums(a, b, a_scale_inv, b_scale_inv, earlier_a, earlier_b, earlier_a_scale_inv, earlier_b_scale_inv, out, a_s,
-               b_s, a_scales, b_scales, out_s, full, empty, old, stored, ends_e, earlier_ends_e, p, q, e,
-               BLOCKS: gl.constexpr, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr, PAIR: gl.constexpr):  # fmt: skip
+def _copy_sums(a, b, earlier_a, earlier_b, out, a_s, b_s, out_s, full, empty, old, stored, ends_e, earlier_ends_e, p, q,
+               e, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr, PAIR: gl.constexpr):  # fmt: skip
     """The producer of `sums_kernel`. What is added to follows the last block, when the tile before is stored."""
     down, across, block, count = p // 128, (q + 127) // 128, 0, 0
     for tile in range(gl.program_id(0), e * down * across, gl.num_programs(0)):
@@ -332,11 +317,9 @@ def _copy_sums(a, b, a_scale_inv, b_scale_inv, earlier_a, earlier_b, earlier_a_s
         if PAIR:
             _, _, _, earlier_first, earlier_stop = _sum_at(tile, earlier_ends_e, down, across)
             blocks += earlier_stop - earlier_first
-            block = _copy_blocks(earlier_a, earlier_b, earlier_a_scale_inv, earlier_b_scale_inv, a_s, b_s, a_scales,
-                                 b_scales, full, empty, i0, j0, earlier_first, earlier_stop, block, BLOCKS,
-                                 STAGES)  # fmt: skip
-        block = _copy_blocks(a, b, a_scale_inv, b_scale_inv, a_s, b_s, a_scales, b_scales, full, empty, i0, j0, first,
-                             stop, block, BLOCKS, STAGES)  # fmt: skip
+            block = _copy_blocks(earlier_a, earlier_b, a_s, b_s, full, empty, i0, j0, earlier_first, earlier_stop,
+                                 block, STAGES)  # fmt: skip
+        block = _copy_blocks(a, b, a_s, b_s, full, empty, i0, j0, first, stop, block, STAGES)
         if ACCUMULATE:  # noqa: SIM102 -- known when the kernel is compiled
             if blocks > 0:
                 for side in gl.static_range(2):
@@ -348,14 +331,12 @@ def _copy_sums(a, b, a_scale_inv, b_scale_inv, earlier_a, earlier_b, earlier_a_s
 
 
 @gluon.jit
-def _add_blocks(sums, a_s, b_s, a_scales, b_scales, full, empty, stored, block, blocks, leaving, CONSUMER: gl.constexpr,
-                BLOCKS: gl.constexpr, FAST: gl.constexpr, STAGES: gl.constexpr,
-                ACCUMULATE: gl.constexpr):  # fmt: skip
-    """sums + the products of `blocks`, with scales of BLOCKS; blocks multiplied so far.
+def _add_blocks(sums, a_s, b_s, full, empty, stored, block, blocks, leaving, CONSUMER: gl.constexpr, FAST: gl.constexpr,
+                STAGES: gl.constexpr, ACCUMULATE: gl.constexpr):  # fmt: skip
+    """sums + the products of `blocks`; blocks multiplied so far.
 
     leaving: not 0 if results of the tile before may not have left shared memory, where what is added to will lie.
     """
-    layout: gl.constexpr = _sums()
     for k in range(blocks):
         stage = block % STAGES
         mbarrier.wait(full.index(stage), (block // STAGES) & 1)
@@ -364,9 +345,6 @@ def _add_blocks(sums, a_s, b_s, a_scales, b_scales, full, empty, stored, block, 
             product = warpgroup_mma(x, y.permute((1, 0)), sums, is_async=True)
         else:
             product = _begin(x, y)
-        if BLOCKS:
-            rows = _vector(a_scales.index(stage), CONSUMER * _SIDE, _SIDE, gl.SliceLayout(1, layout))
-            columns = _vector(b_scales.index(stage), 0, 128, gl.SliceLayout(0, layout))
         if ACCUMULATE:  # noqa: SIM102 -- known when the kernel is compiled
             if (k == 0) & (leaving > 0):
                 tma.store_wait(0)
@@ -374,9 +352,7 @@ def _add_blocks(sums, a_s, b_s, a_scales, b_scales, full, empty, stored, block, 
                 mbarrier.arrive(stored.index(CONSUMER), count=1)
         product = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(empty.index(stage), count=1)
-        if BLOCKS:
-            sums += product * gl.expand_dims(columns, 0) * gl.expand_dims(rows, 1)
-        elif FAST:
+        if FAST:
             sums = product
         else:
             sums += product
@@ -385,10 +361,10 @@ def _add_blocks(sums, a_s, b_s, a_scales, b_scales, full, empty, stored, block, 
 
 
 @gluon.jit
-def _multiply_sums(out, a_scale_inv, b_scale_inv, earlier_a_scale_inv, earlier_b_scale_inv, a_s, b_s, a_scales,
-                   b_scales, out_s, full, empty, old, stored, ends_e, earlier_ends_e, p, q, e, a_stride, b_stride,
-                   CONSUMER: gl.constexpr, BLOCKS: gl.constexpr, FAST: gl.constexpr, STAGES: gl.constexpr,
-                   ACCUMULATE: gl.constexpr, PAIR: gl.constexpr):  # fmt: skip
+def _multiply_sums(out, a_scale_inv, b_scale_inv, earlier_a_scale_inv, earlier_b_scale_inv, a_s, b_s, out_s, full,
+                   empty, old, stored, ends_e, earlier_ends_e, p, q, e, a_stride, b_stride, CONSUMER: gl.constexpr,
+                   FAST: gl.constexpr, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr,
+                   PAIR: gl.constexpr):  # fmt: skip
     """A consumer of `sums_kernel`: half of the tile's rows."""
     layout: gl.constexpr = _sums()
     down, across, block, count = p // 128, (q + 127) // 128, 0, 0
@@ -401,22 +377,17 @@ def _multiply_sums(out, a_scale_inv, b_scale_inv, earlier_a_scale_inv, earlier_b
             earlier_blocks = earlier_stop - earlier_first
         blocks, leaving = earlier_blocks + last_blocks, count
         sums = gl.zeros([_SIDE, 128], gl.float32, layout)
-        if BLOCKS:
-            sums, block = _add_blocks(sums, a_s, b_s, a_scales, b_scales, full, empty, stored, block, blocks, leaving,
-                                      CONSUMER, BLOCKS, FAST, STAGES, ACCUMULATE)  # fmt: skip
-        else:
-            a_scale, b_scale = gl.load(a_scale_inv + expert * a_stride), gl.load(b_scale_inv + expert * b_stride)
-            if PAIR:
-                a_ratio = gl.load(earlier_a_scale_inv + expert * a_stride) / a_scale
-                b_ratio = gl.load(earlier_b_scale_inv + expert * b_stride) / b_scale
-                sums, block = _add_blocks(sums, a_s, b_s, a_scales, b_scales, full, empty, stored, block,
-                                          earlier_blocks, leaving, CONSUMER, BLOCKS, FAST, STAGES,
-                                          ACCUMULATE)  # fmt: skip
-                sums = sums * a_ratio * b_ratio  # as if they had the scales of a and b
-                leaving = gl.where(earlier_blocks > 0, 0, leaving)
-            sums, block = _add_blocks(sums, a_s, b_s, a_scales, b_scales, full, empty, stored, block, last_blocks,
-                                      leaving, CONSUMER, BLOCKS, FAST, STAGES, ACCUMULATE)  # fmt: skip
-            sums = sums * a_scale * b_scale
+        a_scale, b_scale = gl.load(a_scale_inv + expert * a_stride), gl.load(b_scale_inv + expert * b_stride)
+        if PAIR:
+            a_ratio = gl.load(earlier_a_scale_inv + expert * a_stride) / a_scale
+            b_ratio = gl.load(earlier_b_scale_inv + expert * b_stride) / b_scale
+            sums, block = _add_blocks(sums, a_s, b_s, full, empty, stored, block, earlier_blocks, leaving, CONSUMER,
+                                      FAST, STAGES, ACCUMULATE)  # fmt: skip
+            sums = sums * a_ratio * b_ratio  # as if they had the scales of a and b
+            leaving = gl.where(earlier_blocks > 0, 0, leaving)
+        sums, block = _add_blocks(sums, a_s, b_s, full, empty, stored, block, last_blocks, leaving, CONSUMER, FAST,
+                                  STAGES, ACCUMULATE)  # fmt: skip
+        sums = sums * a_scale * b_scale
         if (not ACCUMULATE) or blocks > 0:
             if ACCUMULATE:
                 mbarrier.wait(old.index(CONSUMER), count & 1)
@@ -434,34 +405,28 @@ def _multiply_sums(out, a_scale_inv, b_scale_inv, earlier_a_scale_inv, earlier_b
 
 @gluon.jit(do_not_specialize=["e", "a_stride", "b_stride"])
 def sums_kernel(a, b, a_scale_inv, b_scale_inv, earlier_a, earlier_b, earlier_a_scale_inv, earlier_b_scale_inv, out,
-                ends_e, earlier_ends_e, p, q, e, a_stride, b_stride, BLOCKS: gl.constexpr, FAST: gl.constexpr,
-                STAGES: gl.constexpr, ACCUMULATE: gl.constexpr, PAIR: gl.constexpr):  # fmt: skip
+                ends_e, earlier_ends_e, p, q, e, a_stride, b_stride, FAST: gl.constexpr, STAGES: gl.constexpr,
+                ACCUMULATE: gl.constexpr, PAIR: gl.constexpr):  # fmt: skip
     """Each expert's sum over its rows of a's row times b's: into `out` `[e·p, q]`, or added to it (ACCUMULATE).
 
     PAIR: over the rows of `earlier_a` and `earlier_b`, too, which have scales of their own; else these are not read.
-    BLOCKS: scales of blocks are read through descriptors, and sums are not FAST. Else `a_stride` and `b_stride` are
-    from the scale of an expert to the next, and FAST sums stay in the tensor cores.
+    `a_stride` and `b_stride`: from the scale of an expert to the next. FAST sums stay in the tensor cores.
     """
     a_s = gl.allocate_shared_memory(a.dtype, [2 * STAGES, _SIDE, _BLOCK], a.layout)
     b_s = gl.allocate_shared_memory(b.dtype, [STAGES, 128, _BLOCK], b.layout)
-    a_scales, b_scales = a_scale_inv, b_scale_inv
-    if BLOCKS:
-        a_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], a_scale_inv.layout)
-        b_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], b_scale_inv.layout)
     out_s = gl.allocate_shared_memory(out.dtype, [2, _SIDE, 128], out.layout)
     full, empty = _barriers(STAGES, 2)
     old, stored = _barriers(2, 1)
     gl.warp_specialize(
         [
-            (_multiply_sums, (out, a_scale_inv, b_scale_inv, earlier_a_scale_inv, earlier_b_scale_inv, a_s, b_s,
-                              a_scales, b_scales, out_s, full, empty, old, stored, ends_e, earlier_ends_e, p, q, e,
-                              a_stride, b_stride, gl.constexpr(0), BLOCKS, FAST, STAGES, ACCUMULATE, PAIR)),
-            (_multiply_sums, (out, a_scale_inv, b_scale_inv, earlier_a_scale_inv, earlier_b_scale_inv, a_s, b_s,
-                              a_scales, b_scales, out_s, full, empty, old, stored, ends_e, earlier_ends_e, p, q, e,
-                              a_stride, b_stride, gl.constexpr(1), BLOCKS, FAST, STAGES, ACCUMULATE, PAIR)),
-            (_copy_sums, (a, b, a_scale_inv, b_scale_inv, earlier_a, earlier_b, earlier_a_scale_inv,
-                          earlier_b_scale_inv, out, a_s, b_s, a_scales, b_scales, out_s, full, empty, old, stored,
-                          ends_e, earlier_ends_e, p, q, e, BLOCKS, STAGES, ACCUMULATE, PAIR)),
+            (_multiply_sums, (out, a_scale_inv, b_scale_inv, earlier_a_scale_inv, earlier_b_scale_inv, a_s, b_s, out_s,
+                              full, empty, old, stored, ends_e, earlier_ends_e, p, q, e, a_stride, b_stride,
+                              gl.constexpr(0), FAST, STAGES, ACCUMULATE, PAIR)),
+            (_multiply_sums, (out, a_scale_inv, b_scale_inv, earlier_a_scale_inv, earlier_b_scale_inv, a_s, b_s, out_s,
+                              full, empty, old, stored, ends_e, earlier_ends_e, p, q, e, a_stride, b_stride,
+                              gl.constexpr(1), FAST, STAGES, ACCUMULATE, PAIR)),
+            (_copy_sums, (a, b, earlier_a, earlier_b, out, a_s, b_s, out_s, full, empty, old, stored, ends_e,
+                          earlier_ends_e, p, q, e, STAGES, ACCUMULATE, PAIR)),
         ],
         [4, 1],
         [_REGISTERS, _PRODUCER_REGISTERS],
@@ -510,27 +475,18 @@ def sums_over_rows(
 ) -> None:  # fmt: skip
     """Each expert's sum over its rows of outer products, and those of `earlier`, into `out_epq` or added to it.
 
-    `fast`: sums stay in the tensor cores; never those of blocks with scales.
+    `fast`: sums stay in the tensor cores.
     """
     experts, p, q = out_epq.shape
-    blocks = a.granularity is BLOCK_1X128
     results = gl.NVMMASharedLayout(128, 8 * out_epq.element_size(), 2)
     operands: list[TensorDescriptor | Tensor] = []
     for x, y in ((a, b), earlier[:2] if earlier is not None else (a, b)):
         operands += [
             TensorDescriptor.from_tensor(x.data, [64, 128], _DATA),
-            TensorDescriptor.from_tensor(y.data, [128, 128], _DATA), *map(_read_scales, (x, y)),
+            TensorDescriptor.from_tensor(y.data, [128, 128], _DATA), x.scale_inv, y.scale_inv,
         ]  # fmt: skip
     sums_kernel[(_programs(out_epq.device),)](
         *operands, TensorDescriptor.from_tensor(out_epq.flatten(0, 1), [64, 128], results), ends_e,
         ends_e if earlier is None else earlier[2], p, q, experts, a.scale_inv.stride(-1), b.scale_inv.stride(-1),
-        BLOCKS=blocks, FAST=fast and not blocks, STAGES=4 if blocks else 5, ACCUMULATE=accumulate,
-        PAIR=earlier is not None, num_warps=4,
+        FAST=fast, STAGES=5, ACCUMULATE=accumulate, PAIR=earlier is not None, num_warps=4,
     )  # fmt: skip
-
-
-def _read_scales(x: ScaledTensor) -> TensorDescriptor | Tensor:
-    """Scales as `sums_kernel` reads them."""
-    if x.granularity is BLOCK_1X128:
-        return TensorDescriptor.from_tensor(x.scale_inv.t(), [1, 128], _SCALES)
-    return x.scale_inv

@@ -15,18 +15,15 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from megafp8.kernels import grouped_gemm_hopper as kernels
 
-_SUMS = {"BLOCKS": True, "FAST": False, "STAGES": 4, "ACCUMULATE": True, "PAIR": False}
-_TENSOR_SUMS = _SUMS | {"BLOCKS": False, "STAGES": 5}
+_SUMS = {"FAST": False, "STAGES": 5, "ACCUMULATE": True, "PAIR": False}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "sums": ("sums", _SUMS),
     "pairs": ("sums", _SUMS | {"PAIR": True}),
-    "tensor-rows": ("precise_rows", {"STAGES": 4}),
-    "tensor-rows-fast": ("fast_rows", {"STAGES": 6}),
-    "tensor-sums": ("sums", _TENSOR_SUMS),
-    "tensor-pairs": ("sums", _TENSOR_SUMS | {"PAIR": True}),
-    "tensor-pairs-fast": ("sums", _TENSOR_SUMS | {"PAIR": True, "FAST": True}),
+    "pairs-fast": ("sums", _SUMS | {"PAIR": True, "FAST": True}),
+    "rows": ("precise_rows", {"STAGES": 4}),
+    "rows-fast": ("fast_rows", {"STAGES": 6}),
 }
-"""By name: the kernel and its constants; "tensor": with one scale an expert."""
+"""By name: the kernel and its constants."""
 _TILES = {"sums": (64, 128), "precise_rows": (128, 256), "fast_rows": (128, 128)}
 """Rows of a and of b that are copied at once."""
 DIVISIBLE = {"n", "k", "p", "q", "row_step", "column_step"}
@@ -43,8 +40,6 @@ def compiled(variant: str, **options: Any) -> Any:
         elif argument in ("a", "b", "earlier_a", "earlier_b"):
             rows = _TILES[name][argument.endswith("b")]
             signature[argument] = f"tensordesc<fp8e4nv[{rows}, 128],{kernels._DATA!r}>"
-        elif argument.endswith("_scale_inv") and given.get("BLOCKS"):
-            signature[argument] = f"tensordesc<fp32[1, 128],{kernels._SCALES!r}>"
         elif argument == "out":
             signature[argument] = f"tensordesc<fp32[64, 128],{gl.NVMMASharedLayout(128, 32, 2)!r}>"
         elif argument.endswith("_scale_inv"):  # those of an expert may begin anywhere
