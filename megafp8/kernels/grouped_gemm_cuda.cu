@@ -298,14 +298,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     rows_kernel(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const float* a_scale_inv,
                 unsigned short* out, const float* b_scale_inv, const int* ends_e, const __grid_constant__ Sizes sizes) {
     const u32 memory = shared_address(shared_memory);
-    if (threadIdx.x == 0) {
-        for (int stage = 0; stage < STAGES; ++stage) {
-            barrier_init(memory + FULL_AT + stage * 8, 1);
-            barrier_init(memory + EMPTY_AT + stage * 8, CLUSTER * CONSUMER_WARPS);
-        }
-        fence_barriers();
-    }
-    cluster_sync();
+    make_barriers<STAGES>(memory + FULL_AT, memory + EMPTY_AT, CLUSTER * CONSUMER_WARPS);
     if (threadIdx.x >= CONSUMER_WARPS * 32) {
         few_registers();
         if (same(threadIdx.x / 32) == CONSUMER_WARPS)

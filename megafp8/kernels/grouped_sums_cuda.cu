@@ -444,14 +444,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap added,
                 const __grid_constant__ Sizes sizes) {
     const u32 memory = shared_address(shared_memory);
-    if (threadIdx.x == 0) {
-        for (int stage = 0; stage < STAGES; ++stage) {
-            barrier_init(memory + FULL_AT + stage * 8, 1);
-            barrier_init(memory + EMPTY_AT + stage * 8, CLUSTER * CONSUMER_WARPS);
-        }
-        fence_barriers();
-    }
-    cluster_sync();
+    make_barriers<STAGES>(memory + FULL_AT, memory + EMPTY_AT, CLUSTER * CONSUMER_WARPS);
     const int warp = same(threadIdx.x / 32);
     if (threadIdx.x >= CONSUMER_WARPS * 32) {
         few_registers();

@@ -236,3 +236,17 @@ struct RingOf {
         }
     }
 };
+
+// Makes the barriers of a ring, by all threads of the cluster: a stage is full when what the producer has expected is
+// there, and empty when `readers` warps of the cluster have arrived.
+template <int STAGES>
+__device__ __forceinline__ void make_barriers(u32 full, u32 empty, u32 readers) {
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < STAGES; ++stage) {
+            barrier_init(full + stage * 8, 1);
+            barrier_init(empty + stage * 8, readers);
+        }
+        fence_barriers();
+    }
+    cluster_sync();
+}
