@@ -158,7 +158,7 @@ def _train(arguments: argparse.Namespace) -> None:
     check_writable(arguments.output, arguments.overwrite)
     files = input_files(arguments)
     for file in files:
-        if os.path.realpath(file.path) == os.path.realpath(arguments.output):
+        if os.path.realpath(str(file.path)) == os.path.realpath(arguments.output):
             raise ValueError(f"{file.path} is an input and would be replaced by --output; choose another output")
     size = sum(file.path.stat().st_size for file in files)
     with tqdm(total=size, unit="B", unit_scale=True, desc="reading") as bar:
