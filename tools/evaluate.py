@@ -125,7 +125,7 @@ class Evaluation:
         if arguments.tasks and self.opened.tokenizer is None:
             raise ValueError(f"{arguments.checkpoint} has no tokenizer, which tasks need")
         self.max_length = self.opened.max_length(arguments.max_length)
-        self.stride = arguments.stride or -(-self.max_length // 2)
+        self.stride = -(-self.max_length // 2) if arguments.stride is None else arguments.stride
         self.texts = open_texts(arguments, self.opened)
         if arguments.concatenate and self.opened.tokenizer is None:
             raise ValueError(

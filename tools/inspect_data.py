@@ -1,6 +1,6 @@
 """Inspect a token data set: size, document lengths, documents and samples.
 
-    megafp8 inspect-data data/quickstart/stdlib --tokenizer sentencepiece \
+    megafp8 inspect-data data/quickstart/stdlib --tokenizer sentencepiece \\
         --tokenizer-path data/quickstart/tokenizer.model --documents 2 --samples 2 --seq-length 128 --png lengths.png
 """
 

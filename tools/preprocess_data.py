@@ -1,11 +1,11 @@
 """Tokenize text, or chats for fine-tuning, into a Megatron-compatible .bin/.idx data set.
 
-    megafp8 preprocess --input 'corpus/*.jsonl.zst' --tokenizer sentencepiece \
+    megafp8 preprocess --input 'corpus/*.jsonl.zst' --tokenizer sentencepiece \\
         --tokenizer-path tokenizer.model --output-prefix data/mine/text --workers 16
-    megafp8 preprocess --input wiki/ 'code/*.parquet' --json-key text content --tokenizer bytes \
+    megafp8 preprocess --input wiki/ 'code/*.parquet' --json-key text content --tokenizer bytes \\
         --output-prefix data/both
     megafp8 preprocess --input src/ --text-files --tokenizer bytes --output-prefix data/src
-    megafp8 preprocess --input chats.jsonl --style chat --tokenizer huggingface \
+    megafp8 preprocess --input chats.jsonl --style chat --tokenizer huggingface \\
         --tokenizer-path models/mine/tokenizer.json --output-prefix data/chats
 
 Reads .json, .jsonl, .ndjson (one JSON object per line), .parquet (rows) and .txt (one document per file), all but
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import Any
 
 from megafp8.arguments import ArgumentParser, at_least
 from megafp8.commands.common import (
@@ -50,9 +51,9 @@ def make_parser() -> ArgumentParser:
     )
     help += "answers"
     parser.add_argument("--style", choices=sorted(STYLES), default="text", help=help)
-    parser.add_argument("--completion-key", default="completion", help="key or column of the completion")
-    parser.add_argument("--chosen-key", default="chosen", help="key or column of the preferred answer")
-    parser.add_argument("--rejected-key", default="rejected", help="key or column of the other answer")
+    parser.add_argument("--completion-key", help="key or column of the completion; default: completion")
+    parser.add_argument("--chosen-key", help="key or column of the preferred answer; default: chosen")
+    parser.add_argument("--rejected-key", help="key or column of the other answer; default: rejected")
     parser.add_argument("--chat-template", help="file with a chat template. Default: that beside --tokenizer-path")
     help = "store each sentence of a document as a sequence, for data.packing sentences"
     parser.add_argument("--split-sentences", action="store_true", help=help)
@@ -68,8 +69,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _preprocess(arguments: argparse.Namespace) -> None:
     start = time.monotonic()
-    more_keys = [getattr(arguments, key.flag[2:].replace("-", "_")) for key in STYLES[arguments.style].keys[1:]]
-    files, method = input_files(arguments, arguments.style, more_keys), _method(arguments)
+    method = _method(arguments)
+    keys = STYLES[arguments.style].keys[1:]
+    more_keys = [key.name if (given := _value(arguments, key.flag)) is None else given for key in keys]
+    files = input_files(arguments, arguments.style, more_keys)
     summary = preprocess(
         read_documents(files),
         arguments.output_prefix,
@@ -98,15 +101,15 @@ def _preprocess(arguments: argparse.Namespace) -> None:
 def _method(arguments: argparse.Namespace) -> Method:
     """What the flags say of documents. Raises ValueError for flags that say nothing of this style."""
     style = STYLES[arguments.style]
-    flags = {
-        "--split-sentences": arguments.split_sentences,
-        "--chat-template": arguments.chat_template,
-        "--no-append-eod": arguments.no_append_eod,
-    }
-    for flag, given in flags.items():
-        if given and flag not in style.flags:
+    flags = {*style.flags, *(key.flag for key in style.keys)}
+    for flag in sorted({flag for each in STYLES.values() for flag in (*each.flags, *(key.flag for key in each.keys))}):
+        if _value(arguments, flag) and flag not in flags:
             raise ValueError(f"{flag} says nothing of --style {style.name}: leave it out")
     return style.method(arguments)
+
+
+def _value(arguments: argparse.Namespace, flag: str) -> Any:
+    return getattr(arguments, flag[2:].replace("-", "_"))
 
 
 if __name__ == "__main__":

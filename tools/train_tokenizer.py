@@ -157,6 +157,9 @@ def _train(arguments: argparse.Namespace) -> None:
     start = time.monotonic()
     check_writable(arguments.output, arguments.overwrite)
     files = input_files(arguments)
+    for file in files:
+        if os.path.realpath(str(file.path)) == os.path.realpath(arguments.output):
+            raise ValueError(f"{file.path} is an input and would be replaced by --output; choose another output")
     size = sum(file.path.stat().st_size for file in files)
     with tqdm(total=size, unit="B", unit_scale=True, desc="reading") as bar:
         documents = read_documents(files, on_progress=bar.update)

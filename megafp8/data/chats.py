@@ -117,8 +117,9 @@ def read_chat_template(tokenizer_path: str | None, given: str | None = None) -> 
     if isinstance(source, list):
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
     if not isinstance(source, str):
+        where = "a tokenizer without a path" if tokenizer_path is None else folder
         raise ValueError(
-            f"{folder} has no chat template, neither {TEMPLATE_FILE} nor chat_template of {CONFIG_FILE}: give the file "
+            f"{where} has no chat template, neither {TEMPLATE_FILE} nor chat_template of {CONFIG_FILE}: give the file "
             "of one by --chat-template"
         )
     import_package("jinja2", "a chat template")

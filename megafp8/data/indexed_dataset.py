@@ -540,6 +540,8 @@ class IndexedDatasetWriter:
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
         if is_url(prefix):
             raise ValueError(f"{prefix}: data sets are written to a local disk; copy the files to object storage then")
+        if str(prefix).endswith(os.sep):
+            raise ValueError(f"{prefix} is a folder; add the name of the data set, as in {prefix}text")
         for path in all_paths(prefix):
             if path.is_dir():
                 raise ValueError(f"{path} is a folder; choose another output prefix")

@@ -79,9 +79,11 @@ class Opened(NamedTuple):
     def max_length(self, given: int | None = None) -> int:
         """The most tokens of a sequence: those `given`, else the positions that the model was trained with.
 
-        Raises ValueError if neither is known.
+        Raises ValueError if neither is known, or `given` is less than 1.
         """
-        length = given or self.source.model.max_position_embeddings
+        if given is not None and given < 1:
+            raise ValueError(f"max_length = {given}: must be at least 1")
+        length = self.source.model.max_position_embeddings if given is None else given
         if length is None:
             raise ValueError(f"{self.source.path} does not say how long a text may be; give max_length, such as 2048")
         return length

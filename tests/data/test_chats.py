@@ -416,6 +416,8 @@ def test_flags_that_say_nothing_are_refused(
         (["--chat-template", "x"], "--chat-template says nothing of --style text"),
         (["--style", "chat", "--no-append-eod"], "--no-append-eod says nothing of --style chat"),
         (["--style", "completion", "--split-sentences"], "--split-sentences says nothing of --style completion"),
+        (["--completion-key", "x"], "--completion-key says nothing of --style text"),
+        (["--style", "completion", "--chosen-key", "x"], "--chosen-key says nothing of --style completion"),
         (["--style", "chat", "--text-files"], "--text-files reads whole files as texts, and --style is chat"),
         (["--style", "chat", "--tokenizer", "bytes"], "chats need a tokenizer"),
         (["--style", "chat", "--input", str(tmp_path / "x.txt")], "x.txt: a plain text has no keys"),

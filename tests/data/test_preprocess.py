@@ -297,6 +297,11 @@ def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert "in.json is an input and would be replaced" in refused(tmp_path / "in", "--overwrite")
     assert source.read_bytes() == LINES
     (tmp_path / "folder.idx").mkdir()
+    (tmp_path / "data").mkdir()
+    source_and_slash = ["--tokenizer", "bytes", "--input", str(source), "--output-prefix", f"{tmp_path}/data/"]
+    assert preprocess_data.main(source_and_slash) == 2
+    assert "data/ is a folder; add the name of the data set, as in" in capsys.readouterr().err
+    assert list((tmp_path / "data").iterdir()) == []
     assert "folder.idx is a folder" in refused(tmp_path / "folder", "--overwrite")
     source = tmp_path / "noise.jsonl"
     source.write_bytes(NOISE)

@@ -99,6 +99,10 @@ def test_failures_leave_no_files(
     assert "bad.jsonl, line 2: not UTF-8" in said
     assert "1 unreadable documents skipped" in said
     before = (folder / "t.model").read_bytes()
+    source = tmp_path / "in" / "bad.jsonl"
+    assert train_tokenizer.main([*arguments, "--output", str(source), "--overwrite", "--skip-errors"]) == 2
+    assert "bad.jsonl is an input and would be replaced by --output" in capsys.readouterr().err
+    assert source.read_bytes() == b'{"text": "ok"}\n\xff\n'
     assert train_tokenizer.main([*arguments, *output]) == 2
     assert "exists; --overwrite replaces it" in capsys.readouterr().err
     (tmp_path / "file").write_text("")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megafp8.numerics import attention_reference
-from megafp8.numerics.attention_mask import AttentionMask
+from megafp8.numerics.attention_mask import CAUSAL, AttentionMask
 from megafp8.numerics.attention_scores import PLAIN, Scores
 from megafp8.ops import cpu_attention
 from megafp8.ops.attention import attention
@@ -70,13 +70,14 @@ def _check(
 
 @pytest.mark.parametrize("positions", [False, True])
 def test_values_narrower_than_keys(positions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computed by the flash kernel, padded."""
-    s = 4 if positions else T
-    mask = AttentionMask(positions_bs=torch.arange(T - s, T)[None] if positions else None)
-    q, k, v = (torch.randn(n, B, 4, d, dtype=torch.float64) for n, d in ((s, D), (T, D), (T, 5)))
-    expected, _ = attention_reference.forward(q, k, v, mask, Scores(0.3))
-    assert expected.shape[-1] == 5
-    _check(q, k, v, mask, Scores(0.3), expected, monkeypatch)
+    """Computed by the flash kernel, padded; with one mask for sequences of several lengths."""
+    for t, b in ((9, 1), (T, B), (T - 1, 2)):
+        s = 4 if positions else t
+        mask = AttentionMask(positions_bs=torch.arange(t - s, t)[None]) if positions else CAUSAL
+        q, k, v = (torch.randn(n, b, 4, d, dtype=torch.float64) for n, d in ((s, D), (t, D), (t, 5)))
+        expected, _ = attention_reference.forward(q, k, v, mask, Scores(0.3))
+        assert expected.shape[-1] == 5
+        _check(q, k, v, mask, Scores(0.3), expected, monkeypatch)
 
 
 def test_what_it_does_not_compute() -> None:
