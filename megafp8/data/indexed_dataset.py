@@ -444,7 +444,9 @@ def _read_index(path: AnyPath, copy: Path | None = None) -> _Index:
         file = MappedFile(copy or Path(str(path)))
     except (OSError, ValueError) as error:
         reason = "it is empty" if path.exists() else "no such file"
-        near = near_path(Path(str(path)))
+        prefix = Path(str(path)).with_suffix("")
+        exact = prefix.with_suffix(".idx")  # of a prefix that ends in .bin or .idx
+        near = exact if prefix.suffix in (".bin", ".idx") and exact.exists() else near_path(Path(str(path)))
         works = "data.train wants prefixes of .bin/.idx" if near is None else f"did you mean {near.with_suffix('')}?"
         raise DataError(f"{path} cannot be opened: {reason} ({error}); {works}") from None
     raw = file.content

@@ -136,7 +136,8 @@ class DeltaRuleMixer(RecurrentMixer):
 
     def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
         of_channels = bool(self.decay_shape)
-        return kernel_name(device, self.convolution.dtype, self.d, self.w, of_channels=of_channels)
+        name = kernel_name(device, self.convolution.dtype, self.d, self.w, of_channels=of_channels)
+        return f"linear attention: {name}"
 
     # --- what it keeps and computes ---------------------------------------------------------------------------------
 

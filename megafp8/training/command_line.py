@@ -145,6 +145,9 @@ def run(description: str | None, live_uses: Callable[[Inputs], LiveUses]) -> Non
         from megafp8.training.job import train
 
         train(inputs, live_uses(inputs))
+        # Models have cycles, and hold groups, whose threads end here: one that drops a tensor while Python exits aborts
+        # the process.
+        gc.collect()
 
 
 def main(description: str | None, live_uses: Callable[[Inputs], LiveUses]) -> int:

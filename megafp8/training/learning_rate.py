@@ -57,7 +57,10 @@ def schedule_change(then: Mapping[str, Any], now: Config, step: int) -> str | No
     saved, ours, _ = _schedules(then, now)
     if saved == ours:
         return None
-    return (
-        f"the learning-rate schedule has changed: step {step + 1} has {ours.at(step):.3g} instead of "
-        f"{saved.at(step):.3g}, and the decay ends at step {ours.total_steps:,} instead of {saved.total_steps:,}"
-    )
+    rates = f"step {step + 1} has {ours.at(step):.3g} instead of {saved.at(step):.3g}"
+    ends = "" if _decay(ours) == _decay(saved) else f", with {_decay(ours)} instead of {_decay(saved)}"
+    return f"the learning-rate schedule has changed: {rates}{ends}"
+
+
+def _decay(schedule: Schedule) -> str:
+    return "no decay" if schedule.kind == "constant" else f"a decay until step {schedule.total_steps:,}"

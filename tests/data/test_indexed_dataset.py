@@ -156,6 +156,14 @@ def test_damage_is_named(tmp_path: Path, damage: Damage, message: str) -> None:
         IndexedDataset(tmp_path / "x")
 
 
+@pytest.mark.parametrize("given", ["a.bin", "a.idx"])
+def test_a_file_for_a_prefix_is_answered_with_its_prefix(tmp_path: Path, given: str) -> None:
+    for name in ("a", "b"):
+        pack(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{given}\.idx cannot be opened: .*did you mean \S+/a\?"):
+        IndexedDataset(tmp_path / given)
+
+
 def test_a_writer_overwrites_nothing(tmp_path: Path) -> None:
     write_dataset(tmp_path / "x", DOCUMENTS)
     before = (tmp_path / "x.bin").read_bytes()

@@ -72,8 +72,8 @@ def test_another_number_of_steps_does_not_change_the_schedule_silently(
     changes = run(now, kind, decay_until=now)
     assert schedule_jump(then, changes, done) is None
     assert schedule_change(then, changes, done) == (
-        f"the learning-rate schedule has changed: step {done + 1} has {next_now:.3g} instead of {next_before:.3g}, and "
-        f"the decay ends at step {now} instead of {before}"
+        f"the learning-rate schedule has changed: step {done + 1} has {next_now:.3g} instead of {next_before:.3g}, "
+        f"with a decay until step {now} instead of a decay until step {before}"
     )
 
 
@@ -92,4 +92,12 @@ def test_other_optimizer_keys_may_change() -> None:
     then = saved(run(100))
     warmer = run(200, learning_rate=2 * PEAK)
     assert schedule_jump(then, warmer, 50) is None
-    assert schedule_change(then, warmer, 50) is not None
+    change = schedule_change(then, warmer, 50)
+    assert change is not None
+    assert change.endswith("a decay until step 200 instead of a decay until step 100")
+    same_length = schedule_change(then, run(100, learning_rate=2 * PEAK), 50)
+    assert same_length is not None
+    assert "decay" not in same_length
+    constant = schedule_change(then, run(100, "constant"), 50)
+    assert constant is not None
+    assert constant.endswith("no decay instead of a decay until step 100")
