@@ -145,8 +145,8 @@ def run(description: str | None, live_uses: Callable[[Inputs], LiveUses]) -> Non
         from megafp8.training.job import train
 
         train(inputs, live_uses(inputs))
-        # Models have cycles, and hold groups, whose threads end here: one that drops a tensor while Python exits aborts
-        # the process.
+        # Frees the process groups that models hold in reference cycles, and so ends gloo's threads: one that drops the
+        # last reference to a tensor while Python exits aborts the process.
         gc.collect()
 
 
