@@ -354,7 +354,8 @@ class StandaloneLayers:
             watches_weights=True,
         )
         states = {name: manager.linear(self.layers[name].site, tp_group=self.layers[name].tp_group) for name in names}
-        manager.materialize(device)
+        with torch.inference_mode(False):  # training writes to it, also where an evaluation ran first
+            manager.materialize(device)
         part = _Part(manager, states, {})
         if self._loaded:
             self._load(part, self._loaded, strict=not self._parts and len(names) == len(self.layers))
