@@ -156,9 +156,11 @@ class StandaloneLinear:
         return [state for state in self.layers.states_of(self.site.name) if state.precision is not None]
 
     def release_weight(self) -> None:
-        """Free the FP8 copies of the weight, whose memory comes or goes."""
+        """Free the FP8 copies of the weight, whose memory comes or goes; where it is an expert's, of all experts'."""
         for state in self.layers.states_of(self.site.name):
             state.release_weight()
+        for group in self.layers.groups_with(self.site.name):
+            group.release_weight()
 
 
 class StandaloneExperts:
@@ -187,6 +189,11 @@ class StandaloneExperts:
                 finally:
                     for own in group.states[1:] if calibrating else ():
                         own.replan()
+
+    def release_weight(self) -> None:
+        """Free the FP8 copies of the weight, whose memory comes or goes."""
+        for name in self.names:
+            self.layers.layers[name].release_weight()
 
 
 VALUES = "values"
@@ -342,6 +349,10 @@ class StandaloneLayers:
     def states_of(self, name: str) -> list[LinearState]:
         """The states of the layer `name` under all recipes and groups that it has run with."""
         return [part.states[name] for part in self._parts.values() if name in part.states]
+
+    def groups_with(self, name: str) -> list[GroupState]:
+        """The states of experts, the layer `name` among them, whose weights are one parameter."""
+        return [group for part in self._parts.values() for names, group in part.groups.items() if name in names]
 
     def _build(
         self, recipe: Fp8Recipe, group: ProcessGroup | None, names: Sequence[str], device: torch.device

@@ -771,6 +771,11 @@ class ExpertsOneByOne(nn.Module):
         return y
 
 
+def _states(experts: Any) -> list[Any]:
+    """The FP8 states of all experts' layers."""
+    return [state for name in experts.names for state in experts.layers.layers[name].fp8_states]
+
+
 @pytest.mark.parametrize("name", slow_but([name for name in RECIPES if name != "nvfp4"], "delayed"))
 def test_mixtral_of_transformers(name: str) -> None:
     """Against each expert converted as a linear layer; sums over tokens are in another order.
@@ -797,6 +802,13 @@ def test_mixtral_of_transformers(name: str) -> None:
     converted = fp8.convert(mixtral(), RECIPES[name])
     tokens = batches(1)[0]
     assert torch.equal(converted(tokens).logits, expected(tokens).logits)
+    in_fp8(converted, tokens)
+    experts = converted.model.layers[0].mlp.experts
+    copies = [state.weight_copies for linear in (experts.fp8_up, experts.fp8_down) for state in _states(linear)]
+    assert any(made is not None and made.made is not None for made in copies)
+    for weight in ("gate_up_proj", "down_proj"):
+        setattr(experts, weight, getattr(experts, weight))  # as FSDP2 does when its memory comes or goes
+    assert all(made is None or made.made is None for made in copies)
 
 
 @pytest.mark.slow
