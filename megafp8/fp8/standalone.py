@@ -249,11 +249,12 @@ class _Part(NamedTuple):
 
 
 class _SharedInput(NamedTuple):
-    """An input that has been quantized, and what that depends on."""
+    """An input that has been quantized, and what that depends on. `readers`: the layers that have taken it."""
 
     x: weakref.ref[Tensor]
     key: tuple[Any, ...]
     quantized: QuantizedTensor
+    readers: set[LinearState]
 
 
 class StandaloneLayers:
@@ -386,17 +387,20 @@ class StandaloneLayers:
     ) -> QuantizedTensor | None:
         """`x` in `dtype`, quantized for `state`; layers that follow with the same input share it.
 
-        None where they cannot, as the scale does not depend on the values alone. It is kept as long as `x` is.
+        None where they cannot, as the scale does not depend on the values alone. It is kept as long as `x` is, and each
+        layer takes it once: collectives and replays of CUDA graphs write new values to an `x` that a layer had before,
+        and do not change its version counter.
         """
         quantizer = state.quantizers.input
         if type(quantizer) is not RecipeQuantizer or not state.plan.fp8_only or x.is_inference():
             return None
         key = (quantizer.recipe, quantizer.fmt, x._version, columnwise, dtype)
         shared = self._shared
-        if shared is None or shared.x() is not x or shared.key != key:
+        if shared is None or shared.x() is not x or shared.key != key or state in shared.readers:
             x_mk = x.detach().to(dtype).reshape(-1, x.shape[-1]).contiguous()
             made = quantizer(Plain(x_mk), rowwise=True, columnwise=columnwise)
-            self._shared = shared = _SharedInput(weakref.ref(x, self._drop_shared), key, made)
+            self._shared = shared = _SharedInput(weakref.ref(x, self._drop_shared), key, made, set())
+        shared.readers.add(state)
         return shared.quantized
 
     def _drop_shared(self, x: weakref.ref[Tensor]) -> None:

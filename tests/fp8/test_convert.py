@@ -361,10 +361,18 @@ def test_an_unchanged_weight_is_cast_once(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(3):
         in_fp8(layer, x.clone()).sum().backward()
     assert casts.count((16, 32)) == 4  # three times the input, which has the shape of the weight, and the weight
-    in_fp8(layer, x), in_fp8(layer, x)
-    assert casts.count((16, 32)) == 5  # the same input, as the projections of attention have
-    in_fp8(layer, x.mul_(2))
-    assert casts.count((16, 32)) == 6
+    pair = fp8.convert(nn.ModuleList(nn.Linear(32, 48) for _ in range(2)), fp8.CurrentScaling(), skip=())
+    casts.clear()
+    for write in (lambda: x, lambda: x.mul_(2), lambda: x.data.mul_(2)):  # the last as collectives write, unversioned
+        write()
+        outputs = [in_fp8(each, x) for each in pair]
+        count = casts.count((16, 32))
+        assert all(torch.equal(y, in_fp8(each, x.clone())) for each, y in zip(pair, outputs, strict=True))
+        assert count == 1  # of the same input, as the projections of attention have
+        casts.clear()
+    for factor in (1.0, -2.0):
+        x.data.mul_(factor)
+        assert torch.equal(in_fp8(layer, x), in_fp8(layer, x.clone()))
 
 
 def test_a_graph_keeps_the_weight_it_was_computed_with() -> None:
