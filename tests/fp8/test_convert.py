@@ -375,15 +375,24 @@ def test_an_unchanged_weight_is_cast_once(monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.equal(in_fp8(layer, x), in_fp8(layer, x.clone()))
 
 
-def test_a_graph_keeps_the_weight_it_was_computed_with() -> None:
-    """As in adversarial training: an optimizer steps between a forward and its backward."""
+@pytest.mark.parametrize("name", ["current", "delayed"])
+def test_a_graph_keeps_the_weight_it_was_computed_with(name: str) -> None:
+    """As in adversarial training: an optimizer steps between a forward and its backward. With its scale, which with
+    delayed scaling is another one after two steps; without FP8 for wgrad there is no scale of the input to be kept."""
+    recipe = fp8.CurrentScaling()
+    if name == "delayed":
+        recipe = fp8.DelayedScaling(amax_history_len=1, override_linear_precision=(False, False, True))
     gradients = []
     for changed in (False, True):
-        layer, x = layer_and_input(fp8.CurrentScaling())
+        layer, x = layer_and_input(recipe)
+        for _ in range(2):
+            in_fp8(layer, x).sum().backward()
+            torch.optim.SGD(layer.parameters(), lr=0.0).step()
         x.requires_grad_()
         y = in_fp8(layer, x)
-        if changed:
+        for _ in range(2 if changed else 0):
             multiply_(layer, -3.0)
+            torch.optim.SGD(layer.parameters(), lr=0.0).step()
             in_fp8(layer, x)
         y.sum().backward()
         gradients.append(x.grad)
