@@ -9,6 +9,7 @@ Shapes: t tokens, k experts chosen by each, e experts, h hidden, f width of an e
 
 from __future__ import annotations
 
+from functools import cache
 from types import MethodType
 from typing import Any, cast
 
@@ -36,6 +37,24 @@ def convert_experts(module: nn.Module, up: StandaloneExperts, down: StandaloneEx
     """Let `module`, for which `are_experts`, compute with these layers within `autocast`."""
     module.fp8_up, module.fp8_down = up, down  # type: ignore[assignment]
     module.forward = MethodType(_forward, module)
+    module.__class__ = _watching(type(module))  # type: ignore[arg-type]
+
+
+class _Watching(nn.Module):
+    """Experts that free the FP8 copies of a weight when FSDP2 assigns it, whose memory comes or goes."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("gate_up_proj", "down_proj"):
+            layers: StandaloneExperts = vars(self)["fp8_up" if name == "gate_up_proj" else "fp8_down"]
+            layers.release_weight()
+        super().__setattr__(name, value)
+
+
+@cache
+def _watching(own_class: type[nn.Module]) -> Any:
+    """`own_class`, of the same name, as a `_Watching` one."""
+    about = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__}
+    return type(own_class.__name__, (_Watching, own_class), about)
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

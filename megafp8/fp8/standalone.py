@@ -156,9 +156,11 @@ class StandaloneLinear:
         return [state for state in self.layers.states_of(self.site.name) if state.precision is not None]
 
     def release_weight(self) -> None:
-        """Free the FP8 copies of the weight, whose memory comes or goes."""
+        """Free the FP8 copies of the weight, whose memory comes or goes; where it is an expert's, of all experts'."""
         for state in self.layers.states_of(self.site.name):
             state.release_weight()
+        for group in self.layers.groups_with(self.site.name):
+            group.release_weight()
 
 
 class StandaloneExperts:
@@ -187,6 +189,11 @@ class StandaloneExperts:
                 finally:
                     for own in group.states[1:] if calibrating else ():
                         own.replan()
+
+    def release_weight(self) -> None:
+        """Free the FP8 copies of the weight, whose memory comes or goes."""
+        for name in self.names:
+            self.layers.layers[name].release_weight()
 
 
 VALUES = "values"
@@ -242,11 +249,12 @@ class _Part(NamedTuple):
 
 
 class _SharedInput(NamedTuple):
-    """An input that has been quantized, and what that depends on."""
+    """An input that has been quantized, and what that depends on. `readers`: the layers that have taken it."""
 
     x: weakref.ref[Tensor]
     key: tuple[Any, ...]
     quantized: QuantizedTensor
+    readers: set[LinearState]
 
 
 class StandaloneLayers:
@@ -343,6 +351,10 @@ class StandaloneLayers:
         """The states of the layer `name` under all recipes and groups that it has run with."""
         return [part.states[name] for part in self._parts.values() if name in part.states]
 
+    def groups_with(self, name: str) -> list[GroupState]:
+        """The states of experts, the layer `name` among them, whose weights are one parameter."""
+        return [group for part in self._parts.values() for names, group in part.groups.items() if name in names]
+
     def _build(
         self, recipe: Fp8Recipe, group: ProcessGroup | None, names: Sequence[str], device: torch.device
     ) -> _Part:
@@ -354,7 +366,8 @@ class StandaloneLayers:
             watches_weights=True,
         )
         states = {name: manager.linear(self.layers[name].site, tp_group=self.layers[name].tp_group) for name in names}
-        manager.materialize(device)
+        with torch.inference_mode(False):  # training writes to it, also where an evaluation ran first
+            manager.materialize(device)
         part = _Part(manager, states, {})
         if self._loaded:
             self._load(part, self._loaded, strict=not self._parts and len(names) == len(self.layers))
@@ -374,17 +387,20 @@ class StandaloneLayers:
     ) -> QuantizedTensor | None:
         """`x` in `dtype`, quantized for `state`; layers that follow with the same input share it.
 
-        None where they cannot, as the scale does not depend on the values alone. It is kept as long as `x` is.
+        None where they cannot, as the scale does not depend on the values alone. It is kept as long as `x` is, and each
+        layer takes it once: collectives and replays of CUDA graphs write new values to an `x` that a layer had before,
+        and do not change its version counter.
         """
         quantizer = state.quantizers.input
         if type(quantizer) is not RecipeQuantizer or not state.plan.fp8_only or x.is_inference():
             return None
         key = (quantizer.recipe, quantizer.fmt, x._version, columnwise, dtype)
         shared = self._shared
-        if shared is None or shared.x() is not x or shared.key != key:
+        if shared is None or shared.x() is not x or shared.key != key or state in shared.readers:
             x_mk = x.detach().to(dtype).reshape(-1, x.shape[-1]).contiguous()
             made = quantizer(Plain(x_mk), rowwise=True, columnwise=columnwise)
-            self._shared = shared = _SharedInput(weakref.ref(x, self._drop_shared), key, made)
+            self._shared = shared = _SharedInput(weakref.ref(x, self._drop_shared), key, made, set())
+        shared.readers.add(state)
         return shared.quantized
 
     def _drop_shared(self, x: weakref.ref[Tensor]) -> None:

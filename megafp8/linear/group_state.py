@@ -190,6 +190,11 @@ class GroupState:
         self._copies = None
         self.look_at_plans_again()
 
+    def release_weight(self) -> None:
+        """Free the FP8 copies, also for graphs that need them: these quantize the weight again."""
+        if self._copies is not None:
+            self._copies.release()
+
     def look_at_plans_again(self) -> None:
         """Plans may have changed."""
         self._high_precision = None

@@ -46,7 +46,7 @@ from megafp8.linear.gemms import (
 from megafp8.linear.grad_sink import deliver, now_or_later, paired_wgrad_by, wgrad_by, wgrad_dtype
 from megafp8.linear.group_state import GroupState
 from megafp8.linear.state import LinearState, QuantizedGradHandoff
-from megafp8.linear.weight_forms import WeightForm
+from megafp8.linear.weight_forms import WeightForm, parts_of
 from megafp8.numerics.batch_invariance import is_batch_invariant
 from megafp8.numerics.groups import RowGroups, row_slices
 from megafp8.numerics.tensor import BLOCK_1X128, TENSOR, Granularity, QuantizedTensor, ScaledTensor
@@ -251,7 +251,12 @@ def _weights(weight: Tensor, states: Sequence[LinearState]) -> Sequence[Tensor]:
     """The weight of each expert; of those gathered in FP8, which have no values, that of all."""
     if states[0].gathered_weight is not None:
         return [weight] * len(states)
-    return weight.detach().view(len(states), -1, weight.shape[1]).unbind()
+    weights: Sequence[Any] = weight.detach().view(len(states), -1, weight.shape[1]).unbind()
+    parts = parts_of(weight)
+    if len(parts) > 1:  # parameters that were joined, whose writes a view of the joined tensor does not tell of
+        for w_nk, part in zip(weights, parts, strict=True):
+            w_nk.parts = (part,)
+    return weights
 
 
 class _Expert(NamedTuple):

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from megafp8.gemm.cublaslt_problem import arranged
-from megafp8.numerics.tensor import QuantizedTensor, ScaledTensor
+from megafp8.numerics.tensor import TENSOR, QuantizedTensor, ScaledTensor
 
 
 class WeightForm(Protocol):
@@ -115,6 +115,8 @@ class WeightCopies:
         quantized = self.made
         if quantized is None or (columnwise and quantized.columnwise is None):
             quantized = self._owner.quantize_weight(self.weight, rowwise=True, columnwise=columnwise)
+            if self._owner.watches_weight:  # a step may end between a forward and its backward
+                quantized = _with_own_scales(quantized)
             self.take(quantized, recorded=self.recorded or self._owner.records_weight())
         return quantized
 
@@ -135,6 +137,17 @@ class WeightCopies:
     @property
     def required_columnwise(self) -> ScaledTensor:
         return self.make(columnwise=True).required_columnwise
+
+
+def _with_own_scales(quantized: QuantizedTensor) -> QuantizedTensor:
+    """`quantized` with copies of scales of whole tensors, as a recipe may write to its own when a step ends."""
+    rowwise, columnwise = quantized.required_rowwise, quantized.columnwise
+    if rowwise.granularity is not TENSOR:
+        return quantized
+    scale_inv = rowwise.scale_inv.clone()
+    return QuantizedTensor(
+        rowwise._replace(scale_inv=scale_inv), None if columnwise is None else columnwise._replace(scale_inv=scale_inv)
+    )
 
 
 Stamp = tuple[tuple[int, int], ...]

@@ -361,21 +361,38 @@ def test_an_unchanged_weight_is_cast_once(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(3):
         in_fp8(layer, x.clone()).sum().backward()
     assert casts.count((16, 32)) == 4  # three times the input, which has the shape of the weight, and the weight
-    in_fp8(layer, x), in_fp8(layer, x)
-    assert casts.count((16, 32)) == 5  # the same input, as the projections of attention have
-    in_fp8(layer, x.mul_(2))
-    assert casts.count((16, 32)) == 6
+    pair = fp8.convert(nn.ModuleList(nn.Linear(32, 48) for _ in range(2)), fp8.CurrentScaling(), skip=())
+    casts.clear()
+    for write in (lambda: x, lambda: x.mul_(2), lambda: x.data.mul_(2)):  # the last as collectives write, unversioned
+        write()
+        outputs = [in_fp8(each, x) for each in pair]
+        count = casts.count((16, 32))
+        assert all(torch.equal(y, in_fp8(each, x.clone())) for each, y in zip(pair, outputs, strict=True))
+        assert count == 1  # of the same input, as the projections of attention have
+        casts.clear()
+    for factor in (1.0, -2.0):
+        x.data.mul_(factor)
+        assert torch.equal(in_fp8(layer, x), in_fp8(layer, x.clone()))
 
 
-def test_a_graph_keeps_the_weight_it_was_computed_with() -> None:
-    """As in adversarial training: an optimizer steps between a forward and its backward."""
+@pytest.mark.parametrize("name", ["current", "delayed"])
+def test_a_graph_keeps_the_weight_it_was_computed_with(name: str) -> None:
+    """As in adversarial training: an optimizer steps between a forward and its backward. With its scale, which with
+    delayed scaling is another one after two steps; without FP8 for wgrad there is no scale of the input to be kept."""
+    recipe = fp8.CurrentScaling()
+    if name == "delayed":
+        recipe = fp8.DelayedScaling(amax_history_len=1, override_linear_precision=(False, False, True))
     gradients = []
     for changed in (False, True):
-        layer, x = layer_and_input(fp8.CurrentScaling())
+        layer, x = layer_and_input(recipe)
+        for _ in range(2):
+            in_fp8(layer, x).sum().backward()
+            torch.optim.SGD(layer.parameters(), lr=0.0).step()
         x.requires_grad_()
         y = in_fp8(layer, x)
-        if changed:
+        for _ in range(2 if changed else 0):
             multiply_(layer, -3.0)
+            torch.optim.SGD(layer.parameters(), lr=0.0).step()
             in_fp8(layer, x)
         y.sum().backward()
         gradients.append(x.grad)
@@ -771,6 +788,11 @@ class ExpertsOneByOne(nn.Module):
         return y
 
 
+def _states(experts: Any) -> list[Any]:
+    """The FP8 states of all experts' layers."""
+    return [state for name in experts.names for state in experts.layers.layers[name].fp8_states]
+
+
 @pytest.mark.parametrize("name", slow_but([name for name in RECIPES if name != "nvfp4"], "delayed"))
 def test_mixtral_of_transformers(name: str) -> None:
     """Against each expert converted as a linear layer; sums over tokens are in another order.
@@ -797,6 +819,13 @@ def test_mixtral_of_transformers(name: str) -> None:
     converted = fp8.convert(mixtral(), RECIPES[name])
     tokens = batches(1)[0]
     assert torch.equal(converted(tokens).logits, expected(tokens).logits)
+    in_fp8(converted, tokens)
+    experts = converted.model.layers[0].mlp.experts
+    copies = [state.weight_copies for linear in (experts.fp8_up, experts.fp8_down) for state in _states(linear)]
+    assert any(made is not None and made.made is not None for made in copies)
+    for weight in ("gate_up_proj", "down_proj"):
+        setattr(experts, weight, getattr(experts, weight))  # as FSDP2 does when its memory comes or goes
+    assert all(made is None or made.made is None for made in copies)
 
 
 @pytest.mark.slow

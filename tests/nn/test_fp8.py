@@ -266,6 +266,16 @@ def test_grouped_linear_is_each_expert_alone(recipe: str) -> None:
             found[-1] += [y.detach(), x.grad, *(p.grad.clone() for p in parameters)]
             torch.optim.SGD(parameters, lr=0.1).step()
     assert_equal(*found)
+    results = []
+    with torch.inference_mode(), fp8.autocast(recipe=RECIPES[recipe]):
+        for change in (1, -2):  # without an optimizer, as load_state_dict does it
+            for i, single in enumerate(singles):
+                single.weight.mul_(change)
+                getattr(grouped, f"weight{i}").mul_(change)
+            results.append((grouped(batch(0).flatten(0, 1), splits), alone(batch(0))))
+    for y, expected in results:
+        assert torch.equal(y, expected)
+    assert not torch.equal(results[0][0], results[1][0])
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -387,7 +397,8 @@ def test_an_evaluation_before_the_first_step_leaves_no_amax(kind: str) -> None:
         with fp8.autocast(recipe=RECIPES["delayed"]):
             if evaluated:
                 each.eval()
-                each(x, *arguments)
+                with torch.inference_mode():
+                    each(x, *arguments)
                 amaxes = [tensor for name, tensor in each.fp8_layers.snapshot().items() if "amax" in name]
                 assert amaxes
                 assert not any(tensor.any() for tensor in amaxes)
