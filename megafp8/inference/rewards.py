@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ def _of_function(name: str, function: Callable[..., Any], keys: Sequence[str]) -
         fields = {key: [prompt.record[key] for prompt in prompts] for key in keys}
         try:
             values = function(prompts=[x.text for x in prompts], completions=list(completions), **fields)
+            values = list(values) if isinstance(values, Iterator) else values  # here a generator's body runs
         except (Exception, SystemExit) as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise ValueError(

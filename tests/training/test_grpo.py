@@ -200,7 +200,7 @@ def nothing(prompts, completions, goal):
     return None
 
 def exits(prompts, completions, goal):
-    sys.exit(0)
+    yield sys.exit(0)
 '''
 PROGRAM = """
 import json, sys
