@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def _load(name: str) -> Callable[..., Any]:
         function = getattr(module, function_name)
         if not callable(function):
             raise TypeError(f"{function_name} is a {type(function).__name__}")
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit() would end the run with the code of one that is done
         rule = f"{type(error).__name__}: {error}"
         works = "give a function as module:function, importable from here, or as path.py:function"
         raise ConfigError("config", [Problem("data.grpo.reward", name, rule, works)]) from error
@@ -70,7 +70,8 @@ def _of_function(name: str, function: Callable[..., Any], keys: Sequence[str]) -
         fields = {key: [prompt.record[key] for prompt in prompts] for key in keys}
         try:
             values = function(prompts=[x.text for x in prompts], completions=list(completions), **fields)
-        except Exception as error:
+            values = list(values) if isinstance(values, Iterator) else values  # here a generator's body runs
+        except (Exception, SystemExit) as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise ValueError(
                 f"{about}: raised {type(error).__name__}: {error} ({last.filename}, line {last.lineno}); it must "

@@ -198,6 +198,9 @@ def not_a_number(prompts, completions, goal):
 
 def nothing(prompts, completions, goal):
     return None
+
+def exits(prompts, completions, goal):
+    yield sys.exit(0)
 '''
 PROGRAM = """
 import json, sys
@@ -328,6 +331,7 @@ def _refused(config: Config, kind: type[Exception], message: str) -> None:
         ("too_few", "returned 1 rewards for 4 texts; it must give one for each"),
         ("not_a_number", "returned nan for the text .*; a reward must be a finite number"),
         ("nothing", "returned a NoneType; it must return a list"),
+        ("exits", "exits: raised SystemExit: 0 .*; it must return a number for every text"),
     ],
 )
 def test_a_reward_that_fails_ends_all_ranks_with_one_error(
