@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from megafp8.arguments import ArgumentParser, at_least
 from megafp8.commands.common import add_input_flags, input_files, run_tool, signal_handler
-from megafp8.data.documents import Document, read_documents
+from megafp8.data.documents import Document, check_inputs_stay, read_documents
 
 _PIECE = 4000  # characters in one of sentencepiece's "sentences"; it limits them to about 4,192 bytes by default
 
@@ -157,9 +157,7 @@ def _train(arguments: argparse.Namespace) -> None:
     start = time.monotonic()
     check_writable(arguments.output, arguments.overwrite)
     files = input_files(arguments)
-    for file in files:
-        if os.path.realpath(str(file.path)) == os.path.realpath(arguments.output):
-            raise ValueError(f"{file.path} is an input and would be replaced by --output; choose another output")
+    check_inputs_stay((file.path for file in files), [arguments.output], "--output")
     size = sum(file.path.stat().st_size for file in files)
     with tqdm(total=size, unit="B", unit_scale=True, desc="reading") as bar:
         documents = read_documents(files, on_progress=bar.update)

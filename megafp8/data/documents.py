@@ -230,6 +230,14 @@ _DECOMPRESS: dict[str, Callable[[BinaryIO], Any]] = {  # closing the file is lef
 }
 
 
+def check_inputs_stay(inputs: Iterable[AnyPath | str], outputs: Iterable[AnyPath | str], flag: str) -> None:
+    """Raise ValueError if an output, which `flag` names, is one of the inputs, also by another path."""
+    replaced = {os.path.realpath(str(path)) for path in outputs}
+    for path in inputs:
+        if os.path.realpath(str(path)) in replaced:
+            raise ValueError(f"{path} is an input and would be replaced by {flag}; choose another output")
+
+
 def read_documents(
     files: Iterable[InputFile], *, on_progress: Callable[[int], object] = lambda count: None
 ) -> Iterator[Document]:

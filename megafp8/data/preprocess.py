@@ -7,7 +7,6 @@ answers, and the data set has a loss mask.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from megafp8.data.documents import check_inputs_stay
 from megafp8.data.indexed_dataset import IndexedDatasetWriter, all_paths
 from megafp8.data.styles import Document, Method, Tokens
 from megafp8.data.styles.text import Texts
@@ -82,10 +82,7 @@ def preprocess(
         raise ValueError(f"--workers {workers}: must be 0 or more")
     model = build_tokenizer(*tokenizer)
     method.encoder(model)  # raises what the workers would raise
-    outputs = {os.path.realpath(path) for path in all_paths(prefix)}
-    for source in sources:
-        if os.path.realpath(source) in outputs:
-            raise ValueError(f"{source} is an input and would be replaced by the output; choose another output prefix")
+    check_inputs_stay(sources, all_paths(prefix), "--output-prefix")
     dtype = np.uint16 if model.vocab_size <= 2**16 else np.int32
     writer = IndexedDatasetWriter(prefix, dtype, loss_mask=method.has_loss_mask, overwrite=overwrite)
     summary = Summary()

@@ -25,7 +25,7 @@ queries and N keys.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -453,15 +453,6 @@ class _Mask(NamedTuple):
     visible_strides: tuple[int, int]
 
 
-def _derive(mask: AttentionMask, key: Any, make: Any) -> Any:
-    """`make()`, once for all layers if the mask is a micro-batch's; else it might outlive a CUDA graph's memory."""
-    if not mask.tensors:
-        return make()
-    if key not in mask.derived:
-        mask.derived[key] = make()
-    return mask.derived[key]
-
-
 def _read(mask: AttentionMask, s: int, t: int, device: torch.device) -> _Mask:
     def make() -> _Mask:
         first_bs, end_bs = (x.int().contiguous() for x in key_ranges(mask, s, t, device))
@@ -476,7 +467,7 @@ def _read(mask: AttentionMask, s: int, t: int, device: torch.device) -> _Mask:
             s if positions is not None and len(positions) > 1 else 0, strides,
         )  # fmt: skip
 
-    return _derive(mask, ("ranges", s, t), make)
+    return mask.once(("ranges", s, t), make)
 
 
 def _query_blocks(mask: AttentionMask, read: _Mask, s: int, t: int, tile: _Tile) -> tuple[Tensor, Tensor]:
@@ -497,7 +488,7 @@ def _query_blocks(mask: AttentionMask, read: _Mask, s: int, t: int, tile: _Tile)
         to = torch.where(sees, block + 1, 0).amax(1)
         return torch.minimum(torch.where(sees, block, blocks).amin(1), to).contiguous(), to.contiguous()
 
-    return _derive(mask, ("blocks of queries", s, t, tile.m, tile.n), make)
+    return mask.once(("blocks of queries", s, t, tile.m, tile.n), make)
 
 
 class _Launch:

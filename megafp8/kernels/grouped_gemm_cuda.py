@@ -259,7 +259,7 @@ def sums_over_rows(
 
 
 def _scales_by_block(x: ScaledTensor) -> Tensor:
-    """Those of a block of summands beside each other, as the copy engine reads them."""
+    """The scales of `x`, transposed: those of a block of summands beside each other, as the copy engine reads them."""
     scale_inv = x.scale_inv.t()
     assert scale_inv.stride(1) == 1 and scale_inv.stride(0) % 4 == 0 and scale_inv.data_ptr() % 16 == 0  # noqa: PT018
     return scale_inv

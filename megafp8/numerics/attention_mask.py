@@ -7,6 +7,7 @@ Shapes: s queries, t keys, b micro-batch, a heads; n segments of a sample.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,6 +64,17 @@ class AttentionMask:
     def tensors(self) -> list[Tensor]:
         tensors = (self.cu_seqlens_q, self.cu_seqlens_k, self.prefix_b, self.visible, self.positions_bs)
         return [x for x in tensors if x is not None]
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """`make()`, once for all layers if the mask is a micro-batch's.
+
+        Masks without tensors, as CAUSAL, are shared by sequences of all lengths, and may outlive a CUDA graph's memory.
+        """
+        if not self.tensors:
+            return make()
+        if key not in self.derived:
+            self.derived[key] = make()
+        return self.derived[key]
 
     def is_plain(self, s: int, t: int) -> bool:
         """Whether s queries attend to all t keys, or to a causal triangle of as many keys."""

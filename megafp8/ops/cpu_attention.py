@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -53,13 +53,8 @@ def attention(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMas
 
 def _by_segments(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> Tensor:
     (s, b, a, d), (t, _, g, _) = q_sbad.shape, k_tbgd.shape
-    segments: Iterable[tuple[int, slice, slice]] = _segments(mask, s, t, b)
-    if mask.tensors:  # of one micro-batch; other masks, as CAUSAL, are shared by sequences of all lengths
-        if "segments" not in mask.derived:
-            mask.derived["segments"] = list(segments)
-        segments = mask.derived["segments"]
     y_sbad = torch.zeros_like(q_sbad)
-    for sample, queries, keys in segments:
+    for sample, queries, keys in mask.once("segments", lambda: list(_segments(mask, s, t, b))):
         q = q_sbad[queries, sample].transpose(0, 1)[None]
         k, v = (x[keys, sample].transpose(0, 1)[None] for x in (k_tbgd, v_tbgd))
         m, n = q.shape[2], k.shape[2]

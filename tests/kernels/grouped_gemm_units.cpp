@@ -1,5 +1,5 @@
 // Checks the units of `megafp8/kernels/grouped_gemm_cuda.cu` on the CPU: each tile is computed once, by the two
-// multiprocessors of a cluster as the unit says. Included before this: the source up to its instructions.
+// multiprocessors of a cluster as the unit says. Included before this: the source up to its producer.
 //
 // Input: lines of n, clusters, experts and the rows of each expert. Output: the units of each line and those of the
 // cluster that has most; or what is wrong.

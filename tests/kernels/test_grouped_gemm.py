@@ -445,7 +445,8 @@ def test_cuda_kernel_compiles(kernel: str, formats: tuple[str, ...]) -> None:
 
 
 def _counted_units(kernel: Kernel, checks: str, lines: Sequence[str], folder: Path) -> list[list[int]]:
-    """What the program `checks` says of each of `lines`, with the part of a kernel that deals tiles out."""
+    """Numbers that the C++ program `checks`, compiled with the part of a kernel's source that deals tiles out, prints
+    for each of `lines`."""
     source = kernel.source
     part = source[source.index("constexpr int BLOCK") : source.index("// --- producer")]
     part = "\n".join(line for line in part.splitlines() if not line.startswith("static_assert"))
