@@ -79,9 +79,11 @@ def test_gradients_are_added_to_an_fp32_sum(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_real_measurement(device: str) -> None:
+    """The GPU case compares the best of several rounds, as other processes on the GPU make some rounds slow."""
     size = SIZE if device == "cpu" else LinearSize(8192, 4096, 4096)
-    seconds = measure(size, CurrentScaling(), torch.device(device), rounds=3)
-    assert seconds.high_precision > 0
-    assert seconds.fp8 > 0
+    rounds = [measure(size, CurrentScaling(), torch.device(device), rounds=1) for _ in range(5)]
+    high_precision, fp8 = min(x.high_precision for x in rounds), min(x.fp8 for x in rounds)
+    assert high_precision > 0
+    assert fp8 > 0
     if device == "cuda":
-        assert 1.0 < seconds.speedup < 2.2
+        assert 1.0 < high_precision / fp8 < 2.2

@@ -565,29 +565,35 @@ def test_a_gpu_replays_what_it_would_run(case: str) -> None:
     assert distance <= 3 * noise
 
 
+def _times_of_a_step(kind: str, recipe: fp8.DelayedScaling) -> tuple[float, float]:
+    """Return the host's seconds and all seconds of 20 steps of three small layers, eager or graphed."""
+    modules = tuple(_blocks())
+    x = ON_GPU.batch(0).requires_grad_()
+    if kind == "graphed":
+        nn.make_graphed_callables(modules, ((x,),) * len(modules), enabled=True, recipe=recipe)
+    optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()], fused=True)
+    for step in range(30):
+        if step == 10:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+        y = x
+        with fp8.autocast(recipe=recipe):
+            for module in modules:
+                y = module(y)
+        y.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    issued = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return issued, time.perf_counter() - start
+
+
 @pytest.mark.gpu
 def test_the_hosts_time_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """Compares the best of five times each, as other processes on the GPU or its host make some of them long."""
     recipe, times = fp8.DelayedScaling(), {}
     for kind in ("eager", "graphed"):
-        modules = tuple(_blocks())
-        x = ON_GPU.batch(0).requires_grad_()
-        if kind == "graphed":
-            nn.make_graphed_callables(modules, ((x,),) * len(modules), enabled=True, recipe=recipe)
-        optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()], fused=True)
-        for step in range(30):
-            if step == 10:
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-            y = x
-            with fp8.autocast(recipe=recipe):
-                for module in modules:
-                    y = module(y)
-            y.sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        issued = time.perf_counter() - start
-        torch.cuda.synchronize()
-        times[kind] = issued, time.perf_counter() - start
+        times[kind] = tuple(map(min, zip(*(_times_of_a_step(kind, recipe) for _ in range(5)))))
     with capsys.disabled():
         for kind, (issued, done) in times.items():
             print(

@@ -32,6 +32,11 @@ def test_without_a_gpu_it_says_so() -> None:
 
 @pytest.mark.gpu
 def test_rates_of_this_gpu_are_plausible() -> None:
-    found = measured(H200, *on_cuda()).ceilings
-    assert 0.2 < found.bf16 / H200.ceilings.bf16 < 2
-    assert 0.2 < found.bandwidth / H200.ceilings.bandwidth < 2
+    """Needs 3.3 GiB, and the GPU to itself in one of five measurements: another process on it lowers the rates."""
+
+    def plausible() -> bool:
+        ceilings = measured(H200, *on_cuda()).ceilings
+        ratios = (ceilings.bf16 / H200.ceilings.bf16, ceilings.bandwidth / H200.ceilings.bandwidth)
+        return all(0.2 < ratio < 2 for ratio in ratios)
+
+    assert any(plausible() for _ in range(5))
