@@ -270,9 +270,8 @@ class Service:
         body = await self._control(PauseBody, request)
         with anyio.move_on_after(self.limits.seconds) as scope:
             await self.engine.pause(hold=body.running == "hold")
-        if scope.cancelled_caught:
-            self.engine.resume()
-            raise ApiError(504, f"texts run for more than {self.limits.seconds:g} seconds; the server is not paused")
+        if scope.cancelled_caught and not self.engine.paused:
+            raise ApiError(504, f"texts run for more than {self.limits.seconds:g} seconds; this pause is given up")
         return self._state_of_weights()
 
     async def _refit(self, request: Request) -> HttpResponse:

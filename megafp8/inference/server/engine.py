@@ -190,9 +190,16 @@ class Handle:
 
 @dataclass(eq=False)
 class _Pause:
-    """`hold`: running texts wait, instead of ending. `reached`: nothing runs any more."""
+    """Pause of an engine, shared by all clients that ask for one before the next `resume`.
 
-    hold: bool
+    Attributes:
+        hold: Whether running texts wait instead of ending first.
+        clients: Number of clients that wait for `reached`.
+        reached: Set once no text runs.
+    """
+
+    hold: bool = False
+    clients: int = 0
     reached: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -271,12 +278,25 @@ class Engine:
         return self._pause is not None and self._pause.reached.is_set()
 
     async def pause(self, *, hold: bool) -> None:
-        """Let nothing run until `resume`, and wait until nothing does; `hold`: without waiting for running texts."""
-        pause = _Pause(hold)
+        """Stop all texts until `resume`, and return once none runs.
+
+        A second call joins the pause of the first. If all callers are cancelled before a pause is reached, it is given
+        up; a pause that was reached ends only by `resume`.
+
+        Args:
+            hold: Stop running texts at once instead of letting them end first.
+        """
         with self._inbox:
-            self._pause = pause
+            pause = self._pause = self._pause or _Pause()
+            pause.hold = pause.hold or hold
             self._inbox.notify()
-        await pause.reached.wait()
+        pause.clients += 1
+        try:
+            await pause.reached.wait()
+        finally:
+            pause.clients -= 1
+            if self._pause is pause and not pause.clients and not pause.reached.is_set():
+                self.resume()
 
     def resume(self) -> None:
         """Go on with what waits, if the engine is paused or about to be."""

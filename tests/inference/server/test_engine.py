@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,45 @@ def test_ranks_follow_the_first(world2: World, tmp_path: Path, layout: dict[str,
     assert first["load"] == second["load"] == (0, 0, 0, 24)
     assert len(second["waits"]) >= 4, "no heartbeats"
     assert sum(busy for _, busy in second["waits"]) < 0.1 * sum(seconds for seconds, _ in second["waits"])
+
+
+async def _pause_twice(engine: Engine, proceed: threading.Event) -> list[bool]:
+    """Return whether the engine is paused after pauses of two clients, after `resume`, and after a lone client left."""
+    paused = []
+
+    async def two_pauses(leaving: int) -> None:
+        handle = engine.submit([[5]], [SamplingOptions(max_tokens=5, seed=1, ignore_end=True)])
+        await handle.updates.get()
+        proceed.clear()
+        pauses = [asyncio.create_task(engine.pause(hold=False)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        for pause in pauses[:leaving]:
+            pause.cancel()
+        proceed.set()
+        await asyncio.wait_for(asyncio.gather(*pauses, return_exceptions=True), 20)
+        while handle.texts:
+            await asyncio.wait_for(handle.updates.get(), 20)
+        paused.append(engine.paused)
+
+    engine.start()
+    for leaving in range(3):
+        await two_pauses(leaving)
+        if engine.paused:
+            await asyncio.wait_for(engine.pause(hold=True), 20)
+            engine.resume()
+        paused.append(engine.paused)
+    await asyncio.to_thread(engine.stop)
+    return paused
+
+
+def test_two_clients_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both wait for one pause, which lasts if the first one leaves; it is given up if both leave before it begins."""
+    generator = Generator.from_checkpoint(write_model(tmp_path), device="cpu", cache=CACHE)
+    proceed, step = threading.Event(), generator.step
+    proceed.set()
+    monkeypatch.setattr(generator, "step", lambda: (proceed.wait(), step()))
+    engine = Engine(generator)
+    assert asyncio.run(_pause_twice(engine, proceed)) == [True, False, True, False, False, False]
 
 
 def _first_dies(folder: Path) -> str:

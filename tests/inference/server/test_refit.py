@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,18 @@ def test_pause_refit_resume(two_runs: tuple[Path, Path]) -> None:
         assert waiting == [(new, [1])]
         assert httpx.get(f"{client.url}/v1/weights").json() == {"weight_version": 1, "paused": False}
         assert "megafp8_weight_version 1.0" in httpx.get(f"{client.url}/metrics").text
+
+
+def test_two_clients_pause(two_runs: tuple[Path, Path]) -> None:
+    """Both are answered, although one asks for `hold` later, and only `resume` ends the pause."""
+    with _served(two_runs[0], seconds=20.0) as (client, service), ThreadPoolExecutor(3) as pool:
+        text = pool.submit(client.complete, LONG)
+        until(lambda: service.engine.load.running == 1)
+        pauses = [pool.submit(client.post, "pause", running=running) for running in ("finish", "hold")]
+        assert [pause.result().json() for pause in pauses] == [{"weight_version": 0, "paused": True}] * 2
+        assert client.post("pause").json()["paused"]
+        assert client.post("resume").json() == {"weight_version": 0, "paused": False}
+        assert text.result()[1] == [0]
 
 
 def test_texts_that_are_held(two_runs: tuple[Path, Path]) -> None:
