@@ -146,8 +146,12 @@ class Service:
     # --- what a request may do ---------------------------------------------------------------------------------------
 
     def check_key(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # as it was sent
-        if self._api_key is not None and not hmac.compare_digest(given, self._api_key.encode()):
+        """Raise ApiError unless the request has the header `Authorization: Bearer KEY`, where this server has a key."""
+        if self._api_key is None:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        is_key = hmac.compare_digest(key.encode("latin-1"), self._api_key.encode())  # bytes as they were sent
+        if scheme.lower() != "bearer" or not is_key:
             raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
 
     def check_open(self) -> None:

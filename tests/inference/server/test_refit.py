@@ -160,6 +160,8 @@ def test_weights_that_do_not_fit(two_runs: tuple[Path, Path], tmp_path: Path, wo
             ({"trainer": "nowhere"}, "must be host:port"),
             ({"trainer": "127.0.0.1:1"}, "the weights stay as they are"),
             ({}, "give one of checkpoint and trainer"),
+            ({"checkpoint": ""}, "checkpoint: String should have at least 1 character"),
+            ({"trainer": ""}, "trainer: String should have at least 1 character"),
             ({"checkpoint": "a", "layout": 1}, "layout: Extra inputs are not permitted"),
         ):
             answer = client.post("refit", **body)
