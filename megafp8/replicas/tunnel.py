@@ -146,7 +146,7 @@ class _Connections:
             threading.Thread(target=self._run, args=(connection,), daemon=True).start()
         except RuntimeError as error:  # too many threads
             self._end(connection)
-            self.warn("a connection to the lighthouse is closed: %s", error)
+            self.warn("a connection is closed: %s", error)
 
     def warn(self, message: str, *arguments: object) -> None:
         """Log a warning, unless there was one shortly before: a flood of connections must not flood the log."""
@@ -158,7 +158,7 @@ class _Connections:
         ((host, _),) = Counter(self._pending.values()).most_common(1)
         oldest = next(x for x, its_host in self._pending.items() if its_host == host)
         del self._pending[oldest]
-        self.warn("more than %d connections to the lighthouse are open; closing one from %s", self._limit, host)
+        self.warn("more than %d connections are open; closing one from %s", self._limit, host)
         with contextlib.suppress(OSError):
             oldest.shutdown(socket.SHUT_RDWR)  # its thread ends
 
@@ -173,7 +173,7 @@ class _Connections:
         except OSError:
             pass
         except RuntimeError as error:  # too many threads
-            self.warn("a connection to the lighthouse is closed: %s", error)
+            self.warn("a connection is closed: %s", error)
         finally:
             self._end(connection)
 
@@ -184,7 +184,7 @@ class _Connections:
             self._num_open -= 1
 
 
-def _listen(listener: socket.socket, open_target: Callable[[socket.socket], socket.socket], limit: int) -> None:
+def listen(listener: socket.socket, open_target: Callable[[socket.socket], socket.socket], limit: int) -> None:
     """Forward each connection to the socket that `open_target` returns for it, until `listener` is closed."""
     connections = _Connections(open_target, limit)
 
@@ -195,7 +195,7 @@ def _listen(listener: socket.socket, open_target: Callable[[socket.socket], sock
             except OSError as error:
                 if error.errno in (errno.EBADF, errno.EINVAL):  # the listener was closed
                     return
-                connections.warn("a connection to the lighthouse cannot be accepted: %s", error)
+                connections.warn("a connection cannot be accepted: %s", error)
                 time.sleep(_RETRY_SECONDS)
             else:
                 connections.start(connection, host)
@@ -226,7 +226,7 @@ def serve(bind: tuple[str, int], target: tuple[str, int], token: str) -> socket.
         prove_as_server(connection, token)
         return socket.create_connection(target)
 
-    _listen(listener, open_target, _max_connections())
+    listen(listener, open_target, _max_connections())
     return listener
 
 
@@ -248,7 +248,7 @@ def connect(server: tuple[str, int], token: str) -> socket.socket:
 
     open_server().close()
     listener = socket.create_server(("127.0.0.1", 0))
-    _listen(listener, lambda _: open_server(), _MAX_LOOPBACK_CONNECTIONS)
+    listen(listener, lambda _: open_server(), _MAX_LOOPBACK_CONNECTIONS)
     return listener
 
 

@@ -138,7 +138,7 @@ def test_a_lack_of_open_files_does_not_end_the_listener(caplog: pytest.LogCaptur
     with Exhausted() as listener, socket.create_server(("127.0.0.1", 0)) as target:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        tunnel._listen(listener, lambda _: socket.create_connection(target.getsockname()), 4)
+        tunnel.listen(listener, lambda _: socket.create_connection(target.getsockname()), 4)
         with socket.create_connection(listener.getsockname()) as client, target.accept()[0] as end:
             client.sendall(b"a step")
             assert end.recv(100) == b"a step"

@@ -206,6 +206,9 @@ def run(arguments: argparse.Namespace) -> None:
             serve(service, listener, max_connections=arguments.max_connections)
     finally:
         destroy_model_parallel()
+    if engine.receives:  # Python aborts if the thread returns from native code while the interpreter ends
+        logging.shutdown()
+        os._exit(0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,8 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from megafp8.inference.options import SamplingOptions
-from megafp8.inference.server.engine import Engine, Handle, NewWeights, Update
+from megafp8.inference.server.engine import Engine, Handle, RefitConflict, Update
+from megafp8.inference.server.incoming_weights import NewWeights
 from megafp8.inference.server.metrics import Metrics
 from megafp8.inference.server.protocol import (
     AnyBody,
@@ -283,7 +284,8 @@ class Service:
         try:
             await self.engine.refit(NewWeights(body.checkpoint, body.trainer, body.version, self.limits.seconds))
         except ValueError as error:
-            raise ApiError(400, str(error), code="weights_refused") from None
+            status = 409 if isinstance(error, RefitConflict) else 400
+            raise ApiError(status, str(error), code="weights_refused") from None
         return self._state_of_weights()
 
     async def _resume(self, request: Request) -> HttpResponse:
