@@ -41,6 +41,8 @@ SECONDS = 600.0
 """The longest time that an operation may take, such as waiting for the other job."""
 _CONNECT_SECONDS = 10.0
 _RELAYED_CONNECTIONS = 16
+_STORE_RETRY_SECONDS = 1.0
+"""Time in which torch connects to the relay again after its connection was closed."""
 _MAX_RANKS = 1 << 20
 
 
@@ -187,12 +189,10 @@ def receive_weights(
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"trainer = {address!r}: must be host:port")
     world, limit = model.parallel.world, timedelta(seconds=seconds)
-    connect_limit = timedelta(seconds=min(seconds, _CONNECT_SECONDS))
     try:
         with _relayed((host, int(port)), cancellation) as local_port:
-            store = dist.TCPStore(
-                "127.0.0.1", local_port, is_master=False, wait_for_workers=False, timeout=connect_limit
-            )
+            retry = timedelta(seconds=_STORE_RETRY_SECONDS)
+            store = dist.TCPStore("127.0.0.1", local_port, is_master=False, wait_for_workers=False, timeout=retry)
             store.set_timeout(limit)
             if world.is_first:
                 store.set("receivers", json.dumps([world.group.size(), ""]))

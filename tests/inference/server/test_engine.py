@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.generator import CacheOptions
 from megafp8.inference.server import engine as module
 from megafp8.inference.server.engine import Engine, Handle
+from megafp8.inference.server.incoming_weights import NewWeights
 from tests.inference.server.serving import write_model
 from tests.world import World
 
@@ -36,9 +38,27 @@ async def _tokens(engine: Engine, handle: Handle) -> dict[tuple[int, int], list[
     return found
 
 
-async def _serve(engine: Engine) -> list[Any]:
+async def _refit(engine: Engine, folder: Path) -> list[int]:
+    """Return the versions after a refit from a trainer that is silent, which is given up, and one from `folder`."""
+    versions = []
+    await engine.pause(hold=True)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        refit = asyncio.create_task(engine.refit(NewWeights(trainer=f"127.0.0.1:{silent.getsockname()[1]}")))
+        await asyncio.sleep(0.2)
+        engine.resume()
+        with pytest.raises(ValueError, match="the server was resumed before they had arrived"):
+            await asyncio.wait_for(refit, 20)
+        versions.append(engine.weight_version)
+    await engine.pause(hold=True)
+    await asyncio.wait_for(engine.refit(NewWeights(checkpoint=str(folder))), 20)
+    engine.resume()
+    return [*versions, engine.weight_version]
+
+
+async def _serve(engine: Engine, folder: Path) -> list[Any]:
     """Texts of all requests, which come while others run and are cancelled; twice, with nothing to do between."""
     engine.start()
+    assert await _refit(engine, folder) == [0, 1]
     found = []
     for _ in range(2):
         handles = []
@@ -75,7 +95,7 @@ def _rank(folder: Path, layout: dict[str, int]) -> dict[str, Any]:
     engine = Engine(generator)
     found: dict[str, Any] = {}
     if generator.model.parallel.world.is_first:
-        found["served"] = asyncio.run(_serve(engine))
+        found["served"] = asyncio.run(_serve(engine, folder))
         found["alone"] = [{(x.prompt, x.sample): x.tokens for x in completions} for completions in alone]
     else:
         engine.follow()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +175,48 @@ def test_weights_that_do_not_fit(two_runs: tuple[Path, Path], tmp_path: Path, wo
             assert "\n" not in text
         client.post("resume")
         assert client.complete() == (old, [0])
+
+
+@pytest.fixture
+def silent_trainer() -> Iterator[str]:
+    """Address of a trainer that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_trainer_that_is_silent(two_runs: tuple[Path, Path], silent_trainer: str) -> None:
+    """Its refit ends by a resume, by its time limit, and with the server; the next refit does not wait for it."""
+    old, new = (_text(folder) for folder in two_runs)
+    with _served(two_runs[0]) as (client, service), ThreadPoolExecutor(2) as pool:
+        client.post("pause")
+        refit = pool.submit(client.post, "refit", trainer=silent_trainer)
+        until(lambda: service.engine._refit is not None)
+        conflict = client.post("refit", checkpoint=str(two_runs[1]))
+        assert (conflict.status_code, conflict.json()["error"]["message"]) == (
+            409,
+            "another refit runs; try again later",
+        )
+        assert client.post("resume").json() == {"weight_version": 0, "paused": False}
+        assert refit.result().status_code == 400
+        assert "the server was resumed before they had arrived" in refit.result().json()["error"]["message"]
+        assert client.complete() == (old, [0])
+        client.post("pause")
+        assert client.post("refit", checkpoint=str(two_runs[1])).json() == {"weight_version": 1, "paused": True}
+        client.post("resume")
+        assert client.complete() == (new, [1])
+    with _served(two_runs[0], seconds=0.5) as (client, service), ThreadPoolExecutor(1) as pool:
+        client.post("pause")
+        late = client.post("refit", trainer=silent_trainer)
+        assert (late.status_code, late.json()["error"]["code"]) == (400, "weights_refused")
+        assert "they have not arrived within 0.5 s" in late.json()["error"]["message"]
+        service.limits = replace(service.limits, seconds=600.0)
+        refit = pool.submit(client.post, "refit", trainer=silent_trainer)
+        until(lambda: service.engine._refit_runs)
+        began = time.monotonic()
+        asyncio.run_coroutine_threadsafe(service.drain(), service.engine._loop).result(20)
+        assert "the server was resumed before they had arrived" in refit.result(20).text
+    assert time.monotonic() - began < 20
+    assert not service.engine.receives
 
 
 def test_it_must_be_allowed(two_runs: tuple[Path, Path]) -> None:
