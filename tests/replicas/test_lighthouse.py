@@ -67,6 +67,34 @@ def test_without_enough_replicas_there_is_no_quorum() -> None:
     stop()
 
 
+@pytest.mark.slow
+def test_two_lighthouses_do_not_meet() -> None:
+    """On different ports of one host, two jobs with the same ids have quorums of their own."""
+    pytest.importorskip("torchft")
+    jobs = []
+    for token in (WORD, "a token of others"):
+        number = free_port()
+        stop = lighthouse.start(("127.0.0.1", number), token, 2, join_seconds=0.5, heartbeat_seconds=5.0)
+        jobs.append(([Lighthouse(Place("127.0.0.1", number, token, i), f"{i}:id") for i in range(2)], stop, number))
+    with ThreadPoolExecutor(4) as pool:
+        for step in range(20):
+            asked = [
+                [pool.submit(replica.quorum, own(i, 100 * job + step), 20.0) for i, replica in enumerate(replicas)]
+                for job, (replicas, _, _) in enumerate(jobs)
+            ]
+            for job, answers in enumerate(asked):
+                for answer in answers:
+                    assert sorted((x.index, x.step) for x in answer.result()) == [
+                        (i, 100 * job + step) for i in range(2)
+                    ]
+    with pytest.raises(ConnectionError, match="refused the token"):
+        Lighthouse(Place("127.0.0.1", jobs[1][2], WORD, 0), "0:id")
+    for replicas, stop, _ in jobs:
+        for replica in replicas:
+            replica.close()
+        stop()
+
+
 def test_no_heartbeat_is_being_sent_after_the_end(port: int) -> None:
     replica = Lighthouse(Place("127.0.0.1", port, WORD, 0), "0:id")
     sending, sent = threading.Event(), threading.Event()

@@ -225,8 +225,17 @@ def test_it_must_be_allowed(two_runs: tuple[Path, Path]) -> None:
         answer = Client(url).post("refit", checkpoint=str(two_runs[1]))
         assert answer.status_code == 403
         assert "start it with --allow-refit" in answer.json()["error"]["message"]
-    with served(generator, None, api_key="key", allow_refit=True) as (url, _):
-        assert Client(url).post("pause").status_code == 401
+    with served(generator, None, api_key="key", allow_refit=True) as (url, service):
+        for headers in ({}, {"authorization": "Bearer other"}, {"authorization": "key"}):
+            for action, body in (("pause", {}), ("refit", {"checkpoint": str(two_runs[1])}), ("resume", {})):
+                answer = httpx.post(f"{url}/v1/weights/{action}", json=body, headers=headers)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert httpx.get(f"{url}/v1/weights", headers=headers).status_code == 401
+        assert (service.engine.paused, service.engine.weight_version) == (False, 0)
+        key = {"authorization": "Bearer key"}
+        for action, body in (("pause", {}), ("refit", {"checkpoint": str(two_runs[1])}), ("resume", {})):
+            assert httpx.post(f"{url}/v1/weights/{action}", json=body, headers=key).is_success
+        assert service.engine.weight_version == 1
 
 
 def _send(preset: Preset, url: str, folder: str) -> list[int]:
