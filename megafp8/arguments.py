@@ -7,11 +7,13 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from megafp8.suggestions import near_name
 
 _FAILED = 2
+
+Number = TypeVar("Number", int, float)
 
 
 def says_nothing(default: object) -> bool:
@@ -34,7 +36,7 @@ class UsageError(ValueError):
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
-    """The type of an option that is a whole number from `smallest` on."""
+    """Return the type of an option that is a whole number from `smallest` on."""
 
     def number(text: str) -> int:
         value = int(text)
@@ -43,6 +45,20 @@ def at_least(smallest: int) -> Callable[[str], int]:
         return value
 
     number.__name__ = "int"  # for the message about what is no number
+    return number
+
+
+def between(smallest: Number, largest: Number) -> Callable[[str], Number]:
+    """Return the type of an option that is a number from `smallest` to `largest`, whole if these are."""
+    kind = type(smallest)
+
+    def number(text: str) -> Number:
+        value = kind(text)
+        if not smallest <= value <= largest:
+            raise argparse.ArgumentTypeError(f"{text} is out of range; give a number from {smallest} to {largest}")
+        return value
+
+    number.__name__ = kind.__name__
     return number
 
 

@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 from torch.distributed.run import get_args_parser
 
-from megafp8.arguments import ArgumentParser, at_least, says_nothing
+from megafp8.arguments import ArgumentParser, at_least, between, says_nothing
 from megafp8.commands import COMMANDS, module_of, parser_of
 from megafp8.conversion.format_names import FORMAT_NAMES
 from megafp8.conversion.formats import FORMATS
@@ -133,11 +133,19 @@ def test_paths_that_are_spelt_alike(tmp_path: Path) -> None:
 def test_numbers_have_bounds(capsys: pytest.CaptureFixture[str]) -> None:
     parser = ArgumentParser()
     parser.add_argument("--workers", type=at_least(1))
-    assert parser.parse_args(["--workers", "3"]).workers == 3
-    for value, message in (
-        ("0", "--workers: 0 is too small; give 1 or more"),
-        ("x", "--workers: 'x' is no whole number"),
+    parser.add_argument("--seconds", type=between(0.5, 60.0))
+    parser.add_argument("--port", type=between(0, 65535))
+    options = parser.parse_args(["--workers", "3", "--seconds", "60", "--port", "0"])
+    assert options == argparse.Namespace(workers=3, seconds=60.0, port=0)
+    for option, value, message in (
+        ("--workers", "0", "0 is too small; give 1 or more"),
+        ("--workers", "x", "'x' is no whole number"),
+        ("--seconds", "nan", "nan is out of range; give a number from 0.5 to 60.0"),
+        ("--seconds", "-inf", "-inf is out of range; give a number from 0.5 to 60.0"),
+        ("--seconds", "x", "'x' is no number"),
+        ("--port", "65536", "65536 is out of range; give a number from 0 to 65535"),
+        ("--port", "1.5", "'1.5' is no whole number"),
     ):
         with pytest.raises(SystemExit, match="2"):
-            parser.parse_args(["--workers", value])
-        assert f"error: {message}" in capsys.readouterr().err
+            parser.parse_args([f"{option}={value}"])
+        assert f"error: {option}: {message}" in capsys.readouterr().err

@@ -13,7 +13,10 @@ import signal
 import sys
 import threading
 
-from megafp8.arguments import ArgumentParser, at_least
+from megafp8.arguments import ArgumentParser, between
+
+_MAX_REPLICAS = 1_000_000
+_MAX_SECONDS = 1e9
 
 
 def make_parser() -> ArgumentParser:
@@ -22,18 +25,18 @@ def make_parser() -> ArgumentParser:
         "--bind", default="0.0.0.0", metavar="HOST[:PORT]", help="address to listen at (%(default)s, port 29510)"
     )
     parser.add_argument(
-        "--min", type=at_least(1), default=1, metavar="N", help="fewest replicas that train (%(default)s)"
+        "--min", type=between(1, _MAX_REPLICAS), default=1, metavar="N", help="fewest replicas that train (%(default)s)"
     )
     parser.add_argument(
         "--join-seconds",
-        type=float,
+        type=between(0.0, _MAX_SECONDS),
         default=10.0,
         metavar="S",
         help="longest wait for replicas that live but do not ask for the next step (%(default)s)",
     )
     parser.add_argument(
         "--heartbeat-seconds",
-        type=float,
+        type=between(0.001, _MAX_SECONDS),
         default=5.0,
         metavar="S",
         help="time without a heartbeat after which a replica counts as lost (%(default)s)",

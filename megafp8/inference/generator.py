@@ -33,7 +33,7 @@ from megafp8.inference.options import CacheDtype, CacheOptions, SamplingOptions
 from megafp8.inference.pages import PageAllocator
 from megafp8.inference.sampling import GREEDY, Row, VocabShard, choose, divisor_of, stream_of
 from megafp8.inference.scheduler import GrowingSequence, Scheduler
-from megafp8.inference.staged_weights import StagedWeights
+from megafp8.inference.staged_weights import StagedWeights, refused_weights
 from megafp8.inference.text import TextStream
 from megafp8.linear.quantized_weight import WeightFormatName
 from megafp8.training.trainer import Trainer
@@ -406,7 +406,15 @@ class Generator:
         try:
             on_all_ranks(lambda: fill(self.model, staged.tensors), world)
         except Exception as error:
-            raise ValueError(f"the weights stay as they are: {' '.join(str(error).split())}") from error
+            raise refused_weights(error) from error
+        self.use(staged, version)
+
+    def use(self, staged: StagedWeights, version: int | None = None) -> None:
+        """Generate with weights that are staged on all ranks from the next step on. Collective.
+
+        Args:
+            version: Version of the weights; None means the next number.
+        """
         staged.apply()
         self._changed(self.weight_version + 1 if version is None else version)
 

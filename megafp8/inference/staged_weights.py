@@ -70,6 +70,11 @@ class StagedWeights:
         prepare_weights(self._model)
 
 
+def refused_weights(reason: Exception) -> ValueError:
+    """Return the error of a refit that leaves the old weights in use, in one line."""
+    return ValueError(f"the weights stay as they are: {' '.join(str(reason).split())}")
+
+
 def _parameters(model: Model) -> list[nn.Parameter]:
     return list(dict.fromkeys(param for stage in model.stages for param in stage.parameters()))
 

@@ -16,8 +16,9 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from http import HTTPStatus
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -30,6 +31,7 @@ from megafp8.checkpoint.errors import on_rank0
 from megafp8.checkpoint.rectangles import as_rectangles
 from megafp8.inference.model import Model
 from megafp8.inference.refit import Holding, RankTensors, Refit
+from megafp8.replicas import tunnel
 from megafp8.training.state import weights
 from megafp8.training.trainer import Trainer
 
@@ -37,6 +39,11 @@ Running = Literal["finish", "hold"]
 
 SECONDS = 600.0
 """The longest time that an operation may take, such as waiting for the other job."""
+_CONNECT_SECONDS = 10.0
+_RELAYED_CONNECTIONS = 16
+_STORE_RETRY_SECONDS = 1.0
+"""Time in which torch connects to the relay again after its connection was closed."""
+_MAX_RANKS = 1 << 20
 
 
 def send_weights(
@@ -95,7 +102,8 @@ def send_weights(
         if asking.ident is not None:
             asking.join(seconds)
         reply = replies[0] if replies else None
-        server.post("resume", {})
+        if not isinstance(reply, _Conflict):  # a resume would end the refit of the other client
+            server.post("resume", {})
         if isinstance(reply, ValueError):
             raise reply
         if failure is not None or reply is None:
@@ -105,29 +113,117 @@ def send_weights(
     return on_rank0(end, world.group)
 
 
-def receive_weights(address: str, seconds: float, model: Model, tensors: Mapping[str, Rectangles]) -> None:
-    """Fill `tensors` with what the trainer at `address` sends; a `WeightSource` once the first two are given. Raises
-    ValueError where its model is another one, and other errors where it does not answer."""
+class Cancellation:
+    """Request to end a reception, made by another thread.
+
+    Calls of torch's store wait without a limit for a server that has accepted a connection and does not answer. They
+    fail once the sockets that are registered here are shut down.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._requested = False
+
+    def register(self, connection: socket.socket) -> socket.socket:
+        """Return `connection`, which a request shuts down."""
+        with self._lock:
+            self._sockets.append(connection)
+            if self._requested:
+                _shut_down(connection)
+        return connection
+
+    def request(self) -> None:
+        with self._lock:
+            self._requested = True
+            for connection in self._sockets:
+                _shut_down(connection)
+
+    def check(self) -> None:
+        """Raise ValueError after a request."""
+        if self._requested:
+            raise ValueError("the reception was cancelled")
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def _relayed(address: tuple[str, int], cancellation: Cancellation) -> Iterator[int]:
+    """Yield a port of the loopback interface that forwards to `address` until `cancellation` is requested.
+
+    Raises OSError if nothing accepts connections at `address`.
+    """
+
+    def open_target(connection: socket.socket) -> socket.socket:
+        cancellation.register(connection)
+        target = socket.create_connection(address, _CONNECT_SECONDS)
+        target.settimeout(None)
+        return cancellation.register(target)
+
+    socket.create_connection(address, _CONNECT_SECONDS).close()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        tunnel.listen(listener, open_target, _RELAYED_CONNECTIONS)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            tunnel.close(listener)
+
+
+def receive_weights(
+    address: str, seconds: float, cancellation: Cancellation, model: Model, tensors: Mapping[str, Rectangles]
+) -> None:
+    """Fill `tensors` with the weights that a trainer sends.
+
+    Args:
+        address: Host and port of the trainer's store.
+        seconds: Time limit of each wait for the trainer.
+
+    Raises:
+        ValueError: The trainer has another model, or the reception was cancelled.
+        Exception: The trainer does not answer, or sends something else.
+    """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"trainer = {address!r}: must be host:port")
     world, limit = model.parallel.world, timedelta(seconds=seconds)
-    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
-    if world.is_first:
-        store.set("receivers", json.dumps([world.group.size(), ""]))
-    senders = int(store.get("senders"))
-    size = senders + world.group.size()
-    with TwoJobs(store, senders + world.rank, size, model.parallel.device, limit) as peers:
-        Refit({}, tensors, peers).run({}, tensors)
+    try:
+        with _relayed((host, int(port)), cancellation) as local_port:
+            retry = timedelta(seconds=_STORE_RETRY_SECONDS)
+            store = dist.TCPStore("127.0.0.1", local_port, is_master=False, wait_for_workers=False, timeout=retry)
+            store.set_timeout(limit)
+            if world.is_first:
+                store.set("receivers", json.dumps([world.group.size(), ""]))
+            senders = int(store.get("senders"))
+            if not 0 < senders <= _MAX_RANKS:
+                raise ValueError(f"the trainer says that it has {senders} ranks")
+            size = senders + world.group.size()
+            rank, device = senders + world.rank, model.parallel.device
+            with TwoJobs(store, rank, size, device, limit, cancellation) as peers:
+                Refit({}, tensors, peers).run({}, tensors)
+    except OSError as error:
+        raise ValueError(f"the trainer at {address} does not answer: {error}") from None
 
 
 class TwoJobs:
     """All ranks of both jobs, which meet in `store`: `Peers`. `device`: of the tensors of this rank.
 
-    Leaving its context closes its connections, so that peers that wait for it fail too.
+    Leaving its context closes its connections, so that peers that wait for it fail too. A cancellation ends it before
+    the next message.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, limit: timedelta) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        limit: timedelta,
+        cancellation: Cancellation | None = None,
+    ) -> None:
+        self._cancellation = cancellation or Cancellation()
         self.rank, self._store, self._size, self._device, self._limit = rank, store, size, device, limit
         self._group: Any = None
         self._on_host = True
@@ -155,6 +251,7 @@ class TwoJobs:
         self._group.send([x.cpu() if self._on_host else x], to, 0).wait()
 
     def receive(self, x: Tensor, sender: int) -> None:
+        self._cancellation.check()
         received = torch.empty_like(x, device="cpu") if self._on_host and x.is_cuda else x
         self._group.recv([received], sender, 0).wait()
         if received is not x:
@@ -185,6 +282,10 @@ def _holding(given: Any) -> Holding:
     return Holding(tuple(shape), str(dtype), [(tuple(offset), tuple(size)) for offset, size in parts])
 
 
+class _Conflict(ValueError):
+    """The server does something else for another client."""
+
+
 class _Server:
     """Requests to a server's endpoints for weights. Raise ValueError with what it answers."""
 
@@ -205,7 +306,8 @@ class _Server:
                 message = json.load(error)["error"]["message"]
             except (ValueError, KeyError, TypeError):
                 message = f"status {error.code}"
-            raise ValueError(f"{url}: {message}") from None
+            kind = _Conflict if error.code == HTTPStatus.CONFLICT else ValueError
+            raise kind(f"{url}: {message}") from None
         except (OSError, ValueError) as error:
             raise ValueError(f"{url}: {error}") from None
         return reply

@@ -10,28 +10,49 @@ the loopback interface only, and `serve` forwards connections to it, from a publ
 The token itself is never sent, and what was recorded of one connection opens no other. Bytes that follow are forwarded
 as they are, not encrypted: like the connections between ranks, these need a network whose users are trusted not to
 listen. `connect` listens on the loopback interface of a rank's machine and forwards to the server.
+
+Clients without the token cannot keep others out: a handshake must end within `_HANDSHAKE_SECONDS`, and each end limits
+the number of its connections (`_Connections`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
+import logging
 import os
+import resource
 import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 
 _SIZE = 32
 _HANDSHAKE_SECONDS = 5.0
+_MAX_CONNECTIONS = 1024
+_MAX_LOOPBACK_CONNECTIONS = 64
+"""Limit at a rank's end, where the clients are the rank's own."""
+_RESERVED_FILES = 32
+_RETRY_SECONDS = 0.1
+_WARNING_SECONDS = 60.0
+"""Shortest time between two warnings of a listener."""
+
+logger = logging.getLogger(__name__)
 
 
 def _proof(token: str, side: str, a: bytes, b: bytes) -> bytes:
     return hmac.digest(token.encode(), side.encode() + a + b, "sha256")
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
+    """Receive `size` bytes; raise TimeoutError at `deadline`, a time of `time.monotonic`."""
     data = b""
     while len(data) < size:
+        if (remaining := deadline - time.monotonic()) <= 0:
+            raise TimeoutError("the handshake took too long")
+        connection.settimeout(remaining)
         part = connection.recv(size - len(data))
         if not part:
             raise ConnectionError("the connection was closed during the handshake")
@@ -39,28 +60,43 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def prove_as_server(connection: socket.socket, token: str) -> bool:
-    """The server's side of the handshake; whether the client has the token."""
+def prove_as_server(connection: socket.socket, token: str) -> None:
+    """Run the server's side of the handshake.
+
+    Raises:
+        PermissionError: The client has another token.
+        OSError: The client has closed the connection or has not proven the token in time.
+    """
+    deadline = time.monotonic() + _HANDSHAKE_SECONDS
+    connection.settimeout(_HANDSHAKE_SECONDS)
     a = os.urandom(_SIZE)
     connection.sendall(a)
-    answer = _receive(connection, 2 * _SIZE)
+    answer = _receive(connection, 2 * _SIZE, deadline)
     b, proof = answer[:_SIZE], answer[_SIZE:]
     if not hmac.compare_digest(proof, _proof(token, "client", a, b)):
-        return False
+        raise PermissionError("the client has another token")
     connection.sendall(_proof(token, "server", a, b))
-    return True
+    connection.settimeout(None)
 
 
 def prove_as_client(connection: socket.socket, token: str) -> None:
-    """The client's side; PermissionError if either side has another token."""
-    a, b = _receive(connection, _SIZE), os.urandom(_SIZE)
+    """Run the client's side of the handshake.
+
+    Raises:
+        PermissionError: Either side has another token.
+        OSError: The server has closed the connection or has not answered in time.
+    """
+    deadline = time.monotonic() + _HANDSHAKE_SECONDS
+    connection.settimeout(_HANDSHAKE_SECONDS)
+    a, b = _receive(connection, _SIZE, deadline), os.urandom(_SIZE)
     connection.sendall(b + _proof(token, "client", a, b))
     try:
-        proof = _receive(connection, _SIZE)
+        proof = _receive(connection, _SIZE, deadline)
     except ConnectionError:
         raise PermissionError("the lighthouse refused the token") from None
     if not hmac.compare_digest(proof, _proof(token, "server", a, b)):
         raise PermissionError("what answers is no lighthouse of this token")
+    connection.settimeout(None)
 
 
 def _forward(source: socket.socket, target: socket.socket) -> None:
@@ -78,65 +114,141 @@ def _join(one: socket.socket, other: socket.socket) -> None:
     back.start()
     _forward(one, other)
     back.join()
-    one.close()
-    other.close()
 
 
-def _listen(listener: socket.socket, handle: Callable[[socket.socket], None]) -> None:
-    """Call `handle` with each connection, in a thread of its own, until `listener` is closed."""
+class _Connections:
+    """Connections of one listener, each forwarded by a thread of its own.
 
-    def guarded(connection: socket.socket) -> None:
+    A connection is pending until its other end is open, which includes the handshake. With more than `limit`
+    connections the oldest pending one is closed, of the address that has most of them. Connections that are forwarded
+    stay open.
+
+    Args:
+        open_target: Returns the other end of a connection, or raises OSError.
+        limit: Number of connections that may be open at once.
+    """
+
+    def __init__(self, open_target: Callable[[socket.socket], socket.socket], limit: int) -> None:
+        self._open_target, self._limit = open_target, limit
+        self._lock = threading.Lock()
+        self._num_open = 0
+        self._pending: dict[socket.socket, str] = {}  # hosts; the oldest connection first
+        self._warned = -_WARNING_SECONDS
+
+    def start(self, connection: socket.socket, host: str) -> None:
+        """Forward a new connection from `host`, in a thread."""
+        with self._lock:
+            self._num_open += 1
+            self._pending[connection] = host
+            if self._num_open > self._limit:
+                self._close_oldest()
         try:
-            handle(connection)
+            threading.Thread(target=self._run, args=(connection,), daemon=True).start()
+        except RuntimeError as error:  # too many threads
+            self._end(connection)
+            self.warn("a connection is closed: %s", error)
+
+    def warn(self, message: str, *arguments: object) -> None:
+        """Log a warning, unless there was one shortly before: a flood of connections must not flood the log."""
+        if time.monotonic() - self._warned >= _WARNING_SECONDS:
+            self._warned = time.monotonic()
+            logger.warning(message, *arguments)
+
+    def _close_oldest(self) -> None:
+        ((host, _),) = Counter(self._pending.values()).most_common(1)
+        oldest = next(x for x, its_host in self._pending.items() if its_host == host)
+        del self._pending[oldest]
+        self.warn("more than %d connections are open; closing one from %s", self._limit, host)
+        with contextlib.suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)  # its thread ends
+
+    def _run(self, connection: socket.socket) -> None:
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._open_target(connection) as target:
+                with self._lock:
+                    is_pending = self._pending.pop(connection, None) is not None
+                if is_pending:
+                    _join(connection, target)
         except OSError:
-            connection.close()
+            pass
+        except RuntimeError as error:  # too many threads
+            self.warn("a connection is closed: %s", error)
+        finally:
+            self._end(connection)
+
+    def _end(self, connection: socket.socket) -> None:
+        connection.close()
+        with self._lock:
+            self._pending.pop(connection, None)
+            self._num_open -= 1
+
+
+def listen(listener: socket.socket, open_target: Callable[[socket.socket], socket.socket], limit: int) -> None:
+    """Forward each connection to the socket that `open_target` returns for it, until `listener` is closed."""
+    connections = _Connections(open_target, limit)
 
     def accept() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                threading.Thread(target=guarded, args=(connection,), daemon=True).start()
+        while True:
+            try:
+                connection, (host, *_) = listener.accept()
+            except OSError as error:
+                if error.errno in (errno.EBADF, errno.EINVAL):  # the listener was closed
+                    return
+                connections.warn("a connection cannot be accepted: %s", error)
+                time.sleep(_RETRY_SECONDS)
+            else:
+                connections.start(connection, host)
 
     threading.Thread(target=accept, name="tunnel", daemon=True).start()
 
 
-def serve(bind: tuple[str, int], target: tuple[str, int], token: str) -> socket.socket:
-    """Forward connections to `bind` that prove `token` to `target`; returns the listening socket, to be closed.
+def _max_connections() -> int:
+    """Return the limit of a server's connections by the limit of open files.
 
-    OSError where the address cannot be listened at.
+    Each connection takes three files: both ends of the tunnel, and the end of torchft's server in the same process.
+    """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    return max(1, min(_MAX_CONNECTIONS, (files - _RESERVED_FILES) // 3))
+
+
+def serve(bind: tuple[str, int], target: tuple[str, int], token: str) -> socket.socket:
+    """Forward connections to `bind` that prove `token` to `target`; return the listening socket, to be closed.
+
+    Raises OSError where the address cannot be listened at.
     """
     family = socket.AF_INET6 if ":" in bind[0] else socket.AF_INET
     listener = socket.create_server(bind, family=family, backlog=4096)
 
-    def handle(connection: socket.socket) -> None:
-        connection.settimeout(_HANDSHAKE_SECONDS)
-        if not prove_as_server(connection, token):
-            connection.close()
-            return
-        connection.settimeout(None)
-        _join(connection, socket.create_connection(target))
+    def open_target(connection: socket.socket) -> socket.socket:
+        prove_as_server(connection, token)
+        return socket.create_connection(target)
 
-    _listen(listener, handle)
+    listen(listener, open_target, _max_connections())
     return listener
 
 
 def connect(server: tuple[str, int], token: str) -> socket.socket:
-    """Listen on a free port of the loopback interface and forward to `server`, with the handshake; returns the socket.
+    """Listen on a free port of the loopback interface and forward to `server`, with the handshake; return the socket.
 
     One connection is tried at once: OSError where nothing answers, PermissionError for another token.
     """
 
-    def open_connection() -> socket.socket:
+    def open_server() -> socket.socket:
         connection = socket.create_connection(server, timeout=_HANDSHAKE_SECONDS)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        prove_as_client(connection, token)
-        connection.settimeout(None)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            prove_as_client(connection, token)
+        except OSError:
+            connection.close()
+            raise
         return connection
 
-    open_connection().close()
+    open_server().close()
     listener = socket.create_server(("127.0.0.1", 0))
-    _listen(listener, lambda connection: _join(connection, open_connection()))
+    listen(listener, lambda _: open_server(), _MAX_LOOPBACK_CONNECTIONS)
     return listener
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megafp8.arguments import ArgumentParser
+from megafp8.arguments import ArgumentParser, at_least, between
 from megafp8.conversion.formats import open_source
 from megafp8.conversion.hf_tokenizer import find_tokenizer
 from megafp8.data.chats import chat_prompt_encoder, read_chat_template
@@ -42,12 +42,13 @@ _KEEP_ALIVE_SECONDS = 75
 round a request may be sent on a connection that is just being closed."""
 _FLUSH_SECONDS = 5
 """How long the last responses may take to be sent when the server ends."""
+_seconds = between(0.001, 1e9)
 
 logger = logging.getLogger("megafp8.inference.server")
 
 
 def _port(text: str) -> int:
-    """The type of --port."""
+    """Parse the value of --port."""
     port = int(text)
     if not 0 <= port < 2**16:
         raise argparse.ArgumentTypeError(f"{port} is no port; ports are 0 to 65535")
@@ -72,9 +73,11 @@ def make_parser() -> ArgumentParser:
     limits.add_argument("--max-texts", type=int, default=64, help="prompts times n of a request; default: %(default)s")
     limits.add_argument("--max-waiting", type=int, default=256, help="texts beside a full batch; default: %(default)s")
     limits.add_argument("--max-client-texts", type=int, help="of an address; default: 3/4 of those that run and wait")
-    limits.add_argument("--max-connections", type=int, default=1024, help="open at once; default: %(default)s")
-    limits.add_argument("--request-seconds", type=float, default=600.0, help="a request may take; default: %(default)s")
-    limits.add_argument("--shutdown-seconds", type=float, default=20.0, help="after SIGTERM; default: %(default)s")
+    limits.add_argument("--max-connections", type=at_least(1), default=1024, help="open at once; default: %(default)s")
+    limits.add_argument(
+        "--request-seconds", type=_seconds, default=600.0, help="a request may take; default: %(default)s"
+    )
+    limits.add_argument("--shutdown-seconds", type=_seconds, default=20.0, help="after SIGTERM; default: %(default)s")
     return parser
 
 
@@ -203,6 +206,9 @@ def run(arguments: argparse.Namespace) -> None:
             serve(service, listener, max_connections=arguments.max_connections)
     finally:
         destroy_model_parallel()
+    if engine.receives:  # Python aborts if the thread returns from native code while the interpreter ends
+        logging.shutdown()
+        os._exit(0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,8 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from megafp8.inference.options import SamplingOptions
-from megafp8.inference.server.engine import Engine, Handle, NewWeights, Update
+from megafp8.inference.server.engine import Engine, Handle, RefitConflict, Update
+from megafp8.inference.server.incoming_weights import NewWeights
 from megafp8.inference.server.metrics import Metrics
 from megafp8.inference.server.protocol import (
     AnyBody,
@@ -146,8 +147,12 @@ class Service:
     # --- what a request may do ---------------------------------------------------------------------------------------
 
     def check_key(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # as it was sent
-        if self._api_key is not None and not hmac.compare_digest(given, self._api_key.encode()):
+        """Raise ApiError unless the request has the header `Authorization: Bearer KEY`, where this server has a key."""
+        if self._api_key is None:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        is_key = hmac.compare_digest(key.encode("latin-1"), self._api_key.encode())  # bytes as they were sent
+        if scheme.lower() != "bearer" or not is_key:
             raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
 
     def check_open(self) -> None:
@@ -270,9 +275,8 @@ class Service:
         body = await self._control(PauseBody, request)
         with anyio.move_on_after(self.limits.seconds) as scope:
             await self.engine.pause(hold=body.running == "hold")
-        if scope.cancelled_caught:
-            self.engine.resume()
-            raise ApiError(504, f"texts run for more than {self.limits.seconds:g} seconds; the server is not paused")
+        if scope.cancelled_caught and not self.engine.paused:
+            raise ApiError(504, f"texts run for more than {self.limits.seconds:g} seconds; this pause is given up")
         return self._state_of_weights()
 
     async def _refit(self, request: Request) -> HttpResponse:
@@ -280,7 +284,8 @@ class Service:
         try:
             await self.engine.refit(NewWeights(body.checkpoint, body.trainer, body.version, self.limits.seconds))
         except ValueError as error:
-            raise ApiError(400, str(error), code="weights_refused") from None
+            status = 409 if isinstance(error, RefitConflict) else 400
+            raise ApiError(status, str(error), code="weights_refused") from None
         return self._state_of_weights()
 
     async def _resume(self, request: Request) -> HttpResponse:

@@ -11,6 +11,10 @@ says: the first rank hangs.
 
 *Pauses.* While the engine is paused, requests wait in its inbox. Those that run end before (`finish`), or wait too
 (`hold`): no steps are made. Only then may the weights be changed.
+
+*Refits.* New weights arrive in a thread of their own on each rank (`IncomingWeights`), so a source that does not answer
+delays neither a resume nor the end of the server. Meanwhile the ranks tell each other every `_REFIT_TICK` seconds how
+far they are. They put the weights in use between two steps, once these are complete on all ranks.
 """
 
 from __future__ import annotations
@@ -27,14 +31,20 @@ from typing import NamedTuple
 import torch
 from torch.distributed import ProcessGroup
 
+from megafp8.checkpoint.errors import on_all_ranks
 from megafp8.distributed.collectives import all_gather_objects, broadcast, broadcast_object, rank, size
-from megafp8.inference.generator import FinishReason, Generator, Load, Submission, WeightSource
+from megafp8.inference.generator import FinishReason, Generator, Load, Submission
 from megafp8.inference.options import SamplingOptions
-from megafp8.inference.weight_transfer import receive_weights
+from megafp8.inference.server.incoming_weights import IncomingWeights, NewWeights
+from megafp8.inference.staged_weights import refused_weights
 from megafp8.parallel_state import host_group
 
 HEARTBEAT = 30.0
 """Seconds between the commands that the first rank sends while there is nothing to do."""
+_END_SECONDS = 2.0
+"""Longest wait for the thread of a refit at the end."""
+_REFIT_TICK = 0.05
+"""Seconds between commands while new weights arrive."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,26 +72,25 @@ class Added(NamedTuple):
     client: str = ""
 
 
-class NewWeights(NamedTuple):
-    """Where weights are: in the folder `checkpoint`, or sent by the trainer whose store is at `trainer`, host:port.
-
-    `version`: of them; None: the next number. `seconds`: for which a trainer is waited for.
-    """
-
-    checkpoint: str | None = None
-    trainer: str | None = None
-    version: int | None = None
-    seconds: float = 600.0
+class RefitConflict(ValueError):
+    """A refit was asked for while another one runs."""
 
 
 class Command(NamedTuple):
-    """What to do before a step; `steps`: whether there is one."""
+    """Changes before a step.
+
+    Attributes:
+        steps: Whether a step follows.
+        weights: Weights to wait for.
+        refusal: Reason to give up the weights that are waited for, if any.
+    """
 
     added: Sequence[Added] = ()
     cancelled: Sequence[int] = ()
     stop: bool = False
     steps: bool = True
     weights: NewWeights | None = None
+    refusal: str = ""
 
 
 _NOTHING = Command()
@@ -96,13 +105,23 @@ def _share(command: Command, group: ProcessGroup | None) -> Command:
 
 
 class _Requests:
-    """The requests that a generator works on, the same on every rank of `group`."""
+    """Requests and refits that a generator works on, the same on every rank of `group`.
 
-    def __init__(self, generator: Generator, group: ProcessGroup | None = None) -> None:
-        self._generator, self._group = generator, group
+    Args:
+        on_refit: Called at the end of a refit with the error that has refused the weights, or None.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        group: ProcessGroup | None = None,
+        on_refit: Callable[[ValueError | None], None] = lambda _: None,
+    ) -> None:
+        self._generator, self._group, self._on_refit = generator, group, on_refit
         self._submissions: dict[int, Submission] = {}
-        self.refused: ValueError | None = None
-        """Why the weights of the last command with some were not taken."""
+        self._incoming: IncomingWeights | None = None
+        self.receiver: threading.Thread | None = None
+        """Thread of the last refit."""
 
     def __len__(self) -> int:
         return len(self._submissions)
@@ -125,7 +144,10 @@ class _Requests:
             if (submission := self._submissions.pop(number, None)) is not None:
                 self._generator.cancel(submission)
         if command.weights is not None:
-            self._refit(command.weights)
+            self._incoming = IncomingWeights(self._generator.model, command.weights, self.receiver)
+            self.receiver = self._incoming.thread
+        if self._incoming is not None:
+            self._continue_refit(self._incoming, command.refusal)
         if command.steps:
             self._generator.step()
         for number, submission in list(self._submissions.items()):
@@ -138,14 +160,36 @@ class _Requests:
                 del self._submissions[number]
         return updates
 
-    def _refit(self, new: NewWeights) -> None:
-        self.refused = None
-        source: WeightSource | str = new.checkpoint or partial(receive_weights, new.trainer or "", new.seconds)
+    @property
+    def weights_arrive(self) -> bool:
+        """Whether a refit waits for its weights."""
+        return self._incoming is not None
+
+    def _continue_refit(self, incoming: IncomingWeights, refusal: str) -> None:
+        """Use new weights once all ranks have them, or give them up once one rank cannot have them. Collective."""
+        states = all_gather_objects(incoming.state, self._group)
+        if not refusal and "failed" not in states and "arriving" in states:
+            return
         try:
-            self._generator.refit(source, new.version)
-        except ValueError as error:  # the same on all ranks
-            logger.error("refit: %s", error)
-            self.refused = error
+            if refusal:
+                raise ValueError(refusal)
+            staged = on_all_ranks(incoming.staged, self._group)
+        except Exception as error:  # the same on all ranks
+            refused = refused_weights(error)
+            logger.error("refit: %s", refused)
+            self.cancel_refit()
+            self._on_refit(refused)
+        else:
+            assert staged is not None
+            self._incoming = None
+            self._generator.use(staged, incoming.new.version)
+            self._on_refit(None)
+
+    def cancel_refit(self) -> None:
+        """Stop waiting for new weights."""
+        if self._incoming is not None:
+            self._incoming.cancel()
+            self._incoming = None
 
     def _check_agreement(self, failures: Mapping[int, object]) -> None:
         """Raise where other ranks could prepare a request, and this one could not, or the reverse."""
@@ -190,9 +234,16 @@ class Handle:
 
 @dataclass(eq=False)
 class _Pause:
-    """`hold`: running texts wait, instead of ending. `reached`: nothing runs any more."""
+    """Pause of an engine, shared by all clients that ask for one before the next `resume`.
 
-    hold: bool
+    Attributes:
+        hold: Whether running texts wait instead of ending first.
+        clients: Number of clients that wait for `reached`.
+        reached: Set once no text runs.
+    """
+
+    hold: bool = False
+    clients: int = 0
     reached: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -218,6 +269,8 @@ class Engine:
         self._pause: _Pause | None = None
         self._weights: NewWeights | None = None
         self._refit: asyncio.Future[None] | None = None  # the last one
+        self._refusal = ""
+        self._receiver: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
 
     def start(self, on_failure: Callable[[], None] = lambda: None) -> None:
@@ -271,15 +324,29 @@ class Engine:
         return self._pause is not None and self._pause.reached.is_set()
 
     async def pause(self, *, hold: bool) -> None:
-        """Let nothing run until `resume`, and wait until nothing does; `hold`: without waiting for running texts."""
-        pause = _Pause(hold)
+        """Stop all texts until `resume`, and return once none runs.
+
+        A second call joins the pause of the first. If all callers are cancelled before a pause is reached, it is given
+        up; a pause that was reached ends only by `resume`.
+
+        Args:
+            hold: Stop running texts at once instead of letting them end first.
+        """
         with self._inbox:
-            self._pause = pause
+            pause = self._pause = self._pause or _Pause()
+            pause.hold = pause.hold or hold
             self._inbox.notify()
-        await pause.reached.wait()
+        pause.clients += 1
+        try:
+            await pause.reached.wait()
+        finally:
+            pause.clients -= 1
+            if self._pause is pause and not pause.clients and not pause.reached.is_set():
+                self.resume()
 
     def resume(self) -> None:
-        """Go on with what waits, if the engine is paused or about to be."""
+        """Go on with what waits, if the engine is paused or about to be. A refit that still waits is refused."""
+        self._refuse("the server was resumed before they had arrived")
         with self._inbox:
             pause, self._pause = self._pause, None
             self._inbox.notify()
@@ -287,17 +354,35 @@ class Engine:
             pause.reached.set()  # for one who waits for it
 
     async def refit(self, weights: NewWeights) -> None:
-        """Generate with other weights. Raises ValueError, and keeps the old ones, where these cannot be taken, the
-        engine is not paused, or another refit runs."""
+        """Generate with other weights.
+
+        Raises:
+            RefitConflict: Another refit runs.
+            ValueError: The engine is not paused, or the weights cannot be had or do not fit. The old ones stay.
+        """
         if not self.paused:
             raise ValueError("weights change only while the server is paused; POST /v1/weights/pause first")
-        if self._refit is not None and not self._refit.done():
-            raise ValueError("another refit runs; try again later")
+        if self._refit_runs:
+            raise RefitConflict("another refit runs; try again later")
         self._refit = self._loop.create_future()
+        late = f"they have not arrived within {weights.seconds:g} s"
+        timer = self._loop.call_later(weights.seconds, self._refuse, late)
+        self._refit.add_done_callback(lambda _: timer.cancel())
         with self._inbox:
-            self._weights = weights
+            self._weights, self._refusal = weights, ""
             self._inbox.notify()
         await asyncio.shield(self._refit)  # it goes on if nobody waits any more
+
+    @property
+    def _refit_runs(self) -> bool:
+        return self._refit is not None and not self._refit.done()
+
+    def _refuse(self, reason: str) -> None:
+        """Give up the refit that runs, if there is one."""
+        if self._refit_runs:
+            with self._inbox:
+                self._refusal = reason
+                self._inbox.notify()
 
     def abandon(self, error: Exception) -> None:
         """Cancel all requests; their handles raise `error`."""
@@ -311,40 +396,55 @@ class Engine:
         requests = _Requests(self.generator, self._group)
         while not (command := _share(_NOTHING, self._group)).stop:
             requests.step(command)
+        self._end(requests)
+
+    @property
+    def receives(self) -> bool:
+        """Whether a thread of a refit that was given up has not ended yet, after `stop` or `follow`."""
+        return self._receiver is not None and self._receiver.is_alive()
+
+    def _end(self, requests: _Requests) -> None:
+        requests.cancel_refit()
+        self._receiver = requests.receiver
+        if self._receiver is not None:
+            self._receiver.join(_END_SECONDS)
 
     def _run(self) -> None:
         """The thread."""
         device = self.generator.model.parallel.device
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                requests = _Requests(self.generator, self._group)
-                while not (command := _share(self._next_command(len(requests) > 0), self._group)).stop:
+                on_refit = partial(self._loop.call_soon_threadsafe, self._refitted)
+                requests = _Requests(self.generator, self._group, on_refit)
+                while not (command := _share(self._next_command(requests), self._group)).stop:
                     updates = requests.step(command)
-                    if command.weights is not None:
-                        self._loop.call_soon_threadsafe(self._refitted, requests.refused)
                     self.load = self.generator.load
                     if updates:
                         self._loop.call_soon_threadsafe(self._deliver, updates)
+                self._end(requests)
         except Exception as error:
             logger.exception("the generator failed; the server ends")
             self._loop.call_soon_threadsafe(self._fail, error)
 
-    def _next_command(self, busy: bool) -> Command:
-        """What came since the last one; waits for it unless there is something to generate."""
+    def _next_command(self, requests: _Requests) -> Command:
+        """Return what came since the last command; wait for it unless there is something to generate."""
+        busy = len(requests) > 0
         with self._inbox:
             if self._pause is not None and (self._pause.hold or not busy):
                 self._loop.call_soon_threadsafe(self._pause.reached.set)
                 busy = False
             added = self._added if self._pause is None else []
-            if not (busy or added or self._cancelled or self._stopped or self._weights):
-                self._inbox.wait(HEARTBEAT)
-            steps, added, cancelled, weights = True, self._added, self._cancelled, self._weights
-            self._added, self._cancelled, self._weights = [], [], None
+            if not (busy or added or self._cancelled or self._stopped or self._weights or self._refusal):
+                self._inbox.wait(_REFIT_TICK if requests.weights_arrive else HEARTBEAT)
+            steps, added, cancelled, weights, refusal = (
+                True, self._added, self._cancelled, self._weights, self._refusal
+            )  # fmt: skip
+            self._added, self._cancelled, self._weights, self._refusal = [], [], None, ""
             if self._pause is not None:
                 steps, self._added, added = not self._pause.hold, added, []
-            if steps and not (added or cancelled or self._stopped or weights):
+            if steps and not (added or cancelled or self._stopped or weights or refusal):
                 return _NOTHING
-            return Command(added, cancelled, self._stopped, steps, weights)
+            return Command(added, cancelled, self._stopped, steps, weights, refusal)
 
     def _refitted(self, refused: ValueError | None) -> None:
         assert self._refit is not None

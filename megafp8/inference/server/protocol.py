@@ -208,8 +208,8 @@ class PauseBody(_Strict):
 class RefitBody(_Strict):
     """POST /v1/weights/refit: a checkpoint, or the address of a trainer that sends (`send_weights`)."""
 
-    checkpoint: str | None = None
-    trainer: str | None = None
+    checkpoint: Annotated[str, Field(min_length=1)] | None = None
+    trainer: Annotated[str, Field(min_length=1)] | None = None
     version: Annotated[int, Field(ge=0, lt=2**63)] | None = None
 
 

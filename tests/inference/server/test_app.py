@@ -269,10 +269,15 @@ def test_limits(generator: Generator, folder: Path) -> None:
         ).is_client_error
         moved = client.post(COMPLETIONS + "/", json=base, headers={"host": "elsewhere.example"})
         assert (moved.status_code, moved.headers.get("location")) == (404, None), "no redirection to the client's host"
-        for headers in ({}, {"authorization": "Bearer public"}):
-            for found in (httpx.post(url + COMPLETIONS, json=base), httpx.get(f"{url}/v1/models", headers=headers)):
+        for value in ("", "Bearer public", "secret", "Basic secret", "Bearersecret", "Bearer Bearer secret", "Bearer"):
+            headers = {"authorization": value}
+            for found in (
+                httpx.post(url + COMPLETIONS, json=base, headers=headers),
+                httpx.get(f"{url}/v1/models", headers=headers),
+            ):
                 assert (found.status_code, found.json()["error"]["code"]) == (401, "invalid_api_key")
         assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+        assert client.get("/v1/models", headers={"authorization": "bearer secret"}).is_success, "schemes have no case"
         assert client.post(COMPLETIONS, json=base).is_success
     with pytest.raises(ValueError, match=r"the limit texts = 0: must be above 0"):
         Limits(texts=0)

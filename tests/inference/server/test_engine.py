@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.generator import CacheOptions
 from megafp8.inference.server import engine as module
 from megafp8.inference.server.engine import Engine, Handle
+from megafp8.inference.server.incoming_weights import NewWeights
 from tests.inference.server.serving import write_model
 from tests.world import World
 
@@ -35,9 +38,27 @@ async def _tokens(engine: Engine, handle: Handle) -> dict[tuple[int, int], list[
     return found
 
 
-async def _serve(engine: Engine) -> list[Any]:
+async def _refit(engine: Engine, folder: Path) -> list[int]:
+    """Return the versions after a refit from a trainer that is silent, which is given up, and one from `folder`."""
+    versions = []
+    await engine.pause(hold=True)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        refit = asyncio.create_task(engine.refit(NewWeights(trainer=f"127.0.0.1:{silent.getsockname()[1]}")))
+        await asyncio.sleep(0.2)
+        engine.resume()
+        with pytest.raises(ValueError, match="the server was resumed before they had arrived"):
+            await asyncio.wait_for(refit, 20)
+        versions.append(engine.weight_version)
+    await engine.pause(hold=True)
+    await asyncio.wait_for(engine.refit(NewWeights(checkpoint=str(folder))), 20)
+    engine.resume()
+    return [*versions, engine.weight_version]
+
+
+async def _serve(engine: Engine, folder: Path) -> list[Any]:
     """Texts of all requests, which come while others run and are cancelled; twice, with nothing to do between."""
     engine.start()
+    assert await _refit(engine, folder) == [0, 1]
     found = []
     for _ in range(2):
         handles = []
@@ -74,7 +95,7 @@ def _rank(folder: Path, layout: dict[str, int]) -> dict[str, Any]:
     engine = Engine(generator)
     found: dict[str, Any] = {}
     if generator.model.parallel.world.is_first:
-        found["served"] = asyncio.run(_serve(engine))
+        found["served"] = asyncio.run(_serve(engine, folder))
         found["alone"] = [{(x.prompt, x.sample): x.tokens for x in completions} for completions in alone]
     else:
         engine.follow()
@@ -89,6 +110,45 @@ def test_ranks_follow_the_first(world2: World, tmp_path: Path, layout: dict[str,
     assert first["load"] == second["load"] == (0, 0, 0, 24)
     assert len(second["waits"]) >= 4, "no heartbeats"
     assert sum(busy for _, busy in second["waits"]) < 0.1 * sum(seconds for seconds, _ in second["waits"])
+
+
+async def _pause_twice(engine: Engine, proceed: threading.Event) -> list[bool]:
+    """Return whether the engine is paused after pauses of two clients, after `resume`, and after a lone client left."""
+    paused = []
+
+    async def two_pauses(leaving: int) -> None:
+        handle = engine.submit([[5]], [SamplingOptions(max_tokens=5, seed=1, ignore_end=True)])
+        await handle.updates.get()
+        proceed.clear()
+        pauses = [asyncio.create_task(engine.pause(hold=False)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        for pause in pauses[:leaving]:
+            pause.cancel()
+        proceed.set()
+        await asyncio.wait_for(asyncio.gather(*pauses, return_exceptions=True), 20)
+        while handle.texts:
+            await asyncio.wait_for(handle.updates.get(), 20)
+        paused.append(engine.paused)
+
+    engine.start()
+    for leaving in range(3):
+        await two_pauses(leaving)
+        if engine.paused:
+            await asyncio.wait_for(engine.pause(hold=True), 20)
+            engine.resume()
+        paused.append(engine.paused)
+    await asyncio.to_thread(engine.stop)
+    return paused
+
+
+def test_two_clients_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both wait for one pause, which lasts if the first one leaves; it is given up if both leave before it begins."""
+    generator = Generator.from_checkpoint(write_model(tmp_path), device="cpu", cache=CACHE)
+    proceed, step = threading.Event(), generator.step
+    proceed.set()
+    monkeypatch.setattr(generator, "step", lambda: (proceed.wait(), step()))
+    engine = Engine(generator)
+    assert asyncio.run(_pause_twice(engine, proceed)) == [True, False, True, False, False, False]
 
 
 def _first_dies(folder: Path) -> str:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +111,18 @@ def test_pause_refit_resume(two_runs: tuple[Path, Path]) -> None:
         assert "megafp8_weight_version 1.0" in httpx.get(f"{client.url}/metrics").text
 
 
+def test_two_clients_pause(two_runs: tuple[Path, Path]) -> None:
+    """Both are answered, although one asks for `hold` later, and only `resume` ends the pause."""
+    with _served(two_runs[0], seconds=20.0) as (client, service), ThreadPoolExecutor(3) as pool:
+        text = pool.submit(client.complete, LONG)
+        until(lambda: service.engine.load.running == 1)
+        pauses = [pool.submit(client.post, "pause", running=running) for running in ("finish", "hold")]
+        assert [pause.result().json() for pause in pauses] == [{"weight_version": 0, "paused": True}] * 2
+        assert client.post("pause").json()["paused"]
+        assert client.post("resume").json() == {"weight_version": 0, "paused": False}
+        assert text.result()[1] == [0]
+
+
 def test_texts_that_are_held(two_runs: tuple[Path, Path]) -> None:
     """A text that runs is held and goes on with the new weights; one that is cancelled while it waits does not run."""
     with _served(two_runs[0]) as (client, service):
@@ -147,6 +164,8 @@ def test_weights_that_do_not_fit(two_runs: tuple[Path, Path], tmp_path: Path, wo
             ({"trainer": "nowhere"}, "must be host:port"),
             ({"trainer": "127.0.0.1:1"}, "the weights stay as they are"),
             ({}, "give one of checkpoint and trainer"),
+            ({"checkpoint": ""}, "checkpoint: String should have at least 1 character"),
+            ({"trainer": ""}, "trainer: String should have at least 1 character"),
             ({"checkpoint": "a", "layout": 1}, "layout: Extra inputs are not permitted"),
         ):
             answer = client.post("refit", **body)
@@ -158,14 +177,65 @@ def test_weights_that_do_not_fit(two_runs: tuple[Path, Path], tmp_path: Path, wo
         assert client.complete() == (old, [0])
 
 
+@pytest.fixture
+def silent_trainer() -> Iterator[str]:
+    """Address of a trainer that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_trainer_that_is_silent(two_runs: tuple[Path, Path], silent_trainer: str) -> None:
+    """Its refit ends by a resume, by its time limit, and with the server; the next refit does not wait for it."""
+    old, new = (_text(folder) for folder in two_runs)
+    with _served(two_runs[0]) as (client, service), ThreadPoolExecutor(2) as pool:
+        client.post("pause")
+        refit = pool.submit(client.post, "refit", trainer=silent_trainer)
+        until(lambda: service.engine._refit is not None)
+        conflict = client.post("refit", checkpoint=str(two_runs[1]))
+        assert (conflict.status_code, conflict.json()["error"]["message"]) == (
+            409,
+            "another refit runs; try again later",
+        )
+        assert client.post("resume").json() == {"weight_version": 0, "paused": False}
+        assert refit.result().status_code == 400
+        assert "the server was resumed before they had arrived" in refit.result().json()["error"]["message"]
+        assert client.complete() == (old, [0])
+        client.post("pause")
+        assert client.post("refit", checkpoint=str(two_runs[1])).json() == {"weight_version": 1, "paused": True}
+        client.post("resume")
+        assert client.complete() == (new, [1])
+    with _served(two_runs[0], seconds=0.5) as (client, service), ThreadPoolExecutor(1) as pool:
+        client.post("pause")
+        late = client.post("refit", trainer=silent_trainer)
+        assert (late.status_code, late.json()["error"]["code"]) == (400, "weights_refused")
+        assert "they have not arrived within 0.5 s" in late.json()["error"]["message"]
+        service.limits = replace(service.limits, seconds=600.0)
+        refit = pool.submit(client.post, "refit", trainer=silent_trainer)
+        until(lambda: service.engine._refit_runs)
+        began = time.monotonic()
+        asyncio.run_coroutine_threadsafe(service.drain(), service.engine._loop).result(20)
+        assert "the server was resumed before they had arrived" in refit.result(20).text
+    assert time.monotonic() - began < 20
+    assert not service.engine.receives
+
+
 def test_it_must_be_allowed(two_runs: tuple[Path, Path]) -> None:
     generator = Generator.from_checkpoint(two_runs[0], device="cpu", cache=CACHE)
     with served(generator, None) as (url, _):
         answer = Client(url).post("refit", checkpoint=str(two_runs[1]))
         assert answer.status_code == 403
         assert "start it with --allow-refit" in answer.json()["error"]["message"]
-    with served(generator, None, api_key="key", allow_refit=True) as (url, _):
-        assert Client(url).post("pause").status_code == 401
+    with served(generator, None, api_key="key", allow_refit=True) as (url, service):
+        for headers in ({}, {"authorization": "Bearer other"}, {"authorization": "key"}):
+            for action, body in (("pause", {}), ("refit", {"checkpoint": str(two_runs[1])}), ("resume", {})):
+                answer = httpx.post(f"{url}/v1/weights/{action}", json=body, headers=headers)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert httpx.get(f"{url}/v1/weights", headers=headers).status_code == 401
+        assert (service.engine.paused, service.engine.weight_version) == (False, 0)
+        key = {"authorization": "Bearer key"}
+        for action, body in (("pause", {}), ("refit", {"checkpoint": str(two_runs[1])}), ("resume", {})):
+            assert httpx.post(f"{url}/v1/weights/{action}", json=body, headers=key).is_success
+        assert service.engine.weight_version == 1
 
 
 def _send(preset: Preset, url: str, folder: str) -> list[int]:
