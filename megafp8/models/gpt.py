@@ -51,6 +51,7 @@ from megafp8.ops import dropout as dropouts
 from megafp8.ops.attention import CoreAttention, SelfAttention, fastest_backends
 from megafp8.ops.offload import ActivationOffload, Forward
 from megafp8.ops.recurrence import Recurrence
+from megafp8.tensor_parallel.cross_entropy import LabelLosses
 from megafp8.tensor_parallel.layers import VocabParallelEmbedding
 from megafp8.tensor_parallel.lora import freeze
 from megafp8.tensor_parallel.mappings import gather_from_sequence_parallel, scatter_to_sequence_parallel
@@ -361,14 +362,17 @@ class GPTStage(nn.Module):
         with offload.block(block) if offload is not None and memory.offload else nullcontext():
             return recomputed(block, *inputs) if memory.full and torch.is_grad_enabled() else block(*inputs)
 
-    def forward(self, x_sbh: Tensor | None, batch: Batch, *, logits: bool = False) -> Tensor:
-        """The stage's output: residual stream `[s/t, b, h]`, or on the last stage the loss of each token `[s, b]`; or
-        there, with `logits`, this rank's `[s, b, v/t]`.
+    def forward(self, x_sbh: Tensor | None, batch: Batch, *, logits: bool = False) -> Tensor | LabelLosses:
+        """Return the residual stream `[s/t, b, h]`; on the last stage the losses of each token, or this rank's logits.
 
-        With d depths of multi-token prediction labels are those of `Batch.with_later_labels`, and the losses of all
-        depths are side by side, `[s, (1 + d) b]`. So are those of BERT's tokens and of its binary head (`MaskedLM`).
+        With d depths of multi-token prediction, labels are those of `Batch.with_later_labels`, and the losses of all
+        depths are side by side, `[s, (1 + d) b]`. The losses of BERT's binary head are next to the losses of its tokens
+        (`MaskedLM`).
 
-        `x_sbh` is None on the first stage. Where sequences are cut over ranks, `batch` is this rank's `Batch.shard`.
+        Args:
+            x_sbh: Output of the stage before; None on the first stage.
+            batch: Micro-batch; with context parallelism this rank's `Batch.shard`.
+            logits: Return logits `[s, b, v/t]` in place of losses `[s, b]`.
         """
         inputs = self.layer_inputs(batch)
         if self.embedding is not None:

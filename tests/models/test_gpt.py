@@ -19,6 +19,7 @@ from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import BlockMemory
 from megafp8.parallel_state import Group, initialize_model_parallel
+from megafp8.tensor_parallel.cross_entropy import LabelLosses
 from tests.marks import slow_but
 from tests.models.twin import shares_of_the_step_before, twin_loss
 from tests.models.weights import gradients, randomize
@@ -422,7 +423,7 @@ def compare(
     shard = replace(batch, loss_mask=weight_bs * batch.loss_mask).shard(
         state.context.rank, cp, cuts_documents=config.cuts_documents
     )
-    loss_sb = _forward_and_backward(stage, shard, state.pipeline)
+    losses = _forward_and_backward(stage, shard, state.pipeline)
     if pp > 1 and stage.shared_weight is not None:
         assert state.embedding is not None
         assert stage.shared_weight.grad is not None
@@ -436,8 +437,9 @@ def compare(
     ((expected * weight_bs * batch.loss_mask).sum() + sum(of_routers)).backward()
     expected_batch = replace(batch, loss_mask=expected.detach() * batch.loss_mask)
     expected_shard = expected_batch.shard(state.context.rank, cp, cuts_documents=config.cuts_documents).loss_mask
-    if loss_sb is not None:
-        torch.testing.assert_close(loss_sb.T * (shard.loss_mask > 0), expected_shard, rtol=1e-11, atol=1e-11)
+    if losses is not None:
+        found_bs = (losses.cross_entropy + losses.z_loss).T * (shard.loss_mask > 0)
+        torch.testing.assert_close(found_bs, expected_shard, rtol=1e-11, atol=1e-11)
     compared = 0
     for name, actual, grad in gradients(
         stage, whole, state.tensor.group, context.context_parallel, state.expert_data.group
@@ -454,14 +456,14 @@ def compare(
     return compared
 
 
-def _forward_and_backward(stage: GPTStage, shard: Batch, pipeline: Group) -> Tensor | None:
-    """One stage after the other, then back; on the last rank the loss of each token `[s, b]`, elsewhere None."""
+def _forward_and_backward(stage: GPTStage, shard: Batch, pipeline: Group) -> LabelLosses | None:
+    """Run one stage after the other, then back; return the losses of each token, or None before the last rank."""
     before = None if pipeline.rank == 0 else pipeline.ranks[pipeline.rank - 1]
     after = None if pipeline.rank == pipeline.size - 1 else pipeline.ranks[pipeline.rank + 1]
     x = None if before is None else _receive(before).requires_grad_()
     y = stage(x, shard)
     if after is None:
-        (y * shard.loss_mask.T).sum().backward()
+        (y.cross_entropy * shard.loss_mask.T).sum().backward()
     else:
         _send(y.detach(), after)
         y.backward(_receive(after))
