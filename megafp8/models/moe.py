@@ -389,7 +389,7 @@ class MoE(FeedForward):
 
     def inputs(self, layer: int, tokens: Tokens) -> RoutedTokens:
         ids_bs = None if self.router.table is None else tokens.ids_bs
-        key = "routed tokens", ids_bs is None
+        key = "routed tokens", ids_bs is None, tokens.depth
         return tokens.once(key, lambda: RoutedTokens(self._own(ids_bs), self._own(tokens.padding_bs)))
 
     def _own(self, x_bs: Tensor | None) -> Tensor | None:

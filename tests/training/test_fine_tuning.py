@@ -251,14 +251,16 @@ def _gradients_and_load(preset: Preset, filling: int) -> tuple[Tensor, Tensor]:
     filled = []
     for x in batches(0, trainer.config, parallel):
         assert x.padding is not None
-        filled.append(replace(x, tokens=x.tokens.masked_fill(x.padding, filling)))
+        assert x.label_padding is not None
+        tokens, labels = x.tokens.masked_fill(x.padding, filling), x.labels.masked_fill(x.label_padding, filling)
+        filled.append(replace(x, tokens=tokens, labels=labels))
     assert torch.cat([x.padding for x in filled]).float().mean() > 0.1  # type: ignore[misc]
     trainer._run_passes(0, filled, False, lambda: None)
     load = None if trainer.load_collector is None else trainer.load_collector.sum()
     return trainer.strategy.gradients[0].clone(), torch.zeros(1) if load is None else load
 
 
-@pytest.mark.parametrize("preset", [MOE, SPARSE, COMPRESSED], ids=str)
+@pytest.mark.parametrize("preset", [MOE | MTP, SPARSE | MTP, COMPRESSED], ids=str)
 def test_padding_moves_neither_routers_nor_indexers(preset: Preset, world2: World) -> None:
     """Whatever token fills up samples, gradients and the load of experts are the same.
 
