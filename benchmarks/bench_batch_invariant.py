@@ -90,7 +90,7 @@ def trained_logprobs(model: Model, texts: Sequence[Sequence[int]], order: random
             row[: len(texts[i])] = torch.tensor(texts[i])
         ids = ids.to(model.parallel.device)
         with batch_invariant(model.batch_invariant), model.fp8.recording(False):
-            loss_sb = stage(None, Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
+            loss_sb = stage(None, Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())).cross_entropy
         for column, i in enumerate(chosen):
             found[i] = -loss_sb.detach()[: len(texts[i]) - 1, column].double().cpu()
         del loss_sb
@@ -166,7 +166,7 @@ def training_milliseconds(recipe: str, *, invariant: bool, tokens: int = 8192) -
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         events[0].record()
         with batch_invariant(invariant):
-            loss = stage(None, batch).mean()
+            loss = stage(None, batch).cross_entropy.mean()
             events[1].record()
             loss.backward()
         events[2].record()

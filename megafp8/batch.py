@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,20 +17,29 @@ from megafp8.context_parallel.split import shard_positions
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch, tensors `[b, s]`; after `with_later_labels`, labels and mask `[(1 + d) b, s]`.
+    """Micro-batch of tensors `[b, s]`; after `with_later_labels`, labels, mask and padding are `[(1 + d) b, s]`.
 
-    `loss_mask` float32: 0 for labels that do not count, None if all count. `position_ids` int64, and `cu_seqlens` int32
-    `[b, n + 1]`: None unless attention and positions restart at documents. `cu_seqlens` holds the first token of each
-    of a sample's documents, and then s as often as it takes: n is a power of two of at least 64, so that it hardly ever
-    differs between batches, as it must not for CUDA graphs. `samples` int64 `[b]`: the indices of the samples in the
-    run; None: no dropout. `token_types` int64: None where all are 0. `prefix` int64 `[b]`: how many of a sample's first
-    tokens all of its tokens attend to; None: earlier tokens only. `padding` bool: tokens that fill up a sample, which
-    routers do not count; None: there are none. `decoder_tokens` `[b, d]`: of T5, whose labels and mask are then
-    `[b, d]`. `documents` int64: which document of its sample each token is of, where losses are summed by document.
-    `places` int64: where a file has what is known of each token, -1 for padding (`PackedDataset.first_place`).
-    `reference`: what a frozen model says of the micro-batch, as its loss defines it
-    (`megafp8.objectives.ObjectiveLoss`); of data, per document, float64 `[b, n]`. `sampled` float64 `[b, s, 4]`: of
-    labels that the model has sampled, what `megafp8.objectives.grpo` has of them.
+    Attributes:
+        tokens: int64; of T5, the tokens of the encoder.
+        labels: int64; of T5 `[b, d]`, as its mask.
+        loss_mask: float32, 0 for labels that do not count; None if all count.
+        position_ids: int64; None unless attention and positions restart at documents.
+        cu_seqlens: int32 `[b, n + 1]`, first token of each document of a sample, then s until the row is full; None
+            unless attention restarts at documents. n is a power of two of at least 64, so that it hardly ever differs
+            between batches, as it must not for CUDA graphs.
+        samples: int64 `[b]`, indices of the samples in the run; None without dropout.
+        token_types: int64; None if all are 0.
+        prefix: int64 `[b]`, number of a sample's first tokens that all of its tokens attend to; None if tokens attend
+            to earlier tokens only.
+        padding: bool, tokens that fill up a sample, which routers do not count; None if there are none.
+        label_padding: bool, labels that fill up a sample; None with `padding`.
+        decoder_tokens: int64 `[b, d]`, tokens of T5's decoder.
+        documents: int64, document of its sample that each token belongs to, if losses are summed by document.
+        places: int64, place of each token in a file that has a record of it, -1 for padding
+            (`PackedDataset.first_place`).
+        reference: Output of a frozen model for the micro-batch, as its loss defines it
+            (`megafp8.objectives.ObjectiveLoss`); if it comes from data, float64 `[b, n]` by document.
+        sampled: float64 `[b, s, 4]`, record of each label that the model has sampled (`megafp8.objectives.grpo`).
     """
 
     tokens: Tensor
@@ -41,6 +51,7 @@ class Batch:
     token_types: Tensor | None = None
     prefix: Tensor | None = None
     padding: Tensor | None = None
+    label_padding: Tensor | None = None
     decoder_tokens: Tensor | None = None
     documents: Tensor | None = None
     places: Tensor | None = None
@@ -71,9 +82,10 @@ class Batch:
         return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, more], dim=1), reference=reference)
 
     def with_later_labels(self, depths: int) -> Batch:
-        """With the labels of depths 1 to `depths` of multi-token prediction, d tokens later, below those of the model.
+        """Append the labels of depths 1 to `depths` of multi-token prediction, which are d tokens later.
 
-        None counts for a token whose document, or sample, ends before it.
+        A label does not count if its token's document, or sample, ends before it. A token is padding at depth d if one
+        of the d tokens after it is, since the layers of that depth read their embeddings.
         """
         if not depths:
             return self
@@ -85,7 +97,14 @@ class Batch:
         shifts = range(1, depths + 1)
         masks = [mask, *(mask.roll(-d, 1) * (positions.roll(-d, 1) == positions + d) for d in shifts)]
         later = [labels, *(labels.roll(-d, 1) for d in shifts)]
-        return replace(self, labels=torch.cat(later), loss_mask=torch.cat(masks))
+        padding, label_padding = self.padding, self.label_padding
+        if padding is not None:
+            assert label_padding is not None
+            read = [padding, *(label_padding.roll(-d, 1) for d in range(depths))]
+            padding = torch.cat([*accumulate(read, torch.logical_or)])
+        return replace(
+            self, labels=torch.cat(later), loss_mask=torch.cat(masks), padding=padding, label_padding=None
+        )  # fmt: skip
 
     def shard(self, rank: int, ranks: int, *, cuts_documents: bool = True) -> Batch:
         """The tokens of context-parallel `rank`, with their positions `[b, s/ranks]`; what is of whole samples stays.
@@ -102,18 +121,12 @@ class Batch:
             return x.gather(1, mine.repeat(x.shape[0] // mine.shape[0], 1))
 
         positions = mine if self.position_ids is None else take(self.position_ids)
-        mask = None if self.loss_mask is None else take(self.loss_mask)
-        types = None if self.token_types is None else take(self.token_types)
-        padding = None if self.padding is None else take(self.padding)
-        which = None if self.documents is None else take(self.documents)
-        places = None if self.places is None else take(self.places)
         sampled = self.sampled
         if sampled is not None:
             sampled = torch.stack([take(x) for x in sampled.unbind(2)], dim=2)
-        return replace(
-            self, tokens=take(self.tokens), labels=take(self.labels), loss_mask=mask, position_ids=positions,
-            token_types=types, padding=padding, documents=which, places=places, sampled=sampled,
-        )  # fmt: skip
+        names = ("tokens", "labels", "loss_mask", "token_types", "padding", "label_padding", "documents", "places")
+        of_tokens = {name: take(x) for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, position_ids=positions, sampled=sampled, **of_tokens)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -752,7 +752,8 @@ class TrainingConfig(Section):
     """Steps between runs of Python's garbage collector, which all ranks run after the same step so that none waits for
     another. 0: automatic collection."""
     z_loss: NonNegative = 0.0
-    """Weight of log²Z in the loss; 1e-4 is usual."""
+    """Weight of log²Z of the output layer in the loss that is differentiated; 1e-4 is usual. Reported losses do not
+    contain it: it is the metric z_loss."""
     eval_interval: Count = 0
     """Steps between evaluations of the loss on data for validation. 0: none."""
     eval_steps: PositiveInt = 10

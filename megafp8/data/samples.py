@@ -420,7 +420,7 @@ def next_token_batch(
 
     `reset_at_documents`: attention and positions restart at each document. `mask_eod_loss`: ignore labels that begin a
     document, since nothing predicts it. `PADDING`, which needs both, becomes token 0 without loss, and is the batch's
-    `padding`.
+    `padding` and `label_padding`.
     """
     padding = tokens_bs1 == PADDING
     assert (reset_at_documents and mask_eod_loss) or not padding.any()
@@ -435,7 +435,9 @@ def next_token_batch(
     if not reset_at_documents:
         return Batch(tokens, labels, mask)
     batch = batch_of_documents(tokens, labels, mask, last)
-    return replace(batch, padding=padding[:, :-1].contiguous()) if mask_eod_loss else batch
+    if not mask_eod_loss:
+        return batch
+    return replace(batch, padding=padding[:, :-1].contiguous(), label_padding=padding[:, 1:].contiguous())
 
 
 def batch_of_documents(tokens: Tensor, labels: Tensor, mask: Tensor | None, last: Tensor) -> Batch:

@@ -56,19 +56,27 @@ class ParamShard:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """The shards that a local parameter consists of, and how it is initialized, reduced and decayed.
+    """Shards of a local parameter, and how the parameter is initialized, reduced and updated.
 
-    `reduce_over_tp`: each TP rank computes a partial gradient (a norm under sequence parallelism), which is summed over
-    the TP group once a step. `replicated_over_tp`: all TP ranks hold the same values. `is_copy`: another pipeline stage
-    holds the original (shared embedding). `num_uses`: layers of this stage that contribute a gradient in one backward.
-    `expert`: weights of experts, divided over expert parallelism; their gradients are summed over the ranks that hold
-    the same experts, not over data parallelism.
+    Attributes:
+        reduce_over_tp: Each TP rank computes a partial gradient (a norm under sequence parallelism), which is summed
+            over the TP group once a step.
+        replicated_over_tp: All TP ranks hold the same values.
+        matrix: Each shard is the weight of a linear layer, which maps activations as a whole: what Muon orthogonalizes
+            in blocks and muP scales with the width. Not tables (embeddings, positions, biases by distance), and not
+            weights with independent rows (routers, gates with one output, mappings of residual streams).
+        weight_decay: Weight decay applies by default.
+        is_copy: Another pipeline stage holds the original (shared embedding).
+        num_uses: Number of layers of this stage that contribute a gradient in one backward pass.
+        expert: Weights of experts, divided over expert parallelism; their gradients are summed over the ranks that hold
+            the same experts, not over data parallelism.
     """
 
     shards: tuple[ParamShard, ...]
     init: Init
     replicated_over_tp: bool
     reduce_over_tp: bool = False
+    matrix: bool = False
     weight_decay: bool = True
     is_copy: bool = False
     num_uses: int = 1

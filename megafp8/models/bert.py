@@ -30,7 +30,7 @@ def _weight_and_bias(
     weight = unsharded(f"{name}.weight", (n, config.hidden_size))
     bias = unsharded(f"{name}.bias", (n,))
     return (
-        new_parameter(context, weight, Init("normal", config.init_std), **replicated),
+        new_parameter(context, weight, Init("normal", config.init_std), matrix=True, **replicated),
         new_parameter(context, bias, Init("zeros"), weight_decay=False, **replicated),
     )
 

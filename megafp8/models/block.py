@@ -343,7 +343,7 @@ class PredictionLayer(nn.Module):
         super().__init__()
         name, h = f"layers.{index}", config.hidden_size
         self.projection = replicated_parameter(
-            context, unsharded(f"{name}.projection.weight", (h, 2 * h)), Init("normal", config.init_std)
+            context, unsharded(f"{name}.projection.weight", (h, 2 * h)), Init("normal", config.init_std), matrix=True
         )
         reason = "whole on each rank, it stays in training.precision"
         self.projection_state = context.fp8.linear(LinearSite(f"{name}.projection", 2 * h, h, high_precision=reason))

@@ -143,7 +143,7 @@ class CompressedAttention(Mixer):
         self.sink = new_parameter(context, [shard], Init("zeros"), replicated_over_tp=False, weight_decay=False)
         shape = groups * record.output_rank, heads * d // groups
         shard = shard_dim(f"{name}.output_down.weight", shape, 0, context.tensor.rank(), t)
-        self.output_down = new_parameter(context, [shard], self.init, replicated_over_tp=False)
+        self.output_down = new_parameter(context, [shard], self.init, replicated_over_tp=False, matrix=True)
         self.proj = RowParallelLinear(
             f"{name}.proj",
             groups * record.output_rank,
@@ -175,7 +175,7 @@ class CompressedAttention(Mixer):
         shards = [x for part, n in parts.items() for x in unsharded(f"{name}.{part}.weight", (n, inputs))]
         reason = "keys, entries and the indexer stay in training.precision"
         site = LinearSite(f"{name}.{layer}", inputs, sum(parts.values()), high_precision=reason)
-        return replicated_parameter(self.context, shards, self.init), self.context.fp8.linear(site)
+        return replicated_parameter(self.context, shards, self.init, matrix=True), self.context.fp8.linear(site)
 
     @property
     def _widths_of_entries(self) -> list[int]:

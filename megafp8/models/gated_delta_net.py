@@ -59,7 +59,7 @@ class GatedDeltaNet(DeltaRuleMixer):
             **context.linear_options(),
         )
         shards = [x for part in ("beta", "decay") for x in unsharded(f"{name}.{part}.weight", (heads, h))]
-        self.gates = replicated_parameter(context, shards, init)
+        self.gates = replicated_parameter(context, shards, init, matrix=True)
         reason = "decays are few and stay in training.precision"
         self.gates_state = context.fp8.linear(LinearSite(f"{name}.gates", h, 2 * heads, high_precision=reason))
 

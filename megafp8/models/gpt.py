@@ -51,6 +51,7 @@ from megafp8.ops import dropout as dropouts
 from megafp8.ops.attention import CoreAttention, SelfAttention, fastest_backends
 from megafp8.ops.offload import ActivationOffload, Forward
 from megafp8.ops.recurrence import Recurrence
+from megafp8.tensor_parallel.cross_entropy import LabelLosses
 from megafp8.tensor_parallel.layers import VocabParallelEmbedding
 from megafp8.tensor_parallel.lora import freeze
 from megafp8.tensor_parallel.mappings import gather_from_sequence_parallel, scatter_to_sequence_parallel
@@ -62,12 +63,19 @@ class MicroBatchTokens(Tokens):
 
     `cu_seqlens_bn`: int32, the first token of each document of the whole sequences, and their length; None: whole
     sequences are one document. `prefix_b`: as in `Batch.prefix`. `cuts_documents`: as in `place_tokens`.
+    `later_padding_dbs`: padding at the depths of multi-token prediction from 1 on.
     """
 
     group: ProcessGroup | None = None
     cu_seqlens_bn: Tensor | None = None
     prefix_b: Tensor | None = None
     cuts_documents: bool = True
+    later_padding_dbs: Sequence[Tensor] = ()
+
+    def at_depth(self, depth: int) -> MicroBatchTokens:
+        if not depth or not self.later_padding_dbs:
+            return self
+        return replace(self, padding_bs=self.later_padding_dbs[depth - 1], depth=depth)
 
     def attention(
         self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None,
@@ -271,14 +279,16 @@ class GPTStage(nn.Module):
         return [module for module in modules if module is not None]
 
     def layer_inputs(self, batch: Batch) -> LayerInputs:
-        """What blocks read of a micro-batch, of this rank's tokens."""
-        context, s = self.context, batch.tokens.shape[1]
+        """Return what blocks read of a micro-batch, of this rank's tokens."""
+        context, (b, s) = self.context, batch.tokens.shape
+        padding_bs, *later_padding = [None] if batch.padding is None else batch.padding.split(b)
         tokens = MicroBatchTokens(
             torch.arange(s, device=context.device) if batch.position_ids is None else batch.position_ids,
             s if context.context_parallel is None else s * context.context_parallel.size(),
             batch.tokens,
             batch.samples,
-            padding_bs=batch.padding,
+            padding_bs=padding_bs,
+            later_padding_dbs=later_padding,
             group=context.context_parallel,
             cu_seqlens_bn=batch.cu_seqlens,
             prefix_b=batch.prefix,
@@ -287,10 +297,13 @@ class GPTStage(nn.Module):
         return self.inputs_of(tokens, self._places(s, batch.cu_seqlens, batch.samples))
 
     def inputs_of(self, tokens: Tokens, places: TokenPlaces | None = None, which: slice = slice(None)) -> LayerInputs:
-        """What the blocks `which` read besides the residual stream of these tokens. `places`: as in `LayerInputs`."""
-        blocks = self.all_blocks[which]
-        mixers = {block.index: block.mixer.inputs(block.index, tokens) for block in blocks}
-        return LayerInputs(mixers, {block.index: block.ffn.inputs(block.index, tokens) for block in blocks}, places)
+        """Return what the blocks `which` read of these tokens besides the residual stream.
+
+        `places`: as in `LayerInputs`.
+        """
+        blocks = [(x, tokens.at_depth(max(0, x.index + 1 - self.config.num_blocks))) for x in self.all_blocks[which]]
+        mixers = {block.index: block.mixer.inputs(block.index, read) for block, read in blocks}
+        return LayerInputs(mixers, {block.index: block.ffn.inputs(block.index, read) for block, read in blocks}, places)
 
     def with_per_layer(self, inputs: LayerInputs, tokens_bs: Tensor, x_sbh: Tensor) -> LayerInputs:
         """`inputs` with the per-layer embeddings of tokens whose embeddings are `x_sbh`, where the model has any."""
@@ -361,14 +374,17 @@ class GPTStage(nn.Module):
         with offload.block(block) if offload is not None and memory.offload else nullcontext():
             return recomputed(block, *inputs) if memory.full and torch.is_grad_enabled() else block(*inputs)
 
-    def forward(self, x_sbh: Tensor | None, batch: Batch, *, logits: bool = False) -> Tensor:
-        """The stage's output: residual stream `[s/t, b, h]`, or on the last stage the loss of each token `[s, b]`; or
-        there, with `logits`, this rank's `[s, b, v/t]`.
+    def forward(self, x_sbh: Tensor | None, batch: Batch, *, logits: bool = False) -> Tensor | LabelLosses:
+        """Return the residual stream `[s/t, b, h]`; on the last stage the losses of each token, or this rank's logits.
 
-        With d depths of multi-token prediction labels are those of `Batch.with_later_labels`, and the losses of all
-        depths are side by side, `[s, (1 + d) b]`. So are those of BERT's tokens and of its binary head (`MaskedLM`).
+        With d depths of multi-token prediction, labels are those of `Batch.with_later_labels`, and the losses of all
+        depths are side by side, `[s, (1 + d) b]`. The losses of BERT's binary head are next to the losses of its tokens
+        (`MaskedLM`).
 
-        `x_sbh` is None on the first stage. Where sequences are cut over ranks, `batch` is this rank's `Batch.shard`.
+        Args:
+            x_sbh: Output of the stage before; None on the first stage.
+            batch: Micro-batch; with context parallelism this rank's `Batch.shard`.
+            logits: Return logits `[s, b, v/t]` in place of losses `[s, b]`.
         """
         inputs = self.layer_inputs(batch)
         if self.embedding is not None:

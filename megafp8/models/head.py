@@ -19,7 +19,7 @@ from megafp8.models.costs import MicroBatch
 from megafp8.models.hyper_connections import StreamCollapse
 from megafp8.models.norms import block_norm, normalized
 from megafp8.numerics.dropout_reference import Dropout
-from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megafp8.tensor_parallel.cross_entropy import LabelLosses, vocab_parallel_losses
 from megafp8.tensor_parallel.layers import ColumnParallelLinear
 
 
@@ -87,11 +87,15 @@ class Head(nn.Module):
         dropout: Dropout | None = None,
         *,
         capped: bool = True,
-    ) -> Tensor:
-        """Loss of each token, `[s, b]` float32; beside it, `[s, 2b]`, that of the binary head in the first row.
+    ) -> Tensor | LabelLosses:
+        """Return the losses of each token, or without labels this rank's `logits` `[s, b, v/t]`.
 
-        Without labels this rank's `logits` `[s, b, v/t]`. `look_ahead`: the output layer's input with that of all
-        depths of multi-token prediction, from that of the model. `dropout`: of the branch.
+        Losses are `[s, b]`; with the binary head `[s, 2b]`, with the losses of the samples in the first row.
+
+        Args:
+            look_ahead: Function from the model's input of the output layer to the inputs of all depths of multi-token
+                prediction.
+            dropout: Dropout of the branch.
         """
         if labels_bs is None:
             return self.logits(x_sbh, branch_sbh, dropout, capped=capped)
@@ -99,7 +103,7 @@ class Head(nn.Module):
         hidden_sbh = self._hidden(x_sbh, branch_sbh, dropout)
         b = hidden_sbh.shape[1]
         token_labels_bs = labels_bs if self.binary is None else labels_bs[:b]
-        loss_sb = vocab_parallel_cross_entropy(
+        losses = vocab_parallel_losses(
             self._uncapped(hidden_sbh if look_ahead is None else look_ahead(hidden_sbh)),
             token_labels_bs.transpose(0, 1).contiguous(),
             self.context.tensor,
@@ -108,6 +112,8 @@ class Head(nn.Module):
             softcap=self.softcap,
         )
         if self.binary is None:
-            return loss_sb
-        of_samples_1b = self.binary(hidden_sbh, labels_bs[b:, 0]).to(loss_sb.dtype).unsqueeze(0)
-        return torch.cat([loss_sb, nn.functional.pad(of_samples_1b, (0, 0, 0, len(loss_sb) - 1))], dim=1)
+            return losses
+        loss_sb, z_loss_sb = losses
+        samples_1b = self.binary(hidden_sbh, labels_bs[b:, 0]).to(loss_sb.dtype).unsqueeze(0)
+        samples_sb = nn.functional.pad(samples_1b, (0, 0, 0, len(loss_sb) - 1))
+        return LabelLosses(torch.cat([loss_sb, samples_sb], dim=1), nn.functional.pad(z_loss_sb, (0, b)))

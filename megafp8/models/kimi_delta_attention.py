@@ -67,14 +67,15 @@ class KimiDeltaAttention(DeltaRuleMixer):
         )
         parts = {"beta": heads, "decay_down": d, "gate_down": d}
         shards = [x for part, width in parts.items() for x in unsharded(f"{name}.{part}.weight", (width, h))]
-        self.down = replicated_parameter(context, shards, init)
+        self.down = replicated_parameter(context, shards, init, matrix=True)
         site = LinearSite(f"{name}.down", h, sum(parts.values()), high_precision=_REASON)
         self.down_state, self.down_widths = context.fp8.linear(site), [*parts.values()]
 
         def up(which: str) -> tuple[nn.Parameter, LinearState]:
             shard = shard_dim(f"{name}.{which}.weight", (heads * d, d), 0, rank, t)
             site = LinearSite(f"{name}.{which}", d, heads * d // t, high_precision=_REASON)
-            return new_parameter(context, [shard], init, replicated_over_tp=False), context.fp8.linear(site)
+            weight = new_parameter(context, [shard], init, replicated_over_tp=False, matrix=True)
+            return weight, context.fp8.linear(site)
 
         self.decay_up, self.decay_state = up("decay_up")
         self.gate_up, self.gate_state = up("gate_up")

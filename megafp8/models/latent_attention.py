@@ -88,7 +88,7 @@ class LatentAttention(Mixer):
         if latent.q_rank is not None:
             down = {"q_down": latent.q_rank} | down
         shards = [x for part, n in down.items() for x in unsharded(f"{name}.{part}.weight", (n, config.hidden_size))]
-        self.down = replicated_parameter(context, shards, init)
+        self.down = replicated_parameter(context, shards, init, matrix=True)
         reason = "latents are few and stay in training.precision"
         site = LinearSite(f"{name}.down", config.hidden_size, sum(down.values()), high_precision=reason)
         self.down_state = context.fp8.linear(site)

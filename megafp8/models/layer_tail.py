@@ -35,7 +35,7 @@ class WholeLinear(nn.Module):
     def __init__(self, name: str, inputs: int, outputs: int, context: BuildContext, std: float) -> None:
         super().__init__()
         shards = unsharded(f"{name}.weight", (outputs, inputs))
-        self.weight = replicated_parameter(context, shards, Init("normal", std))
+        self.weight = replicated_parameter(context, shards, Init("normal", std), matrix=True)
         reason = "whole on each rank, it stays in training.precision"
         self.state = context.fp8.linear(LinearSite(name, inputs, outputs, high_precision=reason))
 

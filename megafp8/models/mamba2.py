@@ -75,7 +75,7 @@ class Mamba2(RecurrentMixer):
             site=context.site(before=before, after=ATTENTION),
             **common,
         )
-        self.steps = replicated_parameter(context, unsharded(f"{name}.step.weight", (heads, h)), init)
+        self.steps = replicated_parameter(context, unsharded(f"{name}.step.weight", (heads, h)), init, matrix=True)
         reason = "steps are few, decays follow from them, and they stay in training.precision"
         self.steps_state = context.fp8.linear(LinearSite(f"{name}.step", h, heads, high_precision=reason))
         of_rank = {"replicated_over_tp": False, "weight_decay": False}

@@ -100,7 +100,7 @@ class Tokens(ABC):
     `ids_bs`: int64, of all tokens also where ranks hold slices of the residual stream; so is `padding_bs`: bool, which
     are padding, None where none are.
     `samples_b`: int64, the indices of the samples in the run; None: no dropout. `distance_bias_ar`: learned biases of
-    scores by distance (T5), as in `Scores`.
+    scores by distance (T5), as in `Scores`. `depth`: of multi-token prediction, with the padding that `at_depth` says.
     """
 
     positions: Tensor
@@ -109,7 +109,12 @@ class Tokens(ABC):
     samples_b: Tensor | None = None
     distance_bias_ar: Tensor | None = None
     padding_bs: Tensor | None = None
+    depth: int = 0
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def at_depth(self, depth: int) -> Tokens:
+        """Return these tokens as layers of depth `depth` of multi-token prediction read them; 0 is the model's own."""
+        return self
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """`make()`, once for all layers with an equal key."""

@@ -94,10 +94,10 @@ class Experts(nn.Module):
             down_names, (f // parts, h), context, parallel="row", before=between, after=after, adds_bias=biased
         )
         of_experts = {"replicated_over_tp": False, "expert": True}
-        self.up = new_parameter(context, into, Init("normal", config.hidden_init_std), **of_experts)
+        self.up = new_parameter(context, into, Init("normal", config.hidden_init_std), matrix=True, **of_experts)
         into_stream = config.moe.latent_size is None
         std = config.output_init_std if into_stream else config.hidden_init_std
-        self.down = new_parameter(context, out_of, Init("normal", std), **of_experts)
+        self.down = new_parameter(context, out_of, Init("normal", std), matrix=True, **of_experts)
         self.up_bias: nn.Parameter | None = None
         self.down_bias: nn.Parameter | None = None
         if biased:
@@ -212,7 +212,7 @@ class LatentProjection(nn.Module):
     def __init__(self, name: str, inputs: int, outputs: int, std: float, context: BuildContext) -> None:
         super().__init__()
         init, shards = Init("normal", std), unsharded(f"{name}.weight", (outputs, inputs))
-        self.weight = replicated_parameter(context, shards, init)
+        self.weight = replicated_parameter(context, shards, init, matrix=True)
         reason = "whole on each rank, it stays in training.precision"
         self.state = context.fp8.linear(LinearSite(name, inputs, outputs, high_precision=reason))
 
@@ -389,7 +389,7 @@ class MoE(FeedForward):
 
     def inputs(self, layer: int, tokens: Tokens) -> RoutedTokens:
         ids_bs = None if self.router.table is None else tokens.ids_bs
-        key = "routed tokens", ids_bs is None
+        key = "routed tokens", ids_bs is None, tokens.depth
         return tokens.once(key, lambda: RoutedTokens(self._own(ids_bs), self._own(tokens.padding_bs)))
 
     def _own(self, x_bs: Tensor | None) -> Tensor | None:

@@ -100,9 +100,9 @@ class RecurrentMixer(Mixer):
 def short_convolution(
     name: str, context: BuildContext, widths: dict[str, int], kernel: int, **options: bool
 ) -> nn.Parameter:
-    """The weight of convolutions of so many channels each, cut over tensor-parallel ranks: `[n, 1, kernel]`.
+    """Return the weight of convolutions with `widths` channels each, `[n, 1, kernel]` as in torch's Conv1d.
 
-    They have three dims as those of torch's Conv1d, so that they are no matrices to Muon.
+    Channels are divided over tensor-parallel ranks.
     """
     group = context.tensor
     shards = [

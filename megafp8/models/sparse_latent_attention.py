@@ -83,13 +83,13 @@ class SparseLatentAttention(LatentAttention):
         init, group = Init("normal", config.hidden_init_std), context.tensor
         shape = config.num_attention_heads * (self.n + self.v), latent.kv_rank
         up = shard_dim(f"{name}.kv_up.weight", shape, 0, group.rank(), group.size())
-        self.latent_up = new_parameter(context, [up], init, replicated_over_tp=False)
+        self.latent_up = new_parameter(context, [up], init, replicated_over_tp=False, matrix=True)
 
         def product(layer: str, parts: dict[str, int], inputs: int) -> Any:
             shards = [x for part, n in parts.items() for x in unsharded(f"{name}.{part}.weight", (n, inputs))]
             reason = "the indexer stays in training.precision"
             site = LinearSite(f"{name}.{layer}", inputs, sum(parts.values()), high_precision=reason)
-            return replicated_parameter(context, shards, init), context.fp8.linear(site)
+            return replicated_parameter(context, shards, init, matrix=True), context.fp8.linear(site)
 
         self.index_q, self.index_q_state = product(
             "index_q", {"index_q": sparse.index_heads * sparse.index_head_dim}, latent.q_rank

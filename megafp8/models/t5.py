@@ -51,6 +51,7 @@ from megafp8.ops import dropout as dropouts
 from megafp8.ops.attention import CoreAttention, SelfAttention, fastest_backends
 from megafp8.ops.recurrence import Recurrence
 from megafp8.plan import Neighbor
+from megafp8.tensor_parallel.cross_entropy import LabelLosses
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 ALL_KEYS = AttentionMask(causal=False)
@@ -293,8 +294,8 @@ class T5Stage(GPTStage):
     def _bias_rows(self, b: int) -> int:
         return -(-math.prod(self._biases_shape) // (b * self.config.hidden_size))
 
-    def forward(self, x_sbh: Tensor | None, batch: Batch, *, logits: bool = False) -> Tensor:
-        """The stage's output: what travels to the next one, or on the last stage the loss of each token `[d, b]`."""
+    def forward(self, x_sbh: Tensor | None, batch: Batch, *, logits: bool = False) -> Tensor | LabelLosses:
+        """Return the tensor for the next stage, or on the last stage the losses of each token `[d, b]`."""
         assert all(x is None for x in (batch.position_ids, batch.cu_seqlens, batch.token_types, batch.prefix))
         assert batch.decoder_tokens is not None
         tokens_bs, decoder_tokens_bd, samples_b = batch.tokens, batch.decoder_tokens, batch.samples

@@ -38,18 +38,12 @@ class Rates(NamedTuple):
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Whether a parameter is a weight of a block with two dims: those that Muon updates, and whose learning rate
-    depends on the width under muP.
+    """Return whether Muon updates a parameter, and muP scales its learning rate: a matrix of a block (`ParamSpec`).
 
-    Not the embedding, the output layer and what else is before or after the blocks, and in them not vectors, routers,
-    whose rows are independent classifiers, and hyper-connections, whose rows are independent weights of streams.
+    Not a matrix before or after the blocks, such as the output layer, and not a matrix of one row or column.
     """
-    return all(
-        piece.name.startswith("layers.")
-        and not piece.name.endswith((".router.weight", "_connection.fn"))
-        and len(piece.global_shape) == 2
-        and min(piece.global_shape) > 1
-        for piece in spec.shards
+    return spec.matrix and all(
+        piece.name.startswith("layers.") and min(piece.global_shape) > 1 for piece in spec.shards
     )
 
 

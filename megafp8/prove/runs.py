@@ -43,7 +43,7 @@ Context = Callable[[], AbstractContextManager[None]]
 
 
 class Step(NamedTuple):
-    """Loss, with those of multi-token prediction or the binary head, and gradient norm."""
+    """Loss with the z-loss, loss of multi-token prediction or of the binary head, and gradient norm of a step."""
 
     loss: float
     more: float
@@ -96,7 +96,7 @@ class Run:
         for batches in self.read(steps):
             loss, result = self.trainer.train_step(self.step, batches)
             assert not result.skipped, f"gradients of step {self.step} are not finite"
-            self.record.steps.append(Step(loss.mean, loss.more or 0.0, result.grad_norm))
+            self.record.steps.append(Step(loss.mean + (loss.z_loss or 0.0), loss.more or 0.0, result.grad_norm))
             if not self.step:
                 after_first()
             self.step += 1

@@ -26,12 +26,14 @@ from megafp8.distributed.collectives import all_reduce
 from megafp8.kernels.cross_entropy import gradient_, statistics
 
 
-class _FusedVocabParallelCrossEntropy(Function):
+class FusedVocabParallelLosses(Function):
+    """`megafp8.tensor_parallel.cross_entropy.vocab_parallel_losses`; the backward pass overwrites the logits."""
+
     @staticmethod
     def forward(
         ctx: Any, logits_sbv: Tensor, labels_sb: Tensor, group: ProcessGroup, vocab_size: int, z_loss: float,
         softcap: float | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         logits_sbv = logits_sbv.contiguous()
         columns = logits_sbv.shape[-1]
         ctx.first = group.rank() * columns
@@ -47,17 +49,20 @@ class _FusedVocabParallelCrossEntropy(Function):
         log_total_n = total_n.log()
         # The label's logit is zero on all ranks but one, so its sum is exact. The maximum is subtracted first.
         loss_n = log_total_n - (label_logit_n - maximum_n)
-        weight_n = total_n.reciprocal()
+        weight_n, z_loss_n = total_n.reciprocal(), torch.zeros_like(loss_n)
         if z_loss:
             log_z_n = log_total_n + maximum_n
-            loss_n = loss_n + z_loss * log_z_n.square()
+            z_loss_n = z_loss * log_z_n.square()
             weight_n = (1.0 + 2.0 * z_loss * log_z_n) * weight_n
         ctx.save_for_backward(logits_sbv, labels_n, maximum_n, weight_n)
-        return loss_n.view(labels_sb.shape)
+        losses_sb = loss_n.view(labels_sb.shape), z_loss_n.view(labels_sb.shape)
+        ctx.mark_non_differentiable(losses_sb[1])
+        ctx.set_materialize_grads(False)
+        return losses_sb
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss_sb: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dloss_sb: Tensor, _: None) -> tuple[Tensor | None, ...]:
         logits_sbv, labels_n, maximum_n, weight_n = ctx.saved_tensors
         dlogits_sbv = logits_sbv.detach()
         dlogits_nv = dlogits_sbv.view(-1, dlogits_sbv.shape[-1])
@@ -66,11 +71,3 @@ class _FusedVocabParallelCrossEntropy(Function):
         gradient_(dlogits_nv, labels_n, maximum_n, weight_n, dloss_n, **where, softcap=ctx.softcap)
         increment_version(logits_sbv)
         return dlogits_sbv, None, None, None, None, None
-
-
-def vocab_parallel_cross_entropy(
-    logits_sbv: Tensor, labels_sb: Tensor, group: ProcessGroup, *, vocab_size: int, z_loss: float = 0.0,
-    softcap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """`cross_entropy.vocab_parallel_cross_entropy` for bf16 or fp32; the backward overwrites the logits."""
-    return _FusedVocabParallelCrossEntropy.apply(logits_sbv, labels_sb, group, vocab_size, z_loss, softcap)

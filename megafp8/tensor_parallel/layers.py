@@ -107,7 +107,7 @@ class ColumnParallelLinear(nn.Module):
         self.state = fp8.linear(site, tp_group=group)
         if weight is None:
             shards = [shard_dim(f"{p}.weight", (n, input_size), 0, rank, t) for p, n in parts.items()]
-            weight = empty_parameter(shards, init, dtype, device, replicated_over_tp=False)
+            weight = empty_parameter(shards, init, dtype, device, replicated_over_tp=False, matrix=True)
         self.weight = weight
         self.bias: nn.Parameter | None = None
         if bias:
@@ -180,7 +180,7 @@ class RowParallelLinear(nn.Module):
         site = site if lora is None else _adapted(site)
         self.state = fp8.linear(site, tp_group=group)
         shard = shard_dim(f"{name}.weight", (output_size, input_size), 1, rank, t)
-        self.weight = empty_parameter([shard], init, dtype, device, replicated_over_tp=False)
+        self.weight = empty_parameter([shard], init, dtype, device, replicated_over_tp=False, matrix=True)
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = empty_parameter(

@@ -101,7 +101,9 @@ class Place(NamedTuple):
     def parameter(self, pieces: Sequence[ParamShard], init: Init, *, whole: bool) -> nn.Parameter:
         """A parameter of `pieces` below each other. If `whole` on each rank, it has the gradient of own tokens only."""
         reduce = whole and self.sequence_sharded
-        return empty_parameter(pieces, init, self.dtype, self.device, replicated_over_tp=whole, reduce_over_tp=reduce)
+        return empty_parameter(
+            pieces, init, self.dtype, self.device, replicated_over_tp=whole, reduce_over_tp=reduce, matrix=True
+        )
 
 
 def _init_a(inputs: int) -> Init:

@@ -665,6 +665,7 @@ class Job:
             loss_scale=result.loss_scale,
             mtp_loss=None if self.config.model.binary_head else loss.more,
             binary_loss=loss.more if self.config.model.binary_head else None,
+            z_loss=loss.z_loss,
             index_loss=self.trainer.index_loss,
             max_attention_logit=self.trainer.max_attention_logit,
             layer_norms=result.layer_norms,

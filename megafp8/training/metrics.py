@@ -265,6 +265,7 @@ class LogWriter(Observer):
             f"loss {metrics.loss:.4f}",
             *([] if metrics.mtp_loss is None else [f"mtp loss {metrics.mtp_loss:.4f}"]),
             *([] if metrics.binary_loss is None else [f"binary loss {metrics.binary_loss:.4f}"]),
+            *([] if metrics.z_loss is None else [f"z-loss {metrics.z_loss:.4f}"]),
             *(f"{name} {value:.4f}" for name, value in metrics.objective.items()),
             f"grad norm {metrics.grad_norm:.3f}",
             f"lr {metrics.learning_rate:.2e}",

@@ -20,8 +20,10 @@ class StepMetrics:
     `step_seconds`: of the step alone, including `data_seconds` of waiting for data. Not included: `evaluation_seconds`
     after the step, and `save_seconds` for which training stalled for checkpoints since the previous record.
     `loss_scale`: of the step, in fp16; else None.
-    `skipped_in_a_row`: number of consecutive skipped steps that end with this one. `mtp_loss`, `binary_loss`: mean loss
-    of multi-token prediction, unweighted, and of BERT's binary head; `index_loss`: the sum of the layers' losses of
+    `loss`, `validation_loss`: nats per token of the data, without regularizers; of an objective with a loss of its own,
+    the mean of that loss. `skipped_in_a_row`: number of consecutive skipped steps that end with this one. `mtp_loss`,
+    `binary_loss`: mean loss of multi-token prediction, unweighted, and of BERT's binary head; `z_loss`: the z-loss of
+    the output layer as it enters the gradient (`training.z_loss`); `index_loss`: the sum of the layers' losses of
     indexers (`model.sparse_attention`) as it enters the gradient; `max_attention_logit`: the largest of all heads
     before the update, with `optimizer.qk_clip`; None without. Of a model with experts, as
     `megafp8.training.expert_load.ExpertLoad` has them: `router_aux_loss`, `router_z_loss`, `expert_imbalance` and
@@ -56,6 +58,7 @@ class StepMetrics:
     validation_loss: float | None = None
     mtp_loss: float | None = None
     binary_loss: float | None = None
+    z_loss: float | None = None
     index_loss: float | None = None
     max_attention_logit: float | None = None
     router_aux_loss: float | None = None

@@ -52,6 +52,7 @@ HELP: Mapping[str, str] = {
     "validation_loss": "Loss of the last validation, nats",
     "mtp_loss": "Loss of multi-token prediction, nats",
     "binary_loss": "Loss of the binary head, nats",
+    "z_loss": "z-loss of the output layer, as it enters the gradient",
     "index_loss": "Loss of the indexers of sparse attention, as it enters the gradient",
     "max_attention_logit": "Largest attention logit of all heads, with QK-clip",
     "router_aux_loss": "Auxiliary loss of routers",

@@ -52,7 +52,7 @@ from megafp8.checkpoint import (
     newest_readable,
     save,
 )
-from megafp8.checkpoint.errors import on_all_ranks
+from megafp8.checkpoint.errors import join_first, on_all_ranks
 from megafp8.checkpoint.files import read_file
 from megafp8.checkpoint.store import METADATA_FILE
 from megafp8.config import Config, ConfigError, ModelConfig, PlannedStage, Problem, config_at, stage_at
@@ -263,7 +263,7 @@ def check_same_run(config: Config, fingerprint: str | None, reader: CheckpointRe
     config = config_at(config, reader.metadata["step"])
 
     def fits() -> str:
-        return misfits(tensor_kinds(config), reader.index, _can_lack)
+        return misfits(tensor_kinds(config), reader.index, _can_lack(config, reader))
 
     try:
         vocabulary = reader.metadata["tokenizer_fingerprint"]
@@ -334,10 +334,28 @@ def _unknown_config(reader: CheckpointReader, error: Exception) -> IncompatibleC
     )
 
 
-def _can_lack(name: str) -> bool:
-    """Whether a run can resume without a tensor: FP8 state, the moving average of weights, and outer momentum, which
-    start anew."""
-    return name.startswith(("fp8.", f"optimizer.{AVERAGE}.", f"optimizer.{OUTER_MOMENTUM}."))
+_AVERAGES, _OUTER_MOMENTA = (f"optimizer.{key}." for key in (AVERAGE, OUTER_MOMENTUM))
+
+
+def _can_lack(config: Config, reader: CheckpointReader) -> Callable[[str], bool]:
+    """Return a function that tells whether a run can resume from `reader` without a tensor, which then starts anew.
+
+    FP8 state, the moving average of weights, outer momentum, and the moments of a weight that another update of the
+    optimizer updated in the checkpoint: whether AdamW or Muon updates a weight may depend on the version.
+    """
+    updates = {frozenset(config.optimizer.update(hidden_matrix=hidden).moments) for hidden in (False, True)}
+    saved = reader.index.state_dict_metadata
+
+    def can_lack(name: str) -> bool:
+        if name.startswith(("fp8.", _AVERAGES, _OUTER_MOMENTA)):
+            return True
+        kind, _, rest = name.partition(".")
+        key, _, weight = rest.partition(".")
+        if kind != "optimizer" or len(updates) == 1 or not any(key in moments for moments in updates):
+            return False
+        return sum(all(f"optimizer.{key}.{weight}" in saved for key in moments) for moments in updates) == 1
+
+    return can_lack
 
 
 _ANOTHER = "or choose another name for a new run"
@@ -436,10 +454,14 @@ def saved_choice(config: Config, reader: CheckpointReader | None) -> Choice | No
 def load_state(trainer: Trainer, reader: CheckpointReader) -> int:
     """Load the result of `find_checkpoint` and return its number of steps; log which keys changed. Collective."""
     state = trainer.optimizer.state()
-    saved = load(reader, tensors(trainer, state), optional=_can_lack, verify=False)
+    wanted = tensors(trainer, state)
+    saved = load(reader, wanted, optional=_can_lack(trainer.config, reader), verify=False)
     trainer.optimizer.restore(state, saved["optimizer_steps"])
-    if AVERAGE in state and not any(name.startswith(f"optimizer.{AVERAGE}.") for name in reader.tensors):
+    if AVERAGE in state and not any(name.startswith(_AVERAGES) for name in reader.tensors):
         trainer.optimizer.restart_average()
+    lacking = sorted(wanted.keys() - reader.tensors.keys())
+    if moments := [name for name in lacking if not name.startswith(("fp8.", _AVERAGES, _OUTER_MOMENTA))]:
+        logger.info(f"moments that start at 0, since another rule updated their weights: {join_first(moments)}")
     trainer.fp8.invalidate_weights()
     trainer.strategy.invalidate()
     changes = changed_keys(saved["config"], trainer.config.model_dump(mode="json"))

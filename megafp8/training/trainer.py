@@ -14,6 +14,9 @@ through the pipeline as in an evaluation; what the last stage makes of them is t
 The losses of multi-token prediction are divided by the same number (DeepSeek-V3, equation 24), though the last tokens
 of a sample have none. So is that of BERT's binary head, which counts as often as its sample has tokens to predict.
 
+A reported loss is nats per token of the data. Each regularizer is a metric of its own, as it enters the gradient: the
+z-loss of the output layer, the losses of routers, the losses of indexers.
+
 Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 """
 
@@ -54,6 +57,7 @@ from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.engine import PipelineEngine, StageFunction, StageOutput
 from megafp8.pipeline_parallel.simulate import Timeline
 from megafp8.pipeline_parallel.trace import Stopwatch
+from megafp8.tensor_parallel.cross_entropy import LabelLosses
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.lora import without_adapters
 from megafp8.training.auto_filter import Choice, choose
@@ -76,9 +80,14 @@ then their values are undefined."""
 
 
 class _Passes(NamedTuple):
-    """What the forward and backward passes of a step leave beside gradients: this rank's `[sum of losses, tokens]`,
-    float64, then those of each further loss of the model, last the number of layers without room for all rows of
-    experts; and what the FP8 report recorded."""
+    """Results of a step's forward and backward passes other than gradients.
+
+    Attributes:
+        report: float64 sums of this rank: `[sum of losses, tokens]`, the same pair for each further loss of the model,
+            the z-loss, and the number of layers without room for all rows of experts. An objective with a loss of its
+            own has its metrics in place of further losses and z-loss.
+        statistics: Records of the FP8 report.
+    """
 
     report: Tensor
     statistics: Statistics
@@ -86,17 +95,22 @@ class _Passes(NamedTuple):
 
 @dataclass(frozen=True)
 class Loss:
-    """Mean loss over the unmasked tokens of a global batch, and their number; of an objective with a loss of its own
-    (`megafp8.objectives.ObjectiveLoss`), over what that counts.
+    """Losses of a global batch.
 
-    `metrics`: means of what that loss reports, by name. `more`: mean of the model's other losses
-    (`ModelConfig.more_losses`): that of multi-token prediction over the tokens that have one to predict, averaged over
-    depths, or that of the binary head.
+    Attributes:
+        mean: Mean cross-entropy of the unmasked tokens in nats; or the mean of an objective's own loss
+            (`megafp8.objectives.ObjectiveLoss`).
+        tokens: Number of unmasked tokens, or of what the objective's loss counts.
+        more: Mean of the model's other losses (`ModelConfig.more_losses`): the loss of multi-token prediction over the
+            tokens that have one to predict, averaged over depths, or the loss of the binary head.
+        z_loss: z-loss of the output layer per token as it enters the gradient; None without `training.z_loss`.
+        metrics: Means of the metrics of an objective's own loss, by name.
     """
 
     mean: float
     tokens: int
     more: float | None = None
+    z_loss: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -309,32 +323,45 @@ class Trainer:
         return self.schedule.at(step)
 
     def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
-        """Forward of a micro-batch through a stage; on the last stage the report is `[sum of losses, tokens, ...]`."""
-        y = self._output(stage, x, microbatch, self.loss)
-        if stage.head is None:
-            return StageOutput(y)
+        """Run a micro-batch through a stage; on the last stage the report is `[sum of losses, tokens, ...]`."""
         if self.loss is not None:
+            y = self._objective_output(stage, x, microbatch, self.loss)
+            if stage.head is None:
+                return StageOutput(y)
             loss, report = self.loss(y, microbatch)
-            if self.loss_scaler is not None:
-                loss = loss * self.loss_scaler.scale
-            return StageOutput(loss / self.nominal_tokens, report)
-        mask_sb = torch.ones_like(y) if microbatch.loss_mask is None else microbatch.loss_mask.transpose(0, 1)
-        b = len(microbatch.tokens)
-        losses, tokens = ([part.sum() for part in x.split(b, dim=1)] for x in (y * mask_sb, mask_sb))
-        report = torch.stack([x.detach().double() for pair in zip(losses, tokens) for x in pair])
-        loss, *later = losses
-        if later:
-            loss = loss + self.config.model.more_losses_factor * torch.stack(later).mean()
+        else:
+            output: Tensor | LabelLosses = stage(x, microbatch)
+            if not isinstance(output, LabelLosses):
+                return StageOutput(output)
+            loss, report = self._label_loss(output, microbatch)
         if self.loss_scaler is not None:
             loss = loss * self.loss_scaler.scale
         return StageOutput(loss / self.nominal_tokens, report)
 
+    def _label_loss(self, losses: LabelLosses, microbatch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the loss of a micro-batch to be differentiated, and its report, float64.
+
+        The report has the sum and the number of the losses of tokens, then of each further loss, and last the z-loss.
+        """
+        mask_sb, b = torch.ones_like(losses.cross_entropy), len(microbatch.tokens)
+        if microbatch.loss_mask is not None:
+            mask_sb = microbatch.loss_mask.transpose(0, 1)
+        masked_losses = (losses.cross_entropy * mask_sb, losses.z_loss * mask_sb)
+        entropies, z_losses, counts = ([part.sum() for part in x.split(b, dim=1)] for x in (*masked_losses, mask_sb))
+        loss, z_loss = self._weighted(entropies), self._weighted(z_losses)
+        sums = [*(x for pair in zip(entropies, counts) for x in pair), z_loss]
+        return loss, torch.stack([x.detach().double() for x in sums])
+
+    def _weighted(self, losses: Sequence[Tensor]) -> Tensor:
+        """Return the model's own loss plus the weighted mean of its further losses."""
+        loss, *later = losses
+        return loss + self.config.model.more_losses_factor * torch.stack(later).mean() if later else loss
+
     @staticmethod
-    def _output(stage: GPTStage, x: Tensor | None, microbatch: Batch, loss: ObjectiveLoss | None) -> Tensor:
-        y: Tensor = (
-            stage(x, microbatch, logits=True) if loss is not None and loss.reads_logits else stage(x, microbatch)
-        )
-        return y
+    def _objective_output(stage: GPTStage, x: Tensor | None, microbatch: Batch, loss: ObjectiveLoss) -> Tensor:
+        """Return a stage's output as an objective's own loss reads it from the last stage."""
+        y: Tensor | LabelLosses = stage(x, microbatch, logits=loss.reads_logits)
+        return y.cross_entropy if isinstance(y, LabelLosses) else y
 
     def references(self, batches: Sequence[Batch], loss: ObjectiveLoss) -> list[Tensor]:
         """What `loss` makes of the last stage's output for each micro-batch, on its ranks; [] on others.
@@ -345,7 +372,7 @@ class Trainer:
         actions = self._plan_of(batches).evaluate[self.parallel.pipeline.rank]
 
         def forward(stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
-            y = self._output(stage, x, microbatch, loss)
+            y = self._objective_output(stage, x, microbatch, loss)
             return StageOutput(y, None if stage.head is None else loss.of_reference(y, microbatch))
 
         microbatches = [replace(batch, samples=None) for batch in batches]
@@ -595,9 +622,9 @@ class Trainer:
         return [batch.shard(context.rank, context.size, cuts_documents=cut) for batch in later]
 
     def _sum(self, reports: Sequence[Tensor]) -> Tensor:
-        """The report of this rank's micro-batches, float64; zeros for losses and tokens where no stage has a loss."""
-        size = 2 * (1 + self.config.model.more_losses) + len(() if self.loss is None else self.loss.metrics)
-        total = torch.zeros(size + 1, dtype=torch.float64, device=self.parallel.device)
+        """Return the report of this rank's micro-batches, float64; zeros for all losses if no stage has a loss."""
+        further = 2 * self.config.model.more_losses + 1 if self.loss is None else len(self.loss.metrics)
+        total = torch.zeros(2 + further + 1, dtype=torch.float64, device=self.parallel.device)
         if self._has_loss and reports:
             torch.sum(torch.stack(list(reports)), dim=0, out=total[:-1])
         total[-1] = self.row_bound.exceeded
@@ -642,9 +669,16 @@ class Trainer:
             return self._sum(self.engine.run(actions, self._stage_functions(), shards, backward=False))
 
     def _loss(self, total: Tensor) -> Loss:
-        loss, tokens, *later, _ = total.tolist()
+        loss, tokens, *further, _ = total.tolist()
+        count = max(tokens, 1.0)
         if self.loss is not None:
-            metrics = {name: x / max(tokens, 1.0) for name, x in zip(self.loss.metrics, later, strict=True)}
-            return Loss(loss / max(tokens, 1.0), int(tokens), metrics=metrics)
-        means = [loss_sum / max(count, 1.0) for loss_sum, count in zip(later[::2], later[1::2])]
-        return Loss(loss / max(tokens, 1.0), int(tokens), sum(means) / len(means) if means else None)
+            metrics = {name: x / count for name, x in zip(self.loss.metrics, further, strict=True)}
+            return Loss(loss / count, int(tokens), metrics=metrics)
+        *later, z_loss = further
+        means = [loss_sum / max(number, 1.0) for loss_sum, number in zip(later[::2], later[1::2])]
+        return Loss(
+            loss / count,
+            int(tokens),
+            more=sum(means) / len(means) if means else None,
+            z_loss=z_loss / count if self.config.training.z_loss else None,
+        )

@@ -35,7 +35,7 @@ def _our_loss(folder: Path, ids_bs: Tensor, tp: int) -> float:
     stage = GPTStage(source.model, context, layers=range(source.model.num_layers), positions=1)
     load_weights(source, collect(stage.parameters(), lambda param: param.detach(), "model."))
     with torch.no_grad():
-        return float(stage(None, Batch(ids_bs[:, :-1], ids_bs[:, 1:])).mean())
+        return float(stage(None, Batch(ids_bs[:, :-1], ids_bs[:, 1:])).cross_entropy.mean())
 
 
 @pytest.fixture(scope="module")

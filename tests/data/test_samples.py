@@ -256,6 +256,15 @@ def test_padding_is_one_document_without_loss() -> None:
     assert batch.padding is not None
     assert batch.padding.sum(1).tolist() == [2, 2, 0, 0]
     assert batch.padding[:2, 3:].all()
+    assert batch.label_padding is not None
+    assert batch.label_padding.int().tolist() == [[0, 0, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 1], [0, 0, 0, 0, 1]]
+    later = batch.with_later_labels(2).padding
+    assert later is not None
+    assert later.int().tolist() == [  # at depth d tokens read the embeddings of d labels
+        [0, 0, 0, 1, 1], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0],
+        [0, 0, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 1], [0, 0, 0, 0, 1],
+        [0, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0, 0, 0, 1, 1], [0, 0, 0, 1, 1],
+    ]  # fmt: skip
 
 
 def test_the_loss_of_best_fit_is_of_each_prediction_within_a_document_once(tmp_path: Path) -> None:

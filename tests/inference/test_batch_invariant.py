@@ -52,7 +52,7 @@ def trained_logprobs(generator: Generator, texts: Sequence[list[int]]) -> list[l
         rows = [i for i, text in enumerate(texts) if len(text) == length]
         ids = torch.tensor([texts[i] for i in rows])
         with batch_invariant(), generator.model.fp8.recording(False):
-            loss_sb = stage(None, Batch(ids[:, :-1], ids[:, 1:].contiguous()))
+            loss_sb = stage(None, Batch(ids[:, :-1], ids[:, 1:].contiguous())).cross_entropy
         assert loss_sb.requires_grad
         for i, logprobs in zip(rows, (-loss_sb.detach()).t().tolist(), strict=True):
             found[i] = logprobs
@@ -115,8 +115,8 @@ def _of_live_and_checkpoint(config: Config, folder: str) -> tuple[list[tuple[lis
     for batch in batches(2, config, parallel) if parallel.world_size == 1 else ():
         (stage,) = trainer.stages
         before()
-        with batch_invariant(), trainer.fp8.recording(False), patch.object(stage.head, "z_loss", 0.0):
-            losses_bs = stage(None, batch).t()
+        with batch_invariant(), trainer.fp8.recording(False):
+            losses_bs = stage(None, batch).cross_entropy.t()
         assert losses_bs.requires_grad
         for i, (ids, labels) in enumerate(zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True)):
             bounds = {0, len(ids)} | set([] if batch.cu_seqlens is None else batch.cu_seqlens[i].tolist())

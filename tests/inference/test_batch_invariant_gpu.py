@@ -71,7 +71,7 @@ def test_logprobs_are_those_of_training(name: str, recipe: str) -> None:
                 ids[0, : len(text)] = torch.tensor(text)
                 ids = ids.cuda()
                 with batch_invariant(), trained.fp8.recording(False):
-                    loss_sb = stage(None, Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
+                    loss_sb = stage(None, Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())).cross_entropy
                 logprobs = -loss_sb.detach()[len(text) - 1 - NEW : len(text) - 1, 0].double()
                 assert logprobs.tolist() == completion.logprobs
     destroy_model_parallel()

@@ -232,7 +232,7 @@ def _log_probabilities(folder: str) -> list[list[float]]:
     text = PROMPTS[0] + live.tokens
     tokens_bs = torch.tensor([text + [0] * (config.training.seq_length + 1 - len(text))])
     with torch.no_grad():
-        loss_sb = trainer.stages[0](None, Batch(tokens_bs[:, :-1], tokens_bs[:, 1:]))
+        loss_sb = trainer.stages[0](None, Batch(tokens_bs[:, :-1], tokens_bs[:, 1:])).cross_entropy
     trained = -loss_sb[len(PROMPTS[0]) - 1 : len(text) - 1, 0]
     return [live.logprobs, read.logprobs, trained.tolist()]
 

@@ -145,7 +145,7 @@ def test_parameters_are_freed(world2: World, tmp_path: Path, weights: str | None
 def _perplexity(folder: Path, dtype: torch.dtype, weights: Any, ids_bs: Tensor) -> float:
     (stage,) = load_model(open_checkpoint(folder, Layout(), device="cpu", dtype=dtype, weights=weights)).stages
     with torch.inference_mode():
-        return math.exp(float(stage(None, Batch(ids_bs[:, :-1], ids_bs[:, 1:])).mean()))
+        return math.exp(float(stage(None, Batch(ids_bs[:, :-1], ids_bs[:, 1:])).cross_entropy.mean()))
 
 
 folder = smollm2_folder

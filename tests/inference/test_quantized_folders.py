@@ -68,7 +68,7 @@ def _trained(config: Config, folder: str) -> Tensor:
     save_state(trainer, Path(folder), 2, None)
     (stage,) = trainer.stages
     with trainer.fp8.recording(False):
-        loss_sb: Tensor = stage(None, Batch(TOKENS[:, :-1], TOKENS[:, 1:].contiguous()))
+        loss_sb: Tensor = stage(None, Batch(TOKENS[:, :-1], TOKENS[:, 1:].contiguous())).cross_entropy
     return -loss_sb.detach().t()
 
 

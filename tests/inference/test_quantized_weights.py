@@ -127,7 +127,7 @@ def test_bad_formats_are_refused(tmp_path: Path) -> None:
 def _perplexity(folder: Path, weights: WeightFormatName | None, ids_bs: Tensor) -> float:
     (stage,) = load_model(open_checkpoint(folder, Layout(), device="cpu", dtype=torch.float32, weights=weights)).stages
     with torch.no_grad():
-        return math.exp(float(stage(None, Batch(ids_bs[:, :-1], ids_bs[:, 1:])).mean()))
+        return math.exp(float(stage(None, Batch(ids_bs[:, :-1], ids_bs[:, 1:])).cross_entropy.mean()))
 
 
 folder = smollm2_folder

@@ -62,7 +62,7 @@ def _compare(model: dict[str, Any], tp: int, cp: int, sequence_parallel: bool, r
         more = torch.cat([weight, first * torch.tensor([[0.7], [0.3]])])
         batch = replace(batch, labels=torch.cat([labels, first * swapped[:, None]]), loss_mask=more)
     shard = batch.shard(state.context.rank, cp)
-    found = stage(None, shard)
+    found = stage(None, shard).cross_entropy
     (found * shard.loss_mask.T).sum().backward()
 
     dropouts = Dropouts(config, SEED, SAMPLES)

@@ -810,11 +810,12 @@ def twin_loss(
     samples: list[int] | None = None,
     prefix: list[int] | None = None,
     padding: Tensor | None = None,
+    label_padding: Tensor | None = None,
 ) -> Tensor:
     """Loss of each token `[b, s]` of the whole model, float64. Appends to `router_losses`.
 
     `samples`: their indices in the run, for dropout, with its `seed`. `prefix`: of each sample, how many first tokens
-    all of its tokens attend to. `padding`: tokens that no router counts.
+    all of its tokens attend to. `padding`, `label_padding`: tokens and labels of no text, which no router counts.
 
     With multi-token prediction the losses of all depths, one below the other; zero where a token has none to predict.
     """
@@ -869,6 +870,11 @@ def twin_loss(
         embedded = _norm(dropouts.hidden(embedded, f"{name}.embedding"), w, f"{name}.embedding_norm", config, kind)
         hidden = _norm(x, w, f"{name}.hidden_norm", config, kind)
         x = _linear(torch.cat([embedded, hidden], -1), w, f"{name}.projection")
+        if padding is not None and label_padding is not None:
+            padding = padding.clone()
+            for row in range(b):
+                for i in range(s):
+                    padding[row, i] |= label_padding[row, (i + depth - 1) % s]
         x = _block(
             x, w, name, configs[-1], positions, seen, losses, dropouts, kinds[-1], ahead, sparse=sparse,
             window=window, documents=documents, padding=padding,

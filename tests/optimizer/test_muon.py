@@ -95,7 +95,8 @@ def _params(dtype: torch.dtype, cut: Any = whole) -> dict[str, nn.Parameter]:
             continue
         local = torch.cat([_part(piece, _values(piece.name, 0)) for piece in pieces])
         decays = len(SHAPES[names[0]]) == 2
-        spec = ParamSpec(pieces, Init("zeros"), replicated_over_tp=False, weight_decay=decays)
+        linear = decays and not any(part in names[0] for part in ("embedding", "router"))
+        spec = ParamSpec(pieces, Init("zeros"), replicated_over_tp=False, matrix=linear, weight_decay=decays)
         param = set_spec(nn.Parameter(local.to(dtype)), spec)
         param.main_grad = torch.zeros(local.shape)  # type: ignore[attr-defined]
         params[names[0]] = param

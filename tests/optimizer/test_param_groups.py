@@ -1,16 +1,23 @@
-"""Groups of parameters: which group a tensor is in, what it changes, and patterns that fit nothing."""
+"""Groups of parameters: what updates each parameter of all kinds of layers, and what groups change."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
 
+from megafp8.config.parts import PARTS
 from megafp8.data_parallel.grad_buffer import main_grad_of
-from megafp8.distributed.sharding import Init, ParamSpec, stack_rows, unsharded
+from megafp8.distributed.sharding import Init, ParamSpec, spec_of, stack_rows, unsharded
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
-from megafp8.optimizer.param_groups import ParamGroup, Rates, check_groups, rates_of
+from megafp8.optimizer.muon import Muon
+from megafp8.optimizer.param_groups import ParamGroup, Rates, check_groups, is_hidden_matrix, rates_of
+from megafp8.training.describe import planned_stage
 from tests.tiny_model import CPU, make_buffer, make_param
+from tests.training.presets import *  # noqa: F403
+from tests.training.presets import Preset, config_of
 
 
 def _spec(*names: str, weight_decay: bool = True) -> ParamSpec:
@@ -80,3 +87,60 @@ def test_learning_rate_and_decay_are_those_of_torch() -> None:
         adam.step()
     for param, x in zip(params, theirs):
         torch.testing.assert_close(param.detach(), x.detach(), rtol=1e-6, atol=1e-7)
+
+
+SHORT_CONVOLUTION = Preset(
+    ("short-convolution",),
+    {"model": {"layer_kinds": {"short": {"mixer": "short_convolution"}}, "pattern": ["short"]}},
+)
+MODELS = [
+    GPT2 | MTP, QK_NORM, GEMMA4, DEEPSEEK, SPARSE, COMPRESSED, HYBRID, KIMI, NEMOTRON, SHORT_CONVOLUTION,
+    HYPER, GPT_OSS, FEW_ROWS, SEPARATE_NORMS, PER_LAYER, BERT, T5, LORA,
+]  # fmt: skip
+"""Models that have all kinds of parts."""
+BY_MUON = {
+    *(f"attention.{x}.weight" for x in ("q", "k", "v", "proj", "q_down", "q_up", "kv_down", "kv_up")),
+    *(f"attention.index_{x}.weight" for x in ("q", "k", "weights")),
+    *(f"cross_attention.{x}.weight" for x in ("q", "k", "v", "proj")),
+    *(f"compressed_attention.{x}.weight" for x in ("q_down", "q_up", "kv", "output_down", "proj")),
+    *(f"compressed_attention.{x}.weight" for x in ("entry_kv", "entry_gate")),
+    *(f"compressed_attention.index_{x}.weight" for x in ("q", "kv", "gate", "weights")),
+    *(f"gated_delta_net.{x}.weight" for x in ("q", "k", "v", "z", "beta", "decay", "proj")),
+    *(f"kimi_delta_attention.{x}.weight" for x in ("q", "k", "v", "beta", "decay_down", "decay_up")),
+    *(f"kimi_delta_attention.{x}.weight" for x in ("gate_down", "gate_up", "proj")),
+    *(f"mamba2.{x}.weight" for x in ("x", "b", "c", "z", "step", "proj")),
+    *(f"short_convolution.{x}.weight" for x in ("b", "c", "x", "proj")),
+    *(f"mlp.{x}.weight" for x in ("gate", "up", "down", "latent_down", "latent_up")),
+    *(f"mlp.{part}.{x}.weight" for part in ("shared", "experts.N") for x in ("gate", "up", "down")),
+    *("projection.weight", "per_layer_gate.weight", "per_layer_projection.weight"),
+    *(f"{x}.lora_{y}" for x in ("attention.q", "attention.k", "attention.v", "attention.proj") for y in "ab"),
+    *(f"mlp.{x}.lora_{y}" for x in ("gate", "up", "down") for y in "ab"),
+}
+"""Names of tensors in blocks."""
+BY_ADAMW = {
+    *("mlp.router.weight", "mlp.shared_gate.weight", "attention_connection.fn", "mlp_connection.fn"),
+    *(f"{mixer}.{x}_conv.weight" for mixer in ("gated_delta_net", "kimi_delta_attention") for x in "qkv"),
+    *(f"mamba2.{x}_conv.weight" for x in "xbc"),
+    "short_convolution.x_conv.weight",
+    *("compressed_attention.entry_position.weight", "compressed_attention.index_position.weight"),
+}
+"""Names of tensors in blocks that have two dims or more, and of which Muon must not make one with equal directions."""
+
+
+def test_what_updates_each_parameter_of_all_kinds_of_layers() -> None:
+    """Muon updates the weights of linear layers in blocks; a new parameter must be in one of the tables."""
+    muon, parts, found = OptimizerConfig(name="muon", learning_rate=1e-3), set(), dict[str, bool]()
+    for preset in MODELS:
+        config = config_of(preset)
+        parts |= {type(part) for spec in config.model.distinct_layers for part in (spec.mixer, spec.ffn)}
+        for spec in map(spec_of, planned_stage(config, 0).parameters()):
+            by_muon = isinstance(muon.update(hidden_matrix=is_hidden_matrix(spec)), Muon)
+            for piece in spec.shards:
+                kind, _, name = re.sub(r"(?<=\.)\d+(?=\.)", "N", piece.name).partition("layers.N.")
+                in_block = not kind and len(piece.global_shape) > 1
+                assert in_block or not by_muon, piece.name
+                if in_block:
+                    assert found.setdefault(name, by_muon) == by_muon, piece.name
+    assert parts == {*PARTS}
+    assert {name for name in found if found[name]} == BY_MUON
+    assert {name for name in found if not found[name]} == BY_ADAMW

@@ -1,4 +1,4 @@
-"""Vocab-parallel cross-entropy against torch's on the whole logits, with padding, masks and z-loss."""
+"""Vocab-parallel cross-entropy and z-loss against torch on the whole logits, with padding and masks."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megafp8.parallel_state import initialize_model_parallel
-from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megafp8.tensor_parallel.cross_entropy import vocab_parallel_losses
 from tests.world import World
 
 S, B, PADDED = 5, 3, 32
 
 
-def reference(logits: Tensor, labels: Tensor, weight: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Each token's loss in float64 and the gradient of its weighted sum, from the logits without padding."""
+def reference(logits: Tensor, labels: Tensor, weight: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token's cross-entropy and z-loss in float64, and the gradient of the weighted sum of both.
+
+    `logits` are without padding.
+    """
     x = logits.detach().double().requires_grad_()
     loss = F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-    loss = loss + z_loss * x.logsumexp(-1).square()
-    loss.backward(weight.double())
+    of_norm = z_loss * x.logsumexp(-1).square()
+    (loss + of_norm).backward(weight.double())
     assert x.grad is not None
-    return loss.detach(), x.grad
+    return loss.detach(), of_norm.detach(), x.grad
 
 
 def _case(dtype: torch.dtype, vocab_size: int, z_loss: float, scale: float) -> None:
@@ -29,15 +32,17 @@ def _case(dtype: torch.dtype, vocab_size: int, z_loss: float, scale: float) -> N
     logits = (torch.randn(S, B, PADDED, dtype=torch.float64) * scale).to(dtype)
     labels, mask = torch.randint(vocab_size, (S, B)), torch.rand(S, B, dtype=torch.float64).round()
     own = logits.chunk(tp.size, -1)[tp.rank].clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(own, labels, tp.group, vocab_size=vocab_size, z_loss=z_loss)
-    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    loss, of_norm = vocab_parallel_losses(own, labels, tp.group, vocab_size=vocab_size, z_loss=z_loss)
+    assert loss.dtype == of_norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert not of_norm.requires_grad
     loss.backward(mask.to(loss.dtype))
     assert own.grad is not None
     assert own.grad.dtype == dtype
-    expected, gradient = reference(logits[..., :vocab_size], labels, mask, z_loss)
+    expected, expected_of_norm, gradient = reference(logits[..., :vocab_size], labels, mask, z_loss)
     gradient = F.pad(gradient, (0, PADDED - vocab_size)).chunk(tp.size, -1)[tp.rank]
     of_loss, of_gradient = (1e-12, 1e-12) if dtype == torch.float64 else (1e-6, 2**-8)
     torch.testing.assert_close(loss.double(), expected, rtol=of_loss, atol=of_loss)
+    torch.testing.assert_close(of_norm.double(), expected_of_norm, rtol=of_loss, atol=of_loss)
     torch.testing.assert_close(own.grad.double(), gradient, rtol=of_gradient, atol=of_gradient / 100)
 
 

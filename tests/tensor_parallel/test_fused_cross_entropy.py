@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megafp8.tensor_parallel.cross_entropy import LabelLosses
 from tests.kernels import DEVICE  # before the kernels: it chooses the interpreter where there is no GPU
 from tests.kernels.test_cross_entropy import DTYPES, U, error_of_sum
 from tests.marks import slow_but
@@ -71,19 +72,29 @@ def inputs(v: int, vocab_size: int, dtype: torch.dtype, spread: float) -> tuple[
     return logits.to(DEVICE), labels.to(DEVICE), dloss.to(DEVICE)
 
 
+def fused_losses(
+    logits: Tensor, labels: Tensor, vocab_size: int, z_loss: float = 0.0, rank: int = 0, ranks: int = 1
+) -> LabelLosses:
+    """Compute the losses of each label from the logits of a rank."""
+    group = group_of(rank, ranks)
+    return LabelLosses(*fused.FusedVocabParallelLosses.apply(logits, labels, group, vocab_size, z_loss, None))
+
+
 def check(
-    loss: Tensor, dlogits: Tensor, logits: Tensor, labels: Tensor, dloss: Tensor, vocab_size: int, z: float
+    losses: LabelLosses, dlogits: Tensor, logits: Tensor, labels: Tensor, dloss: Tensor, vocab_size: int, z: float
 ) -> None:
-    """Against float64, within what fp32's roundings may add up to (`error_of_sum`), and the gradient's own rounding."""
+    """Compare with float64, within the sum of fp32's rounding errors (`error_of_sum`) and the gradient's rounding."""
     x = logits[..., :vocab_size].double()
-    exact, gradient = reference(x, labels, dloss, z)
+    exact, exact_z_loss, gradient = reference(x, labels, dloss, z)
     log_z, peak = x.logsumexp(dim=-1), x.amax(dim=-1)
     label = x.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     of_sum = error_of_sum(vocab_size) + 16 * U  # and the ranks' sums scaled to one maximum
     of_log_z = of_sum + 4 * U * (log_z.abs() + peak.abs())
     of_loss = of_sum + 4 * U * (exact.abs() + (peak - label).abs())
-    of_loss = of_loss + z * (2 * log_z.abs() * of_log_z + 4 * U * log_z.square())
-    assert ((loss.double() - exact).abs() <= of_loss).all()
+    assert ((losses.cross_entropy.double() - exact).abs() <= of_loss).all()
+    of_z_loss = z * (2 * log_z.abs() * of_log_z + 4 * U * log_z.square())
+    assert ((losses.z_loss.double() - exact_z_loss).abs() <= of_z_loss).all()
+    assert not losses.z_loss.requires_grad
 
     softmax_part = (x - log_z.unsqueeze(-1)).exp() * dloss.unsqueeze(-1)
     relative = (of_sum + 2 * z * of_log_z).unsqueeze(-1) + U * (2 * (peak.unsqueeze(-1) - x) + 16)
@@ -122,21 +133,19 @@ def test_slices_equal_torch_on_the_whole(
     logits, labels, dloss = inputs(v, vocab_size, dtype, spread)
     own = [part.contiguous().clone().requires_grad_() for part in logits.chunk(ranks, dim=-1)]
 
-    def forward(rank: int) -> Tensor:
-        return fused.vocab_parallel_cross_entropy(
-            own[rank], labels, group_of(rank, ranks), vocab_size=vocab_size, z_loss=z_loss
-        )
+    def forward(rank: int) -> LabelLosses:
+        return fused_losses(own[rank], labels, vocab_size, z_loss, rank, ranks)
 
     emulated = Ranks()
     monkeypatch.setattr(fused, "all_reduce", emulated.all_reduce)
     losses = emulated.run(ranks, forward)
     assert [reduced.numel() for reduced in emulated.known] == [S * B, 2 * S * B]
-    assert all(torch.equal(loss, losses[0]) for loss in losses)
-    for loss in losses:
-        loss.backward(dloss)
+    assert all(torch.equal(x, y) for of_rank in losses for x, y in zip(of_rank, losses[0]))
+    for of_rank in losses:
+        of_rank.cross_entropy.backward(dloss)
     gradient = torch.cat([x.grad for x in own], dim=-1)
-    assert (losses[0].dtype, gradient.dtype) == (torch.float32, dtype)
-    check(losses[0].detach(), gradient, logits, labels, dloss, vocab_size, z_loss)
+    assert ([x.dtype for x in losses[0]], gradient.dtype) == ([torch.float32] * 2, dtype)
+    check(losses[0], gradient, logits, labels, dloss, vocab_size, z_loss)
 
 
 def test_a_common_offset_of_all_logits_costs_no_precision() -> None:
@@ -145,7 +154,7 @@ def test_a_common_offset_of_all_logits_costs_no_precision() -> None:
     results = []
     for offset in (0.0, 1024.0):
         own = (logits + offset).requires_grad_()
-        loss = fused.vocab_parallel_cross_entropy(own, labels, group_of(0, 1), vocab_size=64)
+        loss = fused_losses(own, labels, 64).cross_entropy
         loss.backward(dloss)
         results.append((loss.detach(), own.grad))
     (loss, gradient), (offset_loss, offset_gradient) = results
@@ -160,7 +169,7 @@ def test_the_gradient_overwrites_the_logits_and_a_second_backward_is_an_error(dt
     product = leaf * 2.0
     seen: list[Tensor] = []
     product.register_hook(seen.append)
-    loss = fused.vocab_parallel_cross_entropy(product, labels, group_of(0, 1), vocab_size=64).sum()
+    loss = fused_losses(product, labels, 64).cross_entropy.sum()
     loss.backward(retain_graph=True)
     assert seen[0].data_ptr() == product.data_ptr()
     assert not seen[0].requires_grad
@@ -172,8 +181,8 @@ def test_logits_that_are_not_contiguous_are_not_overwritten() -> None:
     logits, labels, dloss = inputs(64, 60, torch.float32, 1.0)
     wide = torch.cat([logits, logits], dim=-1)
     own = wide[..., :64].detach().requires_grad_()
-    loss = fused.vocab_parallel_cross_entropy(own, labels, group_of(0, 1), vocab_size=60)
-    loss.backward(dloss)
+    losses = fused_losses(own, labels, 60)
+    losses.cross_entropy.backward(dloss)
     assert torch.equal(wide[..., :64], logits)
     assert own.grad is not None
-    check(loss.detach(), own.grad, logits, labels, dloss, 60, 0.0)
+    check(losses, own.grad, logits, labels, dloss, 60, 0.0)

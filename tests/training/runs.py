@@ -266,12 +266,12 @@ def _open(config: str) -> Any:
 
 
 def steps_of(trainer: Trainer, parallel: ParallelState, steps: Iterable[int]) -> Curve:
-    """Loss, with that of multi-token prediction, and gradient norm of each step."""
+    """Train steps and return the sum of all losses, and the gradient norm, of each."""
     curve = []
     for step in steps:
         loss, result = trainer.train_step(step, batches(step, trainer.config, parallel))
         assert not result.skipped
-        curve.append((loss.mean + (loss.more or 0.0), result.grad_norm))
+        curve.append((loss.mean + (loss.more or 0.0) + (loss.z_loss or 0.0), result.grad_norm))
     return curve
 
 

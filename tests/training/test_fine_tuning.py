@@ -41,6 +41,7 @@ from tests.training.presets import (
     MTP,
     SAMPLES_4,
     SPARSE,
+    Z_LOSS,
     Preset,
     config_of,
 )
@@ -193,16 +194,20 @@ def test_labels_that_do_not_count_carry_no_gradient(world2: World, preset: Prese
     assert torch.equal(report, report_of_others)
 
 
-def _step(preset: Preset) -> tuple[float, float, float]:
-    """Loss, that of multi-token prediction, and gradient norm of a step in small micro-batches."""
+def _step(preset: Preset) -> tuple[float, ...]:
+    """Train a step in small micro-batches; return the loss, the losses of later tokens, the z-loss and the norm."""
     trainer, parallel = start(config_of(preset))
     loss, result = trainer.train_step(0, batches(0, trainer.config, parallel))
     assert loss.more is not None
-    return loss.mean, loss.more, result.grad_norm
+    assert loss.z_loss is not None
+    return loss.mean, loss.more, loss.z_loss, result.grad_norm
 
 
-def _step_by_hand(preset: Preset) -> tuple[float, float, float]:
-    """The same from one pass over all samples, whose losses are divided by the number of labels that count."""
+def _step_by_hand(preset: Preset) -> tuple[float, ...]:
+    """Return what `_step` does from one pass over all samples; losses are divided by the number of labels that count.
+
+    Logits are read for the z-loss.
+    """
     trainer, parallel = start(config_of(preset))
     (stage,), (whole, *rest) = trainer.stages, batches(0, trainer.config, parallel)
     names = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
@@ -211,15 +216,21 @@ def _step_by_hand(preset: Preset) -> tuple[float, float, float]:
     assert batch.loss_mask is not None
     counts = batch.loss_mask[: len(batch.tokens)].sum(1).tolist()
     assert max(counts) > 2 * min(counts) == 0, "micro-batches have about as many labels each"
-    losses_sb = stage(None, batch)
+    logits: list[Tensor] = []
+    assert stage.head is not None
+    stage.head.output.register_forward_hook(lambda module, inputs, output: logits.append(output.detach()))
+    losses_sb = stage(None, batch).cross_entropy
     main, *later = (losses_sb * batch.loss_mask.T).split(len(batch.tokens), dim=1)
+    squares_sb = logits[0][..., : trainer.config.model.vocab_size].double().logsumexp(-1).square() * batch.loss_mask.T
+    z_main, *z_later = (trainer.config.training.z_loss * x.sum() for x in squares_sb.split(len(batch.tokens), dim=1))
     of_later = [batch.loss_mask[len(batch.tokens) * i :][: len(batch.tokens)].sum() for i in (1, 2)]
     trainer.strategy.clear()
     factor = trainer.config.model.mtp_loss_scaling_factor
     ((main.sum() + factor * (later[0].sum() + later[1].sum()) / 2) / sum(counts)).backward()
     norm = torch.stack([x.double().square().sum() for x in trainer.strategy.gradients]).sum().sqrt()
     more = sum(float(x.detach().sum() / n) for x, n in zip(later, of_later)) / 2
-    return float(main.detach().sum()) / sum(counts), more, float(norm)
+    z_loss = float(z_main + factor * sum(z_later) / 2)
+    return float(main.detach().sum()) / sum(counts), more, z_loss / sum(counts), float(norm)
 
 
 @pytest.mark.parametrize("layout", [SAMPLES_4, DP2 | CP2])
@@ -228,8 +239,9 @@ def test_losses_are_means_over_labels_not_over_micro_batches_or_ranks(world4: Wo
 
     https://github.com/NVIDIA/Megatron-LM/issues/7452, findings 3 and 9; https://github.com/areal-project/AReaL/pull/1273
     """
-    (expected,) = world4.run(_step_by_hand, MTP | ANSWERS | SAMPLES_4, ranks=1)
-    for found in world4.run(_step, MTP | ANSWERS | SAMPLES_4 | layout, ranks=layout.ranks):
+    preset = MTP | ANSWERS | Z_LOSS | SAMPLES_4
+    (expected,) = world4.run(_step_by_hand, preset, ranks=1)
+    for found in world4.run(_step, preset | layout, ranks=layout.ranks):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -239,14 +251,16 @@ def _gradients_and_load(preset: Preset, filling: int) -> tuple[Tensor, Tensor]:
     filled = []
     for x in batches(0, trainer.config, parallel):
         assert x.padding is not None
-        filled.append(replace(x, tokens=x.tokens.masked_fill(x.padding, filling)))
+        assert x.label_padding is not None
+        tokens, labels = x.tokens.masked_fill(x.padding, filling), x.labels.masked_fill(x.label_padding, filling)
+        filled.append(replace(x, tokens=tokens, labels=labels))
     assert torch.cat([x.padding for x in filled]).float().mean() > 0.1  # type: ignore[misc]
     trainer._run_passes(0, filled, False, lambda: None)
     load = None if trainer.load_collector is None else trainer.load_collector.sum()
     return trainer.strategy.gradients[0].clone(), torch.zeros(1) if load is None else load
 
 
-@pytest.mark.parametrize("preset", [MOE, SPARSE, COMPRESSED], ids=str)
+@pytest.mark.parametrize("preset", [MOE | MTP, SPARSE | MTP, COMPRESSED], ids=str)
 def test_padding_moves_neither_routers_nor_indexers(preset: Preset, world2: World) -> None:
     """Whatever token fills up samples, gradients and the load of experts are the same.
 
@@ -294,7 +308,7 @@ def _packed_and_unpacked(model: dict[str, Any]) -> float:
         batch = objective.batch(torch.from_numpy(np.stack(rows)))
         stage.zero_grad()
         assert batch.loss_mask is not None
-        loss = (stage(None, batch) * batch.loss_mask.T).sum() / batch.loss_mask.sum()
+        loss = (stage(None, batch).cross_entropy * batch.loss_mask.T).sum() / batch.loss_mask.sum()
         loss.backward()
         return loss.detach(), [param.grad.clone() for param in stage.parameters() if param.grad is not None]
 

@@ -33,11 +33,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.config import ConfigError, check_layout
+from megafp8.config import Config, ConfigError, check_layout
 from tests.marks import slow_but
 from tests.training.presets import *  # noqa: F403
 from tests.training.presets import VOCABULARY, Preset, config_of, joined, without_execution
-from tests.training.runs import STEPS, Curve, Runs, _train, assembled, check_config
+from tests.training.runs import EVALUATED, STEPS, Curve, Runs, _train, assembled, batches, check_config, start
 from tests.world import World
 
 # --- against one rank ------------------------------------------------------------------------------------------------
@@ -245,6 +245,21 @@ def test_multi_token_prediction_without_weight_changes_nothing(runs: Runs) -> No
     assert {name: found.state[name] for name in expected.state} == expected.state
     own_losses = [ours - loss for (ours, _), (loss, _) in zip(found.curve, expected.curve)]
     assert own_losses[0] == pytest.approx(math.log(VOCABULARY), rel=0.02)
+
+
+def _reported(config: Config) -> list[float | None]:
+    """Return the losses of an evaluation and of a first step."""
+    trainer, parallel = start(config)
+    evaluated = trainer.evaluate(batches(EVALUATED, trainer.config, parallel))
+    trained, _ = trainer.train_step(0, batches(0, trainer.config, parallel))
+    assert (trained.z_loss is None) == (evaluated.z_loss is None) == (config.training.z_loss == 0)
+    return [x for loss in (evaluated, trained) for x in (loss.mean, loss.more)]
+
+
+@pytest.mark.parametrize("preset", [MTP | TP2, BERT | PP2, T5, MASKED | CP2])
+def test_reported_losses_are_nats_per_token_without_the_z_loss(world2: World, preset: Preset) -> None:
+    expected = world2.run(_reported, config_of(preset), ranks=preset.ranks)
+    assert world2.run(_reported, config_of(preset | Z_LOSS), ranks=preset.ranks) == expected
 
 
 # --- options, alone and in pairs -------------------------------------------------------------------------------------

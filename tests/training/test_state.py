@@ -10,15 +10,21 @@ import re
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from megafp8.checkpoint import CheckpointReader, IncompatibleCheckpoint
+from megafp8.checkpoint.loading import misfits
 from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, ConfigError
+from megafp8.distributed.sharding import ParamSpec, spec_of
+from megafp8.optimizer import mixed_precision
+from megafp8.optimizer.param_groups import is_hidden_matrix
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.state import (
+    _can_lack,
     changed_keys,
     check_resume,
     checkpoint_folder,
@@ -33,6 +39,7 @@ from tests.test_checkpoint_format import is_documented, undocumented_keys
 from tests.training.latest import load_latest
 from tests.training.presets import *  # noqa: F403
 from tests.training.presets import Preset, config_of
+from tests.training.runs import batches, start
 from tests.world import World
 
 
@@ -188,6 +195,45 @@ def test_a_moving_average_may_begin_and_end_when_a_run_resumes(world2: World, tm
     assert all(world2.run(_restarted_average, other_seed, str(tmp_path / "without"), ranks=2))
     check_resume(without, tmp_path / "with", "abc")
     world2.run(_logged_on_load, without, str(tmp_path / "with"), ranks=2)
+
+
+def _save_with_muon_for_positions(config: Config, folder: str) -> None:
+    """Train and save a run whose learned positions of compressed attention Muon updates, as it once did."""
+
+    def two_dims(spec: ParamSpec) -> bool:
+        return is_hidden_matrix(spec) or spec.shards[0].name.endswith("_position.weight")
+
+    with patch.object(mixed_precision, "is_hidden_matrix", two_dims):
+        trainer, parallel = start(config)
+        trainer.train_step(0, batches(0, trainer.config, parallel))
+        save_state(trainer, Path(folder), 1, "abc")
+
+
+def _resume_with_adamw_for_positions(config: Config, folder: str) -> tuple[dict[str, bool], bool]:
+    """Resume; return whether the moments of each weight start at 0, and whether the next step is made."""
+    trainer, parallel = start(config)
+    assert load_latest(trainer, Path(folder)) == 1
+    zero = {}
+    for shard in trainer.optimizer.shards:
+        tensors = trainer.optimizer.state_tensors(shard.param)
+        zero[spec_of(shard.param).shards[0].name] = not any(x.any() for key, x in tensors.items() if key != "master")
+    _, result = trainer.train_step(1, batches(1, trainer.config, parallel))
+    return zero, result.skipped
+
+
+def test_a_weight_that_another_rule_updated_starts_with_new_moments(world2: World, tmp_path: Path) -> None:
+    config = config_of(COMPRESSED | MUON)
+    world2.run(_save_with_muon_for_positions, config, str(tmp_path), ranks=1)
+    check_resume(config, tmp_path, "abc")
+    ((zero, skipped),) = world2.run(_resume_with_adamw_for_positions, config, str(tmp_path), ranks=1)
+    assert [name for name in zero if zero[name]] == [name for name in zero if name.endswith("_position.weight")]
+    assert not skipped
+    reader = CheckpointReader(step_folder(checkpoint_folder(tmp_path), 1))
+    gone = "optimizer.momentum_buffer.layers.0.compressed_attention.q_down.weight"
+    del reader.index.state_dict_metadata[gone]
+    assert f"missing in the checkpoint: {gone}" in misfits(
+        tensor_kinds(config), reader.index, _can_lack(config, reader)
+    )
 
 
 def test_another_length_of_the_amax_history_starts_afresh(world2: World, tmp_path: Path) -> None:
