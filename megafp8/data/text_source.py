@@ -116,9 +116,10 @@ class TextSource:
         return sum(version.size for version in self.versions)
 
     def documents(self, stream: int, at: Position) -> Iterator[tuple[Position, Document]]:
-        """The documents of a stream from a position on, without end, each with its position.
+        """Yield the documents of a stream from a position on, each with its position, epoch after epoch.
 
-        Raises DataError if there is no text in an epoch, or a file is not what it was.
+        Raises:
+            DataError: An epoch has no documents, or a file has changed since the run opened it.
         """
         epoch, place, record, first, _ = at
         while True:
@@ -129,17 +130,20 @@ class TextSource:
                 for start, window in self._windows(part, record):
                     order = self._permutation(len(window), epoch, 1 + part, start)
                     for i in range(first, len(window)):
-                        document = window[order[i]]
-                        is_empty &= document.error is None and not document.text
-                        yield Position(epoch, number, start, i), document
+                        is_empty = False
+                        yield Position(epoch, number, start, i), window[order[i]]
                     first = 0
                 record = first = 0
             if is_empty and whole:
-                raise DataError(
-                    f"{self.prefix}: there is no text for canonical stream {stream} of {self.canonical_streams}; add "
-                    "data, or set data.streams.canonical_streams to less in a new run"
-                )
+                raise self.no_text(stream)
             epoch, place = epoch + 1, 0
+
+    def no_text(self, stream: int, reason: str = "") -> DataError:
+        """Return the error for a stream that has no usable text in a whole epoch; `reason` says why."""
+        return DataError(
+            f"{self.prefix}: there is no text for canonical stream {stream} of {self.canonical_streams}{reason}; add "
+            "data, or set data.streams.canonical_streams to less in a new run"
+        )
 
     def _windows(self, number: int, record: int) -> Iterator[tuple[int, list[Document]]]:
         """Windows of a part from a record on, each with the number of its first record."""

@@ -40,6 +40,7 @@ from megafp8.object_store.cache import ObjectCache, default_cache
 from megafp8.objectives import Objective
 from megafp8.objectives.registry import objective_of
 from megafp8.parallel_state import ParallelState
+from megafp8.training.process import answering_stop
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ class Inputs:
         num_workers: int | None = None,
         share: range | None = None,
     ) -> Iterator[list[Batch]]:
-        """This rank's micro-batches of `dataset`, step by step, after the first `consumed_samples`.
+        """Yield this rank's micro-batches of `dataset`, step by step, after the first `consumed_samples`.
 
         `num_workers`: processes that read ahead; None: `data.num_workers`. `share`: those micro-batches of each step
         that are this replica's (`resilience.replicas`, which text that is packed while training goes on does not have).
@@ -180,7 +181,7 @@ class Inputs:
                 tokenizer=TokenizerSettings(given.kind, given.path, given.end_token, given.pattern),
                 skip_errors=streams.skip_errors,
             )
-        return read(
+        stream = read(
             consumed_samples=consumed_samples,
             global_batch_size=t.global_batch_size,
             micro_batch_size=t.micro_batch_size,
@@ -191,6 +192,7 @@ class Inputs:
             pin_memory=parallel.device.type == "cuda",
             position_of=position_of,
         )
+        return answering_stop(stream)
 
     def at(self, step: int) -> Inputs:
         """The inputs of the stage of the run that the step after the first `step` is in."""
