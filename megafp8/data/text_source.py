@@ -40,6 +40,7 @@ WINDOW_RECORDS, WINDOW_CHARACTERS = 256, 2**20
 _PARTS_OF_STREAM = 8
 """Files are split where there are fewer for each stream."""
 _SMALLEST_BLOCK = 2**16
+_BLOCKS, _BLOCK_BYTES = 16, 4096  # of a file that are compared
 _THREADS = 16
 
 
@@ -88,7 +89,7 @@ class TextSource:
             self.versions = list(threads.map(_version, (file.path for file in self.files)))
         self._seen = [_stamp(file.path, version) for file, version in zip(self.files, self.versions)]
         content = [(text_key, [(x.size, x.tag) for x in self.versions])]
-        self.fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()
+        self.contents = self.fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()
         self._dealt: OrderedDict[int, list[list[int]]] = OrderedDict()
 
     def in_streams(self, count: int) -> TextSource:
@@ -98,6 +99,18 @@ class TextSource:
         other = copy.copy(self)
         other.canonical_streams, other._dealt = count, OrderedDict()
         other.__dict__.pop("parts", None)
+        return other
+
+    @property
+    def is_known_in_full(self) -> bool:
+        """Whether `contents` covers all that the files have: their ETags, or all bytes of small files."""
+        pairs = zip(self.files, self.versions)
+        return all(isinstance(file.path, ObjectPath) or x.size <= _BLOCKS * _BLOCK_BYTES for file, x in pairs)
+
+    def identified_as(self, fingerprint: str) -> TextSource:
+        """Return the same text under another name in the record of a run."""
+        other = copy.copy(self)
+        other.fingerprint = fingerprint
         return other
 
     @cached_property
@@ -217,7 +230,7 @@ def _version(path: AnyPath) -> FileVersion:
     if isinstance(path, ObjectPath):
         version = path.version()
         return FileVersion(str(path), version.size, version.tag)
-    count, block, digest = 16, 4096, hashlib.sha256()
+    count, block, digest = _BLOCKS, _BLOCK_BYTES, hashlib.sha256()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         for i in range(count):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from multiprocessing import active_children
 from types import FrameType
 from typing import TypeVar
 
@@ -87,9 +87,12 @@ _installed: StopRequest | None = None
 
 
 def _end_loaders() -> None:
-    """Kill the loader processes, which may hang as well: torch would wait 5 s for each of them to end."""
+    """Kill the loader processes, the only children of a training process.
+
+    They may hang as well, and torch would wait 5 s for each of them.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error of its own
-    for child in multiprocessing.active_children():
+    for child in active_children():
         child.kill()
 
 
