@@ -39,7 +39,7 @@ from megafp8.parallel_state import initialize_distributed
 from megafp8.training.parallel import build_parallel
 from megafp8.training.process import garbage_collected_after_steps
 from megafp8.training.replicas import check_replicas
-from megafp8.training.resilience.hangs import ProgressWatch
+from megafp8.training.resilience.hangs import StepMarks, progress_watched
 from megafp8.training.resilience.recompute import check_recompute
 from megafp8.training.resilience.spikes import LossSpikes
 from megafp8.training.resilience.stragglers import SECTIONS, Stragglers
@@ -119,7 +119,7 @@ def main() -> int:
     random.Random(0).shuffle(kinds)
     with tempfile.TemporaryDirectory() as run, garbage_collected_after_steps(config.training.gc_interval) as collect:
         steps, spikes = 0, LossSpikes(config, Path(run), parallel.rank, None)
-        observers = [ProgressWatch(config, Path(run), parallel, 0, lambda message: None), spikes]
+        observers = [StepMarks(), spikes]
         compared = Stragglers(1, parallel)
 
         def watched() -> None:
@@ -141,7 +141,7 @@ def main() -> int:
         for i in range(LOSSES):
             spikes.after_step(1, 100.0 + i % 7, skipped=False)  # there is a limit from the first step on
         activity.Activity = Repeated  # type: ignore[misc]
-        with observers[0]:
+        with progress_watched(config, Path(run), parallel, lambda message: None):
             record = activity.record
             for watches in [True] * WARM_UP + kinds:
                 activity.record = record if watches else None

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from megafp8.arguments import ArgumentParser, at_least
 from megafp8.commands.common import add_tokenizer_flags, pyplot, run_tool, tokenizer_settings
+from megafp8.commands.token_text import show, show_answers
 from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.samples import PackedDataset
 from megafp8.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
@@ -78,19 +79,6 @@ def open_tokenizer(dataset: IndexedDataset, settings: TokenizerSettings) -> Toke
     return tokenizer
 
 
-def show(tokens: NDArray[np.int64], tokenizer: Tokenizer | None, most: int = 400) -> str:
-    """The first tokens, as text if there is a tokenizer. ValueError for tokens that it does not have."""
-    ids = [int(i) for i in tokens[:most]]
-    more = f" … ({len(tokens) - most:,} more tokens)" if len(tokens) > most else ""
-    if tokenizer is None:
-        return " ".join(map(str, ids)) + more
-    if ids and max(ids) >= tokenizer.vocab_size:
-        raise ValueError(
-            f"the data hold token {max(ids)}, but --tokenizer has {tokenizer.vocab_size:,}: it is not the data's"
-        )
-    return tokenizer.decode(ids) + more
-
-
 def show_documents(dataset: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> None:
     """The first documents; where there is a loss mask, what is learned of them in ⟦ ⟧."""
     mask = dataset.loss_mask() if dataset.has_loss_mask else None
@@ -98,13 +86,6 @@ def show_documents(dataset: IndexedDataset, count: int, tokenizer: Tokenizer | N
         tokens = dataset.document(index)
         shown = show(tokens, tokenizer) if mask is None else show_answers(tokens, mask.document(index), tokenizer)
         print(f"\n--- document {index}\n{shown}")
-
-
-def show_answers(tokens: NDArray[np.int64], mask: NDArray[np.uint8], tokenizer: Tokenizer | None) -> str:
-    """A document with what is learned of it in ⟦ ⟧."""
-    starts = np.flatnonzero(np.diff(mask, prepend=0))  # of answers, and of what is between them
-    runs = [show(run, tokenizer, len(run)) for run in np.split(tokens, starts)]
-    return "".join(f"⟦{run}⟧" if i % 2 else run for i, run in enumerate(runs))
 
 
 def show_samples(dataset: IndexedDataset, count: int, seq_length: int, seed: int, tokenizer: Tokenizer | None) -> None:

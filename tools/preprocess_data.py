@@ -34,10 +34,13 @@ from megafp8.commands.common import (
     run_tool,
     tokenizer_settings,
 )
+from megafp8.commands.token_text import example
 from megafp8.data.documents import read_documents
+from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.preprocess import preprocess
 from megafp8.data.styles import Method
 from megafp8.data.styles.registry import STYLES
+from megafp8.data.tokenizers import build_tokenizer
 
 
 def make_parser() -> ArgumentParser:
@@ -92,6 +95,10 @@ def _preprocess(arguments: argparse.Namespace) -> None:
     if method.has_loss_mask:
         share = summary.learned / summary.tokens
         print(f"  loss mask: {summary.learned:,} tokens of answers, {share:.1%} of all")
+        shown = example(IndexedDataset(arguments.output_prefix), build_tokenizer(*tokenizer_settings(arguments)))
+        print(f"  the first document, learned in ⟦ ⟧: {shown}")
+    for warning in summary.warnings:
+        print(f"  warning: {warning}")
     for message in summary.messages:
         print(f"  skipped: {message}")
     if summary.errors > len(summary.messages):

@@ -1142,7 +1142,8 @@ class StreamsConfig(Section):
     samples, so it stays as it was when the run began. A multiple of training.micro_batch_size times the data-parallel
     size. Default: training.global_batch_size when the run began, which is one in every layout."""
     skip_errors: bool = False
-    """Leave out documents that cannot be read or tokenized, each with a warning. Default: they end the run."""
+    """Leave out documents that cannot be read or tokenized, and log the first ones and their number. Default: False,
+    so that the run ends at such a document."""
 
 
 class ObjectCacheConfig(Section):

@@ -12,8 +12,10 @@ Which characters are answers is found in one of two ways:
                         Both must be prefixes of the whole chat. Some templates render a message otherwise if others
                         follow it; then it is an error, since the answer's place in the whole chat is not known
 
-An answer includes the token that ends it, and not white space that the template adds after a special token. A token
-that has characters of an answer and of what precedes it counts as the answer's.
+An answer includes the token that ends it, and not white space that the template adds after a special token. A template
+may end an answer only by the special token that begins the next message (GLM's `<|user|>`). The answer then includes
+that token; after the last message, the token that would begin a message of the user is added to the text. So masks and
+texts teach a model to stop. A token that has characters of an answer and of what precedes it counts as the answer's.
 """
 
 from __future__ import annotations
@@ -57,17 +59,21 @@ class ChatTemplate:
         return re.sub(f"[{BEGIN}{END}]", "", self._render(messages, add_generation_prompt))
 
     def answers(self, messages: Sequence[Message], special: Sequence[str] = ()) -> tuple[str, Spans]:
-        """The text of a chat, and the places of its answers.
+        """Return the text of a chat, and the places of its answers.
 
-        `special`: the tokens after which white space is not a part of the answer. Raises ValueError if an answer's
-        place cannot be found.
+        Args:
+            special: The special tokens, which may end an answer.
+
+        Raises:
+            ValueError: The place of an answer cannot be found.
         """
         if _BLOCK.search(self.source):
             if any(mark in message["content"] for message in messages for mark in (BEGIN, END)):
                 raise ValueError("a message holds U+FDD0 or U+FDD1, which are no characters")
             return _spans_of_blocks(self._render(messages, False))
         text, spans = self.render(messages), []
-        ends = re.compile(f"(?:{'|'.join(map(re.escape, special)) or '(?!)'})(\\s+)$")
+        any_special = f"(?:{'|'.join(map(re.escape, special)) or '(?!)'})"
+        ends, begins_next = re.compile(rf"{any_special}(\s*)$"), re.compile(rf"\s*{any_special}")
         for i, message in enumerate(messages):
             if message["role"] != ANSWER_ROLE:
                 continue
@@ -79,9 +85,50 @@ class ChatTemplate:
                     "so the place of this answer is not known; mark answers in the template by {% generation %} ... "
                     "{% endgeneration %} and give it by --chat-template"
                 )
-            trailing = ends.search(after, len(before))
-            spans.append((len(before), trailing.start(1) if trailing else len(after)))
+            if (end_token := ends.search(after, len(before))) is not None:
+                spans.append((len(before), end_token.start(1)))
+                continue
+            is_last = i + 1 == len(messages)
+            end_token = begins_next.match(self._header_after(messages, text) if is_last else text[len(after) :])
+            added = "" if end_token is None else end_token[0]
+            text += added if is_last else ""
+            spans.append((len(before), len(after) + len(added)))
         return text, spans
+
+    def _header_after(self, messages: Sequence[Message], text: str) -> str:
+        """Return what the template puts between `text`, which ends with an answer, and a message of the user."""
+        question = "?"
+        try:
+            longer = self.render([*messages, {"role": "user", "content": question}])
+        except ValueError:
+            return ""
+        return longer[len(text) :].partition(question)[0] if longer.startswith(text) else ""
+
+    def warnings(self, messages: Sequence[Message], special: Sequence[str]) -> list[str]:
+        """Return what the answers of a chat teach that a user may not want: a header, or no end."""
+        text, spans = self.answers(messages, special)
+        faults = []
+        if (header := self._learned_header(messages, text, spans)) is not None:
+            faults.append(
+                f"the chat template has no generation prompt, so the header of an answer, {header!r}, is learned as "
+                "well; add it by {% if add_generation_prompt %}, or mark answers by {% generation %}"
+            )
+        if not all(text[:end].endswith(tuple(special)) for _, end in spans):
+            faults.append(
+                "no special token ends the answers, so a model does not learn where to stop; end them in the template, "
+                "for example by {{ eos_token }}, inside of {% generation %} if the template has it"
+            )
+        return faults
+
+    def _learned_header(self, messages: Sequence[Message], text: str, spans: Spans) -> str | None:
+        """Return what precedes the content of the first answer in its span, unless a generation prompt is similar."""
+        i = next(i for i, message in enumerate(messages) if message["role"] == ANSWER_ROLE)
+        content, before = messages[i]["content"].strip(), messages[:i]
+        if _BLOCK.search(self.source) or not content:
+            return None
+        header = text[slice(*spans[0])].partition(content)[0]
+        prompted = self.render(before, add_generation_prompt=True) != self.render(before)
+        return None if prompted or not header.strip() else header
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -165,15 +212,19 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def special_tokens_of(tokenizer: Tokenizer) -> list[str]:
+    """Return the special tokens of a tokenizer.json."""
+    return [token.content for token in tokenizer.model.get_added_tokens_decoder().values() if token.special]
+
+
 def chat_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[..., Tokens]:
-    """The function that tokenizes a chat; the first answers, as many as its second argument says, are not learned.
+    """Make the function that tokenizes a chat. Its second argument is the number of first answers not to learn.
 
     It raises ValueError for a chat that has no answer or cannot be rendered. Raises ValueError for tokenizers that
     `_check_special_tokens` refuses.
     """
     _check_special_tokens(tokenizer, template)
-    model = tokenizer.model
-    special = [token.content for token in model.get_added_tokens_decoder().values() if token.special]
+    model, special = tokenizer.model, special_tokens_of(tokenizer)
 
     def encode(messages: Sequence[Message], skip: int = 0) -> Tokens:
         text, spans = template.answers(messages, special)

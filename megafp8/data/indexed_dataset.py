@@ -227,6 +227,11 @@ class IndexedDataset:
             return _fingerprint(self.index_sha256, 0, _parts_of(self.tokens.view(np.uint8)))
         return _fingerprint(self.index_sha256, len(self.tokens) * self.dtype.itemsize, self.tokens.fetch_parts)
 
+    @property
+    def is_known_in_full(self) -> bool:
+        """Whether `fingerprint` covers all tokens."""
+        return len(self.tokens) * self.dtype.itemsize <= _PARTS * _PART_BYTES
+
     @cached_property
     def has_pairs(self) -> bool:
         """Whether each document has two sequences, as pairs of answers have."""
@@ -273,11 +278,12 @@ class IndexedDataset:
 
 
 _LARGEST_SIDECAR = 2**24
+_PARTS, _PART_BYTES = 64, 4096  # of a .bin that are compared
 
 
 def _fingerprint(index_sha256: str, size: int, read_parts: _ReadParts) -> str:
     """`IndexedDataset.fingerprint` of an index and a .bin of `size` bytes, whose ranges `read_parts` reads."""
-    count, block = 64, 4096
+    count, block = _PARTS, _PART_BYTES
     digest = hashlib.sha256(f"{index_sha256} {size} ".encode())
     if size <= count * block:
         count, block = 1, size

@@ -31,7 +31,8 @@ _TEXTS = Texts()
 class Summary:
     """Counts of a preprocessing run. `errors`: documents that were skipped; `messages`: reasons of the first 100.
 
-    `learned`: tokens that are answers, where there is a loss mask.
+    `learned`: tokens that are answers, where there is a loss mask. `warnings`: what the first document teaches that a
+    user may not want.
     """
 
     documents: int = 0
@@ -41,6 +42,7 @@ class Summary:
     empty: int = 0
     errors: int = 0
     messages: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     max_token_id: int = 0
 
     def add(self, document: Document, tokens: Tokens | None) -> None:
@@ -93,6 +95,7 @@ def preprocess(
                     message = f"{document.origin}: {document.error}"
                     raise ValueError(f"{message}; --skip-errors skips and counts such documents")
                 if tokens is not None:
+                    summary.warnings = summary.warnings if summary.documents else method.warnings(model, document)
                     writer.add_document(tokens.ids, tokens.sequences, tokens.loss_mask)
                 summary.add(document, tokens)
         if not summary.documents:

@@ -4,6 +4,10 @@ A *source* is a data set as training reads it. Its identity is what decides its 
 (`IndexedDataset.fingerprint`), the documents that data.split selects, and how they are packed. The seed is that of the
 run; paths and the order in the config make no difference.
 
+Contents are known by samples of them, so different files may seem to have the same ones. Such data sets are told apart
+by a number (`tell_apart`). A resumed run finds each of them by its path or, if they were moved, by the most similar
+path and then by their order.
+
 A run that resumes with the same sources and weights continues the recorded `Segment` of the blend. With others it
 starts a new one at its current sample, in which each source continues with its first sample that was not given yet. A
 source that is removed keeps its count, and continues when it is listed again.
@@ -13,17 +17,20 @@ All functions are pure.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megafp8.data.blend import Segment, shares
 from megafp8.data.packing import PackingName
 from megafp8.data.samples import Position, split_documents
 
 Identity = tuple[str, int, int, PackingName]
+_NUMBER = "#"
+"""Precedes the number of a data set in its contents. The first of those that seem to be equal has none."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +224,49 @@ class Progress:
             return entry if source is None else replace(entry, contents=source.contents, documents=source.identity[1:3])
 
         return replace(self, sources=tuple(map(complete, self.sources)))
+
+
+class ListedFiles(NamedTuple):
+    """Files of a listed data set, and the contents that they seem to have.
+
+    `files` is empty if `contents` covers all that they have, so that others with the same contents are copies.
+    """
+
+    prefix: str
+    contents: str
+    files: tuple[str, ...]
+
+
+def tell_apart(listed: Sequence[ListedFiles], recorded: Sequence[RecordedSource] = ()) -> list[str]:
+    """Return the contents of each listed data set, numbered where other files seem to have the same.
+
+    Entries that are the same files, or certainly copies, have the same contents. Pure.
+
+    Args:
+        recorded: Sources that the run has read, which keep their numbers.
+    """
+    result: dict[tuple[str, tuple[str, ...]], str] = {}
+    for contents in dict.fromkeys(entry.contents for entry in listed):
+        prefixes: dict[tuple[str, ...], str] = {}
+        for entry in (entry for entry in listed if entry.contents == contents):
+            prefixes.setdefault(entry.files, entry.prefix)
+        known = [e for e in recorded if e.contents is not None and e.contents.partition(_NUMBER)[0] == contents]
+        pairs = [(files, e, _common_end(prefixes[files], e.prefix)) for files in prefixes for e in known]
+        names: dict[tuple[str, ...], str] = {}
+        for files, source, _ in sorted(pairs, key=lambda pair: -pair[2]):
+            if files not in names and source.contents not in names.values():
+                names[files] = str(source.contents)
+        for files in prefixes:
+            numbered = (f"{contents}{_NUMBER}{i}" if i else contents for i in itertools.count())
+            names.setdefault(files, next(name for name in numbered if name not in names.values()))
+        result |= {(contents, files): name for files, name in names.items()}
+    return [result[entry.contents, entry.files] for entry in listed]
+
+
+def _common_end(path: str, other: str) -> int:
+    """Return the number of parts that two paths have in common at their ends."""
+    parts = zip(reversed(_normalized(path).split("/")), reversed(_normalized(other).split("/")))
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], parts))
 
 
 def combine(sources: Sequence[Source]) -> list[Source]:

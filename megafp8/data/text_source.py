@@ -40,6 +40,7 @@ WINDOW_RECORDS, WINDOW_CHARACTERS = 256, 2**20
 _PARTS_OF_STREAM = 8
 """Files are split where there are fewer for each stream."""
 _SMALLEST_BLOCK = 2**16
+_BLOCKS, _BLOCK_BYTES = 16, 4096  # of a file that are compared
 _THREADS = 16
 
 
@@ -88,7 +89,7 @@ class TextSource:
             self.versions = list(threads.map(_version, (file.path for file in self.files)))
         self._seen = [_stamp(file.path, version) for file, version in zip(self.files, self.versions)]
         content = [(text_key, [(x.size, x.tag) for x in self.versions])]
-        self.fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()
+        self.contents = self.fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()
         self._dealt: OrderedDict[int, list[list[int]]] = OrderedDict()
 
     def in_streams(self, count: int) -> TextSource:
@@ -98,6 +99,18 @@ class TextSource:
         other = copy.copy(self)
         other.canonical_streams, other._dealt = count, OrderedDict()
         other.__dict__.pop("parts", None)
+        return other
+
+    @property
+    def is_known_in_full(self) -> bool:
+        """Whether `contents` covers all that the files have: their ETags, or all bytes of small files."""
+        pairs = zip(self.files, self.versions)
+        return all(isinstance(file.path, ObjectPath) or x.size <= _BLOCKS * _BLOCK_BYTES for file, x in pairs)
+
+    def identified_as(self, fingerprint: str) -> TextSource:
+        """Return the same text under another name in the record of a run."""
+        other = copy.copy(self)
+        other.fingerprint = fingerprint
         return other
 
     @cached_property
@@ -116,9 +129,10 @@ class TextSource:
         return sum(version.size for version in self.versions)
 
     def documents(self, stream: int, at: Position) -> Iterator[tuple[Position, Document]]:
-        """The documents of a stream from a position on, without end, each with its position.
+        """Yield the documents of a stream from a position on, each with its position, epoch after epoch.
 
-        Raises DataError if there is no text in an epoch, or a file is not what it was.
+        Raises:
+            DataError: An epoch has no documents, or a file has changed since the run opened it.
         """
         epoch, place, record, first, _ = at
         while True:
@@ -129,17 +143,20 @@ class TextSource:
                 for start, window in self._windows(part, record):
                     order = self._permutation(len(window), epoch, 1 + part, start)
                     for i in range(first, len(window)):
-                        document = window[order[i]]
-                        is_empty &= document.error is None and not document.text
-                        yield Position(epoch, number, start, i), document
+                        is_empty = False
+                        yield Position(epoch, number, start, i), window[order[i]]
                     first = 0
                 record = first = 0
             if is_empty and whole:
-                raise DataError(
-                    f"{self.prefix}: there is no text for canonical stream {stream} of {self.canonical_streams}; add "
-                    "data, or set data.streams.canonical_streams to less in a new run"
-                )
+                raise self.no_text(stream)
             epoch, place = epoch + 1, 0
+
+    def no_text(self, stream: int, reason: str = "") -> DataError:
+        """Return the error for a stream that has no usable text in a whole epoch; `reason` says why."""
+        return DataError(
+            f"{self.prefix}: there is no text for canonical stream {stream} of {self.canonical_streams}{reason}; add "
+            "data, or set data.streams.canonical_streams to less in a new run"
+        )
 
     def _windows(self, number: int, record: int) -> Iterator[tuple[int, list[Document]]]:
         """Windows of a part from a record on, each with the number of its first record."""
@@ -213,7 +230,7 @@ def _version(path: AnyPath) -> FileVersion:
     if isinstance(path, ObjectPath):
         version = path.version()
         return FileVersion(str(path), version.size, version.tag)
-    count, block, digest = 16, 4096, hashlib.sha256()
+    count, block, digest = _BLOCKS, _BLOCK_BYTES, hashlib.sha256()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         for i in range(count):

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 _TASK_DOCUMENTS, _TASK_CHARACTERS = 32, 2**16  # limits of what a worker is given at a time
 _STEPS_AHEAD = 2
 _CHARACTERS_OF_TOKEN = 4  # an estimate, which only decides what is tokenized first
+_MAX_MESSAGES = 10
+_CLOSE_SECONDS = 1.0
 
 
 @dataclass
@@ -89,15 +91,36 @@ class _Task(NamedTuple):
     documents: list[Document]
 
 
-class _Cutter:
-    """Samples of one stream of a text source, in order, of documents that are tokenized elsewhere."""
+class _SkippedDocuments:
+    """Log of the documents that `data.streams.skip_errors` leaves out: the first few, and then only their number."""
 
-    def __init__(self, source: TextSource, stream: int, position: Position, skip_errors: bool) -> None:
-        self.position, self.length, self._skip_errors = position, source.seq_length, skip_errors
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self, origin: str, fault: str) -> None:
+        """Log a document that is left out, or the number so far when it reaches a power of ten."""
+        self._count += 1
+        if self._count <= _MAX_MESSAGES:
+            logger.warning(f"left out: {origin}: {fault}")
+        elif str(self._count).strip("0") == "1":
+            logger.warning(f"left out {self._count:,} documents so far; the last: {origin}: {fault}")
+
+
+class _Cutter:
+    """Samples of one stream of a text source, in order, of documents that are tokenized elsewhere.
+
+    `skipped`: log of the documents that cannot be used; None if such a document is an error.
+    """
+
+    def __init__(self, source: TextSource, stream: int, position: Position, skipped: _SkippedDocuments | None) -> None:
+        self.position, self.length, self._skipped = position, source.seq_length, skipped
+        self._source, self._stream, self._fault = source, stream, ""
+        at_start = position == Position(position.epoch)
+        self._epoch_with_text = position.epoch - at_start  # the last one known to have some, or to be read in part
         self._documents = source.documents(stream, position)
         self._pieces: deque[tuple[Position, NDArray[Any] | DataError]] = deque()
         self._tokens, self._expected = 0, 0.0
-        self.ended = False  # by an error of all of its files
+        self.ended = False  # by an error, the last of its pieces or of its documents
 
     @property
     def supply(self) -> float:
@@ -107,7 +130,16 @@ class _Cutter:
     @property
     def is_ready(self) -> bool:
         """Whether `take` can be called: there are tokens for a sample, or an error."""
-        return self._tokens > self.length or (bool(self._pieces) and isinstance(self._pieces[-1][1], DataError))
+        return self._tokens > self.length or self._has_failed
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether the last piece is an error, after which nothing is used."""
+        return bool(self._pieces) and isinstance(self._pieces[-1][1], DataError)
+
+    def _fail(self, position: Position, error: DataError) -> None:
+        self._pieces.append((position, error))
+        self.ended = True
 
     def task(self) -> _Task:
         """The next documents to tokenize."""
@@ -127,21 +159,29 @@ class _Cutter:
         return _Task(self, positions, documents)
 
     def add(self, task: _Task, results: Sequence[Tokens | str | None]) -> None:
-        """The tokens of the documents of the oldest task."""
+        """Add the tokens of the documents of the oldest task.
+
+        A stream without usable text for a whole epoch ends with an error.
+        """
         self._expected -= 1 + sum(len(x.text or "") for x in task.documents) / _CHARACTERS_OF_TOKEN
         for position, document, result in zip(task.positions, task.documents, results):
+            if self._has_failed:
+                return
             fault = document.error if not isinstance(result, str) else f"cannot be tokenized: {result}"
-            if fault is not None:
-                if self._skip_errors and document.origin:
-                    logger.warning(f"left out: {document.origin}: {fault}")
-                    continue
-                origin = f"{document.origin}: " if document.origin else ""
-                works = "; data.streams.skip_errors=true leaves such documents out" if document.origin else ""
-                self._pieces.append((position, DataError(f"{origin}{fault}{works}")))
-            elif isinstance(result, Tokens):
+            if isinstance(result, Tokens):
+                self._epoch_with_text = position.epoch
                 skip = self.position.token if position == self.position._replace(token=0) else 0
                 self._pieces.append((position._replace(token=skip), result.ids[skip:]))
                 self._tokens += len(result.ids) - skip
+            elif fault is not None and (self._skipped is None or not document.origin):
+                origin = f"{document.origin}: " if document.origin else ""
+                works = "; data.streams.skip_errors=true leaves such documents out" if document.origin else ""
+                self._fail(position, DataError(f"{origin}{fault}{works}"))
+            elif position.epoch > self._epoch_with_text + 1:
+                self._fail(position, self._source.no_text(self._stream, self._fault))
+            elif fault is not None and self._skipped is not None:
+                self._fault = f": skip_errors leaves out all that it has, such as {document.origin}: {fault}"
+                self._skipped.add(document.origin, fault)
 
     def take(self) -> list[NDArray[Any]]:
         """The parts of documents that the next sample consists of. Raises DataError where one cannot be used."""
@@ -166,12 +206,21 @@ class _Rows:
     """Global samples as rows of an objective, in any order of streams, each stream's in order. Used by one thread."""
 
     def __init__(
-        self, blend: Blend, begin: StreamPositions, tokenizer: TokenizerSettings, workers: int, skip_errors: bool
+        self,
+        blend: Blend,
+        begin: StreamPositions,
+        tokenizer: TokenizerSettings,
+        workers: int,
+        skip_errors: bool,
+        ended: threading.Event,
     ) -> None:
-        self._blend, self._begin, self._skip_errors = blend, begin, skip_errors
+        """`ended`: ends the reading, also in the middle of a sample."""
+        self._blend, self._begin = blend, begin
+        self._skipped = _SkippedDocuments() if skip_errors else None
         self._cutters: dict[tuple[int, int], _Cutter] = {}
         self._next: dict[int, int] = {}
         self._waiting: deque[_Task] = deque()
+        self._ended = ended
         make = partial(make_tokenize, tokenizer, Texts())
         self._results = map_in_order(make, self._tasks(), workers=workers, describe=lambda task: task[0].origin)
 
@@ -186,7 +235,7 @@ class _Rows:
             for k, source in enumerate(self._blend.datasets):
                 if isinstance(source, TextSource):
                     position = self._begin.of(source)[stream]
-                    self._cutters[k, stream] = _Cutter(source, stream, position, self._skip_errors)
+                    self._cutters[k, stream] = _Cutter(source, stream, position, self._skipped)
 
     def parts(self, index: int) -> Sequence[NDArray[Any]]:
         """The parts of global sample `index`; earlier ones of its stream that were not asked for are left out."""
@@ -217,8 +266,8 @@ class _Rows:
         return found
 
     def _tasks(self) -> Iterator[list[Document]]:
-        """Documents of the stream that has the fewest tokens."""
-        while cutters := [cutter for cutter in self._cutters.values() if not cutter.ended]:
+        """Yield documents of the stream that has the fewest tokens, until all streams or the reading have ended."""
+        while (cutters := [x for x in self._cutters.values() if not x.ended]) and not self._ended.is_set():
             task = min(cutters, key=lambda cutter: cutter.supply).task()
             self._waiting.append(task)
             yield task.documents
@@ -271,7 +320,7 @@ def batches(
                 return
 
     def make_steps() -> None:
-        made = _Rows(blend, begin, tokenizer, num_workers, skip_errors)
+        made = _Rows(blend, begin, tokenizer, num_workers, skip_errors, ended)
         with contextlib.closing(made):
             made.open(streams)
             for start, step in itertools.chain([(first, rows)], rows_of_step):
@@ -310,4 +359,4 @@ def batches(
             yield step.batches
     finally:
         ended.set()
-        thread.join()
+        thread.join(_CLOSE_SECONDS)  # it may be waiting for a file system that does not answer

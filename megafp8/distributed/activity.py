@@ -52,13 +52,14 @@ class Activity:
     """The record of one process.
 
     `marks` grows with whatever is recorded: as long as it grows, there is progress. `step` is counted from 1, `section`
-    names the part of the step. `own_seconds`: by section, its time without what was spent waiting in collectives.
-    `listeners`: called with each section that is entered.
+    names the part of the step. `first_step` is the first step of the loop, None before it. `own_seconds`: by section,
+    its time without what was spent waiting in collectives. `listeners`: called with each section that is entered.
     """
 
     def __init__(self) -> None:
         self.marks = 0
         self.step = 0
+        self.first_step: int | None = None
         self.section = "start"
         self.own_seconds: dict[str, float] = {}
         self.listeners: list[Callable[[str], None]] = []
@@ -85,6 +86,12 @@ class Activity:
         self.marks += 1
         for listener in self.listeners:
             listener(section)
+
+    def begin_step(self, step: int) -> None:
+        """Enter `step`, which begins with its data."""
+        self.first_step = step if self.first_step is None else self.first_step
+        self.step = step
+        self.enter("data")
 
     def take_own_seconds(self) -> dict[str, float]:
         """`own_seconds` since the last call."""
@@ -196,6 +203,12 @@ def enter(section: str) -> None:
     """The main thread enters `section` of a step."""
     if record is not None:
         record.enter(section)
+
+
+def begin_step(step: int) -> None:
+    """Enter `step` of the training loop, which begins with its data."""
+    if record is not None:
+        record.begin_step(step)
 
 
 def mark() -> None:

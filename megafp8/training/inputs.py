@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,16 @@ from megafp8.data.blend import Blend, Segment, shares
 from megafp8.data.documents import find_files
 from megafp8.data.indexed_dataset import IndexedDataset, bin_path, check_dataset, idx_path
 from megafp8.data.packing import BestFit
-from megafp8.data.progress import Conflict, Identity, Progress, Source, combine
+from megafp8.data.progress import (
+    Conflict,
+    Identity,
+    ListedFiles,
+    Progress,
+    RecordedSource,
+    Source,
+    combine,
+    tell_apart,
+)
 from megafp8.data.prompts import PromptSource
 from megafp8.data.sampler import batches as batch_stream
 from megafp8.data.samples import PLACES, PackedDataset, split_documents
@@ -36,27 +46,41 @@ from megafp8.data.tokenizers import (
     build_tokenizer,
 )
 from megafp8.distributed.collectives import all_gather_objects
+from megafp8.object_store import AnyPath, ObjectPath
 from megafp8.object_store.cache import ObjectCache, default_cache
 from megafp8.objectives import Objective
 from megafp8.objectives.registry import objective_of
 from megafp8.parallel_state import ParallelState
+from megafp8.training.process import answering_stop
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set of `data.train`, listed `times` times. `validation` is None if there is no evaluation."""
+    """A data set of `data.train`, listed `times` times. `validation` is None if there is no evaluation.
+
+    `contents`: the identity of its contents in the record of the run's progress (`progress.tell_apart`).
+    """
 
     prefix: str
     times: int
     dataset: IndexedDataset
     train: PackedDataset
     validation: PackedDataset | None
+    contents: str
 
     def source(self, weight: float) -> Source:
-        """This data set in the record of the run's progress."""
-        documents = self.train.documents
-        contents, packing, length = self.train.fingerprint, self.train.packing.name, self.train.seq_length
-        return Source(self.prefix, contents, documents, self.dataset.num_documents, weight, packing, length)
+        """Return this data set as it is in the record of the run's progress."""
+        documents, packing, length = self.train.documents, self.train.packing.name, self.train.seq_length
+        return Source(self.prefix, self.contents, documents, self.dataset.num_documents, weight, packing, length)
+
+    def listed_files(self) -> ListedFiles:
+        """Return its files, for comparison with other data sets."""
+        files = () if self.dataset.is_known_in_full else _real_paths([bin_path(self.prefix)])
+        return ListedFiles(self.prefix, self.train.fingerprint, files)
+
+    def named(self, contents: str) -> DataSet:
+        """Return the same data set under another name of its contents."""
+        return replace(self, contents=contents)
 
     @property
     def size(self) -> int:
@@ -80,6 +104,15 @@ class TextSet:
         """This text in the record of the run's progress."""
         contents, length = self.train.fingerprint, self.train.seq_length
         return Source(self.prefix, contents, range(0), 0, weight, "concatenate", length)
+
+    def listed_files(self) -> ListedFiles:
+        """Return its files, for comparison with other texts."""
+        files = () if self.train.is_known_in_full else _real_paths([file.path for file in self.train.files])
+        return ListedFiles(self.prefix, self.train.contents, files)
+
+    def named(self, contents: str) -> TextSet:
+        """Return the same text under another name of its contents."""
+        return replace(self, train=self.train.identified_as(contents))
 
     def in_streams(self, count: int) -> TextSet:
         """The same text in `count` canonical streams."""
@@ -109,6 +142,19 @@ class PromptSet:
 
 
 AnySet = DataSet | TextSet | PromptSet
+
+
+def _real_paths(paths: Sequence[AnyPath]) -> tuple[str, ...]:
+    """Return the paths behind links, and URLs as they are."""
+    return tuple(str(path) if isinstance(path, ObjectPath) else os.path.realpath(path) for path in paths)
+
+
+def _told_apart(data_sets: Sequence[AnySet], recorded: Sequence[RecordedSource] = ()) -> list[AnySet]:
+    """Return the data sets with contents that differ unless they are the same files: see `progress.tell_apart`."""
+    files = [data_set for data_set in data_sets if not isinstance(data_set, PromptSet)]
+    contents = tell_apart([data_set.listed_files() for data_set in files], recorded)
+    named = [data_set.named(name) for data_set, name in zip(files, contents)]
+    return [*named, *(data_set for data_set in data_sets if isinstance(data_set, PromptSet))]
 
 
 @dataclass(frozen=True)
@@ -162,7 +208,7 @@ class Inputs:
         num_workers: int | None = None,
         share: range | None = None,
     ) -> Iterator[list[Batch]]:
-        """This rank's micro-batches of `dataset`, step by step, after the first `consumed_samples`.
+        """Yield this rank's micro-batches of `dataset`, step by step, after the first `consumed_samples`.
 
         `num_workers`: processes that read ahead; None: `data.num_workers`. `share`: those micro-batches of each step
         that are this replica's (`resilience.replicas`, which text that is packed while training goes on does not have).
@@ -180,7 +226,7 @@ class Inputs:
                 tokenizer=TokenizerSettings(given.kind, given.path, given.end_token, given.pattern),
                 skip_errors=streams.skip_errors,
             )
-        return read(
+        stream = read(
             consumed_samples=consumed_samples,
             global_batch_size=t.global_batch_size,
             micro_batch_size=t.micro_batch_size,
@@ -191,23 +237,30 @@ class Inputs:
             pin_memory=parallel.device.type == "cuda",
             position_of=position_of,
         )
+        return answering_stop(stream)
 
     def at(self, step: int) -> Inputs:
         """The inputs of the stage of the run that the step after the first `step` is in."""
         return self if stage_at(self.run, step) == self.stage else open_inputs(self.run, "config", step)
 
     def resumed(self, saved: Mapping[str, Any]) -> tuple[Inputs, list[str]]:
-        """These inputs at the position of the checkpoint with metadata `saved`, and descriptions of blend changes.
+        """Return these inputs at the position of a checkpoint, and descriptions of changes of the blend.
 
+        `saved` is the metadata of the checkpoint.
         Raises ConfigError if the content of a data set that the run has read has changed.
         """
-        data = self.config.data
         then: Mapping[str, Any] = saved["config"]["data"]
         self._check_group_size(then, saved["step"])
         if "data" in saved:
             recorded = Progress.from_json(saved["data"])
         else:
-            recorded = Progress.from_config(then, _sources(data.train, self.data_sets, "tokens"))
+            recorded = Progress.from_config(then, _sources(self.config.data.train, self.data_sets, "tokens"))
+        named = replace(self, data_sets=_told_apart(self.data_sets, recorded.sources))
+        return named._continued(recorded, saved)
+
+    def _continued(self, recorded: Progress, saved: Mapping[str, Any]) -> tuple[Inputs, list[str]]:
+        """Return these inputs after what `recorded` says of the checkpoint with metadata `saved`: see `resumed`."""
+        data, then = self.config.data, saved["config"]["data"]
         length_then = saved["config"]["training"]["seq_length"]
         training = self.config.training.model_copy(update={"seq_length": length_then})
         recorded = recorded.with_length(self.config.model_copy(update={"training": training}).sample_tokens - 1)
@@ -396,8 +449,9 @@ def open_data_sets(config: Config, tokenizer: Tokenizer | None) -> list[AnySet]:
             raise ConfigError(prefix, [Problem("data.split", config.data.split, rule, works)])
         parts = [train, validation] if config.training.eval_interval and len(validation) else [train]
         packed = [_packed(config, dataset, documents) for documents in parts]
-        data_sets.append(DataSet(prefix, times, dataset, packed[0], packed[1] if len(packed) > 1 else None))
-    return data_sets
+        held_out = packed[1] if len(packed) > 1 else None
+        data_sets.append(DataSet(prefix, times, dataset, packed[0], held_out, packed[0].fingerprint))
+    return _told_apart(data_sets)
 
 
 def object_cache(config: Config) -> ObjectCache:
@@ -468,7 +522,7 @@ def _loss_mask(config: Config, dataset: IndexedDataset) -> IndexedDataset | None
 def _sources(
     train: Sequence[str] | Mapping[str, float], data_sets: Sequence[AnySet], list_weights: str
 ) -> list[Source]:
-    """The data sets with their weights; those with the same contents are combined."""
+    """Return the data sets with their weights; those that are the same files are combined."""
     if isinstance(train, Mapping):
         return combine([data_set.source(train[data_set.prefix]) for data_set in data_sets])
     weights = [
@@ -479,7 +533,7 @@ def _sources(
 
 
 def _active(data_sets: Sequence[AnySet], progress: Progress) -> list[AnySet]:
-    """The data sets that `progress` mixes, in its order; the first of several with the same contents."""
+    """Return the data sets that `progress` mixes, in its order; the first of several that are the same files."""
     by_identity = {x.identity: x for x in reversed(data_sets)}
     return [by_identity[entry.identity] for entry in progress.active]
 
@@ -647,6 +701,23 @@ def describe_planned_data(config: Config, steps: int | None = None) -> str:
     return describe_data(config, data_sets, progress, _validation_sets(config, None), samples)
 
 
+def _describe_equal_contents(data_sets: Sequence[AnySet]) -> list[str]:
+    """Return a line for each data set that is another one, or seems to be a copy of it."""
+    lines, listed = [], [x.listed_files() for x in data_sets if not isinstance(x, PromptSet)]
+    for i, entry in enumerate(listed):
+        alike = [x for x in listed[:i] if x.contents == entry.contents]
+        same = next((x for x in alike if x.files == entry.files), None)
+        if same is not None:
+            which = "has the same files as" if entry.files else "is a copy of"
+            lines.append(f"{entry.prefix} {which} {same.prefix}: they are one data set, of both weights")
+        elif alike:
+            lines.append(
+                f"{entry.prefix} has the size of {alike[0].prefix}, and the same content where it is compared: they "
+                "count as two data sets; if one is a copy of the other, list only one"
+            )
+    return lines
+
+
 def describe_data(
     config: Config,
     data_sets: Sequence[AnySet],
@@ -702,6 +773,7 @@ def describe_data(
                     f"{x.prefix}: {x.train.left_out:,} of {len(x.train.documents):,} pairs are left out, as they have "
                     f"more than training.seq_length + 1 = {t.seq_length + 1:,} tokens"
                 )
+    lines += _describe_equal_contents(data_sets)
     if progress.list_weights == "equal" and not isinstance(config.data.train, Mapping) and len(active) > 1:
         lines.append("Shares are equal, as they were when this run began; {prefix: weight} in data.train sets others.")
     return "\n".join(lines)

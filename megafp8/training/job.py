@@ -62,6 +62,7 @@ from megafp8.training.parallel import build_parallel
 from megafp8.training.plots import plot_loss, print_loss
 from megafp8.training.process import StopRequest, garbage_collected_after_steps
 from megafp8.training.resilience.faults import Faults
+from megafp8.training.resilience.hangs import progress_watched
 from megafp8.training.resilience.membership import (
     log_folder,
     micro_batches,
@@ -149,6 +150,13 @@ def _train_stage(inputs: Inputs, shared: Shared, device: torch.device, *, first:
     """
     config = inputs.config
     parallel = build_parallel(config, device)
+    with progress_watched(config, log_folder(config, run_folder(config)), parallel, shared.log.write_error):
+        return _train_watched_stage(inputs, shared, parallel, first=first)
+
+
+def _train_watched_stage(inputs: Inputs, shared: Shared, parallel: ParallelState, *, first: bool) -> Inputs | None:
+    """Train the stage of `inputs` on the groups of `parallel`: see `_train_stage`. Collective."""
+    config = inputs.config
     reader, memory = None, open_memory(config, run_folder(config), parallel, first=first)
     if (config.checkpoint.resume or not first) and shared.place is None:
         reader = find_newest(inputs.run, run_folder(config), parallel, inputs.fingerprint, memory)
@@ -191,7 +199,7 @@ class Job:
     ) -> None:
         """`reader`: of the checkpoint to resume from, if there is one. `memory`: for checkpoints in memory."""
         self.inputs, self.config, self.parallel = inputs, inputs.config, parallel
-        self.run_folder, self.lock, self.stop, self.log = run_folder(self.config), shared.lock, shared.stop, shared.log
+        self.run_folder, self.lock, self.stop = run_folder(self.config), shared.lock, shared.stop
         self.folder = log_folder(self.config, self.run_folder)
         self.is_main = parallel.rank == 0
         keep = self.config.checkpoint
@@ -417,7 +425,6 @@ class Job:
                     faults=self.faults,
                     spikes=self.spikes,
                     tasks=self.tasks,
-                    write_error=self.log.write_error,
                     membership=self.membership,
                 )
                 self.observers = [stack.enter_context(observer) for observer in observers]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -20,7 +19,7 @@ from megafp8.training.pipeline_trace import PipelineTrace
 from megafp8.training.profiling import Profiler
 from megafp8.training.replicas import ReplicaCheck
 from megafp8.training.resilience.faults import Faults
-from megafp8.training.resilience.hangs import ProgressWatch
+from megafp8.training.resilience.hangs import StepMarks
 from megafp8.training.resilience.membership import PeerCheck
 from megafp8.training.resilience.recompute import RecomputeCheck
 from megafp8.training.resilience.spikes import LossSpikes
@@ -39,19 +38,17 @@ def open_observers(
     faults: Faults,
     spikes: LossSpikes,
     tasks: TaskEvaluation | None,
-    write_error: Callable[[str], None],
     membership: Membership | None = None,
 ) -> list[Observer]:
     """What watches a loop of `trainer` from `step` to `last_step`, in the order in which it is called.
 
-    `tasks`: the evaluation that `training.evaluate` asks for. `write_error`: to the log, of a process that then ends.
-    `membership`: of this replica, if there are several.
+    `tasks`: the evaluation that `training.evaluate` asks for. `membership`: of this replica, if there are several.
     """
     config, parallel = trainer.config, trainer.parallel
     r, is_main, several = config.resilience, parallel.rank == 0, parallel.world_size > 1
     observers: list[Observer] = [
         Profiler(config.profile, folder, parallel),  # its trace begins with a section
-        ProgressWatch(config, folder, parallel, step, write_error),
+        StepMarks(),
     ]
     if r.recompute_interval:
         observers.append(RecomputeCheck(trainer, r.recompute_interval, faults))

@@ -5,13 +5,24 @@ from __future__ import annotations
 import gc
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from multiprocessing import active_children
 from types import FrameType
+from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_reduce
+
+Item = TypeVar("Item")
+
+WAIT_SECONDS = 3.0
+"""Time that data may take to come once the process has been asked to stop."""
+
+
+class StoppedWaiting(Exception):
+    """The process was asked to stop while it waited for data that did not come."""
 
 
 class StopRequest:
@@ -20,25 +31,80 @@ class StopRequest:
     Signals reach ranks at different times, or only some of them. A signal therefore only sets a flag, and after each
     step the ranks take the maximum of their flags, over gloo on a host tensor: some tens of microseconds, and the host
     does not wait for the GPU. A second Ctrl-C ends the process at once.
+
+    The step may never end because its data do not come. A signal therefore limits a wait for data (`answering_stop`),
+    after which this rank fails: it cannot save, because other ranks may have their data and be in the step.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._waits = False
 
     def install(self) -> None:
         """Catch SIGTERM and SIGINT in this process from now on."""
+        global _installed
+        _installed = self
         signal.signal(signal.SIGTERM, self._catch)
         signal.signal(signal.SIGINT, self._catch)
+        signal.signal(signal.SIGALRM, self._end_wait)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         if self.signal == signal.SIGINT and number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             raise KeyboardInterrupt
         self.signal = number
+        if self._waits:
+            signal.setitimer(signal.ITIMER_REAL, WAIT_SECONDS)
+
+    def _end_wait(self, number: int, frame: FrameType | None) -> None:
+        if self._waits and self.signal is not None:
+            name = signal.Signals(self.signal).name
+            _end_loaders()
+            raise StoppedWaiting(
+                f"stopped by {name} while it waited for data, which did not come within {WAIT_SECONDS:g} s; the run "
+                "continues from its newest checkpoint when it is started again"
+            )
+
+    @contextmanager
+    def limited_wait(self) -> Iterator[None]:
+        """Context of a wait for data. Raises StoppedWaiting in it `WAIT_SECONDS` after the process is asked to stop."""
+        self._waits = True
+        if self.signal is not None:
+            signal.setitimer(signal.ITIMER_REAL, WAIT_SECONDS)
+        try:
+            yield
+        finally:
+            self._waits = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def agreed(self, world: ProcessGroup) -> bool:
         """True on all ranks once any rank has caught a signal. Collective: call it on all ranks after each step."""
         return bool(all_reduce(torch.tensor([float(self.signal is not None)]), world, "max").item())
+
+
+_installed: StopRequest | None = None
+"""The stop request that catches the signals of this process, which has one handler for each."""
+
+
+def _end_loaders() -> None:
+    """Kill the loader processes, the only children of a training process.
+
+    They may hang as well, and torch would wait 5 s for each of them.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error of its own
+    for child in active_children():
+        child.kill()
+
+
+def answering_stop(stream: Iterator[Item]) -> Iterator[Item]:
+    """Yield the items of `stream`, and limit the wait for each once the process is asked to stop."""
+    while True:
+        with nullcontext() if _installed is None else _installed.limited_wait():
+            try:
+                item = next(stream)
+            except StopIteration:
+                return
+        yield item
 
 
 @contextmanager

@@ -57,10 +57,19 @@ LAST_MESSAGE = (  # as templates that drop the reasoning of earlier answers
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if loop.last %}(last) {% endif %}"
     "{{ message.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+GLM = (  # the next message's role is all that ends an answer
+    "[INST]{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+NO_PROMPT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+LLAMA2 = (  # no generation prompt, and none that is missing
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>"
+    "{% endif %}{% endfor %}"
+)
 TEMPLATES = {"chatml": CHATML, "llama-3": LLAMA3, "mistral": MISTRAL, "zephyr": ZEPHYR, "blocks": BLOCKS}
 SPECIAL = [
     "<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>",
-    "<|eot_id|>", "[INST]", "[/INST]",
+    "<|eot_id|>", "[INST]", "[/INST]", "<|user|>", "<|assistant|>",
 ]  # fmt: skip
 
 Chat = list[dict[str, Any]]
@@ -156,6 +165,45 @@ def test_answers_are_learned_with_the_token_that_ends_them(tokenizer: Tokenizer,
         answers = [message["content"] for message in messages if message["role"] == "assistant"]
         wanted = [answer.strip() if name == "llama-3" else answer for answer in answers]
         assert [tokenizer.decode(run.tolist()) for run in runs] == [answer + end for answer in wanted]
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (GLM, ["<|user|>", "<|user|>"]),
+        (GLM.replace("\n{{ m.content }}", "\n{{ m.content }}\n"), ["\n<|user|>", "\n<|user|>"]),
+        ("{% for m in messages %}{{ m.content }}{% if not loop.last %}</s>{% endif %}{% endfor %}", ["</s>", "</s>"]),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", ["", ""]),
+        (GLM.replace("[INST]", "{% if messages[-1].role == 'user' and messages[3:] %}x{% endif %}"), ["<|user|>", ""]),
+    ],
+    ids=["role", "line and role", "between messages", "none", "the beginning depends on the end"],
+)
+def test_an_answer_ends_with_the_special_token_of_the_next_message(
+    tokenizer: Tokenizer, template: str, ends: list[str]
+) -> None:
+    """After the last message, with the token that a message of the user would begin with."""
+    messages = chat("Q1", "A1", "Q2", "A2")
+    ids, _, mask, _ = chat_encoder(tokenizer, ChatTemplate(template))(messages)
+    runs = [tokenizer.decode(run.tolist()) for run in np.split(ids, np.flatnonzero(np.diff(mask, prepend=0)))]
+    assert [run[run.index("A") :] for run in runs[1::2]] == [f"A{i}{end}" for i, end in enumerate(ends, 1)]
+    text = ChatTemplate(template).render(messages)
+    assert tokenizer.decode(ids.tolist()) == text + (
+        ends[1] if ends[1] and not text.endswith("\n") else ends[1].strip()
+    )
+
+
+def test_warnings_show_what_answers_teach() -> None:
+    """A header that is learned, and answers without an end, but not what good templates do."""
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    for template in (*TEMPLATES.values(), GLM, LLAMA2):
+        assert ChatTemplate(template, tokens).warnings(CHATS[0], SPECIAL) == []
+    (header,) = ChatTemplate(NO_PROMPT).warnings(CHATS[0], SPECIAL)
+    assert "no generation prompt, so the header of an answer, '<|im_start|>assistant\\n', is learned as well" in header
+    no_end = "no special token ends the answers, so a model does not learn where to stop"
+    unmarked = BLOCKS.replace("{{- '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{- '<|im_end|>' }}")
+    for template in ("{% for m in messages %}{{ m.content }}\n{% endfor %}", unmarked):
+        (end,) = ChatTemplate(template).warnings(CHATS[0], SPECIAL)
+        assert no_end in end
 
 
 def test_a_token_of_prompt_and_answer_is_the_answers(tokenizer: Tokenizer) -> None:
@@ -334,7 +382,12 @@ def test_chats_become_a_data_set_with_a_mask(
     assert masked_documents(tmp_path / "out") == expected
     about = json.loads((tmp_path / "out.json").read_text())
     assert about["learned_tokens"] == sum(sum(mask) for _, mask in expected)
-    assert f"loss mask: {about['learned_tokens']:,} tokens of answers" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"loss mask: {about['learned_tokens']:,} tokens of answers" in printed
+    assert (
+        r"learned in ⟦ ⟧: <|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n" in printed
+    )
+    assert "warning" not in printed
     settings = ["--tokenizer", "huggingface", "--tokenizer-path", str(tokenizer_path)]
     assert inspect_data.main([str(tmp_path / "out"), "--documents", "1", *settings]) == 0
     shown = "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,15 @@ from megafp8.batch import Batch
 from megafp8.data import DataError, text_source
 from megafp8.data.blend import Blend, Segment
 from megafp8.data.samples import PackedDataset
+from megafp8.data.styles import Document
 from megafp8.data.text_source import Position, TextSource
 from megafp8.data.text_stream import StreamPositions, batches
 from megafp8.data.tokenizers import TokenizerSettings
 from megafp8.objectives.next_token import NextToken
+from megafp8.training.process import StoppedWaiting, answering_stop
 from tests.data.datasets import write_dataset
 from tests.hub_server import hub_server
+from tests.training.test_process import asked_to_stop
 
 S, STREAMS, SEED, END = 16, 8, 3, 256
 TEXTS = [f"<{i}>" + "abc" * (i % 7) for i in range(200)]
@@ -205,6 +210,46 @@ def test_a_bad_record_is_named_in_the_step_that_uses_it(tmp_path: Path, caplog: 
         list(running)
     assert len(list(itertools.islice(steps(alone(text), skip_errors=True), 100))) == 100
     assert f"left out: {tmp_path}/x.jsonl, line at byte {place}: not JSON" in caplog.text
+
+
+@pytest.mark.parametrize(("fault", "workers"), [("not JSON", 1), ("cannot be tokenized: no bytes", 0)])
+def test_a_stream_of_bad_records_alone_ends_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, fault: str, workers: int
+) -> None:
+    """With one error and few messages, whether records cannot be read or cannot be tokenized."""
+    if fault.startswith("cannot"):
+        monkeypatch.setattr("megafp8.data.text_stream.make_tokenize", _refuse_all)
+    (tmp_path / "x.jsonl").write_bytes(lines(TEXTS * 10) if fault.startswith("cannot") else b"{nonsense\n" * 2000)
+    running = steps(alone(source(str(tmp_path / "x.jsonl"))), skip_errors=True, workers=workers)
+    with pytest.raises(DataError, match=rf"there is no text for canonical stream \d of 8: .* such as .*{fault}"):
+        next(running)
+    messages = [record.getMessage() for record in caplog.records]
+    assert [x.startswith("left out: ") for x in messages[:11]] == [True] * 10 + [False]
+    assert messages[10].startswith("left out 100 documents so far; the last: ")
+    assert len(messages) <= 13
+
+
+def _refuse_all(*settings: object) -> Callable[[Sequence[Document]], list[str]]:
+    return lambda documents: ["no bytes"] * len(documents)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stop_ends_reading_in_the_middle_of_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """A stream that goes on without text for a sample, which no error ends."""
+
+    def without_end(self: TextSource, stream: int, at: Position) -> Iterator[tuple[Position, Document]]:
+        while True:
+            yield at, Document("x", "")
+
+    monkeypatch.setattr(TextSource, "documents", without_end)
+    with pytest.raises(StoppedWaiting), asked_to_stop(0.5):
+        next(answering_stop(steps(alone(source(write(tmp_path, "jsonl"))), workers=workers)))
+    deadline = time.monotonic() + 10
+    while any(thread.name == "text streams" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "the thread reads on"
+        time.sleep(0.05)
 
 
 def test_a_file_that_changes_or_has_no_text_ends_the_run(tmp_path: Path) -> None:

@@ -196,6 +196,71 @@ def test_a_changed_blend_continues_each_data_set_where_it_was(tmp_path: Path) ->
     assert (kinds.total(), len(kinds)) == (100, 7)
 
 
+def write_alike(folder: Path, kind: str) -> list[str]:
+    """Two data sets of equal size, which differ only where `fingerprint` does not look."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [str(folder / name) for name in ("v1", "v2")]
+    if kind == "text":
+        line = json.dumps({"text": "some words"}).encode() + b"\n"
+        content = bytearray(line * (200_000 // len(line)))
+        for name in names:
+            Path(f"{name}.jsonl").write_bytes(content)
+            start = len(line) * -(-5000 // len(line))  # between two blocks of 4 KiB
+            content[start : start + len(line)] = line.replace(b"some", b"SOME")
+        return [f"{name}.jsonl" for name in names]
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY - 1, 400_000)
+    for name in names:
+        writer = IndexedDatasetWriter(name, np.uint16)
+        for document in np.split(tokens, 100):
+            writer.add_document(document)
+        writer.close()
+        tokens[3000:3100] = VOCABULARY - 1
+    return names
+
+
+@pytest.mark.parametrize("kind", ["tokens", "text"])
+def test_data_sets_that_seem_equal_are_not_one(tmp_path: Path, kind: str) -> None:
+    """A resumed run finds each again at its path, and at other paths on another machine, in another order."""
+    one, two = write_alike(tmp_path / "here", kind)
+    options: dict[str, Any] = {"tokenizer": {"kind": "bytes"}, "validation": {"x": one}} if kind == "text" else {}
+
+    def opened(train: dict[str, float]) -> Inputs:
+        found = config(train, tmp_path / "cache", **options)
+        model = found.model.model_copy(update={"vocab_size": 257 if kind == "text" else VOCABULARY})
+        return open_inputs(found.model_copy(update={"model": model}), "test")
+
+    then = opened({one: 0.75, two: 0.25})
+    contents = {entry.prefix: entry.contents for entry in then.progress.active}
+    assert len(set(contents.values())) == 2
+    assert (
+        f"{two} has the size of {one}, and the same content where it is compared: they count as two"
+        in describe_data(then.config, then.data_sets, then.progress, {}, 40)
+    )
+    about = saved(then, 40)
+    elsewhere = [str(path) for path in write_alike(tmp_path / "there", kind)]
+    for path, other in ((one, two), elsewhere):
+        for train in ({path: 0.75, other: 0.25}, {other: 0.25, path: 0.75}):
+            again, changes = opened(train).resumed(about)
+            assert changes == []
+            assert [entry.prefix for entry in again.progress.active] == [path, other]
+            assert again.progress.segment(SEED) == then.progress.segment(SEED)
+    fewer, _ = opened({elsewhere[1]: 1.0}).resumed(about)
+    assert [entry.contents for entry in fewer.progress.active] == [contents[two]]
+    assert fewer.progress.active[0].consumed == then.train.segment.given(40)[1]
+
+
+def test_one_data_set_under_two_paths_is_one(tmp_path: Path) -> None:
+    """Also through a link; the table of the data says so."""
+    one = write_alike(tmp_path, "tokens")[0]
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"link{suffix}").symlink_to(f"{one}{suffix}")
+    then = open_inputs(config({one: 0.5, str(tmp_path / "link"): 0.25}, tmp_path / "cache"), "test")
+    assert [(entry.prefix, entry.weight) for entry in then.progress.active] == [(one, 0.75)]
+    table = describe_data(then.config, then.data_sets, then.progress, {}, 40)
+    assert f"{tmp_path}/link has the same files as {one}: they are one data set, of both weights" in table
+    assert resume(then, 40, config({str(tmp_path / "link"): 1.0}, tmp_path / "cache"))[1] == []
+
+
 def resume(then: Inputs, samples: int, now: Config, *, with_record: bool = True) -> tuple[Inputs, list[str]]:
     return open_inputs(now, "test").resumed(saved(then, samples, with_record=with_record))
 
@@ -344,7 +409,8 @@ def test_a_list_weighs_by_size(tmp_path: Path) -> None:
         assert inputs.train.segment.weights == (times * tokens[0], tokens[1])
         assert len(inputs.train.datasets) == 2
 
-    text = describe_data(inputs.config, inputs.data_sets, inputs.progress, {}, 40)
+    text, _, merged = describe_data(inputs.config, inputs.data_sets, inputs.progress, {}, 40).rpartition("\n")
+    assert merged == f"{tmp_path}/copy is a copy of {a}: they are one data set, of both weights"
     _, *rows = [line.split() for line in text.splitlines()]
     assert [row[0] for row in rows] == [a, b, a, b]
     share = 2 * tokens[0] / (2 * tokens[0] + tokens[1])

@@ -54,8 +54,14 @@ class Method(Protocol):
     has_loss_mask: bool
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
-        """The function that tokenizes a document; None for one without text. Raises ValueError if there is none with
-        this tokenizer; the function may raise any exception."""
+        """Make the function that tokenizes a document, which returns None for one without text.
+
+        Raises ValueError if there is none with this tokenizer; the function may raise any exception.
+        """
+        ...
+
+    def warnings(self, tokenizer: Tokenizer, document: Document) -> list[str]:
+        """Return what is learned of a document that a user may not want."""
         ...
 
 

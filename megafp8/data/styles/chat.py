@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megafp8.data.chats import ChatTemplate, chat_encoder, read_chat_template
+from megafp8.data.chats import ChatTemplate, chat_encoder, read_chat_template, special_tokens_of
 from megafp8.data.styles import Document, Key, Style, Tokens, text_of
 from megafp8.data.tokenizers import Tokenizer
 
@@ -21,6 +21,9 @@ class Chats:
     def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
         encode = chat_encoder(tokenizer, self.template)
         return lambda document: encode(*document.record)
+
+    def warnings(self, tokenizer: Tokenizer, document: Document) -> list[str]:
+        return self.template.warnings(document.record[0], special_tokens_of(tokenizer))
 
 
 _ROLES = {"human": "user", "gpt": "assistant"}

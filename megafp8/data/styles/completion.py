@@ -22,6 +22,9 @@ class Completions:
         encode = completion_encoder(tokenizer, self.append_eod)
         return lambda document: encode(*document.record)
 
+    def warnings(self, tokenizer: Tokenizer, document: Document) -> list[str]:
+        return []
+
 
 def completion_encoder(tokenizer: Tokenizer, append_eod: bool) -> Callable[[str, str], Tokens]:
     """The function that tokenizes a prompt and its completion. It raises ValueError if the completion is empty.

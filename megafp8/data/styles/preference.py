@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megafp8.data.chats import ANSWER_ROLE, ChatTemplate, chat_encoder, read_chat_template
+from megafp8.data.chats import ANSWER_ROLE, ChatTemplate, chat_encoder, read_chat_template, special_tokens_of
 from megafp8.data.styles import Document, Key, Style, Tokens, text_of
 from megafp8.data.styles.chat import messages_of
 from megafp8.data.styles.completion import completion_encoder
@@ -51,6 +51,13 @@ class Preferences:
             return _pair(of_chats([*prompt, *chosen], before), of_chats([*prompt, *rejected], before))
 
         return encode
+
+    def warnings(self, tokenizer: Tokenizer, document: Document) -> list[str]:
+        prompt, chosen, _ = document.record
+        if self.template is None or isinstance(chosen, str):
+            return []
+        messages = chosen if isinstance(prompt, str) or prompt == chosen else [*prompt, *chosen]
+        return self.template.warnings(messages, special_tokens_of(tokenizer))
 
 
 def _pair(chosen: Tokens, rejected: Tokens) -> Tokens:

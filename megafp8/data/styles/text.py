@@ -33,6 +33,9 @@ class Texts:
 
         return encode
 
+    def warnings(self, tokenizer: Tokenizer, document: Document) -> list[str]:
+        return []
+
 
 STYLE = Style(
     "text",

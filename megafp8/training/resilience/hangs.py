@@ -26,8 +26,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -53,51 +53,49 @@ LONG_SECTIONS = frozenset({"start", "evaluation", "save", "rewind", "profile"})
 _PACKAGE = str(Path(__file__).resolve().parent.parent.parent)
 
 
-class ProgressWatch(Observer):
-    """Records this process's activity while the loop runs after `step` steps, and watches it if `config` says so.
+@contextmanager
+def progress_watched(
+    config: Config, run: Path, parallel: ParallelState, write_error: Callable[[str], None]
+) -> Iterator[None]:
+    """Record this process's activity, and end the job if it makes no progress for `config.hang_seconds`. Collective.
 
-    `write_error`: writes the message of a hang to the log.
+    Args:
+        run: Folder for the reports of a hang.
+        write_error: Writes the message of a hang to the log.
     """
+    with activity.recorded() as record:
+        if not config.hang_seconds:
+            yield
+            return
+        watch = HangWatch(
+            run,
+            parallel,
+            record,
+            seconds=config.hang_seconds,
+            seconds_elsewhere=ELSEWHERE * config.timeout_seconds,
+            record=write_error,
+        )
+        with watch:
+            yield
 
-    def __init__(
-        self, config: Config, run: Path, parallel: ParallelState, step: int, write_error: Callable[[str], None]
-    ) -> None:
-        self._config, self._run, self._parallel, self._step = config, run, parallel, step
-        self._write_error, self._stack = write_error, ExitStack()
 
-    def __enter__(self) -> ProgressWatch:
-        self._activity = self._stack.enter_context(activity.recorded())
-        self._activity.step = self._step
-        if seconds := self._config.hang_seconds:
-            watch = HangWatch(
-                self._run,
-                self._parallel,
-                self._activity,
-                seconds=seconds,
-                seconds_elsewhere=ELSEWHERE * self._config.timeout_seconds,
-                record=self._write_error,
-            )
-            self._stack.enter_context(watch)
-        return self
+class StepMarks(Observer):
+    """Marks the steps of the training loop in the record of this process's activity."""
 
     def before_step(self, step: int) -> None:
-        self._activity.step = step
-        activity.enter("data")
+        activity.begin_step(step)
 
     def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:
         activity.enter("after the step")
         return {}
 
-    def close(self) -> None:
-        self._stack.close()
-
 
 class HangWatch:
     """A thread that ends this process if it makes no progress. Collective; a context manager, entered on every rank.
 
-    `seconds`: time without progress within a step after which the job is ended. Elsewhere, as in evaluations, saves and
-    the first step, it is `seconds_elsewhere`, and only time in which this rank waits in a collective counts: a large
-    save or a long evaluation in which no rank waits for another is no hang.
+    `seconds`: time without progress within a step after which the job is ended. Elsewhere, as in evaluations, saves,
+    the first step and all that comes before it, it is `seconds_elsewhere`, and only time in which this rank waits in a
+    collective or for data counts: a large save or a long evaluation in which no rank waits for another is no hang.
     `record`: writes the message to the log. `end`: ends the process.
     """
 
@@ -120,7 +118,6 @@ class HangWatch:
         self._places = [place for place, _ in launches]
         self._folder = run / FOLDER / launches[0][1]
         self._main = threading.main_thread().ident
-        self._first_step = activity.step
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
 
@@ -134,14 +131,20 @@ class HangWatch:
 
     def _within_step(self) -> bool:
         activity = self._activity
-        warm = activity.step > self._first_step + 1  # the first step of a process compiles and connects
-        return warm and activity.section not in LONG_SECTIONS
+        # The first step of a process compiles and connects.
+        is_warm = activity.first_step is not None and activity.step > activity.first_step
+        return is_warm and activity.section not in LONG_SECTIONS
+
+    def _waits(self) -> bool:
+        """Return whether this rank waits for others, for the device or for data."""
+        activity = self._activity
+        return bool(activity.waits() or activity.device_waits) or activity.section == "data"
 
     def _watch(self) -> None:
         seen, idle = -1, 0.0
         while not self._done.wait(self._interval):
             marks, within = self._activity.marks, self._within_step()
-            counts = marks == seen and (within or self._activity.waits() or self._activity.device_waits)
+            counts = marks == seen and (within or self._waits())
             idle, seen = idle + self._interval if counts else 0.0, marks
             if idle >= (self._seconds if within else self._elsewhere) or self._folder.exists():
                 break

@@ -6,17 +6,22 @@ import faulthandler
 import pickle
 import signal
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megafp8.config import Config
 from megafp8.distributed import activity
 from megafp8.distributed.collectives import all_reduce, barrier
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.errors import HUNG
-from megafp8.training.resilience.hangs import HangWatch
+from megafp8.training.resilience import hangs
+from megafp8.training.resilience.hangs import HangWatch, StepMarks, progress_watched
 from tests.marks import slow_but
 from tests.world import World
 
@@ -37,7 +42,7 @@ def _hang(folder: Path, sleeper: int, silent: bool) -> tuple[list[int], list[str
         if not (silent and rank == sleeper):
             watch.__enter__()
         for step in (1, 2, 3, 4):
-            record.step = step
+            record.begin_step(step)
             record.enter("forward and backward")
             if step == 3 and rank == sleeper:
                 deadline = time.monotonic() + 60
@@ -86,7 +91,7 @@ def _slow(folder: Path) -> list[int]:
         settings = {"seconds": 1.0, "seconds_elsewhere": 1.0, "record": str, "end": codes.append}
         with HangWatch(folder, parallel, record, **settings):  # type: ignore[arg-type]
             for step in range(1, 6):
-                record.step = step
+                record.begin_step(step)
                 record.enter("update")
                 time.sleep(0.2)
             record.enter("save")
@@ -97,3 +102,32 @@ def _slow(folder: Path) -> list[int]:
 def test_progress_is_no_hang(world2: World, tmp_path: Path) -> None:
     assert world2.run(_slow, tmp_path) == [[], []]
     assert not list(tmp_path.glob("hangs/*"))
+
+
+def _before_the_first_step(folder: Path, waits_for: str) -> list[int]:
+    """Codes of the watch of a rank that waits for another, or for the data of the first step of a resumed run."""
+    parallel = initialize_model_parallel(device=initialize_distributed("cpu"))
+    codes = list[int]()
+    config = cast(Config, SimpleNamespace(hang_seconds=0.5, timeout_seconds=2.0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hangs, "HangWatch", partial(HangWatch, end=codes.append))
+        with progress_watched(config, folder, parallel, str):
+            observer = StepMarks()
+            deadline = time.monotonic() + 20
+            time.sleep(1.0)  # reads a model, in which no rank waits
+            assert not codes
+            if waits_for == "data":
+                observer.before_step(8)
+            while not codes and time.monotonic() < deadline and (waits_for == "data" or parallel.rank == 1):
+                time.sleep(0.05)
+            all_reduce(torch.ones(1), parallel.data.group)
+            while not codes and time.monotonic() < deadline:
+                time.sleep(0.05)
+    return codes
+
+
+@pytest.mark.parametrize("waits_for", ["data", "a rank"])
+def test_hangs_before_the_first_step_end_the_job(world2: World, tmp_path: Path, waits_for: str) -> None:
+    assert world2.run(_before_the_first_step, tmp_path, waits_for) == [[HUNG], [HUNG]]
+    (verdict,) = tmp_path.glob("hangs/*/verdict.txt")
+    assert (" data, " in verdict.read_text()) == (waits_for == "data")
