@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from megafp8.data.documents import InputFile, read_documents
 from megafp8.data.indexed_dataset import IndexedDataset, check_dataset
+from megafp8.data.preprocess import boundary_ids
 from megafp8.data.tokenizers import Tokenizer
 from megafp8.distributed.collectives import broadcast_object
 from megafp8.inference.scoring import Request, Scorer, windows
@@ -76,18 +77,23 @@ def documents_of_files(files: Iterable[InputFile], tokenizer: Tokenizer) -> Iter
 def documents_of_data_set(
     dataset: IndexedDataset, documents: range, vocab_size: int, tokenizer: Tokenizer | None
 ) -> Iterator[Document]:
-    """Some documents of a data set, with the text of their tokens. With a loss mask only its tokens count.
+    """Yield some documents of a data set, with the text of their tokens. With a loss mask only its tokens count.
 
-    Raises ValueError, at the first document, if the data set does not fit model or tokenizer.
+    The tokens that begin and end the documents, as the data set's sidecar records them or else by the tokenizer, are
+    not part of the text. Raises ValueError, at the first document, if the data set does not fit model or tokenizer.
     """
     check_dataset(dataset, vocab_size, None if tokenizer is None else tokenizer.fingerprint)
     mask = dataset.loss_mask() if dataset.has_loss_mask else None
+    about = dataset.sidecar() or ({} if tokenizer is None else boundary_ids(tokenizer))
+    start, end = about.get("start_ids", []), about.get("eod_id")
     for i in documents:
         tokens = dataset.document(i)
+        first = len(start) if list(tokens[: len(start)]) == start else 0
+        tokens = tokens[first:]
         if mask is not None:
-            yield Document(tokens, None, mask.document(i))
+            yield Document(tokens, None, mask.document(i)[first:])
             continue
-        if tokenizer is not None and len(tokens) and tokens[-1] == tokenizer.eod_id:
+        if len(tokens) and tokens[-1] == end:
             tokens = tokens[:-1]
         yield Document(tokens, None if tokenizer is None else tokenizer.decode(tokens.tolist()))
 

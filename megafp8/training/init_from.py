@@ -41,7 +41,11 @@ from megafp8.training.state import checkpoint_folder, saved_model, tensor_kinds,
 from megafp8.training.trainer import Trainer
 
 _PROBE = "The 3 quick brown foxes' été: naïve Straße, 東京! def f(x_1):\n\treturn x_1 ** 2 != 0x1F  # ~3.14\n"
-_FILES: dict[TokenizerKind, str] = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
+_FILES: dict[TokenizerKind, str] = {
+    "huggingface": "tokenizer.json",
+    "sentencepiece": "tokenizer.model",
+    "tiktoken": "tiktoken.model",
+}
 _NOT_NEEDED = {"master", AVERAGE, OUTER_MOMENTUM}
 """Optimizer state that begins with the weights."""
 _RESOLVED = ("vocab_size", "max_position_embeddings")
