@@ -163,9 +163,10 @@ def _choose_boundaries(settings: TokenizerSettings, vocabulary: _Vocabulary, sta
     bos = stated.named("bos_token")
     bos_id = vocabulary.bos_id if bos is None else vocabulary.id_of(bos[0])
     start_ids, start_source = _start_tokens(settings, vocabulary, stated, bos_id)
-    end, start = vocabulary.name_of(eod_id), " ".join(str(vocabulary.name_of(token)) for token in start_ids)
+    end = vocabulary.name_of(eod_id)
+    start = " ".join(f"{vocabulary.name_of(token)} ({token})" for token in start_ids)
     boundaries = f"end token {eod_id if end is None else f'{end} ({eod_id})'}, {end_source}; "
-    boundaries += f"beginning token {start} {start_ids}, {start_source}" if start_ids else "no beginning token"
+    boundaries += f"beginning token {start}, {start_source}" if start_ids else "no beginning token"
     complete = settings
     if settings.kind != "bytes":
         end_token = end if settings.end_token is None else settings.end_token
@@ -216,8 +217,9 @@ def _end_token(settings: TokenizerSettings, vocabulary: _Vocabulary, stated: Spe
 def _end_token_error(end_token: str | None, rule: str, candidates: list[str]) -> TokenizerSettingError:
     """Return the error of a tokenizer without this end token; `candidates`: its special tokens."""
     shown = ", ".join(candidates[:20]) + (", ..." if len(candidates) > 20 else "")
-    works = f"special tokens are {shown}" if candidates else "it has no special tokens"
-    return TokenizerSettingError("end_token", end_token, rule, f"name the token that ends a document; {works}")
+    works = "name the token that ends a document, here or as eos_token of a tokenizer_config.json beside the file; "
+    works += f"special tokens are {shown}" if candidates else "it has no special tokens"
+    return TokenizerSettingError("end_token", end_token, rule, works)
 
 
 def _start_tokens(

@@ -84,7 +84,7 @@ def documents_of_data_set(
     """
     check_dataset(dataset, vocab_size, None if tokenizer is None else tokenizer.fingerprint)
     mask = dataset.loss_mask() if dataset.has_loss_mask else None
-    about = dataset.sidecar() or ({} if tokenizer is None else boundary_ids(tokenizer))
+    about = ({} if tokenizer is None else boundary_ids(tokenizer)) | (dataset.sidecar() or {})
     start, end = about.get("start_ids", []), about.get("eod_id")
     for i in documents:
         tokens = dataset.document(i)
@@ -118,13 +118,17 @@ _Sequence = tuple[NDArray[np.int64], NDArray[np.bool_]]
 """Tokens, and which of them count; the first does not, as nothing precedes it."""
 
 
-def _concatenated(documents: Iterable[Document], start: Sequence[int], eod_id: int, counts: _Counts) -> _Sequence:
-    """All documents, each with the token that ends one."""
+def _concatenated(
+    documents: Iterable[Document], start: Sequence[int], between: Sequence[int], counts: _Counts
+) -> _Sequence:
+    """Join all documents: each ends with the first token of `between`, and the next one begins with the others."""
+    eod_id, *next_start = between
     parts = [_sequence(start, Document([], None), [])]
     for document in documents:
+        before = next_start if counts.documents else []
         counts.count(document)
         ended = len(document.tokens) and document.tokens[-1] == eod_id  # as those with a loss mask are
-        parts.append(_sequence([], document, [] if ended else [eod_id]))
+        parts.append(_sequence(before, document, [] if ended else [eod_id]))
     tokens, counted = zip(*parts, strict=True)
     return np.concatenate(tokens), np.concatenate(counted)
 
@@ -142,13 +146,14 @@ def loss_of(
     start: Sequence[int],
     stride: int,
     *,
-    concatenated_by: int | None = None,
+    concatenated_by: Sequence[int] | None = None,
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> Loss:
     """The loss of `documents`, which the first rank reads; on all ranks. Collective.
 
-    `start`: what precedes a document, or the first of those that are concatenated by the token `concatenated_by`; where
-    it is empty, a document's first token is not scored.
+    `start`: tokens before a document, or before the first one if documents are concatenated; if there are none, a
+    document's first token is not scored. `concatenated_by`: the token that ends each document and the tokens that begin
+    the next, if documents are concatenated.
     `progress` is called with the number of tokens that were scored since its last call. Raises ValueError, on all
     ranks, for documents that cannot be read and if there is no token to score.
     """
