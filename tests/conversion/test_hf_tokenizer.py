@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import random
+from collections.abc import Mapping
 from importlib.metadata import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -91,7 +93,7 @@ class Case(NamedTuple):
     eos: str
     unk: str | None
     pad: str | None
-    settings: dict[str, Any] = {}
+    settings: Mapping[str, Any] = MappingProxyType({})
 
 
 END = {"end_token": "<|endoftext|>"}

@@ -166,7 +166,7 @@ def test_end_tokens(files: dict[str, str], tmp_path: Path) -> None:
     path = str(tmp_path / "t.json")
     library = word_level({"a": 0, "b": 1})
     library.save(path)
-    with pytest.raises(ValueError, match="state no end-of-document token .*; it has no special tokens"):
+    with pytest.raises(ValueError, match=r"state no end-of-document token .*; it has no special tokens"):
         build_tokenizer("huggingface", path)
     library.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     library.save(path)
