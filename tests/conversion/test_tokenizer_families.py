@@ -23,12 +23,17 @@ from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_tokenizer import export_tokenizer, find_tokenizer
+from megafp8.data.indexed_dataset import IndexedDataset
+from megafp8.data.preprocess import check_boundaries
+from megafp8.data.prompts import PromptSource
 from megafp8.data.styles import Document
+from megafp8.data.styles.completion import completion_encoder
 from megafp8.data.styles.text import Texts
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
 from megafp8.inference.load import Layout, open_checkpoint
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import SMALL, RandomSource
+from tools import preprocess_data
 
 TEXT = "It's 12345 words: été 世界 a世\n"
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -393,6 +398,54 @@ def test_an_export_states_what_the_run_chose(name: str, settings: dict[str, Any]
     theirs = _exported(tmp_path / "exported", _run_of(folder, family, **settings))
     assert theirs.eos_token_id == ours.eod_id
     assert theirs(TEXT).input_ids == [*ours.start_ids, *ours.encode(TEXT)]
+
+
+def _preprocess(folder: Path, kind: str, prefix: Path, *flags: str) -> IndexedDataset:
+    (text := prefix.with_suffix(".txt")).write_text(TEXT)
+    settings = ["--tokenizer", kind, "--tokenizer-path", str(folder), "--output-prefix", str(prefix)]
+    assert preprocess_data.main(["--input", str(text), *settings, *flags]) == 0
+    return IndexedDataset(str(prefix))
+
+
+def test_data_with_other_tokens_around_its_documents_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A data set says which tokens it was written with; the error names the key that reads it as it is."""
+    folder = write_family(tmp_path / "gemma", FAMILIES["gemma"])
+    ours = build_tokenizer("huggingface", str(folder))
+    data = _preprocess(folder, "huggingface", tmp_path / "as_it_is")
+    said = capsys.readouterr().out
+    assert "tokenizer: end token <eos> (1), eos_token of tokenizer_config.json; beginning token <bos> (2), from" in said
+    assert data.document(0).tolist() == [2, *ours.encode(TEXT), 1]
+    check_boundaries(data, ours)
+    data = _preprocess(folder, "huggingface", tmp_path / "no_start", "--no-tokenizer-add-bos-token")
+    assert data.document(0).tolist() == [*ours.encode(TEXT), 1]
+    check_boundaries(data, build_tokenizer("huggingface", str(folder), add_bos_token=False))
+    with pytest.raises(ValueError, match=r"with no beginning token, .* set data.tokenizer.add_bos_token=false, or"):
+        check_boundaries(data, ours)
+    data = _preprocess(folder, "huggingface", tmp_path / "tag", "--tokenizer-end-token", "</s>")
+    with pytest.raises(ValueError, match=r"with the end token \d+, and data.tokenizer has end token <eos> \(1\), "):
+        check_boundaries(data, ours)
+    earlier = tmp_path / "as_it_is.json"  # written before data sets recorded how documents begin
+    about = json.loads(earlier.read_text())
+    earlier.write_text(json.dumps({key: value for key, value in about.items() if key != "start_ids"}))
+    with pytest.raises(ValueError, match="with no beginning token"):
+        check_boundaries(IndexedDataset(str(tmp_path / "as_it_is")), ours)
+    earlier.unlink()
+    check_boundaries(IndexedDataset(str(tmp_path / "as_it_is")), ours)  # as Megatron-LM writes them
+
+
+def test_completions_and_prompts_begin_as_documents_do(tmp_path: Path) -> None:
+    ours = build_tokenizer("huggingface", str(write_family(tmp_path, FAMILIES["gemma"])))
+    tokens = completion_encoder(ours, append_eod=True)("ab", "cd")
+    assert tokens.loss_mask is not None
+    assert (tokens.ids.tolist(), tokens.loss_mask.tolist()) == ([2, *ours.encode("abcd"), 1], [0, 0, 0, 1, 1, 1])
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "ab"}\n')
+    source = PromptSource(
+        str(prompts), ours, str(tmp_path), key="prompt", longest=9, group_size=1, seed=1, seq_length=16
+    )
+    assert source.prompts[0].tokens == [2, *ours.encode("ab")]
 
 
 def test_a_ranks_file_takes_tokens_and_pattern_from_its_folder(tmp_path: Path) -> None:
