@@ -148,7 +148,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> N
     )
     help = "token that ends a document. Default: the eos_token that the tokenizer's files state"
     parser.add_argument("--tokenizer-end-token", help=help)
-    help = "regular expression that splits text, for tiktoken ranks files. Default: pat_str of the code beside the file"
+    help = "regular expression that splits text, for tiktoken ranks files. Default: pat_str of the code in its folder"
     parser.add_argument("--tokenizer-pattern", help=help)
     help = "begin each document with the beginning token, or not. Default: as the tokenizer's files say"
     parser.add_argument("--tokenizer-add-bos-token", action=argparse.BooleanOptionalAction, help=help)

@@ -793,7 +793,7 @@ class TokenizerConfig(Section):
     else the eos of a sentencepiece model or <|endoftext|> of a tiktoken encoding. Data must be preprocessed with it."""
     pattern: str | None = None
     """Regular expression that splits text before tokens are merged, for a tiktoken ranks file. Default: the value of
-    pat_str in the tokenization_*.py beside the file, which is parsed and not run."""
+    pat_str in tokenization_*.py in the same folder, which is parsed and not run."""
     add_bos_token: bool | None = None
     """Whether each document begins with the tokenizer's beginning token. Default: true if the post-processor of
     tokenizer.json puts one before a text, or add_bos_token of tokenizer_config.json is true."""

@@ -124,7 +124,7 @@ def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
 
 
 def _stated_roles(library: Any, path: str) -> dict[str, str]:
-    """Return the tokens that the files beside a tokenizer state, by role, as far as `library` has them."""
+    """Return the tokens that the files in its folder state, by role, as far as `library` has them."""
     stated = read_special_tokens(Path(path).parent)
     roles = ("bos_token", "unk_token", "pad_token")
     return {role: stated[role] for role in roles if library.token_to_id(stated.get(role, "")) is not None}

@@ -236,7 +236,7 @@ def own_files(folder: Path, names: Iterable[str]) -> list[Path]:
 
 
 def with_companions(file: Path) -> list[Path]:
-    """Return the tokenizer file `file`, and the files beside it that belong to it.
+    """Return the tokenizer file `file`, and the files in its folder that belong to it.
 
     These are the other tokenizer files of a Hugging Face folder if `file` is one of them; otherwise the files that
     state special tokens and the chat template, and the merges of a GPT-2 vocabulary.

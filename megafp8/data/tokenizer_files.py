@@ -1,4 +1,4 @@
-"""Special tokens that the files beside a tokenizer state, in the forms that transformers writes and reads.
+"""Special tokens that the files in a tokenizer's folder state, in the forms that transformers writes and reads.
 
 tokenizer_config.json     eos_token, bos_token, add_bos_token; special tokens of a tiktoken ranks file
 special_tokens_map.json   eos_token, bos_token

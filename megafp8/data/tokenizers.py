@@ -1,8 +1,8 @@
 """One interface to the tokenizer libraries: sentencepiece, Hugging Face tokenizers, tiktoken, and plain bytes.
 
-A tokenizer also says which token ends a document and which tokens begin one. Both are settings; `build_tokenizer` fills
-in defaults from what the tokenizer's own files state (`tokenizer_files`), and refuses a tokenizer whose files do not
-state the end. All that needs one of these tokens (preprocessing, training, generation, export) takes it from here.
+A tokenizer also says which token ends a document and which tokens begin one. Both are settings. `build_tokenizer` fills
+in the defaults that the tokenizer's own files state (`tokenizer_files`), and refuses a tokenizer without a stated end.
+Preprocessing, training, generation and exports take these tokens from here.
 
 The fingerprint (SHA-256 of the kind, the model file and the pattern that splits text) is stored with data sets and
 checkpoints, so that text tokenized with one vocabulary is never trained on with another.
@@ -124,7 +124,7 @@ def build_tokenizer(
         kind: Library that reads it.
         path: Model file, or a folder with one; for tiktoken also the name of an encoding; None for bytes.
         end_token: Token that ends a document. Default: the one that the tokenizer's files state.
-        pattern: Regular expression that splits text, for a tiktoken ranks file. Default: the one of the code beside it.
+        pattern: Regular expression that splits text, for a tiktoken ranks file. Default: from the code in its folder.
         add_bos_token: Whether documents begin with the beginning token. Default: as the tokenizer's files say.
 
     Raises:
@@ -190,7 +190,7 @@ def _choose_boundaries(settings: TokenizerSettings, vocabulary: _Vocabulary, sta
 def _end_token(settings: TokenizerSettings, vocabulary: _Vocabulary, stated: SpecialTokenFiles) -> tuple[int, str]:
     """Return the id of the token that ends a document, and the source that states it.
 
-    The sources, in order: the setting, eos_token of the files beside the tokenizer, eos_token_id of
+    The sources, in order: the setting, eos_token of the files in its folder, eos_token_id of
     generation_config.json if it is a single one, the model file. All but the setting must name a special token. Raises
     TokenizerSettingError, with the candidates, if no source states it.
     """
@@ -217,7 +217,7 @@ def _end_token(settings: TokenizerSettings, vocabulary: _Vocabulary, stated: Spe
 def _end_token_error(end_token: str | None, rule: str, candidates: list[str]) -> TokenizerSettingError:
     """Return the error of a tokenizer without this end token; `candidates`: its special tokens."""
     shown = ", ".join(candidates[:20]) + (", ..." if len(candidates) > 20 else "")
-    works = "name the token that ends a document, here or as eos_token of a tokenizer_config.json beside the file; "
+    works = "name the token that ends a document, here or as eos_token of a tokenizer_config.json in its folder; "
     works += f"special tokens are {shown}" if candidates else "it has no special tokens"
     return TokenizerSettingError("end_token", end_token, rule, works)
 
@@ -282,7 +282,7 @@ def _fingerprint(kind: str, content: bytes) -> str:
 
 
 def _bytes_vocabulary() -> _Vocabulary:
-    """Return the vocabulary whose tokens are the UTF-8 bytes; 256 ends a document."""
+    """Return the vocabulary of the UTF-8 bytes; 256 ends a document."""
 
     def decode(ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
@@ -332,7 +332,7 @@ def _word_starts(pieces: Sequence[str]) -> NDArray[np.bool_] | None:
 def _huggingface(path: str, stated: SpecialTokenFiles) -> _Vocabulary:
     """Read a `tokenizer.json` of the Hugging Face `tokenizers` library, or GPT-2's `vocab.json` and `merges.txt`.
 
-    Special tokens of the second form are <|endoftext|>, and the end and beginning tokens that the files beside it name.
+    Special tokens of the second form are <|endoftext|>, and the end and beginning tokens that the files in its folder name.
     """
     library = import_package("tokenizers", "a huggingface tokenizer")
     merges = _merges_beside(path)
@@ -399,9 +399,9 @@ def _byte_level_bpe(library: Any, vocabulary: str, merges: Path) -> Any:
 def _tiktoken(path: str, settings: TokenizerSettings, stated: SpecialTokenFiles) -> _Vocabulary:
     """Read a tiktoken encoding by name, or a ranks file.
 
-    A ranks file has neither special tokens nor the pattern that splits text. The special tokens are those of
-    tokenizer_config.json beside it; without any, <|endoftext|> is added after the last token, unless `end_token` is a
-    token of the file. Raises TokenizerSettingError if the pattern is not known.
+    A ranks file has neither special tokens nor the pattern that splits text. Special tokens come from
+    tokenizer_config.json in its folder; without any, <|endoftext|> is added after the last token, unless `end_token` is
+    a token of the file. Raises TokenizerSettingError if the pattern is not known.
     """
     tiktoken = import_package("tiktoken", "a tiktoken tokenizer")
     pattern = settings.pattern
@@ -459,7 +459,7 @@ def _tiktoken(path: str, settings: TokenizerSettings, stated: SpecialTokenFiles)
 
 
 def _special_ids(path: str, ranks: Mapping[bytes, int], numbered: dict[str, int]) -> dict[str, int]:
-    """Return the special tokens that are numbered beside a ranks file. Raises ValueError if an id is taken."""
+    """Return the special tokens that are numbered for a ranks file. Raises ValueError if an id is taken."""
     taken = set(ranks.values())
     for name, number in numbered.items():
         if number in taken or number < 0:

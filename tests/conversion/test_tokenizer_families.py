@@ -133,7 +133,7 @@ class TikTokenTokenizer(PreTrainedTokenizer):
 
 
 def _kimi(folder: Path, family: Family) -> None:
-    """Write a ranks file, whose special tokens are numbered in tokenizer_config.json, and the tokenizer's code."""
+    """Write a ranks file, tokenizer_config.json with the numbers of its special tokens, and the tokenizer's code."""
     tokens = [*(bytes([i]) for i in range(256)), "世".encode()[:2], "世".encode(), "界".encode()[:2], "界".encode()]
     tokens += ["a世".encode(), "世界".encode()]
     ranks = "".join(f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens))
