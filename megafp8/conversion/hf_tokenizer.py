@@ -109,8 +109,8 @@ def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
                 "other tokens than the run's tokenizer; transformers.PreTrainedTokenizerFast.from_pretrained does not"
             )
         original = files.pop(Path(path).name, None) if path and not path.endswith("vocab.json") else None
-        as_it_is = kind == "huggingface" and original and not begins_otherwise
-        files[TOKENIZER_FILE] = original if as_it_is else library.to_str().encode()
+        unchanged = original if kind == "huggingface" and not begins_otherwise else None
+        files[TOKENIZER_FILE] = unchanged or library.to_str().encode()
         if kind == "sentencepiece" and original:
             files[_SENTENCEPIECE_FILE] = original
         about = {key: value for key, value in _parsed(files, CONFIG_FILE).items() if key != "auto_map"}

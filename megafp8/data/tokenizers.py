@@ -332,7 +332,7 @@ def _word_starts(pieces: Sequence[str]) -> NDArray[np.bool_] | None:
 def _huggingface(path: str, stated: SpecialTokenFiles) -> _Vocabulary:
     """Read a `tokenizer.json` of the Hugging Face `tokenizers` library, or GPT-2's `vocab.json` and `merges.txt`.
 
-    Special tokens of the second form are <|endoftext|>, and the end and beginning tokens that the files in its folder name.
+    Special tokens of the second form are <|endoftext|>, and the end and beginning tokens that files in its folder name.
     """
     library = import_package("tokenizers", "a huggingface tokenizer")
     merges = _merges_beside(path)

@@ -78,8 +78,11 @@ def _build(config: Config, tokenizer: Tokenizer | None, source: str) -> FillInTh
     given = config.data.fill_in_the_middle
     assert given is not None
     marks = special_ids(config, tokenizer, source, dict(given), _NAMES, "data.fill_in_the_middle")
-    ends = {} if tokenizer is None else {"eod_id": tokenizer.eod_id, "start_ids": tokenizer.start_ids}
-    return FillInTheMiddle(next_token(config), config.seed, given.rate, given.spm_rate, **ends, **marks)
+    eod_id, start_ids = (None, ()) if tokenizer is None else (tokenizer.eod_id, tokenizer.start_ids)
+    prefix, middle, suffix = marks["prefix"], marks["middle"], marks["suffix"]
+    return FillInTheMiddle(
+        next_token(config), config.seed, given.rate, given.spm_rate, prefix, middle, suffix, eod_id, start_ids
+    )
 
 
 OBJECTIVE = ObjectiveRecord(lambda config: config.data.fill_in_the_middle is not None, _build)
