@@ -262,7 +262,9 @@ def test_dry_run_reads_the_vocabulary_or_says_what_it_lacks(tmp_path: Path) -> N
     said = dry_run("gpt2-125m", 8, missing)
     assert f"needed before a start:\n  data.tokenizer.path = {tmp_path}/none: neither a file" in said
     options = ["data.tokenizer={kind: bytes}", "model.vocab_size=null", "--verbose"]
-    assert "vocab_size: 257" in dry_run("gpt2-125m", 8, *options)
+    said = dry_run("gpt2-125m", 8, *options)
+    assert "vocab_size: 257" in said
+    assert "\ntokenizer: end token 256, after the bytes; no beginning token\n" in said
 
 
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))

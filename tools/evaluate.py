@@ -149,7 +149,9 @@ class Evaluation:
 
     def loss(self, texts: _Texts) -> Loss:
         tokenizer = self.opened.tokenizer
-        by = tokenizer.eod_id if self.arguments.concatenate and tokenizer is not None else None
+        by = None
+        if self.arguments.concatenate and tokenizer is not None:
+            by = [tokenizer.eod_id, *tokenizer.start_ids]
         documents = texts.documents() if self.is_first else ()
         with tqdm(total=texts.tokens, unit="tok", desc=texts.name, disable=None if self.is_first else True) as bar:
             return loss_of(self.scorer, documents, self.start, self.stride, concatenated_by=by, progress=bar.update)

@@ -92,6 +92,7 @@ def _preprocess(arguments: argparse.Namespace) -> None:
         f"{summary.characters / max(1, summary.tokens):.2f} characters a token, {seconds:.1f} s "
         f"({summary.empty} empty and {summary.errors} unreadable documents skipped)"
     )
+    print(f"  tokenizer: {summary.boundaries}")
     if method.has_loss_mask:
         share = summary.learned / summary.tokens
         print(f"  loss mask: {summary.learned:,} tokens of answers, {share:.1%} of all")

@@ -146,13 +146,21 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> N
         "--tokenizer-path",
         help="model file (vocab.json: with merges.txt beside it); for tiktoken also an encoding's name",
     )
-    parser.add_argument("--tokenizer-end-token", help="token that ends a document. Default: the tokenizer's")
-    parser.add_argument("--tokenizer-pattern", help="regular expression that splits text, for tiktoken ranks files")
+    help = "token that ends a document. Default: the eos_token that the tokenizer's files state"
+    parser.add_argument("--tokenizer-end-token", help=help)
+    help = "regular expression that splits text, for tiktoken ranks files. Default: pat_str of the code in its folder"
+    parser.add_argument("--tokenizer-pattern", help=help)
+    help = "begin each document with the beginning token, or not. Default: as the tokenizer's files say"
+    parser.add_argument("--tokenizer-add-bos-token", action=argparse.BooleanOptionalAction, help=help)
 
 
 def tokenizer_settings(arguments: argparse.Namespace) -> TokenizerSettings:
     return TokenizerSettings(
-        arguments.tokenizer, arguments.tokenizer_path, arguments.tokenizer_end_token, arguments.tokenizer_pattern
+        arguments.tokenizer,
+        arguments.tokenizer_path,
+        arguments.tokenizer_end_token,
+        arguments.tokenizer_pattern,
+        arguments.tokenizer_add_bos_token,
     )
 
 

@@ -789,17 +789,21 @@ class TokenizerConfig(Section):
     """Model file, a folder with one, or a name of the Hugging Face Hub (org/name); for huggingface a tokenizer.json, or
     a vocab.json with merges.txt beside it; for tiktoken the name of an encoding or a ranks file; none for bytes."""
     end_token: str | None = None
-    """Token that ends a document, such as "<|im_end|>". Default: eos of sentencepiece; in tokenizer.json the first that
-    exists of <|endoftext|>, <|end_of_text|>, </s>, <eos>, <|eot_id|>; in tiktoken <|endoftext|>, which is appended to
-    the tokens of a ranks file. Must be the same as in preprocessing."""
+    """Token that ends a document, such as "<|im_end|>". Default: the special token that the tokenizer's files state:
+    eos_token of tokenizer_config.json or special_tokens_map.json, else a single eos_token_id of generation_config.json,
+    else the eos of a sentencepiece model or <|endoftext|> of a tiktoken encoding. Data must be preprocessed with it."""
     pattern: str | None = None
-    """tiktoken ranks files: regular expression that splits text before tokens are merged. Default: that of GPT-4
-    (cl100k_base)."""
+    """Regular expression that splits text before tokens are merged, for a tiktoken ranks file. Default: the value of
+    pat_str in tokenization_*.py in the same folder, which is parsed and not run."""
+    add_bos_token: bool | None = None
+    """Whether each document begins with the tokenizer's beginning token. Default: true if the post-processor of
+    tokenizer.json puts one before a text, or add_bos_token of tokenizer_config.json is true."""
 
     @classmethod
     def options(cls, choice: str, values: Mapping[str, Any]) -> Collection[str]:
-        of_kind: dict[str, tuple[str, ...]] = {"bytes": (), "tiktoken": ("path", "end_token", "pattern")}
-        return of_kind.get(values.get(choice, ""), ("path", "end_token"))
+        usual = ("path", "end_token", "add_bos_token")
+        of_kind: dict[str, tuple[str, ...]] = {"bytes": (), "tiktoken": (*usual, "pattern")}
+        return of_kind.get(values.get(choice, ""), usual)
 
 
 class SpecialTokens(Section):

@@ -26,13 +26,14 @@ from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
 from megafp8.conversion.hf_config import FAMILIES, choose, differences, read_config, write_config
 from megafp8.conversion.hf_names import Location
-from megafp8.conversion.hf_source import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, WEIGHTS_FILE
+from megafp8.conversion.hf_source import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from megafp8.conversion.hf_tokenizer import TokenizerExport, export_tokenizer
 from megafp8.conversion.model import check_source
 from megafp8.conversion.quantized_export import QuantizedExport, Write
 from megafp8.conversion.quantized_folder import KEY as QUANTIZATION
 from megafp8.conversion.safetensors_format import header
 from megafp8.conversion.target import Sink
+from megafp8.data.tokenizer_files import GENERATION_FILE
 
 _TORCH_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -144,8 +145,9 @@ class HfSink(Sink):
 
 
 def _token_ids(tokenizer: TokenizerExport) -> dict[str, int]:
-    """Ids of the tokens that begin and end a text: a document of a run begins after the end of another."""
-    return {} if tokenizer.eod_id is None else {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
+    """Return the ids of the tokens that begin and end a text."""
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eod_id}
+    return {key: number for key, number in ids.items() if number is not None}
 
 
 def _config(model: ModelConfig, about: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -41,10 +41,10 @@ from megafp8.conversion.hf_traits import MTP_LAYERS
 from megafp8.conversion.model import check_size, is_mtp, model_tensors
 from megafp8.conversion.safetensors_format import DTYPES, Entry, read_header, read_rows
 from megafp8.conversion.target import TOKENIZER_NAMES, own_files
+from megafp8.data.tokenizer_files import CODE_FILES, GENERATION_FILE
 from megafp8.distributed.sharding import Shape
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
-GENERATION_FILE = "generation_config.json"
 
 
 class HfSource(Source):
@@ -63,7 +63,8 @@ class HfSource(Source):
         except ValueError as error:
             raise ValueError(f"{self.path / CONFIG_FILE}: {error}") from None
         self.about = {"huggingface": config | ({MTP_LAYERS: 0} if MTP_LAYERS in config else {})}
-        self.tokenizer_files = own_files(self.path, (*TOKENIZER_NAMES, GENERATION_FILE))
+        code = sorted(file.name for file in self.path.glob(CODE_FILES))  # states the pattern of tiktoken.model
+        self.tokenizer_files = own_files(self.path, (*TOKENIZER_NAMES, GENERATION_FILE, *code))
         self._family, self._names = family.model_type, family.names
         entries = quantized_folder.dequantized(self.path, quantization, _entries(self.path))
         self._entries = self._names.stored(model, self._with_prefix(entries))

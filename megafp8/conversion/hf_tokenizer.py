@@ -12,7 +12,9 @@ tokenizer_config.json and special_tokens_map.json give the special tokens: eos e
 pad are the tokenizer's own. A tokenizer without bos gets eos there, after which each document of a run begins.
 
 Each conversion is checked: both tokenizers encode `SAMPLES`. Where they differ, or where the original cannot be read,
-a warning says so and only the original is written. A tokenizer with its own tokenizer_config.json is copied as it is.
+a warning says so and only the original is written. A tokenizer of a Hugging Face folder is copied, and its files are
+changed only if the run ends its documents with another token. A tiktoken folder is converted, because transformers
+would need the tokenizer's own code to load it.
 
 Limits. Special tokens spelled out in a text, such as "</s>", are recognized by transformers and not by sentencepiece.
 Unigram models are ambiguous: where several ways to split a text are equally likely, as in a long run of one character,
@@ -25,18 +27,20 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megafp8.checkpoint.files import to_json
+from megafp8.checkpoint.files import parse_object, to_json
 from megafp8.conversion.base import Source
-from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
+from megafp8.conversion.target import TOKENIZER_NAMES
+from megafp8.data.tokenizer_files import CONFIG_FILE, TOKENS_FILE, read_special_tokens, token_name
+from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer, tokens_before_text
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_FILE, CONFIG_FILE, TOKENS_FILE = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-_SENTENCEPIECE_FILE = "tokenizer.model"
+TOKENIZER_FILE = "tokenizer.json"
+_SENTENCEPIECE_FILE, _TIKTOKEN_FILE = "tokenizer.model", "tiktoken.model"
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<|startoftext|>")
 _PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>")
 _UNK_NAMES = ("<unk>", "[UNK]")
@@ -58,9 +62,10 @@ SAMPLES = (
 
 
 class TokenizerExport(NamedTuple):
-    """Files by name, and the ids of the tokens that end and pad a text, where known."""
+    """Files by name, and the ids of the tokens that begin, end and pad a text, or None where they are not known."""
 
     files: Mapping[str, bytes]
+    bos_id: int | None = None
     eod_id: int | None = None
     pad_id: int | None = None
 
@@ -77,34 +82,77 @@ def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
             logger.warning("the tokenizer %s of the run is not there any more; none is written", path)
         return TokenizerExport(files)
     kind, path = tokenizer_path["kind"], tokenizer_path["path"]
+    is_folder = CONFIG_FILE in files and kind != "tiktoken" and Path(path).name in TOKENIZER_NAMES
     try:
         tokenizer = build_tokenizer(**tokenizer_path)
         library, roles = _CONVERTERS[kind](tokenizer, path)
-        if CONFIG_FILE not in files and (differing := _differing(tokenizer, library)):
+        if not is_folder and (differing := _differing(tokenizer, library)):
             raise ValueError(f"as tokenizer.json it would encode {differing[0]!r} otherwise")
     except (ValueError, ImportError) as error:
-        if CONFIG_FILE not in files:
+        if not is_folder:
             what = f"the tokenizer {path or ''} ({kind}) is not written as {TOKENIZER_FILE}"
             logger.warning("%s, so AutoTokenizer may not load it or give other tokens: %s", what, error)
         return TokenizerExport(files)
     end = library.id_to_token(tokenizer.eod_id)
-    roles = {"bos_token": end, **roles, "eos_token": end}
-    if CONFIG_FILE not in files:
+    roles = {"bos_token": end, **roles, **(_stated_roles(library, path) if path else {}), "eos_token": end}
+    begins_otherwise = tokens_before_text(library) != tokenizer.start_ids
+    if begins_otherwise:
+        library.post_processor = _starts_with(library, tokenizer.start_ids)
+    if is_folder and _run_tokenizer(source):
+        files |= _with_boundaries(files, tokenizer, end)
+        if begins_otherwise and Path(path).name == TOKENIZER_FILE:
+            files[TOKENIZER_FILE] = library.to_str().encode()
+    elif not is_folder:
         if model_type == "qwen2":
             logger.warning(
                 "AutoTokenizer of transformers 5 splits text in Qwen2's way for models of type qwen2, and so may give "
                 "other tokens than the run's tokenizer; transformers.PreTrainedTokenizerFast.from_pretrained does not"
             )
         original = files.pop(Path(path).name, None) if path and not path.endswith("vocab.json") else None
-        files[TOKENIZER_FILE] = original if kind == "huggingface" and original else library.to_str().encode()
+        unchanged = original if kind == "huggingface" and not begins_otherwise else None
+        files[TOKENIZER_FILE] = unchanged or library.to_str().encode()
         if kind == "sentencepiece" and original:
             files[_SENTENCEPIECE_FILE] = original
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        about = {key: value for key, value in _parsed(files, CONFIG_FILE).items() if key != "auto_map"}
+        about |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         files |= {
             CONFIG_FILE: to_json(about | roles, ensure_ascii=False),
             TOKENS_FILE: to_json(roles, ensure_ascii=False),
         }
-    return TokenizerExport(files, tokenizer.eod_id, library.token_to_id(roles.get("pad_token", "")))
+    bos_id, pad_id = (*tokenizer.start_ids, tokenizer.eod_id)[0], library.token_to_id(roles.get("pad_token", ""))
+    return TokenizerExport(files, bos_id, tokenizer.eod_id, pad_id)
+
+
+def _stated_roles(library: Any, path: str) -> dict[str, str]:
+    """Return the tokens that the files in its folder state, by role, as far as `library` has them."""
+    stated = read_special_tokens(Path(path).parent)
+    roles = ("bos_token", "unk_token", "pad_token")
+    return {role: stated[role] for role in roles if library.token_to_id(stated.get(role, "")) is not None}
+
+
+def _starts_with(library: Any, start_ids: Sequence[int]) -> Any:
+    """Return the post-processor that puts `start_ids` before a text."""
+    from tokenizers.processors import TemplateProcessing
+
+    special = [(library.id_to_token(token), token) for token in start_ids]
+    single = " ".join([*(name for name, _ in special), "$A"])
+    return TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=special)
+
+
+def _with_boundaries(files: Mapping[str, bytes], tokenizer: Tokenizer, end: str) -> dict[str, bytes]:
+    """Return the files of a Hugging Face folder that state another end or beginning than the run's, corrected."""
+    adds_bos, changed = bool(tokenizer.start_ids), {}
+    for name in (CONFIG_FILE, TOKENS_FILE):
+        content = _parsed(files, name)
+        stated = {"eos_token": token_name(content.get("eos_token")), "add_bos_token": content.get("add_bos_token")}
+        right = {"eos_token": end} | ({"add_bos_token": adds_bos} if "add_bos_token" in content else {})
+        if name in files and any(stated[key] != value for key, value in right.items()):
+            changed[name] = to_json(content | right, ensure_ascii=False)
+    return changed
+
+
+def _parsed(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    return parse_object(name, files[name]) if name in files else {}
 
 
 def find_tokenizer(source: Source) -> dict[str, Any] | None:
@@ -123,7 +171,7 @@ def find_tokenizer(source: Source) -> dict[str, Any] | None:
             return described  # the name of an encoding
     by_suffix: dict[str, TokenizerKind] = {".json": "huggingface", ".model": "sentencepiece", ".tiktoken": "tiktoken"}
     for name in (TOKENIZER_FILE, _SENTENCEPIECE_FILE, *sorted(files)):
-        suffix = Path(name).suffix
+        suffix = ".tiktoken" if name == _TIKTOKEN_FILE else Path(name).suffix
         if name in files and suffix in by_suffix and (suffix != ".json" or name == TOKENIZER_FILE):
             same_kind = described if described.get("kind") == by_suffix[suffix] else {}  # of a folder, or the Hub
             return same_kind | {"kind": by_suffix[suffix], "path": files[name]}

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.files import MAX_FILE_BYTES, rename_synced, sync
 from megafp8.conversion.base import Source
+from megafp8.data.tokenizer_files import CONFIG_FILE, TEMPLATE_FILE, TOKENS_FILE
 from megafp8.strict_json import parse_json
 from megafp8.user_cache import make_own_folder
 
@@ -38,12 +39,13 @@ TOKENIZER_FOLDER = "tokenizer"
 TOKENIZER_NAMES = (
     "tokenizer.json",
     "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
+    "tiktoken.model",
+    CONFIG_FILE,
+    TOKENS_FILE,
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
     "chat_template.json",
 )
 """Files of a Hugging Face folder that are its tokenizer."""
@@ -234,11 +236,15 @@ def own_files(folder: Path, names: Iterable[str]) -> list[Path]:
 
 
 def with_companions(file: Path) -> list[Path]:
-    """The tokenizer file `file`, and the other tokenizer files beside it where it is of a Hugging Face folder; the
-    merges of a vocabulary of GPT-2's."""
-    others: tuple[str, ...] = TOKENIZER_NAMES if file.name in TOKENIZER_NAMES else ()
-    if not others and file.name.endswith("vocab.json"):
-        others = (file.name.removesuffix("vocab.json") + "merges.txt",)
+    """Return the tokenizer file `file`, and the files in its folder that belong to it.
+
+    These are the other tokenizer files of a Hugging Face folder if `file` is one of them; otherwise the files that
+    state special tokens and the chat template, and the merges of a GPT-2 vocabulary.
+    """
+    others: tuple[str, ...] = TOKENIZER_NAMES
+    if file.name not in TOKENIZER_NAMES:
+        merges = file.name.removesuffix("vocab.json") + "merges.txt" if file.name.endswith("vocab.json") else ""
+        others = tuple(filter(None, (CONFIG_FILE, TOKENS_FILE, TEMPLATE_FILE, merges)))
     return [file, *(other for name in others if name != file.name and (other := file.with_name(name)).is_file())]
 
 

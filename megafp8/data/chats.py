@@ -31,10 +31,15 @@ import numpy as np
 from megafp8.data.packages import import_package
 from megafp8.data.styles import Tokens
 from megafp8.data.template_process import BEGIN, END, render
+from megafp8.data.tokenizer_files import (
+    CONFIG_FILE,
+    TEMPLATE_FILE,
+    read_special_tokens,
+    read_text,
+    read_tokenizer_config,
+)
 from megafp8.data.tokenizers import Tokenizer, tokenizer_file
-from megafp8.strict_json import parse_json
 
-CONFIG_FILE, TOKENS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 ANSWER_ROLE = "assistant"
 
 Message = Mapping[str, Any]
@@ -156,11 +161,11 @@ def read_chat_template(tokenizer_path: str | None, given: str | None = None) -> 
     names its "default". Raises ValueError if there is none, or if a file cannot be read.
     """
     folder = Path("." if tokenizer_path is None else tokenizer_file("huggingface", tokenizer_path)).parent
-    config = _tokenizer_config(folder)
+    special_tokens = read_special_tokens(folder)
     file = Path(given) if given is not None else folder / TEMPLATE_FILE
-    source = config.get("chat_template")
+    source = read_tokenizer_config(folder).get("chat_template")
     if given is not None or file.exists():
-        source = _read(file)
+        source = read_text(file)
     if isinstance(source, list):
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
     if not isinstance(source, str):
@@ -171,45 +176,7 @@ def read_chat_template(tokenizer_path: str | None, given: str | None = None) -> 
         )
     import_package("jinja2", "a chat template")
     render(source, None)
-    return ChatTemplate(source, _special_tokens(config))
-
-
-def read_special_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens that transformers' files in a folder name, by role such as bos_token."""
-    return _special_tokens(_tokenizer_config(folder))
-
-
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    config, tokens = (_read_json(folder / name) for name in (CONFIG_FILE, TOKENS_FILE))
-    return config if "added_tokens_decoder" in config else config | tokens
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    special = {key: value for key, value in config.items() if key.endswith("_token")}
-    extra = config.get("extra_special_tokens")
-    special |= extra if isinstance(extra, dict) else {}
-    contents = {key: value.get("content") if isinstance(value, dict) else value for key, value in special.items()}
-    return {key: value for key, value in contents.items() if isinstance(value, str)}
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        content = parse_json(_read(path))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged: it holds a {type(content).__name__}, not an object")
-    return content
+    return ChatTemplate(source, special_tokens)
 
 
 def special_tokens_of(tokenizer: Tokenizer) -> list[str]:

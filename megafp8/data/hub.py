@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.data.packages import import_package
+from megafp8.data.tokenizer_files import CODE_FILES
 from megafp8.object_store import ObjectStoreError, as_path
 from megafp8.user_cache import user_cache
 
@@ -26,6 +27,8 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "generation_config.json",
+    CODE_FILES,
     "chat_template.jinja",
     "vocab.json",
     "merges.txt",

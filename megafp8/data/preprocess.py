@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from megafp8.data import DataError
 from megafp8.data.documents import check_inputs_stay
-from megafp8.data.indexed_dataset import IndexedDatasetWriter, all_paths
+from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, all_paths
 from megafp8.data.styles import Document, Method, Tokens
 from megafp8.data.styles.text import Texts
-from megafp8.data.tokenizers import TokenizerSettings, build_tokenizer
+from megafp8.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
 from megafp8.data.workers import map_in_order
 
 _CHUNK_DOCUMENTS, _CHUNK_CHARACTERS = 64, 2**18  # limits of one task of a worker
@@ -32,7 +33,7 @@ class Summary:
     """Counts of a preprocessing run. `errors`: documents that were skipped; `messages`: reasons of the first 100.
 
     `learned`: tokens that are answers, where there is a loss mask. `warnings`: what the first document teaches that a
-    user may not want.
+    user may not want. `boundaries`: as in `Tokenizer`.
     """
 
     documents: int = 0
@@ -44,6 +45,7 @@ class Summary:
     messages: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     max_token_id: int = 0
+    boundaries: str = ""
 
     def add(self, document: Document, tokens: Tokens | None) -> None:
         """Count a document: with its tokens, or with an error, or without text."""
@@ -87,7 +89,7 @@ def preprocess(
     check_inputs_stay(sources, all_paths(prefix), "--output-prefix")
     dtype = np.uint16 if model.vocab_size <= 2**16 else np.int32
     writer = IndexedDatasetWriter(prefix, dtype, loss_mask=method.has_loss_mask, overwrite=overwrite)
-    summary = Summary()
+    summary = Summary(boundaries=model.boundaries)
     try:
         with contextlib.closing(_tokenized(documents, tokenizer, workers, method)) as results:
             for document, tokens in tqdm(results, unit=" documents", disable=not progress):
@@ -110,7 +112,7 @@ def preprocess(
                 "tokenizer": tokenizer.kind,
                 "tokenizer_fingerprint": model.fingerprint,
                 "vocab_size": model.vocab_size,
-                "eod_id": model.eod_id,
+                **boundary_ids(model),
                 "documents": summary.documents,
                 "tokens": summary.tokens,
                 "max_token_id": summary.max_token_id,
@@ -122,6 +124,31 @@ def preprocess(
         writer.abort()
         raise
     return summary
+
+
+def boundary_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what a data set's sidecar records about the tokens that end and begin its documents."""
+    return {"eod_id": tokenizer.eod_id, "start_ids": list(tokenizer.start_ids)}
+
+
+def check_boundaries(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> None:
+    """Raise DataError if the documents of a data set end or begin with other tokens than the tokenizer's."""
+    about = dataset.sidecar()
+    if about is None or tokenizer is None or "eod_id" not in about:
+        return
+    end, start = about["eod_id"], about.get("start_ids", [])
+    again = "or preprocess the data set again"
+    if end != tokenizer.eod_id:
+        raise DataError(
+            f"{dataset.prefix} was written with the end token {end}, and data.tokenizer has {tokenizer.boundaries}; "
+            f"set data.tokenizer.end_token to the token {end}, {again}"
+        )
+    if start != list(tokenizer.start_ids):
+        works = f"set data.tokenizer.add_bos_token={str(bool(start)).lower()}, {again}"
+        raise DataError(
+            f"{dataset.prefix} was written with {f'the beginning tokens {start}' if start else 'no beginning token'}, "
+            f"and data.tokenizer has {tokenizer.boundaries}; {works}"
+        )
 
 
 def _tokenized(

@@ -123,7 +123,10 @@ def _prompt(record: Any, key: str, encode: Callable[[Any], list[int]]) -> Prompt
 
 
 class _Encoder:
-    """Tokenizes texts, and messages by the chat template, which is read when there are any."""
+    """Function that tokenizes texts, which begin as documents do, and messages, by the chat template.
+
+    The template is read when the first messages come.
+    """
 
     def __init__(self, tokenizer: Tokenizer, path: str | None) -> None:
         self._tokenizer, self._path = tokenizer, path
@@ -131,7 +134,7 @@ class _Encoder:
 
     def __call__(self, text: Any) -> list[int]:
         if isinstance(text, str):
-            return self._tokenizer.encode(text)
+            return [*self._tokenizer.start_ids, *self._tokenizer.encode(text)]
         if self._of_chats is None:
             try:
                 template = read_chat_template(self._path)

@@ -1,14 +1,18 @@
 """One interface to the tokenizer libraries: sentencepiece, Hugging Face tokenizers, tiktoken, and plain bytes.
 
-The fingerprint (SHA-256 of the kind, the model file and the settings that change token ids) is stored with data sets
-and checkpoints, so that text tokenized with one vocabulary is never trained on with another.
+A tokenizer also says which token ends a document and which tokens begin one. Both are settings. `build_tokenizer` fills
+in the defaults that the tokenizer's own files state (`tokenizer_files`), and refuses a tokenizer without a stated end.
+Preprocessing, training, generation and exports take these tokens from here.
+
+The fingerprint (SHA-256 of the kind, the model file and the pattern that splits text) is stored with data sets and
+checkpoints, so that text tokenized with one vocabulary is never trained on with another.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,28 +22,12 @@ from numpy.typing import NDArray
 
 from megafp8.data.hub import TOKENIZER_FILES, NotOnThisMachine, is_hub_name, local_folder
 from megafp8.data.packages import MissingPackage, import_package
+from megafp8.data.tokenizer_files import SpecialTokenFiles, read_pattern
 from megafp8.suggestions import did_you_mean
 
 TokenizerKind = Literal["sentencepiece", "huggingface", "tiktoken", "bytes"]
-_EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
-
-
-@dataclass(frozen=True)
-class Tokenizer:
-    """Text to token ids and back. `eod_id` ends a document. `model`: the library's object; of bytes None.
-
-    `id_of`: the id of a token by its name, None if there is no such token. `word_starts`: by token id, whether it
-    begins a word; None if tokens do not tell.
-    """
-
-    vocab_size: int
-    eod_id: int
-    fingerprint: str
-    encode: Callable[[str], list[int]]
-    decode: Callable[[list[int]], str]
-    model: Any = None
-    id_of: Callable[[str], int | None] = lambda name: None
-    word_starts: Callable[[], NDArray[np.bool_] | None] = lambda: None
+_END_NAME = "<|endoftext|>"
+"""End token of GPT-2's vocabularies, of tiktoken's encodings, and of ranks files that have no special tokens."""
 
 
 class TokenizerSettings(NamedTuple):
@@ -49,6 +37,36 @@ class TokenizerSettings(NamedTuple):
     path: str | None = None
     end_token: str | None = None
     pattern: str | None = None
+    add_bos_token: bool | None = None
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to token ids and back, with the tokens around a document.
+
+    Attributes:
+        settings: Arguments of `build_tokenizer` with all defaults filled in.
+        eod_id: Token that ends a document.
+        start_ids: Tokens that begin a document; empty if none does.
+        bos_id: Beginning token that the tokenizer's files state, whether or not documents begin with it, or None.
+        boundaries: These tokens and the files that state them, in words.
+        model: Object of the tokenizer's library; None for bytes.
+        id_of: Function that returns the id of the token of a name, or None.
+        word_starts: Function that returns by token id whether it begins a word; None if tokens do not tell.
+    """
+
+    settings: TokenizerSettings
+    vocab_size: int
+    eod_id: int
+    start_ids: tuple[int, ...]
+    bos_id: int | None
+    boundaries: str
+    fingerprint: str
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    model: Any
+    id_of: Callable[[str], int | None]
+    word_starts: Callable[[], NDArray[np.bool_] | None]
 
 
 class TokenizerSettingError(ValueError):
@@ -67,31 +85,161 @@ class MissingTokenizer(TokenizerSettingError):
     """A tokenizer whose file, or library, is not on this machine."""
 
 
-def build_tokenizer(
-    kind: TokenizerKind, path: str | None = None, end_token: str | None = None, pattern: str | None = None
-) -> Tokenizer:
-    """The tokenizer `kind` read from `path` (for tiktoken an encoding's name or a ranks file; None for bytes).
+class _Vocabulary(NamedTuple):
+    """Tokenizer as its library reads it, before the tokens around a document are chosen.
 
-    `end_token` ends a document in place of the tokenizer's own; `pattern` is the regular expression that splits text
-    for a tiktoken ranks file. Raises TokenizerSettingError if a setting is missing or cannot be used, MissingTokenizer
-    if its file or library is.
+    Attributes:
+        content: Everything that determines the ids of a text.
+        special: Names of the special tokens.
+        end: End token that the model file itself states, and its source in words; None if it states none.
+        bos_id: Beginning token that the model file itself states.
+        start_ids: Tokens that the model file puts before a text.
     """
+
+    size: int
+    content: bytes
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    special: Sequence[str] = ()
+    end: tuple[int, str] | None = None
+    bos_id: int | None = None
+    start_ids: tuple[int, ...] = ()
+    pattern: str | None = None
+    model: Any = None
+    id_of: Callable[[str], int | None] = lambda name: None
+    name_of: Callable[[int], str | None] = lambda token: None
+    word_starts: Callable[[], NDArray[np.bool_] | None] = lambda: None
+
+
+def build_tokenizer(
+    kind: TokenizerKind,
+    path: str | None = None,
+    end_token: str | None = None,
+    pattern: str | None = None,
+    add_bos_token: bool | None = None,
+) -> Tokenizer:
+    """Read a tokenizer and choose the tokens around a document.
+
+    Args:
+        kind: Library that reads it.
+        path: Model file, or a folder with one; for tiktoken also the name of an encoding; None for bytes.
+        end_token: Token that ends a document. Default: the one that the tokenizer's files state.
+        pattern: Regular expression that splits text, for a tiktoken ranks file. Default: from the code in its folder.
+        add_bos_token: Whether documents begin with the beginning token. Default: as the tokenizer's files say.
+
+    Raises:
+        TokenizerSettingError: A setting is missing or cannot be used.
+        MissingTokenizer: The tokenizer's file or library is not on this machine.
+    """
+    settings = TokenizerSettings(kind, path, end_token, pattern, add_bos_token)
     if pattern is not None and kind != "tiktoken":
         raise TokenizerSettingError("pattern", pattern, "only tiktoken ranks files are read with one", "leave it out")
     if kind == "bytes":
-        for setting, value in (("path", path), ("end_token", end_token)):
-            if value is not None:
+        for setting in ("path", "end_token", "add_bos_token"):
+            if (value := getattr(settings, setting)) is not None:
                 raise TokenizerSettingError(setting, value, "the bytes tokenizer has none", "leave it out")
-        return _bytes_tokenizer()
+        return _choose_boundaries(settings, _bytes_vocabulary(), SpecialTokenFiles())
     if path is None:
         raise TokenizerSettingError("path", None, f"a {kind} tokenizer is read from a file", "give its path")
-    path = tokenizer_file(kind, path)
+    file = tokenizer_file(kind, path)
     try:
+        stated = SpecialTokenFiles.from_folder(Path(file).parent) if Path(file).is_file() else SpecialTokenFiles()
         if kind == "tiktoken":
-            return _tiktoken(path, end_token, pattern)
-        return _sentencepiece(path, end_token) if kind == "sentencepiece" else _huggingface(path, end_token)
+            vocabulary = _tiktoken(file, settings, stated)
+        else:
+            vocabulary = _sentencepiece(file) if kind == "sentencepiece" else _huggingface(file, stated)
+        return _choose_boundaries(settings, vocabulary, stated)
     except MissingPackage as error:
         raise MissingTokenizer("kind", kind, error.rule, error.works) from None
+    except TokenizerSettingError:
+        raise
+    except ValueError as error:
+        raise TokenizerSettingError("path", path, str(error), "restore the tokenizer's folder") from None
+
+
+def _choose_boundaries(settings: TokenizerSettings, vocabulary: _Vocabulary, stated: SpecialTokenFiles) -> Tokenizer:
+    """Make a tokenizer of a vocabulary, with the end and beginning tokens of the settings, or else of its files."""
+    eod_id, end_source = _end_token(settings, vocabulary, stated)
+    bos = stated.named("bos_token")
+    bos_id = vocabulary.bos_id if bos is None else vocabulary.id_of(bos[0])
+    start_ids, start_source = _start_tokens(settings, vocabulary, stated, bos_id)
+    end = vocabulary.name_of(eod_id)
+    start = " ".join(f"{vocabulary.name_of(token)} ({token})" for token in start_ids)
+    boundaries = f"end token {eod_id if end is None else f'{end} ({eod_id})'}, {end_source}; "
+    boundaries += f"beginning token {start}, {start_source}" if start_ids else "no beginning token"
+    complete = settings
+    if settings.kind != "bytes":
+        end_token = end if settings.end_token is None else settings.end_token
+        complete = settings._replace(end_token=end_token, pattern=vocabulary.pattern, add_bos_token=bool(start_ids))
+    return Tokenizer(
+        complete,
+        vocabulary.size,
+        eod_id,
+        start_ids,
+        bos_id,
+        boundaries,
+        _fingerprint(settings.kind, vocabulary.content),
+        vocabulary.encode,
+        vocabulary.decode,
+        vocabulary.model,
+        vocabulary.id_of,
+        vocabulary.word_starts,
+    )
+
+
+def _end_token(settings: TokenizerSettings, vocabulary: _Vocabulary, stated: SpecialTokenFiles) -> tuple[int, str]:
+    """Return the id of the token that ends a document, and the source that states it.
+
+    The sources, in order: the setting, eos_token of the files in its folder, eos_token_id of
+    generation_config.json if it is a single one, the model file. All but the setting must name a special token. Raises
+    TokenizerSettingError, with the candidates, if no source states it.
+    """
+    given, candidates = settings.end_token, list(vocabulary.special)
+    if given is not None:
+        if (token := vocabulary.id_of(given)) is None:
+            raise _end_token_error(given, f"{settings.path} has no such token", candidates)
+        return token, "as set"
+    if (named := stated.named("eos_token")) is not None:
+        name, file = named
+        if (token := vocabulary.id_of(name)) is None or name not in candidates:
+            rule = f"{file} names {name!r} as eos_token, which is no special token of {settings.path}"
+            raise _end_token_error(None, rule, candidates)
+        return token, f"eos_token of {file}"
+    ends = [token for token in stated.generation_ends() if vocabulary.name_of(token) in candidates]
+    if len(ends) == 1:
+        return ends[0], "eos_token_id of generation_config.json"
+    if vocabulary.end is not None:
+        return vocabulary.end
+    rule = f"the files of {settings.path} state no end-of-document token (eos_token of tokenizer_config.json)"
+    raise _end_token_error(None, rule, [str(vocabulary.name_of(token)) for token in ends] or candidates)
+
+
+def _end_token_error(end_token: str | None, rule: str, candidates: list[str]) -> TokenizerSettingError:
+    """Return the error of a tokenizer without this end token; `candidates`: its special tokens."""
+    shown = ", ".join(candidates[:20]) + (", ..." if len(candidates) > 20 else "")
+    works = "name the token that ends a document, here or as eos_token of a tokenizer_config.json in its folder; "
+    works += f"special tokens are {shown}" if candidates else "it has no special tokens"
+    return TokenizerSettingError("end_token", end_token, rule, works)
+
+
+def _start_tokens(
+    settings: TokenizerSettings, vocabulary: _Vocabulary, stated: SpecialTokenFiles, bos_id: int | None
+) -> tuple[tuple[int, ...], str]:
+    """Return the tokens that begin a document, and the source that states them; empty if none does.
+
+    The tokenizer's own settings are the tokens that its post-processor puts before a text, or add_bos_token.
+    """
+    start_ids = vocabulary.start_ids or (() if bos_id is None else (bos_id,))
+    if settings.add_bos_token is not None:
+        if settings.add_bos_token and not start_ids:
+            rule = f"the files of {settings.path} state no beginning token (bos_token of tokenizer_config.json)"
+            raise TokenizerSettingError("add_bos_token", True, rule, "set it to false, or leave it out")
+        return start_ids if settings.add_bos_token else (), "as set"
+    if vocabulary.start_ids:
+        return start_ids, "from the post-processor"
+    if stated.config.get("add_bos_token") is True:
+        return start_ids, "add_bos_token of tokenizer_config.json"
+    return (), ""
 
 
 _FILES: dict[str, tuple[str, ...]] = {
@@ -129,34 +277,21 @@ def tokenizer_file(kind: TokenizerKind, path: str) -> str:
     )
 
 
-def _fingerprint(kind: str, content: bytes, **changed: str | int | None) -> str:
-    """`changed`: settings that give other ids than the file alone; None for those that do not."""
-    settings = b"".join(f"\0{name}={value}".encode() for name, value in changed.items() if value is not None)
-    return hashlib.sha256(kind.encode() + b"\0" + content + settings).hexdigest()
+def _fingerprint(kind: str, content: bytes) -> str:
+    return hashlib.sha256(kind.encode() + b"\0" + content).hexdigest()
 
 
-def _end_token_error(end_token: str | None, path: str, known: list[str]) -> TokenizerSettingError:
-    """The error of a tokenizer without this end-of-document token; `known`: its special tokens."""
-    if end_token is None:
-        rule = f"{path} has no end-of-document token; looked for {', '.join(_EOD_NAMES)}"
-    else:
-        rule = f"{path} has no such token"
-    shown = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
-    works = f"name the token that ends a document; special tokens are {shown}" if known else "it has no special tokens"
-    return TokenizerSettingError("end_token", end_token, rule, works)
-
-
-def _bytes_tokenizer() -> Tokenizer:
-    """Each UTF-8 byte is a token; 256 ends a document."""
+def _bytes_vocabulary() -> _Vocabulary:
+    """Return the vocabulary of the UTF-8 bytes; 256 ends a document."""
 
     def decode(ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    return Tokenizer(257, 256, _fingerprint("bytes", b""), lambda text: list(text.encode("utf-8")), decode)
+    return _Vocabulary(257, b"", lambda text: list(text.encode("utf-8")), decode, end=(256, "after the bytes"))
 
 
-def _sentencepiece(path: str, end_token: str | None) -> Tokenizer:
-    """A sentencepiece `.model`; its eos ends a document."""
+def _sentencepiece(path: str) -> _Vocabulary:
+    """Read a sentencepiece `.model`."""
     from sentencepiece import SentencePieceProcessor
 
     try:
@@ -165,27 +300,23 @@ def _sentencepiece(path: str, end_token: str | None) -> Tokenizer:
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
         rule = f"{path} is not a sentencepiece model: {error}"
         raise TokenizerSettingError("path", path, rule, "give a file that sentencepiece wrote") from None
-    default: int = model.eos_id()
-    eod_id = default if end_token is None else model.piece_to_id(end_token)
-    unknown = eod_id < 0 if end_token is None else model.id_to_piece(eod_id) != end_token  # unknown ones get <unk>'s id
-    if unknown:
-        special = [piece for i, piece in enumerate(pieces) if model.is_control(i)]
-        raise _end_token_error(end_token, path, special)
-    fingerprint = _fingerprint("sentencepiece", Path(path).read_bytes(), eod_id=eod_id if eod_id != default else None)
 
     def id_of(name: str) -> int | None:
         token_id: int = model.piece_to_id(name)
-        return token_id if model.id_to_piece(token_id) == name else None
+        return token_id if model.id_to_piece(token_id) == name else None  # an unknown name gets the id of <unk>
 
-    return Tokenizer(
+    return _Vocabulary(
         model.vocab_size(),
-        eod_id,
-        fingerprint,
+        Path(path).read_bytes(),
         model.encode,
         model.decode,
-        model,
-        id_of,
-        lambda: _word_starts(pieces),
+        special=[piece for i, piece in enumerate(pieces) if model.is_control(i)],
+        end=None if model.eos_id() < 0 else (model.eos_id(), f"eos of {Path(path).name}"),
+        bos_id=None if model.bos_id() < 0 else model.bos_id(),
+        model=model,
+        id_of=id_of,
+        name_of=lambda token: pieces[token] if 0 <= token < len(pieces) else None,
+        word_starts=lambda: _word_starts(pieces),
     )
 
 
@@ -198,35 +329,52 @@ def _word_starts(pieces: Sequence[str]) -> NDArray[np.bool_] | None:
     return starts if starts.any() else None
 
 
-def _huggingface(path: str, end_token: str | None) -> Tokenizer:
-    """A `tokenizer.json` of the Hugging Face `tokenizers` library, or GPT-2's `vocab.json` beside `merges.txt`."""
+def _huggingface(path: str, stated: SpecialTokenFiles) -> _Vocabulary:
+    """Read a `tokenizer.json` of the Hugging Face `tokenizers` library, or GPT-2's `vocab.json` and `merges.txt`.
+
+    Special tokens of the second form are <|endoftext|>, and the end and beginning tokens that files in its folder name.
+    """
     library = import_package("tokenizers", "a huggingface tokenizer")
     merges = _merges_beside(path)
     try:
         model = library.Tokenizer.from_file(path) if merges is None else _byte_level_bpe(library, path, merges)
+        if merges is not None:
+            names = [_END_NAME, *(named[0] for role in ("eos_token", "bos_token") if (named := stated.named(role)))]
+            model.add_special_tokens([name for name in names if model.token_to_id(name) is not None])
     except Exception as error:  # the library raises bare Exception
         rule = f"{path} is not a {'tokenizer.json' if merges is None else 'vocabulary of ' + str(merges)}: {error}"
         raise TokenizerSettingError("path", path, rule, "give a file of the tokenizers library") from None
-    content = Path(path).read_bytes() + (b"" if merges is None else b"\0" + merges.read_bytes())
     # The file may have settings to truncate or pad to some model's context.
     model.no_truncation()
     model.no_padding()
-    default = next((i for i in map(model.token_to_id, _EOD_NAMES) if i is not None), None)
-    eod_id: int | None = default if end_token is None else model.token_to_id(end_token)
-    if eod_id is None:
-        known = [token.content for _, token in sorted(model.get_added_tokens_decoder().items())]
-        raise _end_token_error(end_token, path, known)
+    special = [token.content for _, token in sorted(model.get_added_tokens_decoder().items()) if token.special]
     vocab_size = max(model.get_vocab(with_added_tokens=True).values()) + 1
-    return Tokenizer(
-        vocab_size=vocab_size,
-        eod_id=eod_id,
-        fingerprint=_fingerprint("huggingface", content, eod_id=eod_id if eod_id != default else None),
+    return _Vocabulary(
+        vocab_size,
+        Path(path).read_bytes() + (b"" if merges is None else b"\0" + merges.read_bytes()),
         encode=lambda text: model.encode(text, add_special_tokens=False).ids,
         decode=lambda ids: model.decode(ids, skip_special_tokens=False),
+        special=special,
+        end=None if merges is None or _END_NAME not in special else (model.token_to_id(_END_NAME), "as in GPT-2"),
+        start_ids=tokens_before_text(model),
         model=model,
         id_of=model.token_to_id,
+        name_of=model.id_to_token,
         word_starts=lambda: _word_starts([model.id_to_token(i) or "" for i in range(vocab_size)]),
     )
+
+
+def tokens_before_text(model: Any) -> tuple[int, ...]:
+    """Return the tokens that the post-processor of a tokenizer.json puts before a text.
+
+    A post-processor that also puts a token after the text makes samples of an encoder, such as [CLS] text [SEP], which
+    are not documents: then there are none.
+    """
+    encoded = model.encode("a", add_special_tokens=True)
+    added: list[int] = encoded.special_tokens_mask
+    if 0 not in added or added[-1]:
+        return ()
+    return tuple(encoded.ids[: added.index(0)])
 
 
 def _merges_beside(path: str) -> Path | None:
@@ -245,54 +393,38 @@ def _byte_level_bpe(library: Any, vocabulary: str, merges: Path) -> Any:
     model = library.Tokenizer(library.models.BPE.from_file(vocabulary, str(merges)))
     model.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = library.decoders.ByteLevel()
-    model.add_special_tokens([name for name in _EOD_NAMES if model.token_to_id(name) is not None])
     return model
 
 
-_GPT4_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
+def _tiktoken(path: str, settings: TokenizerSettings, stated: SpecialTokenFiles) -> _Vocabulary:
+    """Read a tiktoken encoding by name, or a ranks file.
 
-
-def _tiktoken(path: str, end_token: str | None, pattern: str | None) -> Tokenizer:
-    """A tiktoken encoding by name, or a `.tiktoken` ranks file.
-
-    A ranks file has neither the pattern that splits text nor special tokens: `pattern` (default: GPT-4's) is used, and
-    <|endoftext|> is added after the last token unless `end_token` names a token of the file.
+    A ranks file has neither special tokens nor the pattern that splits text. Special tokens come from
+    tokenizer_config.json in its folder; without any, <|endoftext|> is added after the last token, unless `end_token` is
+    a token of the file. Raises TokenizerSettingError if the pattern is not known.
     """
     tiktoken = import_package("tiktoken", "a tiktoken tokenizer")
+    pattern = settings.pattern
     if Path(path).is_file():
         content = Path(path).read_bytes()
         ranks = _read_ranks(path, content)
-        if pattern is not None:
-            _check_pattern(tiktoken, pattern)
-        end_is_ordinary = end_token is not None and end_token.encode() in ranks
-        model = tiktoken.Encoding(
-            Path(path).stem,
-            pat_str=_GPT4_PATTERN if pattern is None else pattern,
-            mergeable_ranks=ranks,
-            special_tokens={} if end_is_ordinary else {_EOD_NAMES[0]: max(ranks.values()) + 1},
-        )
+        if pattern is None and (pattern := read_pattern(Path(path).parent)) is None:
+            rule = f"{path} is a ranks file, which does not hold the regular expression that splits text"
+            works = "set the pattern of the tokenizer's code, such as pat_str; " + _PATTERNS
+            raise TokenizerSettingError("pattern", None, rule, works)
+        _check_pattern(tiktoken, pattern)
+        special = _special_ids(path, ranks, stated.numbered())
+        if not special and (settings.end_token is None or settings.end_token.encode() not in ranks):
+            special = {_END_NAME: max(ranks.values()) + 1}
+        content += b"".join(f"\0{value}".encode() for value in (pattern, sorted(special.items())))
+        model = tiktoken.Encoding(Path(path).stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        end = None
     else:
         if pattern is not None:
             rule = f"{path} is a tiktoken encoding, which has its own"
             raise TokenizerSettingError("pattern", pattern, rule, "leave it out, or give a ranks file")
         model, content = _get_encoding(tiktoken, path), path.encode()
-    special: set[str] = model.special_tokens_set
-    default: int | None = model.eot_token if _EOD_NAMES[0] in special else None
-    try:
-        eod_id: int | None = default if end_token is None else model.encode_single_token(end_token)
-    except KeyError:
-        eod_id = None
-    if eod_id is None:
-        raise _end_token_error(end_token, path, sorted(special))
-    fingerprint = _fingerprint(
-        "tiktoken",
-        content,
-        pattern=None if pattern == _GPT4_PATTERN else pattern,
-        eod_id=None if eod_id == default else eod_id,
-    )
+        end = (model.eot_token, "as in tiktoken") if _END_NAME in model.special_tokens_set else None
 
     def id_of(name: str) -> int | None:
         try:
@@ -301,11 +433,39 @@ def _tiktoken(path: str, end_token: str | None, pattern: str | None) -> Tokenize
             return None
         return token_id
 
+    def name_of(token: int) -> str | None:
+        try:
+            return str(model.decode([token]))
+        except KeyError:
+            return None
+
     def word_starts() -> NDArray[np.bool_] | None:
         texts = [token.decode("utf-8", errors="replace") for token in model.token_byte_values()]
         return _word_starts(texts + [""] * (model.n_vocab - len(texts)))
 
-    return Tokenizer(model.n_vocab, eod_id, fingerprint, model.encode_ordinary, model.decode, model, id_of, word_starts)
+    return _Vocabulary(
+        model.n_vocab,
+        content,
+        model.encode_ordinary,
+        model.decode,
+        special=sorted(model.special_tokens_set),
+        end=end,
+        pattern=pattern,
+        model=model,
+        id_of=id_of,
+        name_of=name_of,
+        word_starts=word_starts,
+    )
+
+
+def _special_ids(path: str, ranks: Mapping[bytes, int], numbered: dict[str, int]) -> dict[str, int]:
+    """Return the special tokens that are numbered for a ranks file. Raises ValueError if an id is taken."""
+    taken = set(ranks.values())
+    for name, number in numbered.items():
+        if number in taken or number < 0:
+            raise ValueError(f"added_tokens_decoder gives {name!r} the id {number}, which another token of {path} has")
+        taken.add(number)
+    return numbered
 
 
 def _read_ranks(path: str, content: bytes) -> dict[bytes, int]:
@@ -329,6 +489,9 @@ def _read_ranks(path: str, content: bytes) -> dict[bytes, int]:
     return ranks
 
 
+_PATTERNS = "patterns of tiktoken's encodings are in tiktoken_ext/openai_public.py"
+
+
 def _check_pattern(tiktoken: Any, pattern: str) -> None:
     """TokenizerSettingError unless `pattern` is a regular expression whose matches cover all text.
 
@@ -336,10 +499,10 @@ def _check_pattern(tiktoken: Any, pattern: str) -> None:
     """
     regex = import_package("regex", "a tiktoken tokenizer")  # tiktoken depends on it
     probe = "".join(map(chr, range(128))) + " It's 12345 words,\n\n  Größe: 日本語 \u0301 🙂\t\u00a0\u2028 x\r\n"
-    works = "tiktoken's own are in tiktoken_ext/openai_public.py"
+    works = _PATTERNS
     try:
         tiktoken.Encoding("probe", pat_str=pattern, mergeable_ranks={b"a": 0}, special_tokens={})
-        spans = [match.span() for match in regex.finditer(pattern, probe)]
+        spans = [match.span() for match in regex.finditer(pattern, probe, regex.V1)]
     except (ValueError, regex.error) as error:
         rule = f"not a regular expression that tiktoken can use: {error}"
         raise TokenizerSettingError("pattern", pattern, rule, works) from None

@@ -12,7 +12,7 @@ from megafp8.config import ConfigError, EvaluateConfig, Problem
 from megafp8.data.tokenizers import Tokenizer
 from megafp8.inference import rollouts
 from megafp8.inference.generator import CacheOptions, Generator
-from megafp8.inference.load import live_model
+from megafp8.inference.load import begin_of_text, live_model
 from megafp8.inference.options import SamplingOptions
 from megafp8.inference.scoring import Scorer
 from megafp8.text_file import DiskErrorsLogged, JsonLines
@@ -139,14 +139,13 @@ class LiveEvaluation:
 
         trainer, tokenizer, evaluate = self._trainer, self._tokenizer, self._evaluate
         model, before = live_model(trainer)
-        eod = tokenizer.eod_id
         harness_model = HarnessModel(
             Scorer(model, max_length=trainer.config.position_rows, before=before),
             lambda: Generator.from_trainer(trainer, tokenizer),
             tokenizer,
-            added_tokens=[],
-            bos=eod,
-            eos=eod,
+            added_tokens=tokenizer.start_ids,
+            bos=begin_of_text(trainer.config, tokenizer),
+            eos=tokenizer.eod_id,
             seed=self._seed,
         )
         results = run_tasks(harness_model, evaluate.tasks, include_path=evaluate.include_path, limit=evaluate.limit)
@@ -158,8 +157,8 @@ class LiveEvaluation:
 
 
 def _tokens_of(prompt: str, tokenizer: Tokenizer) -> int:
-    """Tokens that the model reads before a text, with that which begins a document."""
-    return 1 + len(tokenizer.encode(prompt))
+    """Return the number of tokens that the model reads before a text, with those that begin a document."""
+    return max(1, len(tokenizer.start_ids)) + len(tokenizer.encode(prompt))
 
 
 def _sampling(evaluate: EvaluateConfig, seed: int) -> SamplingOptions:

@@ -20,10 +20,10 @@ from megafp8.conversion.adapters import MergedSource
 from megafp8.conversion.base import Source
 from megafp8.conversion.formats import open_source
 from megafp8.conversion.hf_config import differences
-from megafp8.conversion.hf_source import CONFIG_FILE, GENERATION_FILE, HfSource
+from megafp8.conversion.hf_source import CONFIG_FILE, HfSource
 from megafp8.conversion.hf_tokenizer import find_tokenizer
 from megafp8.conversion.load import load_scales, load_weights
-from megafp8.data.chats import read_special_tokens
+from megafp8.data.tokenizer_files import GENERATION_FILE, token_ids
 from megafp8.data.tokenizers import Tokenizer, build_tokenizer
 from megafp8.distributed.sharding import spec_of
 from megafp8.distributed.tp_overlap import default_overlap
@@ -58,9 +58,8 @@ class Opened(NamedTuple):
     """What `open_checkpoint` found.
 
     `config`: of this model in this layout. `left_out`: layers that are not FP8. `start_tokens`: before each prompt that
-    is a text. `end_tokens`: any of them ends a text. `bos`, `eos`: what begins a text that is scored, and what ends
-    one, as in the tokenizer's files of transformers, else the end of document. `added_tokens`: what transformers'
-    tokenizer puts before each text; it puts nothing there for a run, whose documents begin after an end of document.
+    is a text. `end_tokens`: any of them ends a text. `bos`, `eos`: the tokens that begin and end a text that is scored.
+    `added_tokens`: those that the tokenizer puts before each text, `Tokenizer.start_ids`.
     `trained_length`: as in `Model`. `weights`: the format that weights are quantized to.
     """
 
@@ -135,19 +134,16 @@ def open_checkpoint(
     check_layout(config, world_size, str(source.path))
     tokenizer_path = find_tokenizer(source)
     tokenizer: Tokenizer | None = None
-    start, ends = list[int](), _end_tokens(source)
+    start, added, ends = list[int](), list[int](), _end_tokens(source)
     bos: int | None = None
     eos: int | None = None
     if tokenizer_path is not None:
         tokenizer = build_tokenizer(**tokenizer_path)
-        start = _start_tokens(tokenizer_path["kind"], tokenizer, run)
-        ends.add(tokenizer.eod_id)
-        bos = eos = tokenizer.eod_id
-        if run is None:
-            bos, eos = _bos_and_eos(tokenizer, Path(tokenizer_path["path"] or "").parent, start)
+        added = list(tokenizer.start_ids)
+        start, bos = added if run is None else start_of_documents(run, tokenizer), begin_of_text(run, tokenizer)
+        ends.add(eos := tokenizer.eod_id)
     left_out = source.about.get("fp8_left_out") or []
     trained_length = 0 if run is None else run.training.seq_length
-    added = [] if run is not None else start
     return Opened(source, config, left_out, tokenizer, start, sorted(ends), bos, eos, added, trained_length, form)
 
 
@@ -355,39 +351,26 @@ def _for_generation(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update=changes)
 
 
-def _start_tokens(kind: str, tokenizer: Tokenizer, run: Config | None) -> list[int]:
-    """The tokens before a text: of a run those after which its documents began, else what the tokenizer's file says."""
-    if run is not None:
-        return start_of_documents(run, tokenizer)
-    if kind == "huggingface":
-        encoded = tokenizer.model.encode("a", add_special_tokens=True)
-        special: list[int] = encoded.special_tokens_mask
-        return list(encoded.ids[: special.index(0)] if 0 in special else [])
-    if kind == "sentencepiece" and tokenizer.model.bos_id() >= 0:
-        return [tokenizer.model.bos_id()]
-    return []
-
-
 def start_of_documents(run: Config, tokenizer: Tokenizer) -> list[int]:
-    """The tokens that the first token of a document saw before it in a run."""
-    return [] if run.data.reset_at_documents else [tokenizer.eod_id]
+    """Return the tokens before the text of a document in a run: its beginning tokens, or else the end of another."""
+    return list(tokenizer.start_ids) or ([] if run.data.reset_at_documents else [tokenizer.eod_id])
 
 
-def _bos_and_eos(tokenizer: Tokenizer, folder: Path, start: Sequence[int]) -> tuple[int, int]:
-    """Tokens bos and eos of transformers' tokenizer in `folder`; without bos what begins a text, or else eos."""
-    given = read_special_tokens(folder)
-    bos, eos = (tokenizer.id_of(given.get(role, "")) for role in ("bos_token", "eos_token"))
-    eos = tokenizer.eod_id if eos is None else eos
-    return (start[0] if start else eos) if bos is None else bos, eos
+def begin_of_text(run: Config | None, tokenizer: Tokenizer) -> int:
+    """Return the token that the first token of a scored text is predicted from.
+
+    It is the beginning token of documents, or the one that the files of a model which is not from a `run` state, or
+    else the end of document.
+    """
+    if tokenizer.start_ids:
+        return tokenizer.start_ids[0]
+    return tokenizer.eod_id if run is not None or tokenizer.bos_id is None else tokenizer.bos_id
 
 
 def _end_tokens(source: Source) -> set[int]:
-    """The tokens that end a text, by the files of a Hugging Face folder."""
+    """Return the tokens that end a text by the files of a Hugging Face folder."""
     file = source.path / GENERATION_FILE
     given = parse_object(file, read_file(file)).get("eos_token_id") if file.is_file() else None
     if given is None:
         file, given = source.path / CONFIG_FILE, source.about.get("huggingface", {}).get("eos_token_id")
-    ends = [] if given is None else given if isinstance(given, list) else [given]
-    if not all(type(end) is int for end in ends):
-        raise ValueError(f"{file}: eos_token_id = {given!r}; supported: a token, or a list of them")
-    return set(ends)
+    return set(token_ids(given, f"{file}: eos_token_id"))

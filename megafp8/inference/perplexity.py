@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from megafp8.data.documents import InputFile, read_documents
 from megafp8.data.indexed_dataset import IndexedDataset, check_dataset
+from megafp8.data.preprocess import boundary_ids
 from megafp8.data.tokenizers import Tokenizer
 from megafp8.distributed.collectives import broadcast_object
 from megafp8.inference.scoring import Request, Scorer, windows
@@ -76,18 +77,23 @@ def documents_of_files(files: Iterable[InputFile], tokenizer: Tokenizer) -> Iter
 def documents_of_data_set(
     dataset: IndexedDataset, documents: range, vocab_size: int, tokenizer: Tokenizer | None
 ) -> Iterator[Document]:
-    """Some documents of a data set, with the text of their tokens. With a loss mask only its tokens count.
+    """Yield some documents of a data set, with the text of their tokens. With a loss mask only its tokens count.
 
-    Raises ValueError, at the first document, if the data set does not fit model or tokenizer.
+    The tokens that begin and end the documents, as the data set's sidecar records them or else by the tokenizer, are
+    not part of the text. Raises ValueError, at the first document, if the data set does not fit model or tokenizer.
     """
     check_dataset(dataset, vocab_size, None if tokenizer is None else tokenizer.fingerprint)
     mask = dataset.loss_mask() if dataset.has_loss_mask else None
+    about = ({} if tokenizer is None else boundary_ids(tokenizer)) | (dataset.sidecar() or {})
+    start, end = about.get("start_ids", []), about.get("eod_id")
     for i in documents:
         tokens = dataset.document(i)
+        first = len(start) if list(tokens[: len(start)]) == start else 0
+        tokens = tokens[first:]
         if mask is not None:
-            yield Document(tokens, None, mask.document(i))
+            yield Document(tokens, None, mask.document(i)[first:])
             continue
-        if tokenizer is not None and len(tokens) and tokens[-1] == tokenizer.eod_id:
+        if len(tokens) and tokens[-1] == end:
             tokens = tokens[:-1]
         yield Document(tokens, None if tokenizer is None else tokenizer.decode(tokens.tolist()))
 
@@ -112,13 +118,17 @@ _Sequence = tuple[NDArray[np.int64], NDArray[np.bool_]]
 """Tokens, and which of them count; the first does not, as nothing precedes it."""
 
 
-def _concatenated(documents: Iterable[Document], start: Sequence[int], eod_id: int, counts: _Counts) -> _Sequence:
-    """All documents, each with the token that ends one."""
+def _concatenated(
+    documents: Iterable[Document], start: Sequence[int], between: Sequence[int], counts: _Counts
+) -> _Sequence:
+    """Join all documents: each ends with the first token of `between`, and the next one begins with the others."""
+    eod_id, *next_start = between
     parts = [_sequence(start, Document([], None), [])]
     for document in documents:
+        before = next_start if counts.documents else []
         counts.count(document)
         ended = len(document.tokens) and document.tokens[-1] == eod_id  # as those with a loss mask are
-        parts.append(_sequence([], document, [] if ended else [eod_id]))
+        parts.append(_sequence(before, document, [] if ended else [eod_id]))
     tokens, counted = zip(*parts, strict=True)
     return np.concatenate(tokens), np.concatenate(counted)
 
@@ -136,13 +146,14 @@ def loss_of(
     start: Sequence[int],
     stride: int,
     *,
-    concatenated_by: int | None = None,
+    concatenated_by: Sequence[int] | None = None,
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> Loss:
     """The loss of `documents`, which the first rank reads; on all ranks. Collective.
 
-    `start`: what precedes a document, or the first of those that are concatenated by the token `concatenated_by`; where
-    it is empty, a document's first token is not scored.
+    `start`: tokens before a document, or before the first one if documents are concatenated; if there are none, a
+    document's first token is not scored. `concatenated_by`: the token that ends each document and the tokens that begin
+    the next, if documents are concatenated.
     `progress` is called with the number of tokens that were scored since its last call. Raises ValueError, on all
     ranks, for documents that cannot be read and if there is no token to score.
     """

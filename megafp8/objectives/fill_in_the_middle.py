@@ -31,8 +31,9 @@ MARKS = 3
 class FillInTheMiddle:
     """`next_token` of documents each of which is rearranged with probability `rate`, and as SPM with `spm_rate` then.
 
-    `prefix`, `middle`, `suffix`: ids of the marks. `eod_id`: ends documents; None if nothing does. Which documents are
-    rearranged, and where, depends on the seed and on the sample's number in the run only.
+    `prefix`, `middle`, `suffix`: ids of the marks. `eod_id`: ends documents; None if nothing does. `start_ids`: begin
+    documents. Both stay in their places. Which documents are rearranged, and where, depends on the seed and on the
+    sample's number in the run only.
     """
 
     next_token: NextToken
@@ -43,6 +44,7 @@ class FillInTheMiddle:
     middle: int
     suffix: int
     eod_id: int | None = None
+    start_ids: tuple[int, ...] = ()
 
     def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
         """The row of `next_token`."""
@@ -52,14 +54,15 @@ class FillInTheMiddle:
     def _rearranged(self, document: NDArray[np.int64], generator: np.random.Generator) -> NDArray[np.int64]:
         chosen, as_spm = generator.random(2) < (self.rate, self.spm_rate)
         ends = len(document) > 0 and document[-1] == self.eod_id
-        text, end = np.split(document, [len(document) - int(ends)])
+        first = len(self.start_ids) if tuple(document[: len(self.start_ids)]) == self.start_ids else 0
+        start, text, end = np.split(document, [first, max(first, len(document) - int(ends))])
         begin, stop = np.sort(generator.integers(len(text), size=2, endpoint=True))
         if not chosen or len(text) - stop < MARKS:
             return document
         prefix, middle, suffix = text[:begin], text[begin:stop], text[stop : len(text) - MARKS]
         pre, mid, suf = (np.array([mark]) for mark in (self.prefix, self.middle, self.suffix))
         pieces = [pre, suf, suffix, mid, prefix] if as_spm else [pre, prefix, suf, suffix, mid]
-        return np.concatenate([*pieces, middle, end])
+        return np.concatenate([start, *pieces, middle, end])
 
     def batch(self, rows: Tensor) -> Batch:
         return self.next_token.batch(rows)
@@ -75,8 +78,11 @@ def _build(config: Config, tokenizer: Tokenizer | None, source: str) -> FillInTh
     given = config.data.fill_in_the_middle
     assert given is not None
     marks = special_ids(config, tokenizer, source, dict(given), _NAMES, "data.fill_in_the_middle")
-    eod_id = None if tokenizer is None else tokenizer.eod_id
-    return FillInTheMiddle(next_token(config), config.seed, given.rate, given.spm_rate, eod_id=eod_id, **marks)
+    eod_id, start_ids = (None, ()) if tokenizer is None else (tokenizer.eod_id, tokenizer.start_ids)
+    prefix, middle, suffix = marks["prefix"], marks["middle"], marks["suffix"]
+    return FillInTheMiddle(
+        next_token(config), config.seed, given.rate, given.spm_rate, prefix, middle, suffix, eod_id, start_ids
+    )
 
 
 OBJECTIVE = ObjectiveRecord(lambda config: config.data.fill_in_the_middle is not None, _build)

@@ -99,7 +99,7 @@ def dry_run(config: Config, world_size: int, source: str, steps: int | None = No
 
     Raises ValueError (ConfigError if a key of the config is at fault) for errors that need neither data nor devices.
     """
-    config, missing = planned_vocabulary(config, source)
+    config, tokenizer, missing = planned_vocabulary(config, source)
     plan = plan_pipeline(config, num_microbatches(config, world_size))
     no_data, start, given = missing_data(config), config.checkpoint.init_from, config.data.distillation
     missing += no_data
@@ -121,6 +121,7 @@ def dry_run(config: Config, world_size: int, source: str, steps: int | None = No
         memory_table(memory),
         *([] if config.device == "cpu" else [_predicted(config, fp8, world_size, teacher)]),
         f"linear layers:\n{plans_table(_plans(config, world_size, fp8))}",
+        *([] if tokenizer is None else [f"tokenizer: {tokenizer.boundaries}"]),
         *([] if no_data else [describe_planned_data(config, steps)]),
         *(["needed before a start:\n" + "\n".join(f"  {line}" for line in missing)] if missing else []),
         *([_resolved(config)] if verbose else []),

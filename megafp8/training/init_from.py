@@ -34,14 +34,18 @@ from megafp8.conversion.load import load_weights
 from megafp8.conversion.model import is_mtp
 from megafp8.conversion.upcycle import UpcycledSource, is_router
 from megafp8.data.hub import missing_folder
-from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
+from megafp8.data.tokenizers import Tokenizer, TokenizerKind, TokenizerSettingError, build_tokenizer
 from megafp8.optimizer.mixed_precision import AVERAGE, OUTER_MOMENTUM
 from megafp8.tensor_parallel.lora import is_lora
 from megafp8.training.state import checkpoint_folder, saved_model, tensor_kinds, weights
 from megafp8.training.trainer import Trainer
 
 _PROBE = "The 3 quick brown foxes' été: naïve Straße, 東京! def f(x_1):\n\treturn x_1 ** 2 != 0x1F  # ~3.14\n"
-_FILES: dict[TokenizerKind, str] = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
+_FILES: dict[TokenizerKind, str] = {
+    "huggingface": "tokenizer.json",
+    "sentencepiece": "tokenizer.model",
+    "tiktoken": "tiktoken.model",
+}
 _NOT_NEEDED = {"master", AVERAGE, OUTER_MOMENTUM}
 """Optimizer state that begins with the weights."""
 _RESOLVED = ("vocab_size", "max_position_embeddings")
@@ -132,15 +136,20 @@ def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
         return
     file = _tokenizer_file(opened, given.kind)
     if file is not None:
-        theirs = build_tokenizer(**given.model_dump() | {"path": str(file)})
-        if theirs.fingerprint != tokenizer.fingerprint and theirs.encode(_PROBE) != tokenizer.encode(_PROBE):
-            rule = f"gives other tokens than {file}, which the weights of checkpoint.init_from were trained with"
+        try:
+            theirs = build_tokenizer(**given.model_dump() | {"path": str(file)})
+            same = theirs.fingerprint == tokenizer.fingerprint or theirs.encode(_PROBE) == tokenizer.encode(_PROBE)
+            why = ""
+        except TokenizerSettingError as error:  # such as an end token that it does not have
+            same, why = False, f" ({error.rule})"
+        if not same:
+            rule = f"gives other tokens than {file}, which the weights of checkpoint.init_from were trained with{why}"
             works = f"write the data with that tokenizer, and set data.tokenizer.path={file}"
             raise ConfigError("config", [Problem("data.tokenizer.path", given.path, rule, works)])
 
 
 def _tokenizer_file(source: Source, kind: TokenizerKind) -> str | None:
-    """The source's tokenizer of kind `kind`, if it has one; a Hugging Face folder may hold one of each kind."""
+    """Return the source's tokenizer of a kind, or None; a Hugging Face folder may hold one of each kind."""
     files = {path.name: str(path) for path in source.tokenizer_files}
     if _FILES.get(kind) in files:
         return files[_FILES[kind]]

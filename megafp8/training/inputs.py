@@ -16,12 +16,13 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from megafp8.batch import Batch
-from megafp8.config import Config, ConfigError, Problem, StageConfig, config_at, is_text, stage_at
+from megafp8.config import Config, ConfigError, Problem, StageConfig, TokenizerConfig, config_at, is_text, stage_at
 from megafp8.data import DataError
 from megafp8.data.blend import Blend, Segment, shares
 from megafp8.data.documents import find_files
 from megafp8.data.indexed_dataset import IndexedDataset, bin_path, check_dataset, idx_path
 from megafp8.data.packing import BestFit
+from megafp8.data.preprocess import check_boundaries
 from megafp8.data.progress import (
     Conflict,
     Identity,
@@ -223,7 +224,7 @@ class Inputs:
                 text_batches,
                 dataset,
                 positions or StreamPositions(_streams_of(dataset)),
-                tokenizer=TokenizerSettings(given.kind, given.path, given.end_token, given.pattern),
+                tokenizer=_settings(given),
                 skip_errors=streams.skip_errors,
             )
         stream = read(
@@ -377,23 +378,28 @@ def open_inputs(config: Config, source: str, step: int = 0) -> Inputs:
     config = _resolve_vocabulary(config, tokenizer, source)
     vocab_size = config.model.vocab_size
     assert vocab_size is not None, "config.checks: given, or known from the tokenizer"
-    if run.model.vocab_size is None:  # checkpoints are compared with it
-        run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": vocab_size})})
+    run = _resolve_vocabulary(run, tokenizer, source)  # checkpoints are compared with it
     objective = objective_of(config, tokenizer, source)
     data_sets = open_data_sets(config, tokenizer)
     for data_set in data_sets:
         if isinstance(data_set, DataSet):
-            check_dataset(data_set.dataset, vocab_size, tokenizer.fingerprint if tokenizer else None)
+            _check_tokens(data_set.dataset, vocab_size, tokenizer)
     progress = Progress.begin(_sources(config.data.train, data_sets, "tokens"))
     train, validation = _blends(data_sets, progress, config.seed)
     if config.data.validation_by_source and validation is None:
         rule = f"data.split ({config.data.split}) leaves no documents for validation"
         works = 'set data.split, for example to "99,1,0", or leave it out'
         raise ConfigError(source, [Problem("data.validation_by_source", True, rule, works)])
-    sets = _validation_sets(config, None if tokenizer is None else tokenizer.fingerprint)
+    sets = _validation_sets(config, tokenizer)
     positions = StreamPositions(_streams_of(train)) if train.has_text else None
     stage = stage_at(run, step)
     return Inputs(config, run, stage, tokenizer, data_sets, progress, train, validation, sets, objective, positions)
+
+
+def _check_tokens(dataset: IndexedDataset, vocab_size: int, tokenizer: Tokenizer | None) -> None:
+    """Raise DataError if a data set is not of the run's vocabulary, or has other tokens around its documents."""
+    check_dataset(dataset, vocab_size, None if tokenizer is None else tokenizer.fingerprint)
+    check_boundaries(dataset, tokenizer)
 
 
 def _text_source(config: Config, path: str, key: str) -> TextSource:
@@ -480,7 +486,7 @@ def _packed(config: Config, dataset: IndexedDataset, documents: range, length: i
     )
 
 
-def _validation_sets(config: Config, fingerprint: str | None) -> dict[str, Blend]:
+def _validation_sets(config: Config, tokenizer: Tokenizer | None) -> dict[str, Blend]:
     """The samples of each set of data.validation. Raises ValueError as `open_inputs` does."""
     blends: dict[str, Blend] = {}
     assert config.model.vocab_size is not None
@@ -490,7 +496,7 @@ def _validation_sets(config: Config, fingerprint: str | None) -> dict[str, Blend
             blends[name] = Blend([text], Segment.fresh([1.0], config.seed))
             continue
         dataset = IndexedDataset(prefix, cache=object_cache(config))
-        check_dataset(dataset, config.model.vocab_size, fingerprint)
+        _check_tokens(dataset, config.model.vocab_size, tokenizer)
         packed = _packed(config, dataset, range(dataset.num_documents))
         blends[name] = Blend([packed], Segment.fresh([1.0], config.seed))
     return blends
@@ -585,11 +591,15 @@ def with_vocabulary(config: Config, source: str) -> Config:
     return _resolve_vocabulary(config, open_tokenizer(config, source), source)
 
 
-def planned_vocabulary(config: Config, source: str) -> tuple[Config, list[str]]:
-    """`config` with `model.vocab_size` resolved, and what is missing for it: the tokenizer, if the config has the
-    vocabulary's size, as it need not be there before the run starts. Raises ValueError."""
+def planned_vocabulary(config: Config, source: str) -> tuple[Config, Tokenizer | None, list[str]]:
+    """Return `config` with its vocabulary resolved, its tokenizer, and lines that say what is missing.
+
+    The tokenizer may be missing if the config has the vocabulary's size, since it need not be there before the run
+    starts. Raises ValueError.
+    """
     try:
-        return _resolve_vocabulary(config, open_tokenizer(config, source), source), []
+        tokenizer = open_tokenizer(config, source)
+        return _resolve_vocabulary(config, tokenizer, source), tokenizer, []
     except ConfigError as error:
         missing = error.__cause__
         if not isinstance(missing, MissingTokenizer):
@@ -599,7 +609,7 @@ def planned_vocabulary(config: Config, source: str) -> tuple[Config, list[str]]:
             works = "give data.tokenizer a path that is there" if missing.setting == "path" else missing.works
             problem = Problem("model.vocab_size", None, rule, f"set it, or {works}")
             raise ConfigError(source, [problem]) from None
-        return config, [f"data.tokenizer.{missing.setting} = {missing.value}: {missing.rule}; {missing.works}"]
+        return config, None, [f"data.tokenizer.{missing.setting} = {missing.value}: {missing.rule}; {missing.works}"]
 
 
 def open_tokenizer(config: Config, source: str) -> Tokenizer | None:
@@ -608,16 +618,25 @@ def open_tokenizer(config: Config, source: str) -> Tokenizer | None:
     if given is None:
         return None
     try:
-        return build_tokenizer(given.kind, given.path, given.end_token, given.pattern)
+        return build_tokenizer(*_settings(given))
     except TokenizerSettingError as error:
         problem = Problem(f"data.tokenizer.{error.setting}", error.value, error.rule, error.works)
         raise ConfigError(source, [problem]) from error
 
 
+def _settings(given: TokenizerConfig) -> TokenizerSettings:
+    """Return the arguments of `build_tokenizer` for the section data.tokenizer."""
+    return TokenizerSettings(**given.model_dump())
+
+
 def _resolve_vocabulary(config: Config, tokenizer: Tokenizer | None, source: str) -> Config:
+    """Fill in `model.vocab_size`, and the settings of data.tokenizer that its files state. Raises ConfigError."""
     given = config.model.vocab_size
     if tokenizer is None:
         return config
+    assert config.data.tokenizer is not None
+    settings = config.data.tokenizer.model_copy(update=tokenizer.settings._asdict())
+    config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": settings})})
     if given is None:
         model = config.model.model_copy(update={"vocab_size": tokenizer.vocab_size})
         return config.model_copy(update={"model": model})

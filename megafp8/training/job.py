@@ -360,6 +360,8 @@ class Job:
         samples = self.spikes.consumed(self.history.samples_at(max(self.step, self.last_step), self.config))
         data = describe_data(self.config, inputs.data_sets, inputs.progress, inputs.validation_sets, samples)
         logger.info(f"data:\n{data}")
+        if inputs.tokenizer is not None:
+            logger.info(f"tokenizer: {inputs.tokenizer.boundaries}")
         for line in describe_longrope(self.config):
             logger.info(line)
         logger.info(f"model FLOPs, of which MFU is made: {describe_flops(self.config, trainer.compared)}")

@@ -378,6 +378,13 @@ def _changed_fixed_keys(then: Mapping[str, Any], config: Config) -> Iterator[str
             f"was saved with optimizer.name = {optimizer}, this run has {name}, so weights have another optimizer "
             f"state; set optimizer.name={optimizer}, {_ANOTHER}"
         )
+    end = "data.tokenizer.end_token"
+    if old.get(end) not in (None, new.get(end)):
+        yield f"was saved with {end} = {old[end]}, this run has {new.get(end)}; set {end}={old[end]}, {_ANOTHER}"
+    begin = "data.tokenizer.add_bos_token"
+    before, now = (bool(values.get(begin)) for values in (old, new))
+    if before != now:
+        yield f"was saved with {begin} = {before}, this run has {now}; set {begin}={str(before).lower()}, {_ANOTHER}"
     moments, ours = old.get("optimizer.moments_dtype", "fp32"), config.optimizer.moments_dtype
     if moments != ours and "fp32" in (moments, ours):
         yield (

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import random
+from collections.abc import Mapping
 from importlib.metadata import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +21,7 @@ from megafp8.conversion.native import NativeSource
 from megafp8.data.tokenizers import TokenizerKind, build_tokenizer
 from tests.conversion import checkpoints
 from tests.conversion.checkpoints import convert
+from tests.data.test_tokenizers import CL100K
 from tools import train_tokenizer
 
 TEXT = "\n".join(str(metadata(name)["Description"])[:15000] for name in ("torch", "numpy"))
@@ -90,19 +93,25 @@ class Case(NamedTuple):
     eos: str
     unk: str | None
     pad: str | None
+    settings: Mapping[str, Any] = MappingProxyType({})
 
 
+END = {"end_token": "<|endoftext|>"}
 CASES = {
     "ours": Case("sentencepiece", "tokenizer.model", _tool, "<s>", "</s>", "<unk>", "<pad>"),
     "llama, any name": Case("sentencepiece", "vocabulary.v2.spm", _llama, "<s>", "</s>", "<unk>", "<pad>"),
     "symbols": Case("sentencepiece", "symbols.model", _symbols, "<s>", "</s>", "<unk>", None),
     "unigram": Case("sentencepiece", "m", _unigram, "<s>", "</s>", "<unk>", None),
-    "tokenizers": Case("huggingface", "tokenizer.json", _byte_level, "<s>", "<|endoftext|>", None, "<pad>"),
-    "tokenizers, any name": Case("huggingface", "mine-32k.json", _byte_level, "<s>", "<|endoftext|>", None, "<pad>"),
+    "tokenizers": Case("huggingface", "tokenizer.json", _byte_level, "<s>", "<|endoftext|>", None, "<pad>", END),
+    "tokenizers, any name": Case(
+        "huggingface", "mine-32k.json", _byte_level, "<s>", "<|endoftext|>", None, "<pad>", END
+    ),
     "vocabulary and merges": Case(
         "huggingface", "my-vocab.json", _two_files, "<|endoftext|>", "<|endoftext|>", None, None
     ),
-    "tiktoken": Case("tiktoken", "ranks.tiktoken", _tiktoken, "<|endoftext|>", "<|endoftext|>", None, None),
+    "tiktoken": Case(
+        "tiktoken", "ranks.tiktoken", _tiktoken, "<|endoftext|>", "<|endoftext|>", None, None, END | {"pattern": CL100K}
+    ),
     "bytes": Case("bytes", None, None, "<|endoftext|>", "<|endoftext|>", None, None),
 }
 
@@ -125,7 +134,7 @@ def make_run(folder: Path, case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple
     if case.file is not None:
         path = str(folder / case.file)
         case.make(Path(path))
-    said = {**checkpoints.ABOUT["config"], "data": {"tokenizer": {"kind": case.kind, "path": path}}}
+    said = {**checkpoints.ABOUT["config"], "data": {"tokenizer": {"kind": case.kind, "path": path, **case.settings}}}
     monkeypatch.setitem(checkpoints.ABOUT, "config", said)
     return checkpoints.make(folder / "run"), path
 
@@ -141,14 +150,14 @@ def test_autotokenizer_gives_the_ids_of_the_runs_tokenizer(
     convert(NativeSource(run), HfSink(exported))
     assert [record.message for record in caplog.records if "is a unigram model" not in record.message] == []
     assert ("is a unigram model" in caplog.text) == (name == "unigram")
-    ours = build_tokenizer(case.kind, path)
+    ours = build_tokenizer(case.kind, path, **case.settings)
     theirs = transformers.AutoTokenizer.from_pretrained(exported)
     for text in texts(100):
         ids = ours.encode(text)
         assert theirs(text).input_ids == ids, text
         if ours.decode(ids) == text:
             assert theirs.decode(ids) == text
-    assert (theirs.bos_token, theirs.eos_token, theirs.unk_token, theirs.pad_token) == case[3:]
+    assert (theirs.bos_token, theirs.eos_token, theirs.unk_token, theirs.pad_token) == case[3:7]
     assert theirs.eos_token_id == ours.eod_id
     generation = json.loads((exported / "generation_config.json").read_text())
     assert transformers.GenerationConfig.from_pretrained(exported).eos_token_id == ours.eod_id
@@ -183,7 +192,7 @@ def test_tokenizers_in_every_family(
     warned = "transformers.PreTrainedTokenizerFast.from_pretrained" in caplog.text
     assert warned == (family == "qwen2")
     loader = transformers.PreTrainedTokenizerFast if warned else transformers.AutoTokenizer
-    theirs, ours = loader.from_pretrained(exported), build_tokenizer(case.kind, path)
+    theirs, ours = loader.from_pretrained(exported), build_tokenizer(case.kind, path, **case.settings)
     wrong = [text for text in texts(1000) if theirs(text).input_ids != ours.encode(text)]
     print(f"{name}, {family}: {len(wrong)} of {len(texts(1000))} texts differ")
     assert len(wrong) <= (10 if name == "unigram" else 0)
@@ -219,4 +228,4 @@ def test_a_tokenizer_of_theirs_comes_with_its_special_tokens(
         name: (tmp_path / name).read_bytes()
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     }
-    assert (found.eod_id, found.pad_id, caplog.records) == (0, 1, [])
+    assert (found.bos_id, found.eod_id, found.pad_id, caplog.records) == (0, 0, 1, [])

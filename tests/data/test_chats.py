@@ -220,11 +220,11 @@ def test_completions(tokenizer: Tokenizer, append_eod: bool) -> None:
     encode = completion_encoder(tokenizer, append_eod)
     for prompt, completion in [("What? ", "That."), ("two lin", "es"), ("", "something else"), ("🙂", "🙂\n")]:
         ids, _, mask, _ = encode(prompt, completion)
-        text = prompt + completion + ("<|endoftext|>" if append_eod else "")
+        text = prompt + completion + ("</s>" if append_eod else "")
         assert tokenizer.decode(ids.tolist()) == text
         learned = tokenizer.decode(ids[mask == 1].tolist())
         assert text.endswith(learned)
-        assert learned.endswith(completion + "<|endoftext|>" if append_eod else completion)
+        assert learned.endswith(completion + "</s>" if append_eod else completion)
         own = tokenizer.encode(prompt)
         assert ids[mask == 0].tolist() == own[: int((mask == 0).sum())]
     with pytest.raises(ValueError, match="the completion is empty"):

@@ -55,7 +55,7 @@ def _said(*contents: str, first: str = "user") -> list[dict[str, str]]:
 def test_texts(path: Path) -> None:
     record = {"prompt": "2 + 2? ", "chosen": "4", "rejected": "five"}
     eod = build_tokenizer("huggingface", str(path)).eod_id
-    assert [x.removesuffix("<|endoftext|>") for x in _answers(path, record)] == ["4", "five"]
+    assert [x.removesuffix("</s>") for x in _answers(path, record)] == ["4", "five"]
     tokens = _tokens(path, record)
     assert sum(tokens.sequences) == len(tokens.ids)
     assert tokens.ids[tokens.sequences[0] - 1] == tokens.ids[-1] == eod

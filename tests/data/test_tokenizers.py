@@ -47,6 +47,7 @@ def files(quickstart_data: QuickstartData, tmp_path_factory: pytest.TempPathFact
     library.train_from_iterator(TEXTS * 3, trainer)
     library.save(str(folder / "tokenizer.json"))
     write_ranks(folder / "tiny.tiktoken", [b"re", b"tu", b"retu", b"rn"])
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     return {
         "sentencepiece": str(quickstart_data.folder / "tokenizer.model"),
         "huggingface": str(folder / "tokenizer.json"),
@@ -55,8 +56,9 @@ def files(quickstart_data: QuickstartData, tmp_path_factory: pytest.TempPathFact
     }
 
 
-def build(files: dict[str, str], kind: str) -> Tokenizer:
-    return build_tokenizer(kind, files[kind] or None)  # type: ignore[arg-type]
+def build(files: dict[str, str], kind: str, end_token: str | None = None) -> Tokenizer:
+    pattern = CL100K if kind == "tiktoken" else None
+    return build_tokenizer(kind, files[kind] or None, end_token, pattern)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "tiktoken", "bytes"])
@@ -112,7 +114,17 @@ def test_errors_name_the_key_or_flag(tmp_path: Path, capsys: pytest.CaptureFixtu
         ({"kind": "huggingface", "path": __file__}, "path", "is not a tokenizer.json"),
         ({"kind": "tiktoken", "path": __file__}, "path", "not a tiktoken ranks file: line 1: "),
         ({"kind": "tiktoken", "path": "gpt9"}, "path", "neither a file nor a tiktoken encoding"),
-        ({"kind": "tiktoken", "path": str(ranks), "end_token": "<|im_end|>"}, "end_token", "has no such token"),
+        ({"kind": "tiktoken", "path": str(ranks)}, "pattern", "does not hold the regular expression that splits text"),
+        (
+            {"kind": "tiktoken", "path": str(ranks), "pattern": r"[\s\S]"},
+            "end_token",
+            "special tokens are <|endoftext|>",
+        ),
+        (
+            {"kind": "tiktoken", "path": str(ranks), "pattern": r"[\s\S]", "end_token": "<|im_end|>"},
+            "end_token",
+            "has no such token",
+        ),
         ({"kind": "tiktoken", "path": str(ranks), "pattern": "("}, "pattern", "not a regular expression"),
         ({"kind": "tiktoken", "path": str(ranks), "pattern": r"\S+|\n"}, "pattern", "would leave out '\\t'"),
         ({"kind": "tiktoken", "path": str(ranks), "pattern": "a*"}, "pattern", "matches the empty text"),
@@ -137,26 +149,29 @@ def test_errors_name_the_key_or_flag(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_end_tokens(files: dict[str, str], tmp_path: Path) -> None:
-    """Any token of the vocabulary; the fingerprint changes only with its id."""
+    """A setting may be any token of the vocabulary; it does not change the vocabulary's fingerprint."""
     for kind, token in (("sentencepiece", "<s>"), ("huggingface", "!"), ("tiktoken", "retu")):
-        usual, other = build(files, kind), build_tokenizer(kind, files[kind], token)  # type: ignore[arg-type]
+        usual, other = build(files, kind), build(files, kind, token)
         assert other.decode([other.eod_id]) in (token, "")  # sentencepiece shows no control tokens
         assert other.eod_id != usual.eod_id
-        assert other.fingerprint != usual.fingerprint
+        assert (other.fingerprint == usual.fingerprint) == (kind != "tiktoken")  # there <|endoftext|> is not added
         assert other.encode(TEXTS[0]) == usual.encode(TEXTS[0])
     for kind, token in (("sentencepiece", "</s>"), ("huggingface", "<|endoftext|>"), ("tiktoken", "<|endoftext|>")):
-        same = build_tokenizer(kind, files[kind], token)  # type: ignore[arg-type]
-        assert (same.eod_id, same.fingerprint) == (build(files, kind).eod_id, build(files, kind).fingerprint)
+        same, usual = build(files, kind, token), build(files, kind)
+        assert (same.eod_id, same.fingerprint) == (usual.eod_id, usual.fingerprint)
+        assert same.settings == usual.settings._replace(path=same.settings.path)
+        again = build_tokenizer(*usual.settings)
+        assert (again.eod_id, again.start_ids, again.fingerprint) == (same.eod_id, same.start_ids, same.fingerprint)
 
     path = str(tmp_path / "t.json")
     library = word_level({"a": 0, "b": 1})
     library.save(path)
-    with pytest.raises(ValueError, match=r"has no end-of-document token; looked for <\|endoftext\|>"):
+    with pytest.raises(ValueError, match=r"state no end-of-document token .*; it has no special tokens"):
         build_tokenizer("huggingface", path)
     library.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     library.save(path)
     known = r"; special tokens are <\|im_start\|>, <\|im_end\|>"
-    with pytest.raises(ValueError, match=f"has no end-of-document token; .*{known}"):
+    with pytest.raises(ValueError, match=f"state no end-of-document token .*{known}"):
         build_tokenizer("huggingface", path)
     with pytest.raises(ValueError, match=f"'</s>': .* has no such token; .*{known}"):
         build_tokenizer("huggingface", path, "</s>")
@@ -209,7 +224,7 @@ def test_texts_are_neither_cut_nor_padded(tmp_path: Path) -> None:
     library.enable_padding(length=9)
     library.save(str(tmp_path / "padded.json"))
     for name in ("cut.json", "padded.json"):
-        assert build_tokenizer("huggingface", str(tmp_path / name)).encode("a b a b") == [0, 1, 0, 1]
+        assert build_tokenizer("huggingface", str(tmp_path / name), "</s>").encode("a b a b") == [0, 1, 0, 1]
 
 
 def test_tiktoken_ranks_files(files: dict[str, str], tmp_path: Path) -> None:
@@ -219,19 +234,19 @@ def test_tiktoken_ranks_files(files: dict[str, str], tmp_path: Path) -> None:
     text = "a 12345 word's  end\n"
     ranks = write_ranks(path, [b"34", b"d'", b" e"])
     prints = set()
-    for pattern in (None, CL100K, r"\s+|\S+", r"[\s\S]"):
-        tokenizer = build_tokenizer("tiktoken", str(path), None, pattern)
-        default = build_tokenizer("tiktoken", str(path))
-        if pattern is not None:
-            reference = tiktoken.Encoding("r", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-            assert tokenizer.encode(text) == reference.encode_ordinary(text)
-        assert (tokenizer.encode(text) == default.encode(text)) == (pattern in (None, CL100K)), pattern
+    for pattern in (CL100K, r"\s+|\S+", r"[\s\S]"):
+        tokenizer = build_tokenizer("tiktoken", str(path), "<|endoftext|>", pattern)
+        default = build_tokenizer("tiktoken", str(path), "<|endoftext|>", CL100K)
+        reference = tiktoken.Encoding("r", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        assert tokenizer.encode(text) == reference.encode_ordinary(text)
+        assert (tokenizer.encode(text) == default.encode(text)) == (pattern == CL100K), pattern
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert tokenizer.eod_id == 259
         prints.add(tokenizer.fingerprint)
-    assert len(prints) == 4
+    assert len(prints) == 3
     write_ranks(path, [b"12", b"or", b"rd"])
-    assert build_tokenizer("tiktoken", str(path)).encode("12") == [256], "an earlier content of the file was used"
+    changed = build_tokenizer("tiktoken", str(path), "<|endoftext|>", CL100K)
+    assert changed.encode("12") == [256], "an earlier content of the file was used"
     for damaged, message in (
         (b"IQ== 0\n", "no token for the single byte 0x00"),
         (b"IQ==\n", "line 1: not enough values"),

@@ -209,6 +209,9 @@ def test_the_tokens_around_a_text_in_a_folder_of_hugging_face(tmp_path: Path) ->
     tmp_path = tmp_path / "theirs"
     convert(RandomSource(ModelConfig(**SMALL, max_position_embeddings=64)), HfSink(tmp_path))
     library.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"state no end-of-document token .* special tokens are <s>, </s>"):
+        open_checkpoint(tmp_path, Layout(), device="cpu")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     assert open_checkpoint(tmp_path, Layout(), device="cpu").start_tokens == []
     library.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     library.save(str(tmp_path / "tokenizer.json"))

@@ -25,7 +25,7 @@ from tests.world import World
 from tools import preprocess_data
 
 LENGTH, STRIDE = 32, 8
-BOS, EOD = 256, 258  # <s>, which begins a text, and <|endoftext|>, which ends a document of a data set
+BOS, EOD = 256, 257  # <s>, which begins a document, and </s>, which ends it
 TEXTS = ("naïve café " * 9 + "!!!", "short", "x y" * 24)
 """Of 120, 5 and 72 tokens, which windows fill: so the last one has no less context than others."""
 
@@ -60,7 +60,7 @@ def _losses(folder: Path, layout: dict[str, int], file: str, prefix: str) -> dic
         "file": loss_of(scorer, files, start, STRIDE, progress=seen.append),
         "data set": loss_of(scorer, documents(dataset), start, STRIDE),
         "some": loss_of(scorer, documents(dataset, range(1, 3)), start, STRIDE),
-        "concatenated": loss_of(scorer, documents(dataset), start, STRIDE, concatenated_by=tokenizer.eod_id),
+        "concatenated": loss_of(scorer, documents(dataset), start, STRIDE, concatenated_by=[EOD, BOS]),
         "masked": loss_of(scorer, documents(masked), start, STRIDE),
         "progress": Loss(0, sum(seen), None, None, 0.0),
     }
@@ -83,8 +83,8 @@ def their_nats(model: Any, tokens: Sequence[int], counted: Sequence[bool]) -> fl
 
 
 def write_masked(prefix: str) -> None:
-    """The first document without its end, of which the tokens from 50 on count."""
-    tokens = np.asarray(IndexedDataset(prefix).document(0)[:-1], np.uint16)
+    """Write the first document without its beginning and end, with the tokens from 50 on counted."""
+    tokens = np.asarray(IndexedDataset(prefix).document(0)[1:-1], np.uint16)
     writer = IndexedDatasetWriter(f"{prefix}-masked", np.uint16, loss_mask=True)
     writer.add_document(tokens, loss_mask=(np.arange(len(tokens)) >= 50).astype(np.uint8))
     writer.close()
@@ -102,8 +102,8 @@ def test_losses_are_those_of_transformers(world2: World, tmp_path: Path, split: 
     documents = [letters.encode(text) for text in TEXTS]
     assert [len(tokens) for tokens in documents] == [1 + 120, 1 + 5, 1 + 72], "with <s>"
     nats = [their_nats(model, tokens, [True] * len(tokens)) for tokens in documents]
-    stream = [BOS, *(token for tokens in documents for token in (*tokens[1:], EOD))]
-    together = their_nats(model, stream, [token != EOD for token in stream])
+    stream = [token for tokens in documents for token in (*tokens, EOD)]
+    together = their_nats(model, stream, [token not in (BOS, EOD) for token in stream])
     of_mask = their_nats(model, documents[0], [i > 50 for i in range(121)])
     words, sizes = (sum(map(count, TEXTS)) for count in (lambda x: len(x.split()), lambda x: len(x.encode())))
     assert abs(together - sum(nats)) > 1

@@ -88,6 +88,14 @@ def test_documents_are_rearranged_one_by_one_and_keep_their_places() -> None:
             assert own <= {token, END, PRE, MID, SUF}
 
 
+def test_the_beginning_of_a_document_stays_in_its_place() -> None:
+    start = (50, 51)
+    for i in range(20):
+        row = _row(i, np.concatenate([start, TEXT[: S - 2]]), start_ids=start)
+        assert row[:2] == list(start)
+        assert [*row[2:], -1, -1] == _row(i, TEXT[: S - 2])  # which is padded
+
+
 def test_a_short_document_stays_as_it_is() -> None:
     for n in range(3):
         objective = FillInTheMiddle(

@@ -14,18 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.config import Config, ConfigError, check_layout, load_config
+from megafp8.config import Config, ConfigError, ModelConfig, check_layout, load_config
 from megafp8.conversion.hf_source import HfSource
 from megafp8.data.sampler import batches
 from megafp8.data.tokenizers import build_tokenizer
 from megafp8.distributed.sharding import shards_of, spec_of
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
-from megafp8.training.init_from import check_init, complete_model, load_init
+from megafp8.training.init_from import _tokenizer_file, check_init, complete_model, load_init
 from megafp8.training.inputs import open_inputs
 from megafp8.training.metrics import read_metrics
 from megafp8.training.state import save_state
 from megafp8.training.trainer import Trainer
 from tests.conversion import families
+from tests.conversion.test_tokenizer_families import FAMILIES, write_family
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, ROOT, VOCABULARY, QuickstartData
 from tests.world import World
@@ -334,6 +335,15 @@ def test_errors_about_the_folder_name_the_key(tmp_path: Path, quickstart_data: Q
     changed = json.loads((folder / "config.json").read_text()) | {"is_causal": False}
     (folder / "config.json").write_text(json.dumps(changed))
     refused(r"config\.json: is_causal = False")
+
+
+def test_a_folder_with_a_tiktoken_tokenizer(tmp_path: Path) -> None:
+    """Its file is compared with the run's, and not taken for a sentencepiece model."""
+    folder = write_family(tmp_path, FAMILIES["kimi-tiktoken"])
+    source = families.RandomSource(ModelConfig(**families.SMALL))
+    source.tokenizer_files = list(folder.iterdir())
+    assert _tokenizer_file(source, "tiktoken") == str(folder / "tiktoken.model")
+    assert _tokenizer_file(source, "sentencepiece") is None
 
 
 def test_another_tokenizer(tmp_path: Path, quickstart_data: QuickstartData) -> None:

@@ -25,7 +25,9 @@ from megafp8.optimizer.param_groups import is_hidden_matrix
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.state import (
     _can_lack,
+    _changed_fixed_keys,
     changed_keys,
+    check_next_stage,
     check_resume,
     checkpoint_folder,
     config_hash,
@@ -141,6 +143,8 @@ OTHER: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"moments_dtype": "bf16"}},
      "optimizer.moments_dtype = fp32, this run has bf16, .* bf16 and fp8 only"),
     ({"optimizer": {"name": "muon"}}, "optimizer.name = adamw, this run has muon, .* set optimizer.name=adamw, or"),
+    ({"data": {"tokenizer": {"kind": "huggingface", "path": "x", "add_bos_token": True}}},
+     "add_bos_token = False, this run has True; set data.tokenizer.add_bos_token=false, or"),
     ({"seed": 2, "model": {"rope_theta": 5.0}},
      r"seed = 1, this run has 2, (.|\n)*step_00000003 holds the weights of"),
 ]  # fmt: skip
@@ -156,6 +160,22 @@ def test_what_a_run_may_change_when_it_resumes(world2: World, tmp_path: Path) ->
             check_resume(changed(config, **change), tmp_path, "abc")
     with pytest.raises(IncompatibleCheckpoint, match=r"another vocabulary \(fingerprint abc, here None\)"):
         check_resume(config, tmp_path, None)
+
+
+def test_the_end_of_documents_stays_when_a_run_resumes() -> None:
+    """Checkpoints that do not record the token, since it was not set, do not fix it."""
+    config = config_of(LAYERS_4, seed=1)
+    before, now, unset = (
+        changed(config, data={"tokenizer": {"kind": "huggingface", "path": "x", "end_token": token}})
+        for token in ("</s>", "<eos>", None)
+    )
+    check_next_stage(before, before, 1, "a.yaml")
+    check_next_stage(unset, now, 1, "a.yaml")
+    then = before.model_dump(mode="json")
+    assert list(_changed_fixed_keys(then, now)) == [
+        "was saved with data.tokenizer.end_token = </s>, this run has <eos>; set data.tokenizer.end_token=</s>, or "
+        "choose another name for a new run"
+    ]
 
 
 def test_another_number_of_experts(world2: World, tmp_path: Path) -> None:

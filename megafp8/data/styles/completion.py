@@ -27,10 +27,10 @@ class Completions:
 
 
 def completion_encoder(tokenizer: Tokenizer, append_eod: bool) -> Callable[[str, str], Tokens]:
-    """The function that tokenizes a prompt and its completion. It raises ValueError if the completion is empty.
+    """Return the function that tokenizes a prompt and its completion. It raises ValueError if the completion is empty.
 
-    They are tokenized together. The completion begins with the first token that the prompt alone does not have there.
-    `append_eod`: it ends with the end-of-document token.
+    They are tokenized together, after the tokenizer's `start_ids`. The completion begins with the first token that the
+    prompt alone does not have there. `append_eod`: it ends with the end-of-document token.
     """
 
     def encode(prompt: str, completion: str) -> Tokens:
@@ -39,7 +39,8 @@ def completion_encoder(tokenizer: Tokenizer, append_eod: bool) -> Callable[[str,
         ids, prompt_ids = tokenizer.encode(prompt + completion), tokenizer.encode(prompt)
         differing = [a != b for a, b in zip(ids, prompt_ids)]
         first = differing.index(True) if True in differing else min(len(prompt_ids), len(ids))
-        ids = [*ids, tokenizer.eod_id] if append_eod else ids
+        ids = [*tokenizer.start_ids, *ids, *([tokenizer.eod_id] if append_eod else [])]
+        first += len(tokenizer.start_ids)
         mask, characters = (np.arange(len(ids)) >= first).astype(np.uint8), len(prompt) + len(completion)
         return Tokens.masked(ids, mask, characters, "no token after the prompt")
 

@@ -14,7 +14,10 @@ from megafp8.data.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts, which end with the end-of-document token if `append_eod`. `sentences`: each is a sequence of its own."""
+    """Texts, which begin with the tokenizer's `start_ids`, and end with its end-of-document token if `append_eod`.
+
+    `sentences`: each sentence is a sequence of its own.
+    """
 
     append_eod: bool = True
     sentences: bool = False
@@ -27,6 +30,7 @@ class Texts:
             parts = [part for part in parts if part]
             if not parts:
                 return None
+            parts[0] = [*tokenizer.start_ids, *parts[0]]
             if self.append_eod:
                 parts[-1] = [*parts[-1], tokenizer.eod_id]
             return Tokens(np.concatenate(parts).astype(np.int32), [len(part) for part in parts], None, len(text))
