@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import re
 import signal
@@ -68,6 +69,26 @@ OUTCOME_SECONDS = 45.0  # for other nodes to read the outcome: torch takes up to
 FOLLOWER_SECONDS = 5.0  # for the node of the rank that failed first to report it
 GRACE_SECONDS = 5  # for ranks to exit by themselves once one has failed
 STOP_SECONDS = 110  # from a stop signal until ranks are killed; TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it
+
+
+SAID_BY_OUTCOME = (
+    "Setting OMP_NUM_THREADS",
+    "Sending process",
+    "Unable to shutdown process",
+    "failed (exitcode",
+    "death signal",
+    "Got termination signal",
+)
+"""Parts of the messages of torch's agent that say less than the outcome of the job, and stand around it."""
+TORCH_LOGGERS = ("run", "elastic.multiprocessing.api", "elastic.agent.server.api")
+
+
+def hide_torch_messages() -> None:
+    """Drop the messages of torch's agent that the outcome of the job makes needless; all others are shown."""
+    for name in TORCH_LOGGERS:
+        logging.getLogger(f"torch.distributed.{name}").addFilter(
+            lambda record: not any(part in str(record.msg) for part in SAID_BY_OUTCOME)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,6 +417,7 @@ def main() -> int:
     # store for each attempt, at a port that the agents agree on again.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ[AGENT_PID] = str(os.getpid())
+    hide_torch_messages()
     parser = get_args_parser()
     parser.__class__ = ArgumentParser  # for errors in the form of all others
     options = with_command(parser.parse_args(sys.argv[1:]))

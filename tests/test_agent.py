@@ -196,6 +196,7 @@ def test_two_nodes_recover_and_stop(launch: Launch, lost: str) -> None:
     if lost == "rank":
         assert "was ended by SIGKILL" in other.said()
         assert "restarting, 3 left" in other.said()
+        assert "torch/distributed/elastic" not in head.said() + other.said(), "messages around the one that says why"
 
     other.process.send_signal(signal.SIGTERM)
     codes = [node.wait(180) for node in (head, other)]

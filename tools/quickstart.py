@@ -5,35 +5,52 @@
 
 The text is the Python standard library's own source: real, and on every machine that can run this. Each step is one of
 the package's ordinary commands, printed before it runs, so that what you see is what you would type. Everything is
-written below the current folder: data/quickstart and runs/quickstart.
+written below the current folder: data/quickstart and runs/quickstart. Started again, it does what is left to do.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from megafp8.arguments import ArgumentParser
+from megafp8.commands.common import run_tool, signal_handler
 
 RANKS = 4
 DATA = Path("data/quickstart")
-CHECKPOINTS = Path("runs/quickstart/checkpoints")
 EXCLUDED = ("site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__", "dist-packages", "ensurepip")
+_INTERRUPTED = 130
 
 
 def run(*words: str | Path) -> None:
-    """Print and run one command of megafp8; leave with its exit code if it fails."""
+    """Print and run one command of megafp8; leave with its exit code if it fails, or after it if asked to stop.
+
+    Ctrl-C reaches the command from the terminal, and SIGTERM is passed on. The command then ends by itself, a run after
+    it has saved a checkpoint.
+    """
     arguments = [str(word) for word in words]
     print(f"\n$ megafp8 {shlex.join(arguments)}", flush=True)
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # four processes share the cores
-    code = subprocess.run([sys.executable, "-m", "megafp8", *arguments], env=environment).returncode
-    if code:
-        sys.exit(code)
+    process = subprocess.Popen([sys.executable, "-m", "megafp8", *arguments], env=environment)
+    signals: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        signals.append(number)
+        if number == signal.SIGTERM:
+            process.send_signal(number)
+
+    with signal_handler(pass_on, signal.SIGINT, signal.SIGTERM):
+        code = process.wait()
+    if code or signals:
+        sys.exit(code or _INTERRUPTED)
 
 
 def write_file_list() -> Path:
@@ -48,8 +65,10 @@ def write_file_list() -> Path:
 
 
 def device() -> list[str]:
-    """The override by which the ranks share the CPU where there are fewer GPUs than ranks."""
-    from torch.cuda import device_count  # help needs no torch
+    """Return the override by which the ranks share the CPU if there are fewer GPUs than ranks."""
+    if shutil.which("nvidia-smi") is None:  # no driver, so torch, which takes seconds to import, finds no GPU either
+        return []
+    from torch.cuda import device_count
 
     if not 0 < device_count() < RANKS:
         return []
@@ -63,10 +82,19 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    overrides = make_parser().parse_args(argv).overrides
+def newest_checkpoint(run_folder: Path) -> Path | None:
+    return max((run_folder / "checkpoints").glob("step_*"), default=None)
+
+
+def quickstart(overrides: Sequence[str]) -> None:
+    """Run the steps that are left to do. Raises ValueError for overrides that do not work, before the first of them."""
+    from megafp8.config import check_layout, load_config  # help need not wait for it
+
     start = time.monotonic()
-    model, prefix = DATA / "tokenizer.model", DATA / "stdlib"
+    config = load_config("quickstart", overrides)
+    check_layout(config, RANKS, "quickstart")
+    run_folder, model, prefix = Path(config.run_dir) / config.name, DATA / "tokenizer.model", DATA / "stdlib"
+    before = newest_checkpoint(run_folder)
     files = write_file_list()
     if not model.exists():
         run("train-tokenizer", "--text-files", "--input-list", files, "--output", model, "--vocab-size", "2048")
@@ -74,10 +102,18 @@ def main(argv: list[str] | None = None) -> int:
         run("preprocess", "--text-files", "--input-list", files, "--tokenizer", "sentencepiece",
             "--tokenizer-path", model, "--output-prefix", prefix, "--workers", "2")  # fmt: skip
     run("launch", "--nproc-per-node", str(RANKS), "pretrain", "--config", "quickstart", *device(), *overrides)
-    print(f"checkpoint: {max(CHECKPOINTS.glob('step_*'))}")
+    newest, name = newest_checkpoint(run_folder), shlex.quote(str(run_folder))
+    if newest is not None:
+        print(f"checkpoint: {newest}")
     print(f"quickstart took {time.monotonic() - start:.0f} s")
-    print('next: megafp8 generate runs/quickstart "def main("; megafp8 plot-run runs/quickstart --html run.html')
-    return 0
+    if newest is not None and newest == before:
+        print("the run was done before; to train another one: megafp8 quickstart name=another")
+    print(f'next: megafp8 generate {name} "def main("; megafp8 plot-run {name} --html run.html')
+
+
+def main(argv: list[str] | None = None) -> int:
+    overrides = make_parser().parse_args(argv).overrides
+    return run_tool(lambda: quickstart(overrides))
 
 
 if __name__ == "__main__":

@@ -1236,7 +1236,10 @@ class DataConfig(Section):
     span_corruption: SpanCorruptionConfig = SpanCorruptionConfig()
     """Spans to restore, with model.architecture t5."""
     num_workers: Annotated[int, Field(ge=0, le=1024), INTEGER] = 0
-    """Number of loader processes per rank; of text, of processes that tokenize. 0: load in the training process."""
+    """Number of loader processes per rank, or of processes that tokenize text. 0 loads in the training process.
+
+    0 is enough for files on local disk. Loader processes pay where samples wait for storage or take work to make.
+    """
     streams: StreamsConfig = StreamsConfig()
     """Text that is tokenized while the run trains."""
     index_cache: str | None = None

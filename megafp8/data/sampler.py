@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from megafp8.batch import Batch
 from megafp8.data import DataError
 from megafp8.data.blend import Blend
+from megafp8.data.loader_processes import end_with_trainer, start_server
 
 Parts = Sequence[NDArray[Any]]
 """The pieces of documents, or sentences, that a sample consists of, in order: `[n]`, or with a loss mask `[2, n]`."""
@@ -167,7 +168,8 @@ def batches(
         collate_fn=partial(collate, objective=objective),
         num_workers=num_workers,
         pin_memory=pin_memory,
-        multiprocessing_context="spawn" if num_workers else None,
+        multiprocessing_context=start_server() if num_workers else None,
+        worker_init_fn=end_with_trainer,
         prefetch_factor=4 if num_workers else None,
     )
     stream = iter(loader)

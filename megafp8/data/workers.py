@@ -13,7 +13,7 @@ import multiprocessing
 import queue
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -80,22 +80,30 @@ def map_in_order(
             connection.close()
 
 
+@contextlib.contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """Context in which new processes start with SIGINT and SIGTERM blocked.
+
+    A terminal sends Ctrl-C to all its processes, and batch systems send SIGTERM. Only the parent handles them.
+    """
+    resource_tracker.ensure_running()  # starting it unblocks both signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start(started: list[tuple[Connection, BaseProcess]], make: Callable[[], object], count: int) -> None:
     """Start workers and add each to `started`."""
     context = multiprocessing.get_context("spawn")  # tokenizers have threads, which a fork does not copy
-    # A terminal sends Ctrl-C to all its processes, and batch systems SIGTERM. Workers start with both blocked, so that
-    # only the parent handles them. The resource tracker must be started before, because starting it unblocks them.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
-    try:
+    with stop_signals_blocked():
         for _ in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, make), daemon=True)
             process.start()
             theirs.close()
             started.append((ours, process))
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _work(connection: Connection, make: Callable[[], Callable[[Task], Result]]) -> None:

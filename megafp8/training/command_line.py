@@ -28,6 +28,7 @@ from megafp8.config import (
     load_config,
     planned_stages,
 )
+from megafp8.data.loader_processes import start_server
 from megafp8.training import notify
 from megafp8.training.arguments import make_parser
 from megafp8.training.errors import run_and_report
@@ -100,6 +101,8 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
         return None
     config = load_config(arguments.config, arguments.overrides, _complete_model)
     notify.subscribe(config)
+    if config.data.num_workers and not config.data.text:
+        start_server()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_config(config, world_size, arguments.config)
     # From here on torch is needed.

@@ -79,6 +79,7 @@ def run_and_report(job: Callable[[], object]) -> int:
         faulthandler.enable(file=2)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    _clean_up_silently()
     _end_with_agent()
     try:
         job()
@@ -103,6 +104,16 @@ def run_and_report(job: Callable[[], object]) -> int:
         report_failure(message, code, trace)
         return code
     return DONE
+
+
+def _clean_up_silently() -> None:
+    """Hide the warnings of the process that removes the semaphores which this one leaves when it is killed.
+
+    Python starts that process with the warning options of this one. It prints the warning after the error message.
+    """
+    option = "ignore:resource_tracker"
+    if option not in sys.warnoptions:
+        sys.warnoptions.append(option)
 
 
 def _end_with_agent() -> None:

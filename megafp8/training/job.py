@@ -28,6 +28,7 @@ from megafp8.checkpoint import (
 )
 from megafp8.checkpoint.errors import SaveFailed, on_rank0
 from megafp8.config import end_of_stage, stage_at
+from megafp8.data.loader_processes import describe_overload
 from megafp8.distributed import activity, flight_recorder
 from megafp8.fp8 import describe_path
 from megafp8.fp8.health import FILE_NAME
@@ -362,6 +363,9 @@ class Job:
         logger.info(f"data:\n{data}")
         if inputs.tokenizer is not None:
             logger.info(f"tokenizer: {inputs.tokenizer.boundaries}")
+        crowded = describe_overload(self.config.data.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if crowded is not None and self.is_main:
+            logger.warning(crowded)
         for line in describe_longrope(self.config):
             logger.info(line)
         logger.info(f"model FLOPs, of which MFU is made: {describe_flops(self.config, trainer.compared)}")

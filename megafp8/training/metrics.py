@@ -215,13 +215,14 @@ def short_number(number: int) -> str:
 class LogWriter(Observer):
     """A log line every `interval` steps, and for every step that was evaluated or skipped.
 
-    Step time, tokens per second and MFU are means over the steps since the previous line. The estimated time to
-    `last_step` uses the mean wall time, including evaluations and saves, of up to `_WINDOW` latest steps of this
-    process, without the first, which is slower. `per`: unit of rates, `gpu` or `process`. `bar`: show a progress bar
-    too. `clock`: seconds.
+    Step time, tokens per second and MFU are means over the steps since the previous line. A line shows the share of
+    these steps that waited for data if it is noticeable. The estimated time to `last_step` uses the mean wall time,
+    including evaluations and saves, of up to `_WINDOW` latest steps of this process, without the first, which is
+    slower. `per`: unit of rates, `gpu` or `process`. `bar`: show a progress bar too. `clock`: seconds.
     """
 
     _WINDOW = 1000
+    _NOTICEABLE_WAIT = 0.1
 
     def __init__(
         self,
@@ -241,6 +242,9 @@ class LogWriter(Observer):
     def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
         self._ends.append(self._clock())
         self._since.append(metrics)
+        waited, seconds = metrics.data_seconds, metrics.step_seconds
+        if len(self._ends) == 1 and waited >= max(1.0, self._NOTICEABLE_WAIT * seconds):
+            logger.info(f"the first step waited for data for {waited:.1f} of its {seconds:.1f} s")
         if self._bar is not None:
             self._bar.update(1)
         ends = metrics.step == self._last
@@ -273,6 +277,9 @@ class LogWriter(Observer):
             f"{seconds / len(self._since):.3f} s/step",
             f"{rate:,.0f} tok/s/{self._per}",
         ]
+        waiting = sum(step.data_seconds for step in self._since) / seconds
+        if waiting >= self._NOTICEABLE_WAIT:
+            parts.append(f"{waiting:.0%} waiting for data")
         if metrics.mfu is not None:
             parts.append(f"mfu {sum((step.mfu or 0.0) * step.step_seconds for step in self._since) / seconds:.1%}")
         if metrics.expert_imbalance is not None:

@@ -20,6 +20,7 @@ from megafp8.object_store.cache import ObjectCache
 from megafp8.objectives.next_token import NextToken
 from tests.data.test_indexed_dataset import pack
 from tests.object_server import ObjectServer
+from tests.world import World
 
 VOCABULARY = 5000
 STEPS = 10
@@ -71,8 +72,10 @@ def stream(dataset: IndexedDataset, cache: Path, consumed: int, workers: int) ->
     ids=["all blocks fit", "few blocks fit", "loader processes"],
 )
 def test_samples_are_those_of_local_files(
-    local: Path, s3: ObjectServer, tmp_path: Path, protocol: str, limit: int, workers: int
+    local: Path, s3: ObjectServer, tmp_path: Path, world2: World, protocol: str, limit: int, workers: int
 ) -> None:
+    if workers:
+        world2.run(int, ranks=1)  # loader processes come from the server of the ranks, which these tests configure
     remote = opened(s3.upload(local) if protocol == "s3" else f"local://{local}", tmp_path / "objects", limit)
     assert remote.is_remote
     for consumed in (0, 12):  # from the beginning, and resumed

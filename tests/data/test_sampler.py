@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
 import pickle
+import signal
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,11 +20,15 @@ from hypothesis import strategies as st
 
 from megafp8.data import DataError
 from megafp8.data.blend import Blend, Segment
+from megafp8.data.loader_processes import describe_overload, start_server
 from megafp8.data.sampler import _Samples, batches, sample_indices
 from megafp8.data.samples import PackedDataset
 from megafp8.objectives.next_token import NextToken
+from megafp8.processes import process_start
+from megafp8.prove.local_ranks import RanksFailed
 from megafp8.replicas import share
 from tests.data.datasets import write_dataset
+from tests.world import World
 
 small = st.integers(1, 4)
 
@@ -74,14 +83,53 @@ def test_a_resumed_stream_goes_on() -> None:
     assert firsts(stream(8, 0, rank=1, dp=2), 2) == [[9, 11], [13, 15]]
 
 
-@pytest.mark.parametrize("workers", [1, 0])
-def test_loader_processes_change_nothing(workers: int) -> None:
-    """An error neither: it comes in the step that would use the sample, with its own message."""
+def read_all(workers: int) -> None:
+    """Read the samples that can be read; the error of the others comes in the step that would use them."""
     steps = stream(4, workers)
     assert firsts(steps, 4) == [[4 + 4 * step + i for i in range(4)] for step in range(4)]
     with pytest.raises(DataError) as error:
         next(steps)
     assert str(error.value) == "x.bin: sample 20 holds token -1"
+
+
+def test_reading_in_this_process() -> None:
+    read_all(0)
+
+
+def _read_by_a_loader_process(folder: Path) -> None:
+    """Read by a loader process, describe it in `folder`, and die by SIGKILL."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have children
+    start_server()
+    read_all(1)
+    (loader,) = multiprocessing.active_children()
+    for name in ("cmdline", "status"):
+        (folder / name).write_text(Path(f"/proc/{loader.pid}/{name}").read_text())
+    (folder / "pid").write_text(str(loader.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_loader_process_is_a_fork_that_leaves_signals_to_its_trainer_and_ends_with_it(
+    world2: World, tmp_path: Path
+) -> None:
+    with pytest.raises(RanksFailed, match="process died, exit code -9"):
+        world2.run(_read_by_a_loader_process, tmp_path, ranks=1)
+    assert "multiprocessing.forkserver" in (tmp_path / "cmdline").read_text()
+    blocked = int((tmp_path / "status").read_text().partition("SigBlk:")[2].split()[0], 16)
+    assert all(blocked & 1 << number - 1 for number in (signal.SIGINT, signal.SIGTERM))
+    deadline = time.monotonic() + 10
+    while process_start((tmp_path / "pid").read_text()) is not None:
+        assert time.monotonic() < deadline, "the loader process outlives its trainer"
+        time.sleep(0.05)
+
+
+def test_more_loader_processes_than_cores() -> None:
+    with mock.patch.object(os, "sched_getaffinity", return_value={0, 1, 2, 3}):
+        assert describe_overload(2, 2) is None
+        assert describe_overload(3, 2) == (
+            "data.num_workers = 3: the ranks on this host start 6 processes that load data, and may use 4 cores; try "
+            "data.num_workers=1 (0 loads in the training process)"
+        )
+        assert "try data.num_workers=0 (" in str(describe_overload(1, 8))
 
 
 def test_files_that_a_loader_process_cannot_open(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import logging
 import os
 import re
 import signal
@@ -11,12 +13,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from launch.agent import Outcome, outcome_of
+from launch.agent import TORCH_LOGGERS, Outcome, hide_torch_messages, outcome_of
 from megafp8.checkpoint import DamagedCheckpoint, FolderInUse, SaveFailed
 from megafp8.data import DataError
 from megafp8.data.samples import split_documents
@@ -244,3 +247,28 @@ def test_ranks_end_with_an_agent_that_is_killed(blocked: str) -> None:
     while status.exists() and "zombie" not in status.read_text():
         assert time.monotonic() < deadline, "the rank lives on"
         time.sleep(0.01)
+
+
+def test_nothing_is_printed_after_a_rank_was_killed(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither by the process that removes its semaphores, nor by torch's agent, whose other messages are shown."""
+    rank = (
+        "import multiprocessing, os\nfrom megafp8.training.errors import run_and_report\n"
+        "def job():\n  lock = multiprocessing.get_context('spawn').Lock()\n  os.kill(os.getpid(), 9)\nrun_and_report(job)"
+    )
+    done = subprocess.run([sys.executable, "-c", rank], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
+    loggers = [logging.getLogger(f"torch.distributed.{name}") for name in TORCH_LOGGERS]
+    with contextlib.ExitStack() as stack:
+        for logger in loggers:
+            stack.enter_context(mock.patch.object(logger, "filters", []))
+            logger.addHandler(caplog.handler)
+            stack.callback(logger.removeHandler, caplog.handler)
+        hide_torch_messages()
+        multiprocessing_logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+        for message in (
+            "Sending process %s closing signal %s",
+            "Unable to shutdown process %s via %s",
+            "Process %s is %s",
+        ):
+            multiprocessing_logger.warning(message, 7, "SIGTERM")
+    assert set(caplog.messages) == {"Process 7 is SIGTERM"}

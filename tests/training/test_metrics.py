@@ -247,9 +247,12 @@ def test_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == expected
     caplog.clear()
     writer = LogWriter(8, 9, 4, per="gpu", clock=lambda: 0.0)  # a new process, whose only step is the last
-    writer.write(run[-1])
+    writer.write(dataclasses.replace(run[-1], data_seconds=1.2))
     head = head.replace("  grad", "  z-loss 0.0125  grad")
-    assert caplog.messages == [f"step      9/9  {head}  1.500 s/step  43 tok/s/gpu  mfu 50.0%  1.152K tokens"]
+    assert caplog.messages == [
+        "the first step waited for data for 1.2 of its 1.5 s",
+        f"step      9/9  {head}  1.500 s/step  43 tok/s/gpu  80% waiting for data  mfu 50.0%  1.152K tokens",
+    ]
 
 
 @pytest.mark.parametrize("rank", [0, 3])
