@@ -14,9 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megafp8.config import ModelConfig
 from megafp8.conversion import convert
 from megafp8.conversion.formats import FORMATS, open_source
 from megafp8.conversion.hf_config import differences
+from megafp8.conversion.model import model_tensors
 from megafp8.conversion.target import Journal
 from tests.conversion import checkpoints
 from tests.marks import slow_but
@@ -81,6 +83,28 @@ def test_another_dtype(tmp_path: Path, run: Run, format: str) -> None:
     checkpoints.make(tmp_path / "run", checkpoints.weights(torch.float32))
     run(tmp_path / "run", tmp_path / "a", format, "--dtype", "bf16", "--verify")
     check_weights(tmp_path / "a", checkpoints.weights(torch.bfloat16))
+
+
+@pytest.mark.parametrize("format", checkpoints.FORMATS)
+def test_tensors_that_training_keeps_in_fp32_are_not_rounded(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    model = checkpoints.MODEL.model_dump(mode="json") | {
+        "moe": {
+            "num_experts": 4, "ffn_hidden_size": 16, "shared_ffn_hidden_size": 16, "score": "sigmoid",
+            "selection_bias": True,
+        },
+    }  # fmt: skip
+    monkeypatch.setitem(checkpoints.ABOUT, "config", {"model": model})
+    shapes = model_tensors(ModelConfig(**model))
+    expected = {name: checkpoints.value(name, shape, torch.float32) for name, shape in shapes.items()}
+    biases = [name for name in expected if name.endswith("router.bias")]
+    assert len(biases) == 2
+    expected |= {name: 6.8 + expected[name] / 100 for name in biases}  # bf16 has a step of 0.03 there
+    checkpoints.make(tmp_path / "run", expected)
+    printed = run(tmp_path / "run", tmp_path / "a", format, "--dtype", "bf16", "--verify")
+    assert f"with {len(expected) - 2} of its tensors rounded to bf16" in printed
+    check_weights(tmp_path / "a", {name: x if name in biases else x.bfloat16() for name, x in expected.items()})
 
 
 def test_safetensors_reads_a_consolidated_file(tmp_path: Path, run: Run) -> None:
