@@ -31,6 +31,7 @@ from megafp8.conversion.quantized_export import Expected, QuantizedExport
 from megafp8.conversion.target import Sink
 from megafp8.dtypes import DTYPES
 from megafp8.inference.kv_cache_scales import read_scales
+from megafp8.messages import print_error
 from megafp8.training.quantized_export import quantized_export
 
 OF_MEGATRON = ("megatron", "torch_dist")
@@ -146,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run(parse_arguments(argv))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     except KeyboardInterrupt:
         print("interrupted; the same command continues where it stopped", file=sys.stderr)

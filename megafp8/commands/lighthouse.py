@@ -14,6 +14,7 @@ import sys
 import threading
 
 from megafp8.arguments import ArgumentParser, at_least
+from megafp8.messages import print_error
 
 
 def make_parser() -> ArgumentParser:
@@ -50,7 +51,7 @@ def main() -> int:
         token = lighthouse.token_of(os.environ)
         stop = lighthouse.start(bind, token, options.min, options.join_seconds, options.heartbeat_seconds)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     print(f"lighthouse at {options.bind}, for {options.min} or more replicas", flush=True)
     ended = threading.Event()

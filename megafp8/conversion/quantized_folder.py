@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megafp8.conversion.safetensors_format import QUANTIZED, Entry, read_rows
 from megafp8.distributed.sharding import Shape
+from megafp8.messages import value_text
 from megafp8.numerics.formats import E4M3
 
 logger = logging.getLogger(__name__)
@@ -63,12 +64,12 @@ def dequantized(path: Path, quantization: object, entries: Entries) -> Entries:
             )
         return entries
     if not isinstance(quantization, dict):
-        raise ValueError(f"{config_file}: {KEY} = {quantization!r}: it must be an object")
+        raise ValueError(f"{config_file}: {KEY} = {value_text(quantization)}: it must be an object")
     method = quantization.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
         raise ValueError(
-            f"{config_file}: {KEY}.quant_method = {method!r} cannot be read; {', '.join(_METHODS)} can. Of other "
-            "methods take the model's folder in floating point, or save it so with the tool that quantized it"
+            f"{config_file}: {KEY}.quant_method = {value_text(method)} cannot be read; {', '.join(_METHODS)} can. Of "
+            "other methods take the model's folder in floating point, or save it so with the tool that quantized it"
         )
     left_out = [name for name in entries if _OF_ENGINES.search(name)]
     if left_out:
@@ -88,7 +89,7 @@ class _Folder:
     quantization: Mapping[str, Any]
 
     def refuse(self, key: str, value: object, supported: str) -> NoReturn:
-        raise ValueError(f"{self.file}: {KEY}.{key} = {value!r}: supported: {supported}")
+        raise ValueError(f"{self.file}: {KEY}.{key} = {value_text(value)}: supported: {supported}")
 
 
 # --- fp8 --------------------------------------------------------------------------------------------------------------

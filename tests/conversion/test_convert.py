@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -309,6 +310,39 @@ def damage(path: Path) -> tuple[Path, str]:
             file.write_bytes(content)
             return file, "model.layers.1.mlp.down.weight"
     raise AssertionError("not found")
+
+
+ESCAPE = "\x1b]0;owned\x07\x1b[2J"
+FOREIGN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a name": ({ESCAPE: 0}, {}, r"is damaged: its header says of '\x1b]0;owned\x07\x1b[2J': {'dtype'"),
+    "many names": ({f"x{i}": 0 for i in range(20_000)}, {}, "has a tensor x0 and 19,999 more, which no llama model"),
+    "a key": ({}, {ESCAPE: 1}, r"'\x1b]0;owned\x07\x1b[2J' = 1: megafp8 does not know this key of llama models"),
+    "many keys": ({}, {f"k{i}": "y" * 1000 for i in range(1000)}, "and 995 more: megafp8 does not know these keys of"),
+    "a value": ({}, {"quantization_config": {"quant_method": "fp8", "fmt": "z" * 10**6}}, "fmt = 'zzz"),
+    "a kind": ({}, {"model_type": "z" * 10**6}, "model_type = 'zzz"),
+}
+"""Tensors of no values and keys of config.json that are added to a folder, and what the error says."""
+
+
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_errors_quote_files_of_others_in_short_and_without_control_characters(
+    tmp_path: Path, run: Run, foreign: str
+) -> None:
+    names, keys, message = FOREIGN[foreign]
+    checkpoints.make(tmp_path / "run")
+    run(tmp_path / "run", tmp_path / "hf", "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    nothing = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps(json.loads(content[8:end]) | dict.fromkeys(names, nothing)).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | keys))
+    error = run(tmp_path / "hf", tmp_path / "native", "native", fails=True)
+    assert message in error
+    assert error.strip().isprintable()
+    assert len(error) < 3000
 
 
 @pytest.mark.parametrize("format", ["native", "megatron", "consolidated"])
