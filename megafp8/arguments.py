@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
+from megafp8.messages import print_error
 from megafp8.suggestions import near_name
 
 _FAILED = 2
@@ -74,7 +75,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {self.usage_error(message)}", file=sys.stderr, flush=True)
+            print_error(self.usage_error(message))
         sys.exit(_FAILED)
 
     def usage_error(self, message: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,15 +14,18 @@ def near_name(name: str, names: Iterable[str]) -> str | None:
 
 
 def near_path(path: Path) -> Path | None:
-    """An existing path spelt like `path`, each part of which may be misspelt; None if there is none, or for a URL."""
-    if "://" in str(path) or path.exists():
+    """Return an existing path spelt like `path`, each part of which may be misspelt; None if there is none.
+
+    It is None for a URL, too, and where a folder may not be read.
+    """
+    if "://" in str(path) or os.path.exists(path):
         return None
     parent = path.parent
-    if parent != path and not parent.is_dir():
+    if parent != path and not os.path.isdir(parent):
         corrected = near_path(parent)
-        if corrected is None or not corrected.is_dir():
+        if corrected is None or not os.path.isdir(corrected):
             return None
-        if (corrected / path.name).exists():
+        if os.path.exists(corrected / path.name):
             return corrected / path.name
         parent = corrected
     try:

@@ -26,10 +26,12 @@ from megafp8.conversion.convert import Selected, convert, keep_freed_memory, ver
 from megafp8.conversion.format_names import ACTIVATIONS, FORM_NAMES, FORMAT_NAMES
 from megafp8.conversion.formats import FORMATS, Format, fetched, recognize
 from megafp8.conversion.hf_sink import HfSink
+from megafp8.conversion.model import check_size_of
 from megafp8.conversion.quantized_export import Expected, QuantizedExport
 from megafp8.conversion.target import Sink
 from megafp8.dtypes import DTYPES
 from megafp8.inference.kv_cache_scales import read_scales
+from megafp8.messages import print_error
 from megafp8.training.quantized_export import quantized_export
 
 OF_MEGATRON = ("megatron", "torch_dist")
@@ -51,7 +53,8 @@ def make_parser() -> ArgumentParser:
     formats = "megatron and torch_dist are Megatron-LM's --ckpt-format torch and torch_dist (docs/converting.md)"
     parser.add_argument("--to", required=True, choices=FORMAT_NAMES, help=formats)
     parser.add_argument("--from", dest="source", choices=FORMAT_NAMES, help="default: what the files look like")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="of weights; implies --weights-only")
+    help = "of weights; tensors that training keeps in fp32 stay so (docs/converting.md); implies --weights-only"
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help=help)
     parser.add_argument("--weights-only", action="store_true", help="leave optimizer state and FP8 scales out")
     parser.add_argument("--verify", action="store_true", help="read the target back and compare every value")
     to = parser.add_argument_group("to Megatron-LM")
@@ -97,8 +100,9 @@ def given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, An
 
 
 def opened(format: Format, path: Path, to: Format, **options: Any) -> Source:
-    """The source at `path`, as far as the format `to` holds it."""
+    """Open the source at `path`, as far as the format `to` holds it."""
     source = format.source(path, **options)
+    check_size_of(source)
     return adapters_alone(source) if to.adapters else source
 
 
@@ -110,7 +114,7 @@ def run(arguments: argparse.Namespace) -> None:
         flags, formats = ", ".join(source_options), " and ".join(OF_MEGATRON)
         raise ValueError(f"{arguments.load} is of the format {format}; {flags} is for {formats}")
     whole = opened(FORMATS[format], load, to, **source_options)
-    source: Source = Selected(
+    selected = Selected(
         whole,
         weights_only=arguments.weights_only or arguments.dtype is not None or to.weights_only,
         dtype=DTYPES.get(arguments.dtype),
@@ -130,11 +134,11 @@ def run(arguments: argparse.Namespace) -> None:
         *dict.fromkeys(x for options in SINK_OPTIONS.values() for x in options),
         *SOURCE_OPTIONS,
     )
-    print(f"{sink.path}: {convert(source, sink, {name: getattr(arguments, name) for name in options})}")
-    if export is not None:
-        source = Expected(source, export)
+    print(f"{sink.path}: {convert(selected, sink, {name: getattr(arguments, name) for name in options})}")
     if arguments.verify:
-        print(f"{sink.path}: equal to {source.path}: {verify(source, opened(to, sink.hidden, to))}")
+        expected = selected if export is None else Expected(selected, export)
+        rounded = f" with {selected.rounded} of its tensors rounded to {arguments.dtype}" if selected.rounded else ""
+        print(f"{sink.path}: equal to {selected.path}{rounded}: {verify(expected, opened(to, sink.hidden, to))}")
     sink.publish()
 
 
@@ -143,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run(parse_arguments(argv))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     except KeyboardInterrupt:
         print("interrupted; the same command continues where it stopped", file=sys.stderr)

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from megafp8.arguments import ArgumentParser
 from megafp8.checkpoint import CheckpointReader, latest
 from megafp8.conversion.formats import FORMATS, open_source, recognize
+from megafp8.messages import print_error
 from megafp8.object_store import AnyPath, as_path
 from megafp8.training.state import changed_keys
 
@@ -286,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return inspect(arguments)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
 
 

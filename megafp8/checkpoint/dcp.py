@@ -39,12 +39,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megafp8.checkpoint.errors import DamagedCheckpoint, join_first, on_all_ranks
+from megafp8.checkpoint.errors import DamagedCheckpoint, on_all_ranks
 from megafp8.checkpoint.files import Checksum, ChecksummedFiles
 from megafp8.checkpoint.pickle_reader import Record, read_pickle
 from megafp8.checkpoint.rectangles import Rectangles
 from megafp8.checkpoint.torch_file import DTYPE_NAMES, TorchFile, is_size, shape_of
 from megafp8.distributed import collectives
+from megafp8.messages import join_first, name_text
 from megafp8.object_store import AnyPath, ObjectPath
 
 INDEX_FILE = ".metadata"
@@ -97,7 +98,7 @@ class _Index:
         for key, value in stored.items():
             where, info = self._place(key, value)
             if where in places:
-                raise ValueError(f"it says twice where {_shown(where[0])} is")
+                raise ValueError(f"it says twice where {name_text(where[0])} is")
             places[where] = info
         described = {name: self._entry(name, entry, len(stored)) for name, entry in entries.items()}
         if sum(len(x.chunks) for x in described.values() if isinstance(x, TensorStorageMetadata)) > len(stored):
@@ -119,16 +120,16 @@ class _Index:
         start: Any = info.get("offset")
         length: Any = info.get("length")
         if type(file) is not str or file in ("", ".", "..") or "/" in file or "\0" in file or len(file) > 255:
-            raise ValueError(f"the place of {_shown(name)} is in {_shown(file)}, which is no file of the folder")
+            raise ValueError(f"the place of {name_text(name)} is in {name_text(file)}, which is no file of the folder")
         if not is_size(start) or not is_size(length):
-            raise ValueError(f"the place of {_shown(name)} has no offset and length")
+            raise ValueError(f"the place of {name_text(name)} has no offset and length")
         transformed = ("unknown",) if info.get("transform_descriptors") else None
         return (name, offset), _StorageInfo(file, start, length, transformed)
 
     def _entry(self, name: Any, entry: Any, limit: int) -> TensorStorageMetadata | BytesStorageMetadata:
-        if type(name) is not str:
-            raise ValueError("a key of state_dict_metadata is no text")
-        what = f"the entry of {_shown(name)}"
+        if type(name) is not str or not name.isprintable():
+            raise ValueError(f"a key of state_dict_metadata is no name: {name_text(name)}")
+        what = f"the entry of {name_text(name)}"
         if isinstance(entry, Record) and entry.of == (_METADATA, "BytesStorageMetadata"):
             return BytesStorageMetadata()
         about = _state(entry, "TensorStorageMetadata", "the entry of", name)
@@ -150,7 +151,7 @@ class _Index:
         about = _state(chunk, "ChunkStorageMetadata", "a rectangle in the entry of", name)
         offsets, sizes = about.get("offsets"), about.get("sizes")
         if not isinstance(offsets, torch.Size) or not isinstance(sizes, torch.Size) or len(offsets) != len(sizes):
-            raise ValueError(f"a rectangle in the entry of {_shown(name)} has no offsets and sizes")
+            raise ValueError(f"a rectangle in the entry of {name_text(name)} has no offsets and sizes")
         metadata = self._chunks[chunk] = ChunkStorageMetadata(offsets, sizes)
         return metadata
 
@@ -158,7 +159,7 @@ class _Index:
 def _state(record: Any, class_name: str, what: str, name: Any = None, module: str = _METADATA) -> dict[str, Any]:
     """The fields of a record of the class `module.class_name`. `what`, and `name` of a tensor: for the error."""
     if not isinstance(record, Record) or record.of != (module, class_name) or type(record.state) is not dict:
-        raise ValueError(f"{what}{'' if name is None else f' {_shown(name)}'} is no {class_name}")
+        raise ValueError(f"{what}{'' if name is None else f' {name_text(name)}'} is no {class_name}")
     fields: dict[str, Any] = record.state
     return fields
 
@@ -175,16 +176,11 @@ def _check_places(name: str, entry: TensorStorageMetadata, places: _Places) -> N
             inside &= o + n <= total
         if not inside:
             raise ValueError(
-                f"{_shown(name)} is {list(entry.size)}, and has {list(chunk.sizes)} at {list(chunk.offsets)}"
+                f"{name_text(name)} is {list(entry.size)}, and has {list(chunk.sizes)} at {list(chunk.offsets)}"
             )
         place = places.get((name, chunk.offsets))
         if place is not None and not place.transform_descriptors and math.prod(chunk.sizes) * itemsize > place.length:
-            raise ValueError(f"a rectangle {list(chunk.sizes)} of {_shown(name)} has {place.length} bytes")
-
-
-def _shown(name: Any) -> str:
-    """A name from a file, for a message."""
-    return name[:120] if type(name) is str and name.isprintable() else ascii(name)[:120]
+            raise ValueError(f"a rectangle {list(chunk.sizes)} of {name_text(name)} has {place.length} bytes")
 
 
 def check_data_files(path: AnyPath, index: Metadata) -> None:

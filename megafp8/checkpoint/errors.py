@@ -6,17 +6,16 @@ gathers the outcome of every rank before the next stage begins; the gathering is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed import collectives
+from megafp8.messages import join_first
 
 T = TypeVar("T")
-
-MAX_LISTED = 5
 
 
 class DamagedCheckpoint(ValueError):
@@ -73,9 +72,3 @@ def on_rank0(action: Callable[[], T], group: ProcessGroup | None) -> T:
 def group_or_world(group: ProcessGroup | None = None) -> ProcessGroup | None:
     """`group`, or the world where it is None; None where torch.distributed is not initialised."""
     return dist.group.WORLD if group is None and dist.is_initialized() else group
-
-
-def join_first(names: Sequence[str], separator: str = ", ") -> str:
-    """The first `MAX_LISTED` of `names`, and how many more there are."""
-    remainder = f"{separator}and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return separator.join(names[:MAX_LISTED]) + remainder

@@ -23,11 +23,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megafp8.checkpoint import dcp, store
 from megafp8.checkpoint.errors import (
-    MAX_LISTED,
     DamagedCheckpoint,
     IncompatibleCheckpoint,
     group_or_world,
-    join_first,
     on_all_ranks,
     on_rank0,
 )
@@ -36,6 +34,7 @@ from megafp8.checkpoint.reader import CheckpointReader, first_intact
 from megafp8.checkpoint.rectangles import Rectangles, TensorInfo, as_rectangles
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Shape
+from megafp8.messages import MAX_LISTED, join_first
 from megafp8.object_store import AnyPath, ObjectPath, as_path
 
 _REQUESTS = 16

@@ -43,7 +43,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megafp8.checkpoint import dcp, store
-from megafp8.checkpoint.errors import DamagedCheckpoint, SaveFailed, join_first, on_all_ranks, on_rank0
+from megafp8.checkpoint.errors import DamagedCheckpoint, SaveFailed, on_all_ranks, on_rank0
 from megafp8.checkpoint.files import (
     CHECKSUMS_FILE,
     Checksum,
@@ -58,6 +58,7 @@ from megafp8.checkpoint.rectangles import Rectangles
 from megafp8.distributed import collectives
 from megafp8.distributed.activity import Work
 from megafp8.distributed.sharding import Shape
+from megafp8.messages import join_first
 from megafp8.user_cache import make_own_folder
 
 NODE_FILE = "node"

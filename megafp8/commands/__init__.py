@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from megafp8 import __version__
+from megafp8.messages import print_error
 from megafp8.shipped import PACKAGE, is_checkout
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         works = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
-        print(f"error: megafp8 has no command {name!r}; {works}", file=sys.stderr)
+        print_error(f"megafp8 has no command {name!r}; {works}")
         return 2
     sys.argv = [f"megafp8 {name}", *arguments]  # argparse's name of the program
     if arguments in (["-h"], ["--help"]):

@@ -15,6 +15,7 @@ from typing import Any, get_args
 from megafp8.data.documents import InputFile, SkippedFile, find_files
 from megafp8.data.styles.registry import STYLES
 from megafp8.data.tokenizers import TokenizerKind, TokenizerSettingError, TokenizerSettings
+from megafp8.messages import print_error
 from megafp8.suggestions import did_you_mean
 
 _INTERRUPTED, _FAILED = 130, 2
@@ -183,13 +184,13 @@ def run_tool(tool: Callable[[], None]) -> int:
     except TokenizerSettingError as error:
         flag = f"--tokenizer-{error.setting.replace('_', '-')}"
         given = "" if error.value is None else f" {error.value}"
-        print(f"error: {flag}{given}: {error.rule}; {error.works}", file=sys.stderr)
+        print_error(f"{flag}{given}: {error.rule}; {error.works}")
         return _FAILED
     except FileNotFoundError as error:
-        print(f"error: {_missing(error)}", file=sys.stderr)
+        print_error(_missing(error))
         return _FAILED
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return _FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

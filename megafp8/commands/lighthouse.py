@@ -14,6 +14,7 @@ import sys
 import threading
 
 from megafp8.arguments import ArgumentParser, between
+from megafp8.messages import print_error
 
 _MAX_REPLICAS = 1_000_000
 _MAX_SECONDS = 1e9
@@ -53,7 +54,7 @@ def main() -> int:
         token = lighthouse.token_of(os.environ)
         stop = lighthouse.start(bind, token, options.min, options.join_seconds, options.heartbeat_seconds)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     print(f"lighthouse at {options.bind}, for {options.min} or more replicas", flush=True)
     ended = threading.Event()

@@ -77,7 +77,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         resilience_checks.layout,
         _profile,
     )
-    if problems := [*_pattern(config.model)]:
+    if problems := [*_pattern(config.model), *_sizes(config)]:
         raise ConfigError(source, problems)
     problems = [problem for rule in rules for problem in rule(config)]
     problems += _problems_on_ranks(config, world_size)
@@ -95,7 +95,8 @@ def fewest_ranks(configs: Sequence[Config]) -> int:
         least = math.lcm(least, p.pipeline * math.lcm(p.tensor * p.context, p.expert_ranks))
     most = max(config.training.global_batch_size for config in configs) * least
     for ranks in range(least, min(most, _MOST_RANKS) + 1, least):
-        if not any(problem for config in configs for problem in _problems_on_ranks(config, ranks)):
+        divide = all(not [*_batch(config, ranks)] for config in configs)  # the rule that most numbers break, and short
+        if divide and not any(problem for config in configs for problem in _problems_on_ranks(config, ranks)):
             return ranks
     return least
 
@@ -715,6 +716,19 @@ def _batch_invariant(config: Config) -> Iterator[Problem]:
 _MOST_RANKS = 2**18
 _MOST_MICROBATCHES = 2**16
 """Per step and rank. A schedule is a list that contains each of them."""
+_MOST_PIPELINE_RANKS, _MOST_LAYER_KINDS, _MOST_EXPERTS = 256, 256, 2**13
+
+
+def _sizes(config: Config) -> Iterator[Problem]:
+    """Limits on sizes of the model and its pipeline that would take too long to plan."""
+    experts = 0 if config.model.moe is None else config.model.moe.num_experts
+    for key, value, most in (
+        ("parallel.pipeline", config.parallel.pipeline, _MOST_PIPELINE_RANKS),
+        ("model.layer_kinds", len(config.model.layer_kinds), _MOST_LAYER_KINDS),
+        ("model.moe.num_experts", experts, _MOST_EXPERTS),
+    ):
+        if value > most:
+            yield Problem(key, value, "too many to plan a run for in reasonable time", f"try {most:,} or fewer")
 
 
 def _counts(config: Config, world_size: int) -> Iterator[Problem]:

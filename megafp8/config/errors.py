@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_LONGEST_VALUE = 300
-"""Characters of a value in a message."""
+from megafp8.messages import value_text
 
 
 @dataclass(frozen=True)
@@ -24,10 +23,7 @@ class Problem:
     where: str = ""
 
     def __str__(self) -> str:
-        value = repr(self.value)
-        if len(value) > _LONGEST_VALUE:
-            value = f"{value[: _LONGEST_VALUE - 20]} … {value[-17:]}"
-        return f"{self.where}{self.path} = {value}: {self.rule}; {self.works}"
+        return f"{self.where}{self.path} = {value_text(self.value)}: {self.rule}; {self.works}"
 
 
 class ConfigError(ValueError):

@@ -7,6 +7,7 @@ out the base's options of another kind (`choices`). `name` is not inherited, as 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,12 +18,15 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from megafp8.config.choices import LeftOut, leave_out_options, type_of
 from megafp8.config.errors import ConfigError, Problem
-from megafp8.config.reader import compose, construct, duplicate_keys, section_of
+from megafp8.config.reader import MAX_BYTES, compose, construct, duplicate_keys, section_of
 from megafp8.config.schema import Config
 from megafp8.shipped import shipped_configs
 from megafp8.suggestions import did_you_mean, near_name
 
 BASE = "base"
+_MAX_BASES = 20
+_MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255
+"""Longest path, and longest name in it, of Linux."""
 
 
 @dataclass
@@ -46,9 +50,26 @@ class Tree:
 
 
 def file_of(source: str) -> Path:
-    """The file that a command line calls `source`: a path, or else the name of a shipped config."""
+    """Return the file that a command line calls `source`: a path, or else the name of a shipped config.
+
+    Raises ConfigError for a name that no file can have.
+    """
     path = Path(source)
-    return path if path.exists() else shipped_configs().get(source, path)
+    if rule := _name_problem(path):
+        raise ConfigError("config", [Problem("--config", source, rule, "give the path of a YAML file")])
+    return path if os.path.exists(path) else shipped_configs().get(source, path)
+
+
+def _name_problem(path: Path) -> str:
+    """Return why no file can have this path; an empty string where one can."""
+    name = os.fsencode(str(path))
+    if b"\0" in name:
+        return "no file has a name with a NUL character"
+    longest = max(map(len, name.split(b"/")))
+    if longest > _MAX_NAME_BYTES or len(name) > _MAX_PATH_BYTES:
+        limits = f"a name has at most {_MAX_NAME_BYTES} bytes, and a path {_MAX_PATH_BYTES:,}"
+        return f"no file has a path of {len(name):,} bytes with a name of {longest:,}: {limits}"
+    return ""
 
 
 def _where_it_is(path: Path) -> str:
@@ -94,7 +115,7 @@ def _read(source: str, chain: list[tuple[str, Path]], naming: tuple[str, str] | 
 def _base_path(source: str, base: str) -> Path:
     """The file that `source` calls `base`: one relative to it, or else a shipped config by its name."""
     path = Path(source).parent / base
-    return path if path.exists() else shipped_configs().get(base, path)
+    return path if os.path.exists(path) else shipped_configs().get(base, path)
 
 
 def _base_problem(base: object, source: str, chain: list[tuple[str, Path]]) -> Problem | None:
@@ -102,11 +123,18 @@ def _base_problem(base: object, source: str, chain: list[tuple[str, Path]]) -> P
         return Problem(BASE, base, "this is the path of another config", "for example base: llama3-8b.yaml")
     if "://" in base:
         return Problem(BASE, base, "configs are read from local files", "copy it beside this file")
+    if rule := _name_problem(Path(source).parent / base):
+        return Problem(BASE, base, rule, "for example base: llama3-8b.yaml")
     path = _base_path(source, base)
     names = [name for name, _ in chain]
     if path.resolve() in [resolved for _, resolved in chain]:
         rule = f"a file cannot be its own base: {' -> '.join([*names, str(path)])}"
         return Problem(BASE, base, rule, "name another file, or leave it out")
+    if len(chain) > _MAX_BASES:
+        rule = f"this is base number {len(chain)} of {names[0]}, and a config has at most {_MAX_BASES}"
+        return Problem(BASE, base, rule, "merge some of the files")
+    if os.path.exists(path) and not os.path.isfile(path):
+        return Problem(BASE, base, f"{path} is no regular file", "name the YAML file of a config")
     return None
 
 
@@ -123,10 +151,19 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any], annotation: Any) ->
 
 
 def _read_file(source: str, naming: tuple[str, str] | None) -> Tree:
-    """The sections of one file. `naming`: the file that names it as its base, and the line, for messages."""
+    """Return the sections of one file.
+
+    `naming`: the file that names it as its base, and the line, for messages. No message quotes a base that is not a
+    mapping in YAML: it may be any file of the user's.
+    """
     path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            rule = f"more than {MAX_BYTES:,} bytes, and a config has at most that"
+            raise ConfigError(source, [Problem("(file)", "…", rule, "give the YAML file of a config")])
+        text = content.decode()
     except OSError as error:
         named, key, where = (source, "--config", "") if naming is None else (naming[0], BASE, naming[1])
         problem = Problem(key, source, f"{error.strerror}", _where_it_is(path), where)
@@ -142,12 +179,15 @@ def _read_file(source: str, naming: tuple[str, str] | None) -> Tree:
             duplicates.append(Problem(d.path, construct(d.value), rule, "keep one of them"))
         tree = construct(node)
     except yaml.YAMLError as error:
-        raise ConfigError(source, [Problem("(file)", "…", f"not valid YAML: {error}", "correct that line")]) from None
+        mark = getattr(error, "problem_mark", None)
+        quotes_base = naming is not None and mark is not None
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if quotes_base else f": {error}"
+        raise ConfigError(source, [Problem("(file)", "…", f"not valid YAML{where}", "correct that line")]) from None
     if duplicates:
         raise ConfigError(source, duplicates)
     if not isinstance(tree, dict):
         rule = "the file must hold a mapping of sections"
-        raise ConfigError(source, [Problem("(file)", tree, rule, "start from a shipped one: megafp8 init")])
+        raise ConfigError(source, [Problem("(file)", "…", rule, "start from a shipped one: megafp8 init")])
     return Tree(tree, {name: (source, line) for name, line in _lines(node, "")})
 
 

@@ -22,7 +22,7 @@ from megafp8.section import Section
 _TEXT = "tag:yaml.org,2002:str"
 _NULL = "tag:yaml.org,2002:null"
 _MERGE = "tag:yaml.org,2002:merge"
-_MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 _MAX_DEPTH = 50
 _MAX_REPEATED = 10_000
 """Nodes more than are written, which aliases make of a document."""
@@ -64,8 +64,8 @@ def compose(text: str) -> Node | None:
 
     A document may not be nested more than `_MAX_DEPTH` deep, nor be much larger than written by aliases of aliases.
     """
-    if len(text) > _MAX_BYTES:
-        raise yaml.YAMLError(f"{len(text):,} characters, and a config has at most {_MAX_BYTES:,}")
+    if len(text) > MAX_BYTES:
+        raise yaml.YAMLError(f"{len(text):,} characters, and a config has at most {MAX_BYTES:,}")
     try:
         loader = _Loader(text)
     except yaml.reader.ReaderError as error:  # a character that YAML does not have

@@ -238,7 +238,7 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
         """Standard deviation of the initial weights of blocks whose output is added to the residual stream."""
         return self.hidden_init_std / math.sqrt(self._branches)
 
-    @property
+    @cached_property
     def _branches(self) -> int:
         """Number of parts of all layers, which add to the residual stream."""
         kinds = [self.layer_kinds[self.kind_name(layer)] for layer in range(self.num_layers) if self.pattern]
@@ -338,8 +338,13 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
 
     def kind_name(self, layer: int) -> str:
         """The name of a layer's kind; empty without a pattern."""
-        names = _expanded(tuple(self.pattern))
+        names = self._kind_names
         return names[layer % len(names)] if names else ""
+
+    @cached_property
+    def _kind_names(self) -> tuple[str, ...]:
+        """Names of the kinds of `pattern`, each as often as its count says."""
+        return _expanded(tuple(self.pattern))
 
     def layer(self, index: int) -> LayerSpec:
         """The parts of a layer: resolved records. Layers of multi-token prediction are like the last one."""
@@ -406,12 +411,12 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
         alike = self.model_copy(update=update)
         return alike if [alike.layer(index) for index in range(self.num_layers)] == specs else self
 
-    @property
+    @cached_property
     def distinct_layers(self) -> list[LayerSpec]:
         """The kinds of layers that the model has, each once."""
+        resolved = {id(spec): spec for spec in map(self.layer, range(self.num_layers))}
         kinds: list[LayerSpec] = []
-        for index in range(self.num_layers):
-            spec = self.layer(index)
+        for spec in resolved.values():
             if spec not in kinds:
                 kinds.append(spec)
         return kinds

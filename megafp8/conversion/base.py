@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.rectangles import TensorInfo
 from megafp8.config import ModelConfig
+from megafp8.messages import value_text
 
 
 class Source(Protocol):
@@ -80,7 +81,7 @@ class MasterWeights(Source):
 
 def refuse(key: str, value: object, supported: str) -> NoReturn:
     """Raise ValueError for a key of a foreign config whose value megafp8 does not support."""
-    raise ValueError(f"{key} = {value!r}: megafp8 has no such model; supported: {supported}")
+    raise ValueError(f"{key} = {value_text(value)}: megafp8 has no such model; supported: {supported}")
 
 
 def is_weight(name: str) -> bool:

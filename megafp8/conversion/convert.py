@@ -30,7 +30,7 @@ from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo, is_weight
 from megafp8.conversion.hf_config import canonical, differences
-from megafp8.conversion.model import is_mtp, without_mtp
+from megafp8.conversion.model import is_mtp, training_dtypes, without_mtp
 from megafp8.conversion.target import Sink, is_taken
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
@@ -54,21 +54,35 @@ def keep_freed_memory() -> None:
 class Selected(Source):
     """Tensors of another source: its weights alone where `weights_only`; without multi-token prediction unless `mtp`.
 
-    Those of floating point are cast to `dtype` where that is given.
+    `dtype`: dtype that weights are cast to; a tensor that training in `dtype` keeps in fp32 is fp32. It implies
+    `weights_only`, as optimizer state belongs to the weights as they are.
     """
 
     def __init__(self, source: Source, *, weights_only: bool, dtype: torch.dtype | None, mtp: bool = True) -> None:
+        assert weights_only or dtype is None
         self._source = source
         self.path, self.model, self.about = source.path, source.model if mtp else without_mtp(source), source.about
         self.tokenizer_files = source.tokenizer_files
+        in_training = {} if dtype is None else training_dtypes(source, dtype)
+
+        def cast_to(name: str, stored: torch.dtype) -> torch.dtype:
+            return stored if dtype is None or not stored.is_floating_point else in_training.get(name, dtype)
+
         self.tensors = {
-            name: TensorInfo(info.shape, dtype if dtype is not None and info.dtype.is_floating_point else info.dtype)
+            name: TensorInfo(info.shape, cast_to(name, info.dtype))
             for name, info in source.tensors.items()
             if (is_weight(name) or not weights_only) and (mtp or not is_mtp(source.model, name))
         }
 
+    @property
+    def rounded(self) -> int:
+        """Number of tensors that have fewer bits than in the source."""
+        return sum(
+            info.dtype.itemsize < self._source.tensors[name].dtype.itemsize for name, info in self.tensors.items()
+        )
+
     def read(self, name: str) -> Tensor:
-        """A whole tensor, rounded to nearest even where `dtype` is narrower."""
+        """Return a whole tensor, rounded to nearest even where its dtype here is narrower."""
         return self._source.read(name).to(self.tensors[name].dtype)
 
 

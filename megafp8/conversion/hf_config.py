@@ -33,6 +33,7 @@ from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
 from megafp8.conversion.hf_layers import by_layer, is_by_layer, pattern_of
 from megafp8.conversion.keys import MOST_LAYERS, HfConfig
+from megafp8.messages import join_first, join_names, name_text, value_text
 from megafp8.registry import records_of
 
 _SECTIONS: Mapping[str, type[BaseModel]] = {
@@ -143,10 +144,10 @@ def _read(hf: HfConfig, family: Family) -> tuple[Family, ModelConfig]:
         if key not in known and key in hf and hf[key] not in values:
             refuse(key, hf[key], repr(values[0]))
     if unknown := sorted(hf.keys() - known - _FIXED.keys() - _HARMLESS):
-        values_of = ", ".join(f"{key} = {hf[key]!r}" for key in unknown)
+        values_of = join_first([f"{name_text(key)} = {value_text(hf[key])}" for key in unknown])
         raise ValueError(
             f"{values_of}: megafp8 does not know {'this key' if len(unknown) == 1 else 'these keys'} of {kind} models, "
-            f"which may change what the model computes; if that is not so, remove {' and '.join(unknown)}"
+            f"which may change what the model computes; if that is not so, remove {join_names(unknown, ' and ')}"
         )
     return family, build_model(fields)
 

@@ -43,6 +43,7 @@ from megafp8.conversion.safetensors_format import DTYPES, Entry, read_header, re
 from megafp8.conversion.target import TOKENIZER_NAMES, own_files
 from megafp8.data.tokenizer_files import CODE_FILES, GENERATION_FILE
 from megafp8.distributed.sharding import Shape
+from megafp8.messages import join_names, name_text
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -132,10 +133,10 @@ class HfSource(Source):
             used |= {name for name in self._entries if is_mtp(self.model, name) and is_copy(name)}
         used |= {name for name in self._entries if is_of_shared_keys(self.model, name)}
         if unknown := sorted(self._entries.keys() - used):
-            remainder = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            remainder = f" and {len(unknown) - 1:,} more" if len(unknown) > 1 else ""
             raise ValueError(
-                f"{self._entries[unknown[0]].file} has a tensor {unknown[0]}{remainder}, which no {self._family} model "
-                f"of ours has: {', '.join(unknown)}"
+                f"{self._entries[unknown[0]].file} has a tensor {name_text(unknown[0])}{remainder}, which no "
+                f"{self._family} model of ours has: {join_names(unknown)}"
             )
         return tensors
 
@@ -247,5 +248,5 @@ def _indexed(path: Path) -> dict[str, Entry]:
             raise ValueError(f"{path / file} has no tensor {name}, which {index.name} says it holds")
     for file, header in headers.items():  # transformers would load these too
         if unlisted := [name for name in header if files.get(name) != file and not is_buffer(name)]:
-            raise ValueError(f"{path / file} holds {', '.join(unlisted)}, and {index.name} does not say so")
+            raise ValueError(f"{path / file} holds {join_names(unlisted)}, and {index.name} does not say so")
     return {name: headers[file][name] for name, file in files.items()}

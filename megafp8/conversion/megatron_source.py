@@ -33,6 +33,7 @@ from megafp8.conversion.megatron_args import read_args
 from megafp8.conversion.megatron_names import OUTPUT, Place, canonical, place, runs, their_shape
 from megafp8.conversion.model import check_size, model_tensors
 from megafp8.conversion.target import tokenizer_files
+from megafp8.messages import join_names, name_text, value_text
 from megafp8.object_store import AnyPath
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -143,8 +144,8 @@ class MegatronSource(Source):
             for (r, e), infos in stage.tensors.items():
                 unknown = sorted(key for key in infos if (s, e, key) not in used)
                 if unknown:
-                    path = self._file(s, r, e).path
-                    raise ValueError(f"{path} has {len(unknown)} tensors that no model of ours has: {unknown[:3]}")
+                    path, names = self._file(s, r, e).path, join_names(unknown)
+                    raise ValueError(f"{path} has {len(unknown)} tensors that no model of ours has: {names}")
         return tensors
 
     def _file(self, s: int, r: int, e: int) -> TorchFile:
@@ -292,7 +293,7 @@ def _stages(files: Mapping[Rank, TorchFile], layout: Rank) -> Iterator[_Stage]:
 def _model(file: TorchFile, key: str, may_lack: bool) -> dict[str, StoredTensor]:
     """The weights of one stage by canonical key. `may_lack`: a virtual stage without weights is not in the file."""
     if key not in file.content and not may_lack:
-        raise ValueError(f"{file.path} has no weights: there is {', '.join(map(str, file.content))}, and no {key}")
+        raise ValueError(f"{file.path} has no weights: there is {join_names(file.content)}, and no {key}")
     sizes = {}
     leaves = dict(_leaves(file.content.get(key, {}), ""))
     refuse_t5(file.path, leaves)
@@ -300,7 +301,7 @@ def _model(file: TorchFile, key: str, may_lack: bool) -> dict[str, StoredTensor]
         if name.endswith(NO_WEIGHTS) or value is None:
             continue
         if not isinstance(value, StoredTensor):
-            raise ValueError(f"{file.path}: {name} is {value!r}, and no plain tensor")
+            raise ValueError(f"{file.path}: {name_text(name)} is {value_text(value)}, and no plain tensor")
         if name.endswith("mlp.experts.weight1"):
             raise ValueError(
                 f"{file.path}: {name} holds all experts of a layer (--moe-use-legacy-grouped-gemm); megafp8 reads "

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megafp8.config import ModelConfig
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import Source, TensorInfo
 from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.build import build_stage
@@ -67,11 +67,28 @@ def check_size_of(source: Source) -> None:
 
 def model_tensors(model: ModelConfig) -> dict[str, Shape]:
     """Name (`model.layers.0.attention.q.weight`) and global shape of each weight, from the embedding to the output."""
-    return {name: shape for name, (shape, _) in _tensor_kinds(model).items()}
+    return {name: info.shape for name, info in _tensor_infos(model, torch.float32).items()}
 
 
-def _tensor_kinds(model: ModelConfig) -> dict[str, tuple[Shape, bool]]:
-    """Global shape of each weight, by name, and whether its numbers are of floating point.
+def training_dtypes(source: Source, precision: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtype that a run in `precision` has each weight of `source` in, by name.
+
+    Most have `precision`. A layer that makes a tensor in another dtype keeps it so: the selection bias of a router, a
+    layer's scalar and a table of experts.
+    """
+    known = {"vocab_size": source.model.vocab_size or 1, "max_position_embeddings": _positions(source) or 1}
+    infos = _tensor_infos(source.model.model_copy(update=known), precision)
+    return {name: info.dtype for name, info in infos.items()}
+
+
+def _positions(source: Source) -> int | None:
+    """Return the number of positions of the model of `source`, which its config may leave to the run."""
+    table = source.tensors.get("model.embedding.position.weight")
+    return source.model.max_position_embeddings or (seq_length(source) if table is None else table.shape[0])
+
+
+def _tensor_infos(model: ModelConfig, precision: torch.dtype) -> dict[str, TensorInfo]:
+    """Return the global shape of each weight, and its dtype in a run in `precision`, by name.
 
     The model is built on torch's meta device. `vocab_size`, and `max_position_embeddings` where positions are learned,
     must be given.
@@ -80,14 +97,16 @@ def _tensor_kinds(model: ModelConfig) -> dict[str, tuple[Shape, bool]]:
     context = BuildContext(
         tensor=cast(ProcessGroup, PlannedGroup()),
         fp8=Fp8Manager(None, amax_group=None),
-        dtype=torch.float32,
+        dtype=precision,
         device=torch.device("meta"),
         sequence_parallel=False,
     )
     stage = build_stage(model, context, layers=model.layers, positions=model.max_position_embeddings or 1)
-    weights = {piece.name: (piece.global_shape, True) for x in stage.parameters() for piece in spec_of(x).shards}
-    weights |= {name: (tuple(x.shape), x.is_floating_point()) for name, x in stage.constants.items()}
-    return {f"model.{name}": kind for name, kind in weights.items()}
+    weights = {
+        piece.name: TensorInfo(piece.global_shape, x.dtype) for x in stage.parameters() for piece in spec_of(x).shards
+    }
+    weights |= {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in stage.constants.items()}
+    return {f"model.{name}": info for name, info in weights.items()}
 
 
 def seq_length(source: Source) -> int | None:
@@ -105,17 +124,14 @@ def check_source(source: Source) -> tuple[ModelConfig, dict[str, Shape]]:
     model = without_mtp(source)
     if model.vocab_size is None:
         raise ValueError(f"{source.path} does not say model.vocab_size")
-    if model.max_position_embeddings is None:  # ours may leave it to the run
-        table = source.tensors.get("model.embedding.position.weight")
-        rows = seq_length(source) if table is None else table.shape[0]
-        model = model.model_copy(update={"max_position_embeddings": rows})
+    model = model.model_copy(update={"max_position_embeddings": _positions(source)})
     check_size_of(source)
-    kinds = _tensor_kinds(model)
-    for name, (shape, floats) in kinds.items():
+    infos = _tensor_infos(model, torch.float32)
+    for name, (shape, dtype) in infos.items():
         info = source.tensors.get(name)
         if info is None:
             raise ValueError(f"{source.path} has no tensor {name}, which its model has")
-        if tuple(info.shape) != shape or info.dtype.is_floating_point != floats:
-            wanted = f"{'floats' if floats else 'integers'} {list(shape)}"
+        if tuple(info.shape) != shape or info.dtype.is_floating_point != dtype.is_floating_point:
+            wanted = f"{'floats' if dtype.is_floating_point else 'integers'} {list(shape)}"
             raise ValueError(f"{source.path}: {name} is {info.dtype} {list(info.shape)}, its model has {wanted}")
-    return model, {name: shape for name, (shape, _) in kinds.items()}
+    return model, {name: info.shape for name, info in infos.items()}

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megafp8.conversion.safetensors_format import QUANTIZED, Entry, read_rows
 from megafp8.distributed.sharding import Shape
+from megafp8.messages import value_text
 from megafp8.numerics.formats import E4M3
 
 logger = logging.getLogger(__name__)
@@ -63,12 +64,12 @@ def dequantized(path: Path, quantization: object, entries: Entries) -> Entries:
             )
         return entries
     if not isinstance(quantization, dict):
-        raise ValueError(f"{config_file}: {KEY} = {quantization!r}: it must be an object")
+        raise ValueError(f"{config_file}: {KEY} = {value_text(quantization)}: it must be an object")
     method = quantization.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
         raise ValueError(
-            f"{config_file}: {KEY}.quant_method = {method!r} cannot be read; {', '.join(_METHODS)} can. Of other "
-            "methods take the model's folder in floating point, or save it so with the tool that quantized it"
+            f"{config_file}: {KEY}.quant_method = {value_text(method)} cannot be read; {', '.join(_METHODS)} can. Of "
+            "other methods take the model's folder in floating point, or save it so with the tool that quantized it"
         )
     left_out = [name for name in entries if _OF_ENGINES.search(name)]
     if left_out:
@@ -88,17 +89,25 @@ class _Folder:
     quantization: Mapping[str, Any]
 
     def refuse(self, key: str, value: object, supported: str) -> NoReturn:
-        raise ValueError(f"{self.file}: {KEY}.{key} = {value!r}: supported: {supported}")
+        raise ValueError(f"{self.file}: {KEY}.{key} = {value_text(value)}: supported: {supported}")
 
 
 # --- fp8 --------------------------------------------------------------------------------------------------------------
+
+_FP8_KEYS = {
+    "fmt": ("e4m3",),
+    "scale_fmt": ("float", "ue8m0"),
+    "expert_dtype": ("fp8",),
+    "activation_scheme": ("dynamic", "static"),
+}
+"""Values that keys of `quantization_config` may have."""
 
 
 def _fp8(folder: _Folder, entries: Entries) -> Entries:
     block = folder.quantization.get("weight_block_size")
     if block is not None:
         block = _block(folder, "weight_block_size", block)
-    for key, supported in (("fmt", ("e4m3",)), ("scale_fmt", ("float", "ue8m0")), ("expert_dtype", ("fp8",))):
+    for key, supported in _FP8_KEYS.items():
         if (value := folder.quantization.get(key)) not in (None, *supported):
             folder.refuse(key, value, ", ".join(supported))
     plain = {name: entry for name, entry in entries.items() if not name.endswith("_scale_inv")}
@@ -141,9 +150,10 @@ class _Scaled:
             by_row = scale_r[begin - first : end - first]
             if by_row.shape[1] == 1:
                 part.mul_(by_row)
-                continue
-            part[:, : full * columns].unflatten(1, (full, columns)).mul_(by_row[:, :full, None])
-            part[:, full * columns :].mul_(by_row[:, full:])
+            else:
+                part[:, : full * columns].unflatten(1, (full, columns)).mul_(by_row[:, :full, None])
+                part[:, full * columns :].mul_(by_row[:, full:])
+            _check_weights(part, self.data.file, self.name, by_row, E4M3.max)
         return w_rk
 
     def row_scales(self, first: int, last: int) -> Tensor:
@@ -168,9 +178,26 @@ def fp8_rows(entry: Entry, first: int, last: int) -> tuple[Tensor, Tensor] | Non
     if not isinstance(stored, _Scaled) or stored.scale.shape[1] != 1:
         return None
     data = read_rows(stored.data, stored.name, first, last)
-    if bool(((data.view(torch.uint8) & 0x7F) == 0x7F).any()):
+    magnitudes = data.view(torch.uint8) & 0x7F  # ordered like the numbers
+    if bool((magnitudes == 0x7F).any()):
         raise _holds_nan(stored.data.file, stored.name)
-    return data, stored.row_scales(first, last)[:, 0]
+    scales = stored.row_scales(first, last)
+    largest = magnitudes.amax(1, keepdim=True).view(E4M3.dtype)
+    _check_weights(largest.float() * scales, stored.data.file, stored.name, scales, E4M3.max)
+    return data, scales[:, 0]
+
+
+def _check_weights(weights: Tensor, file: Path, name: str, scales: Tensor, most: float) -> None:
+    """Raise ValueError where a weight is too large for bf16, and so for every dtype that models have.
+
+    `scales`: scales of these weights. `most`: largest magnitude of what they multiply, so that few weights are read.
+    """
+    limit = torch.finfo(torch.bfloat16).max
+    if weights.numel() and float(scales.max()) * most > limit and (largest := float(weights.abs().max())) > limit:
+        raise ValueError(
+            f"{file}: {name} has a weight of {largest:g} by a scale of {float(scales.max()):g}, and bf16 ends at "
+            f"{limit:g}; its scales are damaged: take the folder from its source again"
+        )
 
 
 def _holds_nan(file: Path, name: str) -> ValueError:
@@ -272,8 +299,9 @@ class _Scheme:
 
 
 def _compressed(folder: _Folder, entries: Entries) -> Entries:
-    if (sparsity := folder.quantization.get("sparsity_config")) and sparsity.get("format", "dense") != "dense":
-        folder.refuse("sparsity_config.format", sparsity.get("format"), "dense")
+    sparsity = folder.quantization.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        folder.refuse("sparsity_config", sparsity, '{"format": "dense"}')
     if folder.quantization.get("transform_config"):
         folder.refuse("transform_config", folder.quantization["transform_config"], "none")
     schemes = _schemes(folder)
@@ -363,6 +391,7 @@ class _Packed:
             for column in range(0, self.k, self.group):
                 g = slice(column // self.group, column // self.group + 1)
                 part[:, column : column + self.group].sub_(zero[rows, g]).mul_(scale[rows, g])
+            _check_weights(part, self.data.file, self.name, scale[rows], float(1 << self.bits))
         return w_rk
 
     def _zeros(self, first: int, last: int) -> Tensor:

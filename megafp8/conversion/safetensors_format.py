@@ -24,6 +24,7 @@ from megafp8.checkpoint.files import parse_object, read_into
 from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.conversion.base import TensorInfo
 from megafp8.distributed.sharding import Shape
+from megafp8.messages import name_text, value_text
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 QUANTIZED = {
@@ -104,10 +105,11 @@ def _entry(file: Path, name: str, about: Any, data: int, size: int) -> Entry:
         dtype, shape, (start, end) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
         valid = len(shape) <= _MAX_DIMS and all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, start, end))
         valid = valid and start <= end
+        valid = valid and name.isprintable()
     except (TypeError, KeyError, ValueError):
         valid = False
     if not valid or not isinstance(dtype, str):
-        raise ValueError(f"{file} is damaged: its header says of {name}: {str(about)[:200]}")
+        raise ValueError(f"{file} is damaged: its header says of {name_text(name)}: {value_text(about)}")
     if dtype in STORED and math.prod(shape) * STORED[dtype].itemsize != end - start:
         raise ValueError(f"{file} is damaged: {name} is {dtype} {list(shape)} and has {end - start} bytes")
     if data + end > size:

@@ -63,6 +63,7 @@ from megafp8.conversion.megatron_source import (
 from megafp8.conversion.model import check_size, model_tensors
 from megafp8.conversion.target import tokenizer_files
 from megafp8.distributed.sharding import Shape
+from megafp8.messages import join_names
 
 CONFIG_FILE = "metadata.json"
 HALVES = {"gate": "_w", "up": "_v"}
@@ -157,7 +158,8 @@ class TorchDistSource(Source):
             tensors[name] = TensorInfo(shape, info.dtype)
         unknown = sorted(self._stored.keys() - used)
         if unknown:
-            raise ValueError(f"{self.path} has {len(unknown)} tensors that no model of ours has: {unknown[:3]}")
+            names = join_names(unknown)
+            raise ValueError(f"{self.path} has {len(unknown)} tensors that no model of ours has: {names}")
         return tensors
 
     def _optimizer_state(self, index: Metadata) -> dict[str, TensorInfo]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,8 @@ from megafp8.training.fp8_config import build_fp8
 from megafp8.training.quantized_export import config_of_run
 from megafp8.training.state import weights
 from megafp8.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 Device = Literal["auto", "cuda", "cpu"]
 
@@ -124,6 +127,12 @@ def open_checkpoint(
             "has there; leave one of the two out"
         )
     config = config_of(source.model, layout, fp8_config, dtype, cuda=cuda, batch_invariant=batch_invariant)
+    if fp8_config.recipe != "none" and os.environ.get("RANK", "0") == "0":
+        precision = config.training.precision
+        logger.warning(
+            f"{source.path}: computes in FP8 ({fp8_config.recipe}), as in training, so log-probabilities differ from "
+            f"those of the folder that it is exported to; --no-fp8 (fp8=False in Python) computes in {precision}"
+        )
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = layout.tensor * layout.pipeline
     if ranks != world_size:

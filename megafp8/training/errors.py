@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from megafp8.error_causes import causes, lost_connection, no_space, os_error
+from megafp8.messages import printable
 from megafp8.object_store import ObjectStoreError, is_transient
 from megafp8.redaction import redact
 from megafp8.text_file import replace_text
@@ -157,9 +158,9 @@ def _file_limit(error: BaseException) -> str | None:
 def report_failure(message: str, code: int, trace: str, *, follows: bool = False) -> None:
     """Report why this process ends with exit code `code`: to the agent, or on stderr.
 
-    `follows`: the failure was caused by that of another rank. Credentials are removed from both texts.
+    `follows`: the failure was caused by another rank's failure. Credentials are removed from both texts.
     """
-    message, trace = redact(message), redact(trace)
+    message, trace = printable(redact(message)), printable(redact(trace))
     _report(message, code, trace, follows=follows)
     notify.ended(notify.of_process(), code, message)
 

@@ -25,6 +25,7 @@ from tqdm import tqdm
 import megafp8
 from megafp8.distributed.collectives import gather_objects
 from megafp8.error_causes import no_space
+from megafp8.messages import printable
 from megafp8.parallel_state import ParallelState
 from megafp8.redaction import redact, redact_arguments
 from megafp8.shipped import is_checkout
@@ -50,8 +51,8 @@ class _Formatter(logging.Formatter):
         return super().formatMessage(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's text without credentials, which its traceback may hold too."""
-        return redact(super().format(record))
+        """Return the record's text, with its traceback, without credentials and control characters."""
+        return printable(redact(super().format(record)))
 
 
 class _Console(logging.Handler):

@@ -534,6 +534,11 @@ CASES: list[tuple[list[str], int, str]] = [
     (["training.global_batch_size=1e12"], 1,
      "training.global_batch_size = 1000000000000: 1,000,000,000,000 micro-batches in a step on each rank are more "
      "than 65,536; try 65536 or less, or a larger training.micro_batch_size"),
+    (["model.moe={num_experts: 1073741824, ffn_hidden_size: 64}"], 1,
+     "model.moe.num_experts = 1073741824: too many to plan a run for in reasonable time; try 8,192 or fewer"),
+    (["parallel.pipeline=10000", "model.num_layers=10000"], 10000, "parallel.pipeline = 10000: too many to plan"),
+    ([f"model.layer_kinds={{{', '.join(f'k{i}: {{}}' for i in range(2000))}}}", "model.pattern=[k0]"], 1,
+     "model.layer_kinds = 2000: too many to plan a run for in reasonable time; try 256 or fewer"),
     (["training.steps=9e18"], 1, "the run has more tokens than 64 bits count; try 18014398509481984 or less"),
     (["model.rope_scaling={low_freq_factor: 4}"], 1,
      "model.rope_scaling.high_freq_factor = 4.0: not above low_freq_factor (4.0), so there is no band"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,43 @@ def test_mistakes_name_file_and_line(base: str, tmp_path: Path, text: str, said:
     write(tmp_path, "wrong.yaml", "name: wrong\nbase: base.yaml\nfp8:\n  marge: 1\n")
     path = write(tmp_path, "last.yaml", text)
     assert said.format(path=path, folder=tmp_path) in error_of(path)
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("/dev/zero", "line 2: base = '/dev/zero': /dev/zero is no regular file; name the YAML file of a config"),
+        ("pipe", "pipe is no regular file"),
+        (".", " is no regular file"),
+        ('"a\\0b"', r"base = 'a\x00b': no file has a name with a NUL character"),
+        ("x" * 5000, "no file has a path of 5,0"),
+        ("y" * 300, "a name of 300: a name has at most 255 bytes"),
+        ("large", "large: 1 problem\n  (file) = '…': more than 1,048,576 bytes, and a config has at most that"),
+        ("secret.txt", "secret.txt: 1 problem\n  (file) = '…': the file must hold a mapping of sections"),
+        (
+            "secret.yaml",
+            "secret.yaml: 1 problem\n  (file) = '…': not valid YAML at line 2, column 1; correct that line",
+        ),
+        ("0.yaml", "base = '20.yaml': this is base number 21 of {path}, and a config has at most 20; merge some"),
+    ],
+)
+def test_a_base_may_name_any_file(tmp_path: Path, named: str, said: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "large").open("wb") as large:
+        large.truncate(1 << 40)
+    write(tmp_path, "secret.txt", "root:$6$hunter2")
+    write(tmp_path, "secret.yaml", 'hunter2: [hunter2, {a: "hunter2\n')
+    for i in range(30):
+        write(tmp_path, f"{i}.yaml", f"name: a\nbase: {i + 1}.yaml\n")
+    path = write(tmp_path, "last.yaml", f"name: a\nbase: {named}\n")
+    error = error_of(path)
+    assert said.format(path=path) in error
+    assert "hunter2" not in error
+
+
+def test_a_path_of_a_config_that_no_file_can_have(tmp_path: Path) -> None:
+    assert "no file has a path of 300 bytes with a name of 300" in error_of("x" * 300)
+    assert "more than 1,048,576 bytes" in error_of("/dev/zero")
 
 
 def test_a_base_is_named_in_a_file_only(base: str) -> None:

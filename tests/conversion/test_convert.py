@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megafp8.config import ModelConfig
 from megafp8.conversion import convert
 from megafp8.conversion.formats import FORMATS, open_source
 from megafp8.conversion.hf_config import differences
+from megafp8.conversion.model import model_tensors
 from megafp8.conversion.target import Journal
 from tests.conversion import checkpoints
 from tests.marks import slow_but
@@ -81,6 +84,28 @@ def test_another_dtype(tmp_path: Path, run: Run, format: str) -> None:
     checkpoints.make(tmp_path / "run", checkpoints.weights(torch.float32))
     run(tmp_path / "run", tmp_path / "a", format, "--dtype", "bf16", "--verify")
     check_weights(tmp_path / "a", checkpoints.weights(torch.bfloat16))
+
+
+@pytest.mark.parametrize("format", checkpoints.FORMATS)
+def test_tensors_that_training_keeps_in_fp32_are_not_rounded(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    model = checkpoints.MODEL.model_dump(mode="json") | {
+        "moe": {
+            "num_experts": 4, "ffn_hidden_size": 16, "shared_ffn_hidden_size": 16, "score": "sigmoid",
+            "selection_bias": True,
+        },
+    }  # fmt: skip
+    monkeypatch.setitem(checkpoints.ABOUT, "config", {"model": model})
+    shapes = model_tensors(ModelConfig(**model))
+    expected = {name: checkpoints.value(name, shape, torch.float32) for name, shape in shapes.items()}
+    biases = [name for name in expected if name.endswith("router.bias")]
+    assert len(biases) == 2
+    expected |= {name: 6.8 + expected[name] / 100 for name in biases}  # bf16 has a step of 0.03 there
+    checkpoints.make(tmp_path / "run", expected)
+    printed = run(tmp_path / "run", tmp_path / "a", format, "--dtype", "bf16", "--verify")
+    assert f"with {len(expected) - 2} of its tensors rounded to bf16" in printed
+    check_weights(tmp_path / "a", {name: x if name in biases else x.bfloat16() for name, x in expected.items()})
 
 
 def test_safetensors_reads_a_consolidated_file(tmp_path: Path, run: Run) -> None:
@@ -285,6 +310,39 @@ def damage(path: Path) -> tuple[Path, str]:
             file.write_bytes(content)
             return file, "model.layers.1.mlp.down.weight"
     raise AssertionError("not found")
+
+
+ESCAPE = "\x1b]0;owned\x07\x1b[2J"
+FOREIGN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a name": ({ESCAPE: 0}, {}, r"is damaged: its header says of '\x1b]0;owned\x07\x1b[2J': {'dtype'"),
+    "many names": ({f"x{i}": 0 for i in range(20_000)}, {}, "has a tensor x0 and 19,999 more, which no llama model"),
+    "a key": ({}, {ESCAPE: 1}, r"'\x1b]0;owned\x07\x1b[2J' = 1: megafp8 does not know this key of llama models"),
+    "many keys": ({}, {f"k{i}": "y" * 1000 for i in range(1000)}, "and 995 more: megafp8 does not know these keys of"),
+    "a value": ({}, {"quantization_config": {"quant_method": "fp8", "fmt": "z" * 10**6}}, "fmt = 'zzz"),
+    "a kind": ({}, {"model_type": "z" * 10**6}, "model_type = 'zzz"),
+}
+"""Tensors of no values and keys of config.json that are added to a folder, and what the error says."""
+
+
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_errors_quote_files_of_others_in_short_and_without_control_characters(
+    tmp_path: Path, run: Run, foreign: str
+) -> None:
+    names, keys, message = FOREIGN[foreign]
+    checkpoints.make(tmp_path / "run")
+    run(tmp_path / "run", tmp_path / "hf", "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    nothing = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps(json.loads(content[8:end]) | dict.fromkeys(names, nothing)).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | keys))
+    error = run(tmp_path / "hf", tmp_path / "native", "native", fails=True)
+    assert message in error
+    assert error.strip().isprintable()
+    assert len(error) < 3000
 
 
 @pytest.mark.parametrize("format", ["native", "megatron", "consolidated"])

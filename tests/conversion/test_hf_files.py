@@ -180,6 +180,19 @@ def test_another_dtype_and_any_order(tmp_path: Path) -> None:
     assert config(tmp_path / "bf16")["torch_dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v4", "kimi-linear", "nemotron-h"])
+def test_selection_biases_stay_in_fp32_as_in_transformers(name: str, tmp_path: Path) -> None:
+    theirs = make_theirs(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    half = Selected(HfSource(tmp_path / "theirs"), weights_only=True, dtype=torch.bfloat16)
+    ours = convert(half, HfSink(tmp_path / "ours"))
+    buffers = {key: x for key, x in theirs.named_buffers() if key.endswith("e_score_correction_bias")}
+    loaded = dict(type(theirs).from_pretrained(ours, dtype=torch.bfloat16).named_buffers())
+    assert buffers
+    assert all(torch.equal(loaded[key], x) for key, x in buffers.items())
+    assert [x.dtype for x in weights(ours).values()].count(torch.float32) == len(buffers)
+
+
 def test_blocks_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = RandomSource(ModelConfig(**OURS["gpt2"][1]), tmp_path)
     convert(source, HfSink(tmp_path / "whole"))

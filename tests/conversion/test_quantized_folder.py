@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megafp8.conversion.hf_source import HfSource
-from megafp8.conversion.quantized_folder import dequantized
+from megafp8.conversion.quantized_folder import dequantized, fp8_rows
 from megafp8.conversion.safetensors_format import Entry, read_header, read_rows
 from tests.conversion.families import GPT_OSS, YARN_ROPE, make_theirs
 
@@ -295,6 +295,19 @@ DAMAGE: dict[str, tuple[Tensors, object, str]] = {
     "scale 0": (_with("fp8", a__weight_scale_inv=_set(ONES, (0, 1), 0)), BLOCKS, r"is 0\.0 at \[0, 1\]; a scale must"),
     "scale -1": (_with("fp8", a__weight_scale_inv=_set(ONES, (0, 0), -1)), BLOCKS, r"is -1\.0 at \[0, 0\]"),
     "NaN": (_with("fp8", a__weight=_nan_code()), BLOCKS, r"a\.weight holds a NaN"),
+    "products": (
+        _with("fp8", a__weight=torch.full((16, 24), 2.0).to(E4M3), a__weight_scale_inv=_set(ONES, (1, 2), 3e38)),
+        BLOCKS,
+        r"a\.weight has a weight of inf by a scale of 3e\+38, and bf16 ends at 3\.38953e\+38",
+    ),
+    "products of bf16": (
+        _with("float", a__weight_scale=torch.full((16, 1), 3.4e38)),  # in fp32 these are finite
+        FLOAT,
+        r"a\.weight has a weight of 3\.4e\+38 by",
+    ),
+    "products of int4": (_with("int4", a__weight_scale=torch.full((16, 3), 1e38)), INT4, r"a weight of inf by"),
+    "activations": (_good("fp8"), BLOCKS | {"activation_scheme": 3}, r"activation_scheme = 3: supported: dynamic, st"),
+    "sparsity": (_good("float"), FLOAT | {"sparsity_config": 3}, r"sparsity_config = 3: supported"),
     "no groups": (_good("float"), {"quant_method": "compressed-tensors"}, r"config_groups = None"),
     "fp4": (
         _good("float"),
@@ -366,6 +379,14 @@ def test_damaged_folders_give_one_clear_error(tmp_path: Path, damage: str) -> No
 def test_good_folders_are_what_the_damaged_ones_were_made_of(tmp_path: Path) -> None:
     for form, config in (("fp8", BLOCKS), ("float", FLOAT), ("int4", INT4), ("mxfp4", MXFP4)):
         _read_all(tmp_path, _good(form), config)
+    _read_all(tmp_path, _with("fp8", a__weight_scale_inv=_set(ONES, (1, 2), 3e38)), BLOCKS)  # weights are 3e38
+
+
+def test_rows_that_are_taken_as_stored_have_products_that_bf16_holds(tmp_path: Path) -> None:
+    entries = _entries(tmp_path, _with("float", a__weight_scale=_set(torch.ones(16, 1), (5, 0), 3.4e38)), FLOAT)
+    assert fp8_rows(entries["a.weight"], 6, 16) is not None
+    with pytest.raises(ValueError, match=r"a\.weight has a weight of 3\.4e\+38 by"):
+        fp8_rows(entries["a.weight"], 0, 16)
 
 
 def test_files_that_end_early_or_lie_about_offsets(tmp_path: Path) -> None:

@@ -142,13 +142,23 @@ def _without_scales(folder: str) -> tuple[str, list[list[float]]]:
     return message, [x.generate(PROMPTS[0], OPTIONS[0])[0].logprobs for x in made]
 
 
-def test_fp8_needs_its_scales(world2: World, tmp_path: Path) -> None:
+def test_fp8_needs_its_scales_and_is_said(
+    world2: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world2.run(_live, config_of(DELAYED), str(tmp_path), ranks=1)
     message, (bare, high, fp8) = world2.run(_without_scales, str(tmp_path), ranks=1)[0]
     assert "was trained in FP8 and lacks fp8.layers.0.attention.qkv" in message
     assert "fp8=False" in message
     assert bare == high
     assert 1e-4 < max(abs(a - b) for a, b in zip(fp8, high, strict=True)) < 0.3
+    open_checkpoint(tmp_path, Layout(), device="cpu", fp8=False)
+    assert not caplog.records
+    open_checkpoint(tmp_path, Layout(), device="cpu")
+    monkeypatch.setenv("RANK", "1")
+    open_checkpoint(tmp_path, Layout(), device="cpu")
+    (line,) = caplog.messages  # of the first rank
+    assert "computes in FP8 (delayed), as in training, so log-probabilities differ" in line
+    assert "--no-fp8 (fp8=False in Python) computes in " in line
 
 
 def bytes_config(preset: Preset = NONE) -> Config:

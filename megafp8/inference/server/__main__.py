@@ -30,6 +30,7 @@ from megafp8.data.packages import import_package
 from megafp8.data.tokenizers import build_tokenizer
 from megafp8.inference.arguments import add_cache_flags, add_model_flags, load_generator
 from megafp8.inference.server.engine import Engine
+from megafp8.messages import print_error
 from megafp8.object_store import as_path
 from megafp8.parallel_state import destroy_model_parallel
 
@@ -217,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(arguments)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return _FAILED
     return 0
 
