@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     `run`: the run's folder. Steps that were repeated after a crash are given once. Raises ValueError if the folder has
     no metrics.
     """
-    path = Path(run) / "metrics.jsonl"
+    path = Path(expanduser(run)) / "metrics.jsonl"
     if not path.exists():
         raise ValueError(f"{run} has no metrics.jsonl: give a run's own folder, <run_dir>/<name>")
     return metrics.read_metrics(path)

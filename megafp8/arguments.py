@@ -7,6 +7,8 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from os.path import expanduser
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megafp8.suggestions import near_name
@@ -47,7 +49,7 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, with errors in the form of those of configs.
+    """Parser whose errors have the form of a config's errors, and whose paths may begin with `~`.
 
     An error is one line, `error: what is wrong; what would work`, by the first rank of a node, and exit code 2.
     """
@@ -55,6 +57,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", _HelpFormatter)
         super().__init__(*args, **kwargs)
+        self.register("type", Path, lambda text: Path(expanduser(text)))
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("LOCAL_RANK", "0") == "0":

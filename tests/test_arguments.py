@@ -13,10 +13,12 @@ from torch.distributed.run import get_args_parser
 
 from megafp8.arguments import ArgumentParser, at_least, says_nothing
 from megafp8.commands import COMMANDS, module_of, parser_of
+from megafp8.commands.completion import _completed_by
 from megafp8.conversion.format_names import FORMAT_NAMES
 from megafp8.conversion.formats import FORMATS
 from megafp8.linear.quantized_weight import WEIGHT_FORMATS
 from megafp8.linear.weight_format_names import WeightFormatName
+from megafp8.object_store import as_path
 from megafp8.suggestions import near_path
 
 
@@ -128,6 +130,28 @@ def test_paths_that_are_spelt_alike(tmp_path: Path) -> None:
     assert near_path(tmp_path / "runs" / "zzz") is None
     assert near_path(tmp_path / "runs") is None
     assert near_path(Path("s3://bucket/frist")) is None
+
+
+def test_every_argument_that_is_a_path_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a shell completes as a file has a type that expands `~`; torchrun parses the options of launch."""
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = {
+        f"{name} {action.dest}": str(parser._get_value(action, "~/x"))
+        for name in COMMANDS
+        if name != "launch"
+        for parser in [parser_of(name)]
+        for action in parser._actions
+        if _completed_by(name, action) == "files"
+    }
+    assert set(paths.values()) == {"/home/me/x"}, paths
+    assert {
+        "convert load",
+        "convert save",
+        "preprocess output_prefix",
+        "inspect path",
+        "serve checkpoint",
+    } <= paths.keys()
+    assert str(parser_of("inspect")._get_value(argparse.Action([], "path", type=as_path), "s3://a/~/x")) == "s3://a/~/x"
 
 
 def test_numbers_have_bounds(capsys: pytest.CaptureFixture[str]) -> None:

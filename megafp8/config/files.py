@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,8 @@ class Tree:
 
 
 def file_of(source: str) -> Path:
-    """The file that a command line calls `source`: a path, or else the name of a shipped config."""
-    path = Path(source)
+    """Return the file that a path, or else the name of a shipped config, refers to."""
+    path = Path(expanduser(source))
     return path if path.exists() else shipped_configs().get(source, path)
 
 
@@ -92,8 +93,8 @@ def _read(source: str, chain: list[tuple[str, Path]], naming: tuple[str, str] | 
 
 
 def _base_path(source: str, base: str) -> Path:
-    """The file that `source` calls `base`: one relative to it, or else a shipped config by its name."""
-    path = Path(source).parent / base
+    """Return the file that `source` names as its base: a path relative to it, or else a shipped config."""
+    path = Path(source).parent / expanduser(base)
     return path if path.exists() else shipped_configs().get(base, path)
 
 

@@ -7,6 +7,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -25,13 +26,15 @@ Completion = Callable[[dict[str, Any], str], None]
 
 
 def config_and_overrides(config: str | None, words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Path of the config and overrides of a command line, where the path may be the first word instead of `--config`.
+    """Return the path of the config, or None, and the overrides of a command line.
 
-    `config`: what `--config` says. None where no config is given.
+    Args:
+        config: The value of `--config`. If it is None, the path may be the first word instead.
+        words: The words of the command line that belong to no option.
     """
     if config is None and words and "=" not in words[0]:
-        return words[0], list(words[1:])
-    return config, list(words)
+        config, *words = words
+    return None if config is None else expanduser(config), list(words)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), complete: Completion | None = None) -> Config:

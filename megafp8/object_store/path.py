@@ -256,13 +256,13 @@ AnyPath = Path | ObjectPath
 
 
 def as_path(path: str | Path | ObjectPath) -> AnyPath:
-    """`path`, a local one or a URL; file:// is local."""
-    if isinstance(path, ObjectPath):
+    """Return the local path or the URL that a text names; `~` begins the home folder, and file:// is local."""
+    if isinstance(path, Path | ObjectPath):
         return path
-    text = str(path)
+    text = os.path.expanduser(path)
     if text.startswith("file://"):
         return Path(text.removeprefix("file://"))
-    return ObjectPath(text) if is_url(text) else Path(path)
+    return ObjectPath(text) if is_url(text) else Path(text)
 
 
 _filesystems: dict[tuple[int, str], Any] = {}

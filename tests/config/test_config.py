@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from os.path import expanduser
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 import yaml
 
-from megafp8.config import Config, ConfigError, ModelConfig, TokenizerConfig, check_layout, load_config
+from megafp8.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    TokenizerConfig,
+    check_layout,
+    config_and_overrides,
+    config_at,
+    load_config,
+)
 from megafp8.conversion.hf_config import differences
 from megafp8.pipeline_parallel.registry import SCHEDULES
+from megafp8.section import Section
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL: dict[str, Any] = {
@@ -137,6 +149,58 @@ def test_override_values_follow_the_type_of_the_field(tmp_path: Path, override: 
         value = getattr(value, key)
     assert value == expected
     assert type(value) is type(expected)
+
+
+def test_paths_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(MINIMAL | {"run_dir": "~/runs"}))
+    checkpoint = {"folder": "~/saved", "init_from": "s3://bucket/~/model"}
+    data = {"train": {"~/a": 1, "s3://bucket/b": 2}, "validation": {"held": "~/c"}}
+    stages = [{"name": "late", "begin": 5, "overrides": {"data.train": ["~/d"]}}]
+    keys = {"name": "x", "base": "~/base.yaml", "checkpoint": checkpoint, "data": data, "stages": stages}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(keys))
+    path, overrides = config_and_overrides(None, ["~/run.yaml", "checkpoint.memory_folder=~/memory"])
+    assert path == str(tmp_path / "run.yaml")
+    for config in (load_config("~/run.yaml", overrides), load_config(tmp_path / "run.yaml", overrides)):
+        assert config.run_dir == f"{tmp_path}/runs"
+        assert config.checkpoint.folder == f"{tmp_path}/saved"
+        assert config.checkpoint.memory_folder == f"{tmp_path}/memory"
+        assert config.checkpoint.init_from == "s3://bucket/~/model"
+        assert config.data.train == {f"{tmp_path}/a": 1, "s3://bucket/b": 2}
+        assert config.data.validation == {"held": f"{tmp_path}/c"}
+        assert config_at(config, 5).data.train == [f"{tmp_path}/d"]
+    said = messages(tmp_path / "run.yaml", f"data.train={{~/a: 1, {tmp_path}/a: 2}}")
+    assert "data.train = {" in said
+    assert "two of its keys are one path, as ~ is the home folder" in said
+
+
+def paths_in(annotation: Any, metadata: Sequence[object] = ()) -> Iterator[bool]:
+    """Yield for each text in a type whether it is a `UserPath`."""
+    if annotation is str:
+        yield any(getattr(x, "func", None) is expanduser for x in metadata)
+    for inner in get_args(annotation)[: 1 if get_origin(annotation) is Annotated else None]:
+        yield from paths_in(inner, getattr(annotation, "__metadata__", ()))
+
+
+def test_every_key_that_holds_text_is_a_path_or_listed_here() -> None:
+    sections = [Section]
+    for section in sections:
+        sections += section.__subclasses__()
+    texts = {
+        f"{section.__name__}.{name}": any(found)
+        for section in sections
+        for name, field in section.model_fields.items()
+        if section.__module__.startswith("megafp8.") and name in section.__annotations__
+        if (found := list(paths_in(field.annotation, field.metadata)))
+    }
+    assert {key for key, is_path in texts.items() if not is_path} == {
+        "Config.name", "Config.base", "StageConfig.name", "StageConfig.overrides", "ModelConfig.pattern",
+        "ModelConfig.layer_kinds", "EvaluateConfig.prompts", "EvaluateConfig.tasks", "TokenizerConfig.end_token",
+        "TokenizerConfig.pattern", "StreamsConfig.text_key", "GrpoConfig.prompt_key", "DataConfig.split",
+        "Fp8Config.include", "Fp8Config.exclude", "Fp8Config.static_amax", "CustomRule.layers", "ParamGroup.match",
+        "CheckpointConfig.allow_model_change", "LoggingConfig.wandb_project", "ResilienceConfig.notify",
+    }  # fmt: skip
+    assert {"Config.run_dir", "DataConfig.train", "TokenizerConfig.path", "GrpoConfig.reward_command"} <= texts.keys()
 
 
 def test_text_that_looks_like_another_yaml_type_must_be_quoted(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from pathlib import Path
 
 import boto3
 import pytest
@@ -43,6 +44,8 @@ def test_what_is_written_is_what_others_read(s3: ObjectServer) -> None:
 def test_local_paths_and_other_protocols() -> None:
     assert str(as_path("file:///a/b")) == "/a/b"
     assert str(as_path("a/b")) == "a/b"
+    assert as_path("~/a") == Path.home() / "a"
+    assert as_path(Path("~/a")) == Path("~/a"), "a path is used as it is"
     memory = ObjectPath("memory://x/y")
     memory.write_bytes(b"1")
     assert as_path(str(memory)) == memory
