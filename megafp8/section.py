@@ -63,6 +63,8 @@ Decay = Annotated[float, Field(ge=0, lt=1), FLOAT]
 Dropout = Annotated[float, Field(ge=0, lt=1), FLOAT]
 UserPath = Annotated[str, AfterValidator(expanduser)]
 """Path or URL as users write it; a leading `~` becomes the home folder."""
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""Part of the name of a file or of a metric."""
 Pattern = Annotated[
     str, StringConstraints(min_length=1), Field(examples=["*", "layers.0.*", "*.mlp.*", "*.attention.*"])
 ]

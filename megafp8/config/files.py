@@ -24,6 +24,7 @@ from megafp8.shipped import shipped_configs
 from megafp8.suggestions import did_you_mean, near_name
 
 BASE = "base"
+_HUGGING_FACE = "config.json"
 
 
 @dataclass
@@ -126,6 +127,8 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any], annotation: Any) ->
 def _read_file(source: str, naming: tuple[str, str] | None) -> Tree:
     """The sections of one file. `naming`: the file that names it as its base, and the line, for messages."""
     path = Path(source)
+    if (path / _HUGGING_FACE).is_file():
+        path = path / _HUGGING_FACE
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -149,7 +152,17 @@ def _read_file(source: str, naming: tuple[str, str] | None) -> Tree:
     if not isinstance(tree, dict):
         rule = "the file must hold a mapping of sections"
         raise ConfigError(source, [Problem("(file)", tree, rule, "start from a shipped one: megafp8 init")])
+    if "model_type" in tree or "architectures" in tree:
+        raise ConfigError(source, [_model_of_hugging_face(path)])
     return Tree(tree, {name: (source, line) for name, line in _lines(node, "")})
+
+
+def _model_of_hugging_face(path: Path) -> Problem:
+    """Return the problem of a Hugging Face model that is given as the config of a run."""
+    folder = path.parent
+    train = f'to train it, write a config with "checkpoint: {{init_from: {folder}}}", which needs no model section'
+    use = f"megafp8 generate {folder} and megafp8 evaluate {folder} use it as it is, megafp8 convert converts it"
+    return Problem("(file)", str(path), "this describes a Hugging Face model, not a run of megafp8", f"{train}; {use}")
 
 
 def _lines(node: Node | None, path: str) -> Iterator[tuple[str, int]]:

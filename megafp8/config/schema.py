@@ -35,6 +35,7 @@ from megafp8.section import (
     Count,
     Dropout,
     Integer,
+    Name,
     NonNegative,
     Pattern,
     PositiveFloat,
@@ -475,7 +476,8 @@ class ParallelConfig(Section):
     pipeline: PositiveInt = 1
     """Pipeline-parallel size: number of ranks over which the model's blocks are divided."""
     virtual_pipeline: PositiveInt = 1
-    """Number of stages (of consecutive blocks) that each pipeline rank holds."""
+    """Number of stages (of consecutive blocks) that each pipeline rank holds. Default: the fewest that the schedule
+    allows."""
     schedule: Annotated[UserPath, Field(examples=[*SCHEDULES])] = "1f1b"
     """Pipeline schedule: a built-in one (README has a table; one file each in megafp8/pipeline_parallel/schedules), the
     path of a .csv file with one row per rank and cells such as F3, B3, W3, F3.1 for micro-batch 3 and chunk 1, or
@@ -552,6 +554,13 @@ class ParallelConfig(Section):
     data-parallel × context-parallel size, and the number of ranks that hold the same experts."""
     overlap_param_gather: bool = True
     """With zero 1: gather updated parameters while the next forward pass already runs."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fewest_stages_of_schedule(cls, keys: Any) -> Any:
+        """Add virtual_pipeline where it is not given and the schedule needs several stages per rank."""
+        schedule = SCHEDULES.get(str(keys.get("schedule"))) if isinstance(keys, dict) else None
+        return keys if schedule is None else {"virtual_pipeline": schedule.least_chunks} | keys
 
     @property
     def expert_ranks(self) -> int:
@@ -1190,7 +1199,7 @@ class DataConfig(Section):
     documents, and the share of documents that are cut in either way. Requires reset_at_documents and mask_eod_loss.
     sentences: a run of sentences of one document, as many as fit, the rest padding; for data sets of
     megafp8 preprocess --split-sentences, and models with model.binary_head."""
-    validation: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")], UserPath] = {}
+    validation: dict[Name, UserPath] = {}
     """Data sets for validation by name, {name: prefix of .bin/.idx files, or text}: all their documents, apart from
     those that split takes from training data. The loss of each is the metric valid/<name>. They may change when a run
     resumes."""
@@ -1501,7 +1510,7 @@ class StageConfig(Section):
     """A part of a run in which some keys have other values. It begins as if the run had been stopped and resumed with
     these."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    name: Annotated[Name, StringConstraints(max_length=100)]
     """Name in the log and in checkpoints."""
     begin: Count
     """Number of steps of the run before it. It ends where the next stage begins, or with the run."""
@@ -1513,7 +1522,7 @@ class StageConfig(Section):
 class Config(Section):
     """The config of a run of pretrain_gpt.py."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+    name: Annotated[Name, StringConstraints(max_length=200)]
     """Name of the run and of its folder."""
     base: str | None = Field(default=None, exclude=True)
     """Another config file, relative to this one, or the name of a shipped config, whose keys hold where this file does
