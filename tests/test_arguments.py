@@ -70,9 +70,16 @@ def test_launch_has_options_of_torchrun_with_their_defaults() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("plan", ["--gpsu", "8"], "the following arguments are required: --gpus; see megafp8 plan --help"),
+        ("convert", ["--to", "hf"], "the following arguments are required: --load, --save; see megafp8 convert --help"),
+        ("plan", ["--gpsu", "8"], "unrecognized arguments: --gpsu; did you mean --gpu?"),
         ("compare", ["runs/a", "--pgn", "x.png"], "unrecognized arguments: --pgn x.png; did you mean --png?"),
         ("compare", ["runs/a", "--frobnicate"], "unrecognized arguments: --frobnicate; see megafp8 compare --help"),
+        ("plan", ["x.yaml", "--parallel.tensor", "2"], "--parallel.tensor: keys of the config are given without "
+         "dashes; did you mean parallel.tensor=2?"),
+        ("prove", ["x.yaml", "--lr", "2"], "unrecognized arguments: --lr 2; keys of the config are given as "
+         "parallel.tensor=2; see megafp8 prove --help"),
+        ("prove", ["x.yaml", "--parallel.tensor=2"], "--parallel.tensor: keys of the config are given without "
+         "dashes; did you mean parallel.tensor=2?"),
         ("serve", ["runs/a", "--port", "99999"], "--port: 99999 is no port; ports are 0 to 65535"),
         ("serve", ["runs/a", "--port", "web"], "--port: 'web' is no number; see megafp8 serve --help"),
         ("convert", ["--load", "a", "--save", "b", "--to", "hff"], "--to: invalid choice: 'hff' (choose from "),
