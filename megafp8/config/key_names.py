@@ -230,8 +230,8 @@ def advice(path: str, value: object, siblings: Sequence[str]) -> str:
     """
     keys, inner = _suggested(path, siblings), list(value) if isinstance(value, dict) else []
     if not all(f"{key}.{name}" in key_paths() for key in keys for name in inner) or not keys:
-        here = {name: _suggested(f"{path}.{name}", ()) for name in inner}
-        if renamed := [f"{path}.{name} is {found[0]} here" for name, found in here.items() if found]:
+        names = {name: _suggested(f"{path}.{name}", ()) for name in inner}
+        if renamed := [f"{path}.{name} is {names[name][0]} here" for name in inner if names[name]]:
             return ", ".join(renamed)
     return f"did you mean {' or '.join(keys)}?" if keys else f"valid: {', '.join(siblings)}"
 

@@ -719,7 +719,7 @@ class EvaluateConfig(Section):
     temperature: NonNegative = 0.0
     """Of the choice of tokens. 0: the most probable one."""
     tasks: list[str] = []
-    """Names or patterns of tasks of lm-evaluation-harness (pip install megafp8[eval]). Their metrics are
+    """Names or patterns of tasks of lm-evaluation-harness (extra eval). Their metrics are
     eval/<task>/<metric>."""
     include_path: UserPath | None = None
     """Folder with YAML files of more tasks."""

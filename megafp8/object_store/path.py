@@ -28,6 +28,8 @@ from typing import Any, BinaryIO, TypeVar, cast
 import fsspec
 from fsspec.registry import known_implementations
 
+from megafp8.shipped import install_command
+
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -323,7 +325,7 @@ def _explain(url: str, error: Exception) -> str:
     protocol = url.partition("://")[0]
     if isinstance(error, ImportError):
         package = known_implementations.get(protocol, {}).get("class", "").partition(".")[0]
-        install = "pip install s3fs, or megafp8[s3]" if package == "s3fs" else f"pip install {package}"
+        install = install_command("s3") if package == "s3fs" else f"pip install {package}"
         return f"{protocol}:// needs the package {package}, which is not installed; {install}"
     if isinstance(error, ValueError) and "rotocol not known" in str(error):
         return f"fsspec knows no protocol {protocol}://; known are s3, gs, az, file, memory and others"
