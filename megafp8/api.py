@@ -5,7 +5,6 @@ The package has these names at its top level, beside those of `megafp8.inference
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 from megafp8 import config as configs
 from megafp8.config import Config
 from megafp8.inference import live
+from megafp8.launched import launched_ranks, on_launched_ranks
 from megafp8.parallel_state import destroy_model_parallel
 from megafp8.training import job, metrics
 from megafp8.training.command_line import check_config
@@ -44,8 +44,8 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.run_folder = run_folder(config)
-        self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        check_config(config, self._world_size, "config")
+        self._world_size, self._source = launched_ranks(), on_launched_ranks("config")
+        check_config(config, self._world_size, self._source)
 
     def train(self) -> None:
         """Train from the run's newest checkpoint, or from the beginning, to the last step.
@@ -54,7 +54,7 @@ class Trainer:
         thread. Raises ValueError for a wrong config, data set or checkpoint, before anything is written, and
         TrainingError if training cannot continue.
         """
-        inputs = validate(self.config, self._world_size, "config")
+        inputs = validate(self.config, self._world_size, self._source)
         uses = live.uses(inputs)
         with _own_signal_handlers():
             try:

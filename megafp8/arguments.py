@@ -76,7 +76,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return any(action.dest == "overrides" for action in self._actions)
 
     def error(self, message: str) -> NoReturn:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {self.usage_error(message)}", file=sys.stderr, flush=True)
         sys.exit(_FAILED)
 

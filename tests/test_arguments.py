@@ -99,6 +99,10 @@ def test_an_error_is_one_line_that_says_what_would_work(
     monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(SystemExit):
         module_of(name).main()
+    assert capsys.readouterr().err == printed.err, "a variable that is left from another job"
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit):
+        module_of(name).main()
     assert capsys.readouterr().err == "", "one rank of a node says it"
 
 
