@@ -36,6 +36,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Collection, Mapping
+from os.path import expanduser
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -420,6 +421,7 @@ def main() -> int:
     hide_torch_messages()
     parser = get_args_parser()
     parser.__class__ = ArgumentParser  # for errors in the form of all others
+    parser.register("type", str, expanduser)  # --log-dir and the script
     options = with_command(parser.parse_args(sys.argv[1:]))
     if options.standalone:
         options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())

@@ -5,16 +5,17 @@ The package has these names at its top level, beside those of `megafp8.inference
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
 from megafp8 import config as configs
 from megafp8.config import Config
 from megafp8.inference import live
+from megafp8.launched import launched_ranks, on_launched_ranks
 from megafp8.parallel_state import destroy_model_parallel
 from megafp8.training import job, metrics
 from megafp8.training.command_line import check_config
@@ -43,8 +44,8 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.run_folder = run_folder(config)
-        self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        check_config(config, self._world_size, "config")
+        self._world_size, self._source = launched_ranks(), on_launched_ranks("config")
+        check_config(config, self._world_size, self._source)
 
     def train(self) -> None:
         """Train from the run's newest checkpoint, or from the beginning, to the last step.
@@ -53,7 +54,7 @@ class Trainer:
         thread. Raises ValueError for a wrong config, data set or checkpoint, before anything is written, and
         TrainingError if training cannot continue.
         """
-        inputs = validate(self.config, self._world_size, "config")
+        inputs = validate(self.config, self._world_size, self._source)
         uses = live.uses(inputs)
         with _own_signal_handlers():
             try:
@@ -71,7 +72,7 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     `run`: the run's folder. Steps that were repeated after a crash are given once. Raises ValueError if the folder has
     no metrics.
     """
-    path = Path(run) / "metrics.jsonl"
+    path = Path(expanduser(run)) / "metrics.jsonl"
     if not path.exists():
         raise ValueError(f"{run} has no metrics.jsonl: give a run's own folder, <run_dir>/<name>")
     return metrics.read_metrics(path)

@@ -7,6 +7,9 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from itertools import pairwise
+from os.path import expanduser
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from megafp8.messages import print_error
@@ -64,7 +67,7 @@ def between(smallest: Number, largest: Number) -> Callable[[str], Number]:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, with errors in the form of those of configs.
+    """Parser whose errors have the form of a config's errors, and whose paths may begin with `~`.
 
     An error is one line, `error: what is wrong; what would work`, by the first rank of a node, and exit code 2.
     """
@@ -72,9 +75,25 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", _HelpFormatter)
         super().__init__(*args, **kwargs)
+        self.register("type", Path, lambda text: Path(expanduser(text)))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, and refuse keys of a config that are written as options, as torchtitan has them."""
+        words = list(sys.argv[1:] if args is None else args)
+        for word, following in pairwise([*words, "VALUE"]):
+            option, equals, value = word.partition("=")
+            if self._takes_keys and option.startswith("--") and "." in option:
+                key = f"{option[2:]}={value if equals else following}"
+                self.error(f"{option}: keys of the config are given without dashes; did you mean {key}?")
+        return super().parse_known_args(words, namespace)
+
+    @property
+    def _takes_keys(self) -> bool:
+        """Whether the command line has overrides of a config."""
+        return any(action.dest == "overrides" for action in self._actions)
 
     def error(self, message: str) -> NoReturn:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
             print_error(self.usage_error(message))
         sys.exit(_FAILED)
 
@@ -92,8 +111,9 @@ class ArgumentParser(argparse.ArgumentParser):
         if unknown := re.fullmatch(r"unrecognized arguments: (.*)", message):
             options = [option for action in self._actions for option in action.option_strings]
             wrong = next((word.partition("=")[0] for word in unknown[1].split() if word.startswith("-")), "")
-            near = near_name(wrong, options)
-            return f"did you mean {near.replace('_', '-')}?" if near else see_help
+            near = near_name(wrong.lstrip("-"), (option.lstrip("-") for option in options))
+            keys = "keys of the config are given as parallel.tensor=2; " if self._takes_keys else ""
+            return f"did you mean --{near.replace('_', '-')}?" if near else keys + see_help
         if choice := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
             near = near_name(choice[1], re.findall(r"[^\s,']+", choice[2]))
             return f"did you mean {near}?" if near else see_help

@@ -27,6 +27,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from megafp8.error_causes import lost_connection
+from megafp8.launched import launched_ranks, unset_advice
+
 Ranks = npt.NDArray[np.int_]
 
 AXES = ("pipeline", "data", "context", "tensor")
@@ -247,13 +250,13 @@ def set_cuda_environment() -> None:
 
 
 def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> torch.device:
-    """Join the job that torchrun started (or a job of one process without torchrun) and return this rank's device.
+    """Join the job that a launcher started, or make one of this process, and return this rank's device.
 
     NCCL on CUDA, with gloo beside it for the host tensors of the world group; gloo alone on CPU. Raises ValueError, on
     all ranks of the node, where there are fewer GPUs than processes.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if "RANK" in os.environ else 0
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
@@ -265,13 +268,34 @@ def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> 
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return device
+    launched_ranks()  # refuses variables that no launcher sets
     if "RANK" in os.environ:
         # No device_id: torch would build each subgroup by splitting the world's communicator, a call that all ranks
         # must join, while ours are made by their members only. Communicators then connect at their first use.
-        dist.init_process_group(backend, timeout=timeout)
+        _join(backend, timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return device
+
+
+class RanksDidNotMeet(ConnectionError):
+    """Not all ranks of a job came to the address that the environment has."""
+
+
+def _join(backend: str, timeout: datetime.timedelta) -> None:
+    """Make the world's group of the ranks that the environment names.
+
+    Raises ValueError without an address, and RanksDidNotMeet if ranks are missing; a lost connection stays as it is.
+    """
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise ValueError(f"a launcher sets {' and '.join(missing)}, too; {unset_advice()}")
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistError as error:
+        if "TORCHELASTIC_RUN_ID" in os.environ and lost_connection(error):
+            raise
+        message = str(error).partition("\n")[0].rstrip(".")
+        raise RanksDidNotMeet(f"ranks of this job are missing: {message}; {unset_advice()}") from None
 
 
 def initialize_model_parallel(

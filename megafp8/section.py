@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from decimal import Decimal, InvalidOperation
 from enum import Enum
+from os.path import expanduser
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -60,6 +61,10 @@ NonNegative = Annotated[float, Field(ge=0), FLOAT, IN_FP32]
 PositiveFloat = Annotated[float, Field(gt=0), FLOAT, IN_FP32]
 Decay = Annotated[float, Field(ge=0, lt=1), FLOAT]
 Dropout = Annotated[float, Field(ge=0, lt=1), FLOAT]
+UserPath = Annotated[str, AfterValidator(expanduser)]
+"""Path or URL as users write it; a leading `~` becomes the home folder."""
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""Part of the name of a file or of a metric."""
 Pattern = Annotated[
     str, StringConstraints(min_length=1), Field(examples=["*", "layers.0.*", "*.mlp.*", "*.attention.*"])
 ]

@@ -239,7 +239,7 @@ MISTAKES: Sequence[Mistake] = [
     Mistake("inspect-data data/txet", "data/text"),
     Mistake("inspect-data data/text --documents -1", "documents"),
     # Planning and drawing.
-    Mistake("plan --config first.yaml", "--gpus"),
+    Mistake("plan --config first.yaml --goodput", "--gpus"),
     Mistake("plan --config first.yaml --gpus 0", "--gpus"),
     Mistake("plan --config first.yaml --gpus 8 --gpu v100", "v100"),
     Mistake("plan --config first.yaml --gpus 8 --gpus-per-node 3", "3"),

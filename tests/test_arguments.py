@@ -13,10 +13,12 @@ from torch.distributed.run import get_args_parser
 
 from megafp8.arguments import ArgumentParser, at_least, between, says_nothing
 from megafp8.commands import COMMANDS, module_of, parser_of
+from megafp8.commands.completion import _completed_by
 from megafp8.conversion.format_names import FORMAT_NAMES
 from megafp8.conversion.formats import FORMATS
 from megafp8.linear.quantized_weight import WEIGHT_FORMATS
 from megafp8.linear.weight_format_names import WeightFormatName
+from megafp8.object_store import as_path
 from megafp8.suggestions import near_path
 
 
@@ -68,9 +70,16 @@ def test_launch_has_options_of_torchrun_with_their_defaults() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("plan", ["--gpsu", "8"], "the following arguments are required: --gpus; see megafp8 plan --help"),
+        ("convert", ["--to", "hf"], "the following arguments are required: --load, --save; see megafp8 convert --help"),
+        ("plan", ["--gpsu", "8"], "unrecognized arguments: --gpsu; did you mean --gpu?"),
         ("compare", ["runs/a", "--pgn", "x.png"], "unrecognized arguments: --pgn x.png; did you mean --png?"),
         ("compare", ["runs/a", "--frobnicate"], "unrecognized arguments: --frobnicate; see megafp8 compare --help"),
+        ("plan", ["x.yaml", "--parallel.tensor", "2"], "--parallel.tensor: keys of the config are given without "
+         "dashes; did you mean parallel.tensor=2?"),
+        ("prove", ["x.yaml", "--lr", "2"], "unrecognized arguments: --lr 2; keys of the config are given as "
+         "parallel.tensor=2; see megafp8 prove --help"),
+        ("prove", ["x.yaml", "--parallel.tensor=2"], "--parallel.tensor: keys of the config are given without "
+         "dashes; did you mean parallel.tensor=2?"),
         ("serve", ["runs/a", "--port", "99999"], "--port: 99999 is no port; ports are 0 to 65535"),
         ("serve", ["runs/a", "--port", "web"], "--port: 'web' is no number; see megafp8 serve --help"),
         ("convert", ["--load", "a", "--save", "b", "--to", "hff"], "--to: invalid choice: 'hff' (choose from "),
@@ -88,6 +97,10 @@ def test_an_error_is_one_line_that_says_what_would_work(
     assert printed.err.startswith(f"error: {said}")
     assert printed.err.count("\n") == 1
     monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(SystemExit):
+        module_of(name).main()
+    assert capsys.readouterr().err == printed.err, "a variable that is left from another job"
+    monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit):
         module_of(name).main()
     assert capsys.readouterr().err == "", "one rank of a node says it"
@@ -128,6 +141,28 @@ def test_paths_that_are_spelt_alike(tmp_path: Path) -> None:
     assert near_path(tmp_path / "runs" / "zzz") is None
     assert near_path(tmp_path / "runs") is None
     assert near_path(Path("s3://bucket/frist")) is None
+
+
+def test_every_argument_that_is_a_path_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a shell completes as a file has a type that expands `~`; torchrun parses the options of launch."""
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = {
+        f"{name} {action.dest}": str(parser._get_value(action, "~/x"))
+        for name in COMMANDS
+        if name != "launch"
+        for parser in [parser_of(name)]
+        for action in parser._actions
+        if _completed_by(name, action) == "files"
+    }
+    assert set(paths.values()) == {"/home/me/x"}, paths
+    assert {
+        "convert load",
+        "convert save",
+        "preprocess output_prefix",
+        "inspect path",
+        "serve checkpoint",
+    } <= paths.keys()
+    assert str(parser_of("inspect")._get_value(argparse.Action([], "path", type=as_path), "s3://a/~/x")) == "s3://a/~/x"
 
 
 def test_numbers_have_bounds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+from megafp8 import shipped
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -45,6 +48,37 @@ def test_no_version_with_a_known_hole_is_admitted(package: str) -> None:
         bounds = [Version(x.version) for x in requirement.specifier if x.operator in (">=", "==", "~=")]
         assert bounds, f"{requirement} has no lower bound"
         assert max(bounds) >= Version(least), f"{requirement} admits {hole}"
+
+
+def _written() -> Iterator[tuple[Path, str]]:
+    """Yield what users read, and the package's code."""
+    folders = ("megafp8", "tools", "launch", "configs", "examples", "tests")
+    paths = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "decisions").glob("*.md")]
+    paths += [
+        path for folder in folders for suffix in ("*.py", "*.yaml", "*.md") for path in (ROOT / folder).rglob(suffix)
+    ]
+    for path in paths:
+        if path.name not in ("LOG.md", "shipped.py", Path(__file__).name):
+            yield path, path.read_text(encoding="utf-8")
+
+
+def test_there_is_one_form_of_installing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documentation has a checkout, `pip install '.[hf]'`, or its wheel; messages have `install_command`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wheel = re.escape(f"dist/megafp8-{project['version']}-py3-none-any.whl")
+    line = re.compile(rf"pip install '(?:\.|{wheel})\[([a-z0-9,]+)\]'")
+    others, extras = [], set()
+    for path, text in _written():
+        for found in re.findall(r"pip install[^\n`]*(?:megafp8|\.\[|-e)[^\n`]*|megafp8\[[a-z,]+\]", text):
+            match = line.match(found)
+            extras.update(match[1].split(",") if match else ())
+            others += [] if match else [f"{path.relative_to(ROOT)}: {found}"]
+    assert others == []
+    assert {"gpu", "hf", "server"} < extras <= set(project["optional-dependencies"])
+    assert shipped.install_command("hf,data") == f"pip install -e '{ROOT}[hf,data]'"
+    monkeypatch.setattr(shipped, "is_checkout", lambda: False)
+    assert shipped.install_command("hf") == "pip install 'megafp8[hf]'"
+    assert shipped.install_command() == "pip install megafp8"
 
 
 def test_images_are_pinned() -> None:

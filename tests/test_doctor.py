@@ -12,6 +12,7 @@ import torch
 
 from megafp8 import nn
 from megafp8.commands import doctor
+from megafp8.shipped import install_command
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -45,9 +46,14 @@ def test_every_extra_is_described() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without GPU")
-def test_a_machine_without_gpu_is_usable(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_without_gpu_is_usable(capsys: pytest.CaptureFixture[str], without: Callable[..., None]) -> None:
+    without(**{"flash-qla": None, "nvmath-python": None})
     code, lines = said(capsys)
     assert code == 0
+    assert lines["extra gpu"].startswith("pass"), "nothing that needs a GPU is missed"
+    assert lines["extra gpu"].endswith("not installed, and of use on GPUs only")
+    assert lines["extra recurrent"].startswith("pass")
+    assert lines["extra recurrent"].endswith("not installed, and of use on Hopper GPUs only")
     assert lines["torch"] == f"pass  {'torch':<{lines['torch'].index(torch.__version__) - 6}}{torch.__version__}, " + (
         f"CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
     )
@@ -63,7 +69,7 @@ def test_missing_packages_are_named_with_what_installs_them(
     assert code == 0
     assert lines["extra data"].startswith("warn")
     assert "tiktoken is missing" in lines["extra data"]
-    assert "pip install 'megafp8[data]'" in lines["extra data"]
+    assert install_command("data") in lines["extra data"]
     assert "uvicorn is 0.1, not >=0.34: no megafp8 serve" in lines["extra server"]
     without(pydantic="1.9")
     code, lines = said(capsys)

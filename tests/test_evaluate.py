@@ -101,7 +101,7 @@ def test_errors(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
         ([str(tmp_path / "weights"), *text], "has no tokenizer to read texts with; give a data set by --data"),
         (
             [run, "--tasks", "hellaswag"],
-            "--tasks needs the package lm_eval, which is not installed: pip install lm_eval",
+            "--tasks needs the package lm_eval, which is not installed: pip install ",
         ),
     ):
         assert main([*arguments, *CPU]) == 2

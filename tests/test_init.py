@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from megafp8.commands.init import SCHEMA, main
+from megafp8.commands.init import SCHEMA, introduction, main
 from megafp8.config import ConfigError, load_config
 from megafp8.shipped import shipped_configs
 
@@ -23,10 +23,13 @@ def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_shipped_configs_are_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    text = capsys.readouterr().out.split("\n\n")[0]
     names = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
-    assert {line.split()[0] for line in lines[:-2]} == {*names, "launch"}
-    assert any(line.startswith("llama3-8b ") and "Llama-3-8B" in line for line in lines)
+    assert {line.split()[0] for line in text.splitlines() if line[0] != " "} == {*names, "launch"}
+    shown = " ".join(text.split())
+    for name in names:
+        assert introduction(ROOT / "configs" / f"{name}.yaml") in shown, "whole sentences"
+    assert not [line for line in text.splitlines() if len(line) > 80]
 
 
 def test_a_config_is_written_with_comments_and_a_schema_for_editors(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ SINK_OPTIONS = {
 
 def make_parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--load", required=True, metavar="PATH", help="checkpoint, or the folder of a run; or its URL")
+    parser.add_argument(
+        "--load", required=True, type=expanduser, metavar="PATH", help="checkpoint, or the folder of a run; or its URL"
+    )
     parser.add_argument("--save", required=True, type=Path, metavar="PATH", help="folder to make, or an empty one")
     formats = "megatron and torch_dist are Megatron-LM's --ckpt-format torch and torch_dist (docs/converting.md)"
     parser.add_argument("--to", required=True, choices=FORMAT_NAMES, help=formats)
@@ -73,9 +76,9 @@ def make_parser() -> ArgumentParser:
     help = "static: the run's scales of inputs; default: static where each FP8 layer has one"
     quantized.add_argument("--activations", choices=ACTIVATIONS, help=help)
     help = "scales of caches of keys and values, which megafp8 evaluate --kv-cache-scales wrote"
-    quantized.add_argument("--kv-cache-scales", metavar="FILE", help=help)
+    quantized.add_argument("--kv-cache-scales", type=expanduser, metavar="FILE", help=help)
     help = "Hugging Face folder of the adapted model; default: the run's checkpoint.init_from"
-    parser.add_argument_group("to PEFT").add_argument("--base", metavar="PATH", help=help)
+    parser.add_argument_group("to PEFT").add_argument("--base", type=expanduser, metavar="PATH", help=help)
     return parser
 
 

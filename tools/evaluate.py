@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,9 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     texts = parser.add_argument_group("texts and data sets")
     add_input_flags(texts)
-    texts.add_argument("--data", nargs="+", default=[], metavar="PREFIX", help="prefixes of .bin/.idx files")
+    texts.add_argument(
+        "--data", nargs="+", type=expanduser, default=[], metavar="PREFIX", help="prefixes of .bin/.idx files"
+    )
     texts.add_argument("--split", help="as data.split of a config: of --data only its documents for validation")
     texts.add_argument("--max-documents", type=at_least(1), help="of each of --data and of all inputs, from the first")
     texts.add_argument("--stride", type=int, help="tokens that a window scores; default: half of its length")

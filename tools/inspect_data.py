@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from os.path import expanduser
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +114,7 @@ def inspect(arguments: argparse.Namespace) -> None:
 
 def make_parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("prefix", help="the data set's path without .bin or .idx")
+    parser.add_argument("prefix", type=expanduser, help="the data set's path without .bin or .idx")
     parser.add_argument("--documents", type=at_least(0), default=0, help="show this many documents")
     parser.add_argument("--samples", type=at_least(0), default=0, help="show this many packed samples")
     parser.add_argument("--seq-length", type=at_least(1), default=1024, help="tokens of a packed sample")

@@ -39,14 +39,14 @@ import yaml
 
 from megafp8.arguments import ArgumentParser, at_least
 from megafp8.commands.common import add_config_flags, parse_with_config, run_tool, text_table
-from megafp8.config import Config, ConfigError, check_layout, load_config
+from megafp8.config import Config, ConfigError, check_layout, fewest_ranks, load_config, planned_stages
 from megafp8.config.frozen import frozen_run
-from megafp8.gpus import GPUS
+from megafp8.gpus import GPUS, Gpu
 from megafp8.planner.budget import Budget, budget, mfu, tokens_per_day
 from megafp8.planner.flops import flops_per_token
 from megafp8.planner.goodput import PARTS, Assumptions, Forecast, forecasts, hang_detection, state_bytes_of
 from megafp8.planner.hardware import Cluster
-from megafp8.planner.memory import memory_table
+from megafp8.planner.memory import memory_table, size_text
 from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import Prediction, predict
 from megafp8.planner.search import Candidate, Found, changed_keys, search
@@ -115,7 +115,9 @@ def make_parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
     add_config_flags(parser)
     parser.add_argument(
-        "--gpus", type=_gpu_counts, required=True, help="number of GPUs in all; several with --goodput: 1024,16384"
+        "--gpus",
+        type=_gpu_counts,
+        help="number of GPUs in all, by default the fewest that the config runs on; several with --goodput: 1024,16384",
     )
     names = ", ".join(GPUS)
     parser.add_argument(
@@ -142,19 +144,32 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser()
     found = parse_with_config(parser, argv)
     if found.goodput:
+        if found.gpus is None:
+            parser.error("--goodput: give numbers of GPUs by --gpus, such as 1024,16384")
         if found.nodes is not None:
             parser.error("--nodes: give --gpus-per-node with --goodput")
         return found
-    if len(found.gpus) > 1:
+    if found.gpus is not None and len(found.gpus) > 1:
         parser.error("--gpus: several numbers are for --goodput; give one")
-    found.gpus = found.gpus[0]
-    if found.nodes is not None:
-        if found.gpus % found.nodes:
-            parser.error(f"--nodes: {found.gpus} GPUs do not divide into {found.nodes} nodes")
-        found.gpus_per_node = found.gpus // found.nodes
-    if found.gpus % min(found.gpus, found.gpus_per_node):
-        parser.error(f"--gpus: {found.gpus} are no whole nodes of --gpus-per-node {found.gpus_per_node}")
     return found
+
+
+def cluster_of(arguments: argparse.Namespace, config: Config, gpu: Gpu) -> Cluster:
+    """Return the cluster that is planned for, by default of the fewest GPUs that the config and its stages run on.
+
+    Raises ValueError if the GPUs do not fill whole nodes.
+    """
+    stages = planned_stages(config, arguments.config)
+    gpus = arguments.gpus[0] if arguments.gpus else fewest_ranks([stage.config for stage in stages])
+    nodes, gpus_per_node = arguments.nodes, arguments.gpus_per_node
+    if nodes is not None:
+        if gpus % nodes:
+            raise ValueError(f"--nodes: {gpus} GPUs do not divide into {nodes} nodes; give --gpus {gpus * nodes}")
+        gpus_per_node = gpus // nodes
+    if gpus % min(gpus, gpus_per_node):
+        whole = -(-gpus // gpus_per_node) * gpus_per_node
+        raise ValueError(f"--gpus: {gpus} are no whole nodes of --gpus-per-node {gpus_per_node}; give --gpus {whole}")
+    return Cluster(gpu, gpus, gpus_per_node)
 
 
 @dataclass(frozen=True)
@@ -191,9 +206,9 @@ def record(prediction: Prediction, question: Question) -> dict[str, Any]:
 
 
 def line(prediction: Prediction, question: Question) -> str:
-    rate, peak, share = prediction.tokens_per_second, prediction.peak / 2**30, question.mfu(prediction)
+    rate, share, peak = prediction.tokens_per_second, question.mfu(prediction), size_text(prediction.peak)
     utilization = "" if share is None else f"  {share:>5.1%} MFU"
-    return f"{prediction.seconds * 1e3:>10,.0f} ms  {rate:>9,.0f} tokens/s/GPU{utilization}  {peak:>7.1f} GiB"
+    return f"{prediction.seconds * 1e3:>10,.0f} ms  {rate:>9,.0f} tokens/s/GPU{utilization}  {peak:>11}"
 
 
 def budget_lines(prediction: Prediction, question: Question) -> list[str]:
@@ -241,10 +256,13 @@ def described(candidate: Candidate) -> str:
 
 def text(own: Prediction | str, found: Found, arguments: argparse.Namespace, question: Question, seconds: float) -> str:
     limit = question.cluster.memory
-    lines = ["the config's own layout:", own if isinstance(own, str) else line(own, question), ""]
+    gpus = question.cluster.gpus
+    fewest = "" if arguments.gpus else ", the fewest that this config runs on; --gpus N plans for others"
+    lines = [f"{gpus:,} GPU{'s' if gpus > 1 else ''} ({question.cluster.gpu.chip}){fewest}", ""]
+    lines += ["the config's own layout:", own if isinstance(own, str) else line(own, question), ""]
     if not found.best:
-        return "\n".join([*lines, f"no layout of {found.layouts:,} fits {limit / 2**30:.1f} GiB"])
-    lines += [f"the fastest of {found.layouts:,} layouts that fit {limit / 2**30:.1f} GiB:"]
+        return "\n".join([*lines, f"no layout of {found.layouts:,} fits {size_text(limit)}"])
+    lines += [f"the fastest of {found.layouts:,} layouts that fit {size_text(limit)}:"]
     lines += [f"{line(candidate.prediction, question)}  {described(candidate)}" for candidate in found.best]
     best = found.best[0]
     changes = changed_keys(question.config, best.config)
@@ -349,7 +367,7 @@ def plan(arguments: argparse.Namespace) -> bool:
         from megafp8.planner.measure import measured, on_cuda
 
         gpu = measured(gpu, *on_cuda())
-    cluster = Cluster(gpu, arguments.gpus, arguments.gpus_per_node)
+    cluster = cluster_of(arguments, config, gpu)
     start, fp8, teacher = time.perf_counter(), build_fp8(config, None), teacher_of(config)
     own: Prediction | str
     try:

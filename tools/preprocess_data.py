@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from os.path import expanduser
 from typing import Any
 
 from megafp8.arguments import ArgumentParser, at_least
@@ -47,7 +48,7 @@ def make_parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
     add_input_flags(parser)
     add_tokenizer_flags(parser, required=True)
-    parser.add_argument("--output-prefix", required=True, help="path to write, without .bin and .idx")
+    parser.add_argument("--output-prefix", required=True, type=expanduser, help="path to write, without .bin and .idx")
     parser.add_argument("--no-append-eod", action="store_true", help="add no end-of-document token after each document")
     help = (
         "what a record holds: a text (default), a list of messages, a prompt and its completion, or a prompt and two "
@@ -57,7 +58,9 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--completion-key", help="key or column of the completion; default: completion")
     parser.add_argument("--chosen-key", help="key or column of the preferred answer; default: chosen")
     parser.add_argument("--rejected-key", help="key or column of the other answer; default: rejected")
-    parser.add_argument("--chat-template", help="file with a chat template. Default: that beside --tokenizer-path")
+    parser.add_argument(
+        "--chat-template", type=expanduser, help="file with a chat template. Default: that beside --tokenizer-path"
+    )
     help = "store each sentence of a document as a sequence, for data.packing sentences"
     parser.add_argument("--split-sentences", action="store_true", help=help)
     parser.add_argument("--workers", type=at_least(0), default=0, help="processes that tokenize; 0: this process")

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from os.path import expanduser
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -92,8 +93,8 @@ def _parts_needed(path: Path, paths: Sequence[Path]) -> int:
 
 def add_input_flags(parser: argparse._ActionsContainer) -> None:
     """Flags of tools that read text."""
-    parser.add_argument("--input", nargs="+", default=[], help="files, folders or globs")
-    parser.add_argument("--input-list", help="a file with one input path a line")
+    parser.add_argument("--input", nargs="+", type=expanduser, default=[], help="files, folders or globs")
+    parser.add_argument("--input-list", type=expanduser, help="a file with one input path a line")
     parser.add_argument("--text-files", action="store_true", help="read every input file as one document")
     parser.add_argument(
         "--json-key",
@@ -145,6 +146,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> N
     )
     parser.add_argument(
         "--tokenizer-path",
+        type=expanduser,
         help="model file (vocab.json: with merges.txt beside it); for tiktoken also an encoding's name",
     )
     help = "token that ends a document. Default: the eos_token that the tokenizer's files state"

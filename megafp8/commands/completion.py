@@ -12,6 +12,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from megafp8.arguments import ArgumentParser
 from megafp8.object_store import as_path
 from megafp8.shipped import shipped_configs
 
-_FILE_DESTS = ("checkpoint", "path", "run", "runs", "load", "file", "prefix", "folder")
-"""Arguments that are paths though their type does not say so."""
+_PATH_TYPES = (Path, as_path, expanduser)
 
 
 def keys(schema: dict[str, Any]) -> Iterator[str]:
@@ -73,8 +73,7 @@ def _completed_by(command: str, action: argparse.Action) -> str | None:
         return "command_files_and_keys"
     if command == "init" and action.dest == "name":
         return "names"
-    is_path = action.type in (Path, as_path) or action.metavar in ("PATH", "FILE", "FOLDER", "PREFIX")
-    return "files" if is_path or action.dest in _FILE_DESTS or "file" in (action.help or "") else None
+    return "files" if action.type in _PATH_TYPES or action.metavar == "FOLDER" else None
 
 
 def _functions(shell: str) -> str:

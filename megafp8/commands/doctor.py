@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from megafp8 import __version__
 from megafp8.arguments import ArgumentParser
 from megafp8.commands.machine import Finding, ask_gpu, judge_gpu, judge_limits, limits, report
-from megafp8.shipped import PACKAGE, is_checkout
+from megafp8.shipped import PACKAGE, install_command, is_checkout
 from megafp8.user_cache import user_cache
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ EXTRAS = {
     "onnx": "no export to ONNX",
 }
 """By extra of pyproject.toml: what is slow or impossible without it."""
-_ON_GPUS_ONLY = "gpu"
+_GPUS_OF = {"gpu": "GPUs", "recurrent": "Hopper GPUs"}
+"""By extra that is of use on some machines only: their GPUs."""
 _MODULES = {
     "nvmath-python": "nvmath.bindings.cublasLt",
     "cuda-bindings": "cuda.bindings.nvrtc",
@@ -71,12 +72,16 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def check_packages(*, gpu: bool) -> Iterator[Finding]:
-    """Declared dependencies, and the packages of each extra, in their versions. `gpu`: the machine has one."""
+def check_packages(usable: Collection[str]) -> Iterator[Finding]:
+    """Check declared dependencies, and the packages of each extra, in their versions.
+
+    Args:
+        usable: Extras of `_GPUS_OF` that this machine has the GPUs for.
+    """
     try:
         declared = requires("megafp8") or []
     except PackageNotFoundError:
-        yield Finding("packages", "warn", "megafp8 is not installed, so versions are not known: pip install -e .")
+        yield Finding("packages", "warn", f"megafp8 is not installed, so versions are not known: {install_command()}")
         return
     from packaging.requirements import Requirement  # of matplotlib
 
@@ -97,17 +102,17 @@ def check_packages(*, gpu: bool) -> Iterator[Finding]:
                 wrong[extra].append(f"{requirement.name} cannot be imported: {_first_line(error)}")
     needed = wrong.pop("")
     if needed:
-        yield Finding("packages", "fail", f"{'; '.join(needed)}: pip install megafp8")
+        yield Finding("packages", "fail", f"{'; '.join(needed)}: {install_command()}")
     else:
         yield Finding("packages", "pass", "all that megafp8 needs")
     for extra, problems in wrong.items():
         name = f"extra {extra}"
         if not problems:
             yield Finding(name, "pass", "installed")
-        elif extra == _ON_GPUS_ONLY and not gpu:
-            yield Finding(name, "pass", "not installed, and of use on GPUs only")
+        elif extra in _GPUS_OF and extra not in usable:
+            yield Finding(name, "pass", f"not installed, and of use on {_GPUS_OF[extra]} only")
         else:
-            text = f"{', '.join(problems)}: {EXTRAS[extra]}; pip install 'megafp8[{extra}]'"
+            text = f"{', '.join(problems)}: {EXTRAS[extra]}; {install_command(extra)}"
             yield Finding(name, "warn", text)
 
 
@@ -231,11 +236,13 @@ def check_machine(*, gpu: bool) -> Iterator[Finding]:
 def check() -> list[Finding]:
     found = [*check_python(), *check_torch()]
     if any(finding.check == "torch" and finding.status == "fail" for finding in found):
-        return [*found, *check_packages(gpu=False)]
+        return [*found, *check_packages(())]
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found += [*check_packages(gpu=gpus > 0), *check_machine(gpu=gpus > 0)]
+    has_hopper = any(torch.cuda.get_device_capability(index) == (9, 0) for index in range(gpus))
+    usable = ["gpu"] * (gpus > 0) + ["recurrent"] * has_hopper
+    found += [*check_packages(usable), *check_machine(gpu=gpus > 0)]
     if gpus:
         found += check_triton()
         for index in range(gpus):

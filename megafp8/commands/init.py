@@ -39,19 +39,17 @@ def introduction(path: Path) -> str:
         if not line.startswith("#") or not text:
             break
         lines.append(text)
-    return " ".join(lines)
+    return re.sub(":$", ".", " ".join(lines))
 
 
 def listing() -> str:
-    """The names that `megafp8 init` knows, with what each is, in lines that fit the terminal."""
+    """Return the names that `megafp8 init` knows, each with its description, in lines that fit the terminal."""
     configs, columns = shipped_configs(), shutil.get_terminal_size().columns
     known = {name: introduction(path) for name, path in configs.items()}
     known[LAUNCH] = "Scripts for one node, several nodes and Slurm, and manifests for Kubernetes."
-    width = max(map(len, known))
-    return "\n".join(
-        f"{name:{width}}  {textwrap.shorten(text, max(40, columns - width - 2), placeholder=' …')}"
-        for name, text in known.items()
-    )
+    width = max(map(len, known)) + 2
+    wrap = textwrap.TextWrapper(max(40 + width, columns), subsequent_indent=" " * width, break_on_hyphens=False)
+    return "\n".join(wrap.fill(f"{name:{width}}{text}") for name, text in known.items())
 
 
 def write_schema(folder: Path) -> str:

@@ -7,13 +7,18 @@ from dataclasses import dataclass
 
 from megafp8.messages import value_text
 
+_REQUIRED = object()
+"""The value of a key that is required and missing."""
+
 
 @dataclass(frozen=True)
 class Problem:
-    """A broken rule.
+    """Broken rule of a config.
 
-    `path`: dotted YAML path. `works`: a value or an action that would help. `where`: file and line of the value, which
-    begins the message; empty for an override.
+    Args:
+        path: Dotted path of the key.
+        works: Value or action that would help.
+        where: File and line of the value, which begin the message; empty for an override.
     """
 
     path: str
@@ -22,7 +27,14 @@ class Problem:
     works: str
     where: str = ""
 
+    @classmethod
+    def missing(cls, path: str, works: str) -> Problem:
+        """Return the problem of a required key that is not given."""
+        return cls(path, _REQUIRED, "is required", works)
+
     def __str__(self) -> str:
+        if self.value is _REQUIRED:
+            return f"{self.where}{self.path} {self.rule}: {self.works}"
         return f"{self.where}{self.path} = {value_text(self.value)}: {self.rule}; {self.works}"
 
 

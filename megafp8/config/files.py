@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megafp8.shipped import shipped_configs
 from megafp8.suggestions import did_you_mean, near_name
 
 BASE = "base"
+_HUGGING_FACE = "config.json"
 _MAX_BASES = 20
 _MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255
 """Longest path, and longest name in it, of Linux."""
@@ -50,11 +52,11 @@ class Tree:
 
 
 def file_of(source: str) -> Path:
-    """Return the file that a command line calls `source`: a path, or else the name of a shipped config.
+    """Return the file that a path, or else the name of a shipped config, refers to.
 
     Raises ConfigError for a name that no file can have.
     """
-    path = Path(source)
+    path = Path(expanduser(source))
     if rule := _name_problem(path):
         raise ConfigError("config", [Problem("--config", source, rule, "give the path of a YAML file")])
     return path if os.path.exists(path) else shipped_configs().get(source, path)
@@ -113,8 +115,8 @@ def _read(source: str, chain: list[tuple[str, Path]], naming: tuple[str, str] | 
 
 
 def _base_path(source: str, base: str) -> Path:
-    """The file that `source` calls `base`: one relative to it, or else a shipped config by its name."""
-    path = Path(source).parent / base
+    """Return the file that `source` names as its base: a path relative to it, or else a shipped config."""
+    path = Path(source).parent / expanduser(base)
     return path if os.path.exists(path) else shipped_configs().get(base, path)
 
 
@@ -157,6 +159,8 @@ def _read_file(source: str, naming: tuple[str, str] | None) -> Tree:
     mapping in YAML: it may be any file of the user's.
     """
     path = Path(source)
+    if (path / _HUGGING_FACE).is_file():
+        path = path / _HUGGING_FACE
     try:
         with path.open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
@@ -188,7 +192,17 @@ def _read_file(source: str, naming: tuple[str, str] | None) -> Tree:
     if not isinstance(tree, dict):
         rule = "the file must hold a mapping of sections"
         raise ConfigError(source, [Problem("(file)", "…", rule, "start from a shipped one: megafp8 init")])
+    if "model_type" in tree or "architectures" in tree:
+        raise ConfigError(source, [_model_of_hugging_face(path)])
     return Tree(tree, {name: (source, line) for name, line in _lines(node, "")})
+
+
+def _model_of_hugging_face(path: Path) -> Problem:
+    """Return the problem of a Hugging Face model that is given as the config of a run."""
+    folder = path.parent
+    train = f'to train it, write a config with "checkpoint: {{init_from: {folder}}}", which needs no model section'
+    use = f"megafp8 generate {folder} and megafp8 evaluate {folder} use it as it is, megafp8 convert converts it"
+    return Problem("(file)", str(path), "this describes a Hugging Face model, not a run of megafp8", f"{train}; {use}")
 
 
 def _lines(node: Node | None, path: str) -> Iterator[tuple[str, int]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -17,21 +17,25 @@ from pydantic_core import ErrorDetails
 from megafp8.config.choices import leave_out_options, report
 from megafp8.config.errors import ConfigError, Problem
 from megafp8.config.files import BASE, Tree, file_of, read_tree
-from megafp8.config.reader import member_with, members, override_value, section_of, section_of_kind
+from megafp8.config.key_names import advice
+from megafp8.config.reader import compose, member_with, members, override_value, section_of, section_of_kind
 from megafp8.config.schema import Config
+from megafp8.shipped import shipped_configs
 
 Completion = Callable[[dict[str, Any], str], None]
 """Completes a tree of sections in place; the second argument is the file from which it was read."""
 
 
 def config_and_overrides(config: str | None, words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Path of the config and overrides of a command line, where the path may be the first word instead of `--config`.
+    """Return the path of the config, or None, and the overrides of a command line.
 
-    `config`: what `--config` says. None where no config is given.
+    Args:
+        config: The value of `--config`. If it is None, the path may be the first word instead.
+        words: The words of the command line that belong to no option.
     """
     if config is None and words and "=" not in words[0]:
-        return words[0], list(words[1:])
-    return config, list(words)
+        config, *words = words
+    return None if config is None else expanduser(config), list(words)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), complete: Completion | None = None) -> Config:
@@ -159,6 +163,8 @@ def _locate(location: Sequence[int | str]) -> _Place:
     return _Place(tuple(path), section, annotation, is_key, union)
 
 
+_EXAMPLE = "llama3-8b"
+"""Shipped config from which messages take their examples."""
 _WRONG_KIND = ("_type", "_parsing", "literal_error")
 """Suffixes of pydantic's error types for a value of another kind than the type."""
 
@@ -174,7 +180,9 @@ def explain(errors: Sequence[ErrorDetails]) -> list[Problem]:
     problems = []
     merged: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for error, place in placed:
-        if place.union is None or (place.union in fitting and _is_of_kind(error, place)):
+        if error["type"] == "missing" and place.union is None:
+            problems += _missing(place)
+        elif place.union is None or (place.union in fitting and _is_of_kind(error, place)):
             problems.append(_problem(error, place))
         elif place.union not in fitting:
             merged.setdefault(place.union, []).append(error)
@@ -194,15 +202,44 @@ def _rule(error: ErrorDetails) -> str:
     return error["msg"][0].lower() + error["msg"][1:]
 
 
+def _missing(place: _Place) -> Iterator[Problem]:
+    """Yield the required keys of a section that is missing, or the key if it is none, with an example of each."""
+    section = section_of(place.annotation)
+    if section is not None:
+        for name, field in section.model_fields.items():
+            if field.is_required():
+                yield from _missing(_Place((*place.path, name), section, field.annotation, False, None))
+        return
+    sections, name = place.path[:-1], place.path[-1]
+    example = _example(place.path)
+    works = f"add it; {_meaning(place)}"
+    if example is not None:
+        text = f"{name}: {example}"
+        for key in reversed(sections):
+            text = f"{key}: {{{text}}}"
+        works = f'add "{text}"'
+    yield Problem.missing(".".join(place.path), works)
+
+
+def _example(path: Sequence[str]) -> str | None:
+    """Return the value that a shipped config has for a key, as YAML; None if none has it."""
+    configs = shipped_configs()
+    for file in (configs[_EXAMPLE], *configs.values()):
+        node = compose(file.read_text(encoding="utf-8"))
+        for key in path:
+            keys = node.value if isinstance(node, yaml.MappingNode) else ()
+            node = next((value for name, value in keys if name.value == key), None)
+        if node is not None:
+            node.flow_style = True
+            return yaml.serialize(node).removesuffix("...\n").strip()
+    return None
+
+
 def _problem(error: ErrorDetails, place: _Place) -> Problem:
     path, value, kind = ".".join(place.path), error["input"], error["type"]
     names = [] if place.section is None else list(place.section.model_fields)
     if kind == "extra_forbidden" and place.section is not None:
-        near = difflib.get_close_matches(place.path[-1], names, n=1, cutoff=0.5)
-        works = f"did you mean {'.'.join([*place.path[:-1], near[0]])}?" if near else f"valid: {', '.join(names)}"
-        return Problem(path, value, "there is no such key", works)
-    if kind == "missing":
-        return Problem(path, None, "this key is required and has no default", "add it; see --print-schema")
+        return Problem(path, value, "there is no such key", advice(path, value, names))
     if kind in ("model_type", "model_attributes_type"):
         section = section_of(place.annotation)
         keys = "" if section is None else f": {', '.join(section.model_fields)}"
@@ -211,6 +248,10 @@ def _problem(error: ErrorDetails, place: _Place) -> Problem:
         text = str(value).lower() if isinstance(value, bool) else str(value)
         of = "a key here" if place.is_key else "this key"
         return Problem(path, value, f"{of} is text, and YAML reads this otherwise", f'quote it: "{text}"')
+    if kind == "string_pattern_mismatch":  # of `section.Name`, the only type with a pattern
+        rule = "a name has letters, digits, '.', '_' and '-', and begins with a letter or digit"
+        valid = re.sub("[^A-Za-z0-9._-]+", "-", value).lstrip("._-")
+        return Problem(path, value, rule, f"try {valid or 'run-1'}")
     return Problem(path, value, _rule(error), _meaning(place))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -35,6 +35,7 @@ from megafp8.section import (
     Count,
     Dropout,
     Integer,
+    Name,
     NonNegative,
     Pattern,
     PositiveFloat,
@@ -43,6 +44,7 @@ from megafp8.section import (
     Section,
     Steps,
     Tokens,
+    UserPath,
 )
 
 
@@ -479,8 +481,9 @@ class ParallelConfig(Section):
     pipeline: PositiveInt = 1
     """Pipeline-parallel size: number of ranks over which the model's blocks are divided."""
     virtual_pipeline: PositiveInt = 1
-    """Number of stages (of consecutive blocks) that each pipeline rank holds."""
-    schedule: Annotated[str, Field(examples=[*SCHEDULES])] = "1f1b"
+    """Number of stages (of consecutive blocks) that each pipeline rank holds. Default: the fewest that the schedule
+    allows."""
+    schedule: Annotated[UserPath, Field(examples=[*SCHEDULES])] = "1f1b"
     """Pipeline schedule: a built-in one (README has a table; one file each in megafp8/pipeline_parallel/schedules), the
     path of a .csv file with one row per rank and cells such as F3, B3, W3, F3.1 for micro-batch 3 and chunk 1, or
     module:function, called with placement and number of micro-batches. megafp8 plot-schedule draws them."""
@@ -556,6 +559,13 @@ class ParallelConfig(Section):
     data-parallel × context-parallel size, and the number of ranks that hold the same experts."""
     overlap_param_gather: bool = True
     """With zero 1: gather updated parameters while the next forward pass already runs."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fewest_stages_of_schedule(cls, keys: Any) -> Any:
+        """Add virtual_pipeline where it is not given and the schedule needs several stages per rank."""
+        schedule = SCHEDULES.get(str(keys.get("schedule"))) if isinstance(keys, dict) else None
+        return keys if schedule is None else {"virtual_pipeline": schedule.least_chunks} | keys
 
     @property
     def expert_ranks(self) -> int:
@@ -714,9 +724,9 @@ class EvaluateConfig(Section):
     temperature: NonNegative = 0.0
     """Of the choice of tokens. 0: the most probable one."""
     tasks: list[str] = []
-    """Names or patterns of tasks of lm-evaluation-harness (pip install megafp8[eval]). Their metrics are
+    """Names or patterns of tasks of lm-evaluation-harness (extra eval). Their metrics are
     eval/<task>/<metric>."""
-    include_path: str | None = None
+    include_path: UserPath | None = None
     """Folder with YAML files of more tasks."""
     limit: PositiveInt | None = None
     """Questions of each task, from the first. Default: all."""
@@ -790,7 +800,7 @@ class TokenizerConfig(Section):
     choices: ClassVar[tuple[str, ...]] = ("kind",)
     kind: Literal["sentencepiece", "huggingface", "tiktoken", "bytes"]
     """Library that reads it."""
-    path: str | None = None
+    path: UserPath | None = None
     """Model file, a folder with one, or a name of the Hugging Face Hub (org/name); for huggingface a tokenizer.json, or
     a vocab.json with merges.txt beside it; for tiktoken the name of an encoding or a ranks file; none for bytes."""
     end_token: str | None = None
@@ -988,7 +998,7 @@ class DistillationConfig(ObjectiveConfig):
     weight · temperature² · KL(teacher ‖ student) + (1 - weight) · cross entropy, both distributions of the divergence
     being softmax(logits / temperature). Which tokens count is as without a teacher (loss_on, mask_eod_loss)."""
 
-    teacher: str
+    teacher: UserPath
     """Model with the vocabulary of the run: a Hugging Face folder, the folder of a run, or a checkpoint. It is loaded
     as a frozen model in the run's layout, in training.precision."""
     logits: Literal["live", "precomputed"] = "live"
@@ -1041,11 +1051,11 @@ class GrpoConfig(ObjectiveConfig):
     reward, and becomes more likely if that is above the mean of its group, less likely if it is below.
     training.global_batch_size is the number of texts; as many samples as they fill are trained, at most so many."""
 
-    reward: str | None = None
+    reward: UserPath | None = None
     """Python function that rates texts, module:function or path.py:function. It is called with prompts, as the data has
     them, and completions, which are texts, both lists, and with a list of each other key of their records that all of
     them have; it returns a number for each. Either this or reward_command."""
-    reward_command: list[str] | None = Field(None, min_length=1)
+    reward_command: list[UserPath] | None = Field(None, min_length=1)
     """Program that rates texts, with its arguments. It reads a JSON line of each text from stdin, the record with
     completion, and writes a number for each to stdout, one a line. It is started in each step."""
     reward_seconds: PositiveFloat = 600.0
@@ -1158,7 +1168,7 @@ class StreamsConfig(Section):
 class ObjectCacheConfig(Section):
     """Local cache of data sets in object storage (docs/object-storage.md), which processes and runs may share."""
 
-    folder: str | None = None
+    folder: UserPath | None = None
     """Folder on local disk. Default: in the user's cache folder."""
     limit_gib: PositiveFloat = 64.0
     """Largest size of all blocks in it; those that were not read for the longest time are deleted. The .idx files come
@@ -1185,7 +1195,7 @@ def is_text(path: str) -> bool:
 class DataConfig(Section):
     """Data sets and their tokenizer."""
 
-    train: list[str] | dict[str, PositiveFloat] = Field(min_length=1)
+    train: list[UserPath] | dict[UserPath, PositiveFloat] = Field(min_length=1)
     """Prefixes of .bin/.idx files, or text that is tokenized while the run trains (docs/own-data.md): JSON lines,
     parquet and plain text, compressed or not, folders and patterns of these such as corpus/*.jsonl.zst. Both are paths
     or URLs such as s3://bucket/corpus; text may be at hf://datasets/org/name. A list weights data sets by their number
@@ -1200,7 +1210,7 @@ class DataConfig(Section):
     documents, and the share of documents that are cut in either way. Requires reset_at_documents and mask_eod_loss.
     sentences: a run of sentences of one document, as many as fit, the rest padding; for data sets of
     megafp8 preprocess --split-sentences, and models with model.binary_head."""
-    validation: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")], str] = {}
+    validation: dict[Name, UserPath] = {}
     """Data sets for validation by name, {name: prefix of .bin/.idx files, or text}: all their documents, apart from
     those that split takes from training data. The loss of each is the metric valid/<name>. They may change when a run
     resumes."""
@@ -1247,10 +1257,19 @@ class DataConfig(Section):
     """
     streams: StreamsConfig = StreamsConfig()
     """Text that is tokenized while the run trains."""
-    index_cache: str | None = None
+    index_cache: UserPath | None = None
     """Folder on local disk for sample indices. Default: in the user's cache folder."""
     object_cache: ObjectCacheConfig = ObjectCacheConfig()
     """Where data sets in object storage are kept on local disk."""
+
+    @field_validator("train", mode="wrap")
+    @classmethod
+    def _keep_every_data_set(cls, train: Any, validate: Callable[[Any], Any]) -> Any:
+        """Refuse a blend of which two keys become one path when `~` is replaced."""
+        validated = validate(train)
+        if len(validated) < len(train):
+            raise PydanticCustomError("one_path", "Two of its keys are one path, as ~ is the home folder")
+        return validated
 
     @property
     def text(self) -> list[tuple[str, str]]:
@@ -1296,7 +1315,7 @@ class LoraConfig(Section):
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    folder: str | None = None
+    folder: UserPath | None = None
     """Checkpoints are in <folder>/<name>; a path, or a URL of object storage such as s3://bucket/checkpoints. Default:
     in the run folder."""
     interval: Count = 0
@@ -1314,12 +1333,12 @@ class CheckpointConfig(Section):
     """Steps between checkpoints in the memory of the nodes, each with a copy on the next node, from which a job that
     its agent restarts continues if they are newer than those on disk. 0: none. Each save stalls until the one before is
     done (docs/resilience.md)."""
-    memory_folder: str = "/dev/shm"
+    memory_folder: UserPath = "/dev/shm"
     """Folder for these, in the memory or on a disk of each node; environment variables are replaced. It must hold two
     checkpoints, each with the part of two nodes."""
     resume: bool = True
     """Continue from the newest complete checkpoint in the run folder, if there is one."""
-    init_from: str | None = None
+    init_from: UserPath | None = None
     """Folder of a Hugging Face model, its name on the Hub (org/name), or any other checkpoint that megafp8 convert
     reads, from whose weights a new run starts. The model section may then be left out or be incomplete; keys that are
     given must agree with the folder. With model.moe and a folder without experts, every expert starts as a copy of its
@@ -1505,7 +1524,7 @@ class StageConfig(Section):
     """A part of a run in which some keys have other values. It begins as if the run had been stopped and resumed with
     these."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    name: Annotated[Name, StringConstraints(max_length=100)]
     """Name in the log and in checkpoints."""
     begin: Count
     """Number of steps of the run before it. It ends where the next stage begins, or with the run."""
@@ -1517,13 +1536,13 @@ class StageConfig(Section):
 class Config(Section):
     """The config of a run of pretrain_gpt.py."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+    name: Annotated[Name, StringConstraints(max_length=200)]
     """Name of the run and of its folder."""
     base: str | None = Field(default=None, exclude=True)
     """Another config file, relative to this one, or the name of a shipped config, whose keys hold where this file does
     not give its own. Sections are merged key by key; lists and other values replace those of the base. Its name is not
     inherited (docs/launching.md)."""
-    run_dir: str = "runs"
+    run_dir: UserPath = "runs"
     """Folder that holds the run folders <run_dir>/<name>."""
     seed: Integer = 1234
     """Determines initial weights, the order of the data and what dropout drops."""

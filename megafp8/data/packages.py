@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from megafp8.shipped import install_command
+
 _EXTRAS = {
     "tokenizers": "hf",
     "jinja2": "hf",
@@ -25,7 +27,7 @@ class MissingPackage(ValueError):
 
 
 def import_package(name: str, what: str) -> Any:
-    """The module `name`, which `what` needs. MissingPackage with the command that installs it if it is missing."""
+    """Return the module `name`, which `what` needs. Raises MissingPackage, which says what installs it."""
     package = name.partition(".")[0]
     try:
         return importlib.import_module(name)
@@ -33,7 +35,5 @@ def import_package(name: str, what: str) -> Any:
         if (error.name or "").partition(".")[0] != package:
             raise  # installed, and one of its own imports is missing
     extra = _EXTRAS.get(package)
-    command = f"pip install {package}" + (
-        f", or with the extra of megafp8: pip install 'megafp8[{extra}]'" if extra else ""
-    )
+    command = install_command(extra) if extra else f"pip install {package}"
     raise MissingPackage(f"{what} needs the package {package}, which is not installed", command)

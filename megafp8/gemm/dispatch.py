@@ -45,6 +45,7 @@ from megafp8.numerics.tensor import (
     ScaledTensor,
     zero_pad,
 )
+from megafp8.shipped import install_command
 from megafp8.user_cache import user_cache
 
 GemmBackend = Literal["auto", "cublaslt", "scaled_mm", "emulated"]
@@ -83,7 +84,7 @@ class Fp8Gemm:
         has_cublaslt = available(device)
         if backend == "cublaslt" and not has_cublaslt:
             raise ValueError(
-                "fp8.gemm_backend = cublaslt: needs nvmath-python (pip install 'megafp8[gpu]') and a Hopper GPU, and "
+                f"fp8.gemm_backend = cublaslt: needs nvmath-python ({install_command('gpu')}) and a Hopper GPU, and "
                 f"{device} has not both; try auto"
             )
         if backend == "auto":

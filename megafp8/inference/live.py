@@ -15,6 +15,7 @@ from megafp8.inference.generator import CacheOptions, Generator
 from megafp8.inference.load import begin_of_text, live_model
 from megafp8.inference.options import SamplingOptions
 from megafp8.inference.scoring import Scorer
+from megafp8.shipped import install_command
 from megafp8.text_file import DiskErrorsLogged, JsonLines
 from megafp8.training.evaluation import LiveUses
 from megafp8.training.inputs import Inputs
@@ -53,7 +54,7 @@ def check(inputs: Inputs) -> None:
             rule = f"{_tokens_of(prompt, tokenizer)} tokens leave no room in the model's {rows} positions"
             problems.append(Problem(f"{_KEY}.prompts", prompt, rule, "shorten it"))
     if evaluate.tasks and importlib.util.find_spec("lm_eval") is None:
-        rule, works = "lm-evaluation-harness is not installed", "run pip install 'megafp8[eval]', or leave them out"
+        rule, works = "lm-evaluation-harness is not installed", f"run {install_command('eval')}, or leave them out"
         problems.append(Problem(f"{_KEY}.tasks", evaluate.tasks, rule, works))
     elif evaluate.tasks:
         problems += _unknown_tasks(evaluate)

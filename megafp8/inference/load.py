@@ -33,6 +33,7 @@ from megafp8.inference.model import Model, check_decoder
 from megafp8.inference.quantized_weights import check_stages, stored_fp8, weight_format
 from megafp8.inference.refit import Copies, JobPeers, Refit
 from megafp8.inference.staged_weights import prepare_weights, tensors_of
+from megafp8.launched import launched_ranks, on_launched_ranks
 from megafp8.linear.quantized_weight import WeightFormat
 from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext, lora_of
@@ -133,12 +134,12 @@ def open_checkpoint(
             f"{source.path}: computes in FP8 ({fp8_config.recipe}), as in training, so log-probabilities differ from "
             f"those of the folder that it is exported to; --no-fp8 (fp8=False in Python) computes in {precision}"
         )
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = launched_ranks()
     ranks = layout.tensor * layout.pipeline
     if ranks != world_size:
         raise ValueError(
-            f"tensor = {layout.tensor} and pipeline = {layout.pipeline} are {ranks} ranks, and the job has "
-            f"{world_size}; start it with torchrun --nproc-per-node {ranks}"
+            f"tensor = {layout.tensor} and pipeline = {layout.pipeline} are {ranks} ranks, and "
+            f"{on_launched_ranks('the job')} has {world_size}; start it with torchrun --nproc-per-node {ranks}"
         )
     check_layout(config, world_size, str(source.path))
     tokenizer_path = find_tokenizer(source)

@@ -331,17 +331,17 @@ class Scorer:
             yield from self._scores(batch)
 
     def _batches(self, requests: Iterable[Request]) -> Iterator[list[_Group]]:
-        """Groups of at most `max_batch_tokens` tokens, or one that has more."""
+        """Yield groups of at most `max_batch_tokens` tokens, or one that has more; first one request, for progress."""
         batch: list[_Group] = []
-        used = 0
+        used, limit = 0, 0
         for request in requests:
             context, continuation = self._fitting(request)
             added = len(context) + len(continuation) - 1
             if self._shares and batch and batch[-1].context == context:
                 added = len(continuation) - 1
-            if batch and used + added > self._max_batch_tokens:
+            if batch and used + added > limit:
                 yield batch
-                batch, used = [], 0
+                batch, used, limit = [], 0, self._max_batch_tokens
                 added = len(context) + len(continuation) - 1
             if self._shares and batch and batch[-1].context == context:
                 batch[-1].continuations.append(continuation)

@@ -4,7 +4,7 @@ Rows times matrices (`grouped_gemm_cuda.cu`) and sums over rows (`grouped_sums_c
 Gluon, as these have no tensor-core products 192 columns wide and no copies to two multiprocessors at once. NVRTC
 compiles them at the first use in a process, each in about 3 s for each pair of FP8 formats; so products are computed
 once before they are captured in a CUDA graph, as with Triton's kernels. `cuda.bindings` calls NVRTC and the driver
-(`pip install megafp8[gpu]`).
+(extra `gpu`).
 
 Shapes as in `kernels.grouped_gemm`; n, k, p and q are multiples of 128.
 """

@@ -28,6 +28,8 @@ from typing import Any, BinaryIO, TypeVar, cast
 import fsspec
 from fsspec.registry import known_implementations
 
+from megafp8.shipped import install_command
+
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -256,13 +258,13 @@ AnyPath = Path | ObjectPath
 
 
 def as_path(path: str | Path | ObjectPath) -> AnyPath:
-    """`path`, a local one or a URL; file:// is local."""
-    if isinstance(path, ObjectPath):
+    """Return the local path or the URL that a text names; `~` begins the home folder, and file:// is local."""
+    if isinstance(path, Path | ObjectPath):
         return path
-    text = str(path)
+    text = os.path.expanduser(path)
     if text.startswith("file://"):
         return Path(text.removeprefix("file://"))
-    return ObjectPath(text) if is_url(text) else Path(path)
+    return ObjectPath(text) if is_url(text) else Path(text)
 
 
 _filesystems: dict[tuple[int, str], Any] = {}
@@ -323,7 +325,7 @@ def _explain(url: str, error: Exception) -> str:
     protocol = url.partition("://")[0]
     if isinstance(error, ImportError):
         package = known_implementations.get(protocol, {}).get("class", "").partition(".")[0]
-        install = "pip install s3fs, or megafp8[s3]" if package == "s3fs" else f"pip install {package}"
+        install = install_command("s3") if package == "s3fs" else f"pip install {package}"
         return f"{protocol}:// needs the package {package}, which is not installed; {install}"
     if isinstance(error, ValueError) and "rotocol not known" in str(error):
         return f"fsspec knows no protocol {protocol}://; known are s3, gs, az, file, memory and others"

@@ -58,6 +58,7 @@ from megafp8.numerics.attention_scores import PLAIN, Scores
 from megafp8.numerics.batch_invariance import is_batch_invariant, sigmoid
 from megafp8.numerics.onnx_export import in_onnx_export
 from megafp8.ops import cpu_attention, cudnn_attention
+from megafp8.shipped import install_command
 
 
 def attention(
@@ -186,6 +187,7 @@ def sink_gradient(do_sbad: Tensor, o_sbad: Tensor, lse_sba: Tensor, sink_a: Tens
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
+_WITHOUT_FRONT_END = f"cuDNN's is faster, and needs nvidia-cudnn-frontend ({install_command('gpu')})"
 _SDPA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -240,8 +242,7 @@ def choose(
         return Choice("sdpa", "torch's cuDNN kernel", narrow_values=cudnn_narrow)
     if front_end and mask.cu_seqlens_q is not None:
         return Choice("cudnn", "cuDNN's variable-length kernel", narrow_values=cudnn_narrow)
-    why = "cuDNN's is faster, and needs nvidia-cudnn-frontend (pip install 'megafp8[gpu]')"
-    return Choice("flash", "torch's flash kernel", why)
+    return Choice("flash", "torch's flash kernel", _WITHOUT_FRONT_END)
 
 
 def _what_only_ours_computes(mask: AttentionMask, scores: Scores, s: int, t: int) -> str | None:

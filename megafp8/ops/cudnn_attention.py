@@ -24,7 +24,7 @@ from megafp8.numerics.attention_mask import AttentionMask
 
 @functools.cache
 def is_available() -> bool:
-    """Whether the front end is installed (`pip install megafp8[gpu]`)."""
+    """Return whether the front end is installed, which the extra `gpu` has."""
     return importlib.util.find_spec("cudnn") is not None
 
 

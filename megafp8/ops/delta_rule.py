@@ -38,12 +38,15 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from megafp8.shipped import install_command
+
 CHUNK = 64
 """Tokens of a chunk."""
 CHUNK_OF_CHANNELS = 16
 """Tokens of a chunk where each channel has its decay, as c² products of channels are then computed for each."""
 _FORGOTTEN = -50.0
 _KERNEL_WIDTH = 128
+_WITHOUT_FLASH_QLA = f"flash-qla is not installed ({install_command('recurrent')})"
 
 
 def recurrence(
@@ -184,7 +187,7 @@ def _missing_flash_qla(
         return f"its heads have {_KERNEL_WIDTH} channels, not {d} and {w}"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "it needs a Hopper GPU"
-    return None if _flash_qla_function() is not None else "flash-qla is not installed (pip install megafp8[recurrent])"
+    return None if _flash_qla_function() is not None else _WITHOUT_FLASH_QLA
 
 
 def _forgetting(decay: Tensor, starts_sb: Tensor | None) -> Tensor:

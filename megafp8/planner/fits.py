@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from megafp8.config import Config, ConfigError, Problem
-from megafp8.planner.memory import RankMemory
+from megafp8.planner.memory import RankMemory, size_text
 
 NO_DEVICE_HAS = 2**50
 """Bytes, a PiB: the limit where the device is not known."""
@@ -52,7 +52,7 @@ def check_memory(
         return
     terms = {field.name: getattr(most, field.name) for field in fields(most) if field.name != "host"}
     largest = [name for name in sorted(terms, key=lambda name: -terms[name])[:3] if 100 * terms[name] > most.total]
-    shown = ", ".join(f"{name.replace('_', ' ')} {_gib(terms[name])}" for name in largest)
+    shown = ", ".join(f"{name.replace('_', ' ')} {size_text(terms[name])}" for name in largest)
     unusual = [key for key, usual in _USUAL.items() if (_get(config, key) or 0) > usual]
     key = min(unusual, key=lambda key: total(key, _USUAL[key]), default=_scaling_key(config, largest[0]))
     works = [
@@ -74,7 +74,7 @@ def check_memory(
     if total(key, smaller) <= limit:
         works.append(f"{key}={smaller}")
     works.append("more ranks by parallel.tensor or parallel.pipeline")
-    rule = f"by formula a rank needs {_gib(most.total)} ({shown}), and {who_has} {_gib(limit)}"
+    rule = f"by formula a rank needs {size_text(most.total)} ({shown}), and {who_has} {size_text(limit)}"
     raise ConfigError(source, [Problem(key, value, rule, f"try {', or '.join(works)}")])
 
 
@@ -93,7 +93,3 @@ def _get(config: Config, key: str) -> Any:
 def _with(config: Config, key: str, value: Any) -> Config:
     section, name = key.split(".")
     return config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"

@@ -368,15 +368,27 @@ def _frozen_memory(outline: ModelOutline, data: int, placement: Placement) -> li
     return totals
 
 
+def memory_unit(sizes: Iterable[float]) -> tuple[str, int]:
+    """Return the unit in which sizes in bytes are printed, and its number of bytes: MiB if all are below 1 GiB."""
+    return ("GiB", 2**30) if max(sizes) >= 2**30 else ("MiB", 2**20)
+
+
+def size_text(size: float) -> str:
+    """Return a size in bytes as text, in MiB or GiB."""
+    unit, scale = memory_unit([size])
+    return f"{size / scale:,.1f} {unit}"
+
+
 def memory_table(memories: Sequence[RankMemory]) -> str:
-    """`pipeline_memory` as text, in GiB; the frozen model where there is one."""
+    """Return a table of the memory of each pipeline rank, with the frozen model if there is one."""
     names = [x.name for x in fields(RankMemory) if x.name != "frozen" or any(memory.frozen for memory in memories)]
     columns = [*names[:-1], "total", names[-1]]
+    unit, scale = memory_unit(memory.total for memory in memories)
     lines = [
-        "memory of a rank in GiB, by formula; CUDA's context and NCCL's buffers come on top; total is without host",
+        f"memory of a rank in {unit}, by formula; CUDA's context and NCCL's buffers come on top; total is without host",
         "pipeline rank  " + "  ".join(column.replace("_", " ") for column in columns),
     ]
     for rank, memory in enumerate(memories):
-        cells = (f"{getattr(memory, column) / 2**30:>{len(column)}.2f}" for column in columns)
+        cells = (f"{getattr(memory, column) / scale:>{len(column)}.2f}" for column in columns)
         lines.append(f"{rank:>13}  " + "  ".join(cells))
     return "\n".join(lines)

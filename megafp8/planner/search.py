@@ -26,7 +26,7 @@ from megafp8.models.recompute import block_memory
 from megafp8.pipeline_parallel.registry import SCHEDULES, place_stages
 from megafp8.planner.block_time import Phases, ends_costs, summed
 from megafp8.planner.hardware import Cluster
-from megafp8.planner.memory import least_moment_bytes
+from megafp8.planner.memory import least_moment_bytes, size_text
 from megafp8.planner.outline import ModelOutline, ModelOutlines
 from megafp8.planner.predict import (
     Held,
@@ -372,20 +372,21 @@ def _losers(
             nearest = min(fits, key=lambda p: p.seconds)
             why = why_slower(nearest, winner.prediction)
             if excesses:  # others of the same sizes, between these and the leanest, may fit too
-                why = f"its fastest need {min(excesses) / 2**30:.1f} GiB too much; one that fits is {why}"
+                why = f"its fastest need {size_text(min(excesses))} too much; one that fits is {why}"
             slower.append((nearest.seconds, name, why))
         elif excesses:
-            slower.append((math.inf, name, f"does not fit: {min(excesses) / 2**30:.1f} GiB too much"))
+            slower.append((math.inf, name, f"does not fit: {size_text(min(excesses))} too much"))
     yield from (line[1:] for line in sorted(slower))
     for name in [name for name in groups if not fitting[name]][:_GROUPS_EXPLAINED]:
         excess = min(bounds[layout].memory for layout in groups[name]) - limit
-        yield name, f"does not fit: at least {excess / 2**30:.1f} GiB too much"
+        yield name, f"does not fit: at least {size_text(excess)} too much"
 
 
 def why_slower(loser: Prediction, winner: Prediction) -> str:
-    """The terms that make a step longer, in percent of the winner's."""
+    """Describe how much longer a step is, and the terms that make it longer, in percent of the winner's step."""
     slower = loser.seconds / winner.seconds - 1
     names = dict.fromkeys([*loser.terms, *winner.terms])
     more = {name: (loser.terms.get(name, 0.0) - winner.terms.get(name, 0.0)) / winner.seconds for name in names}
-    largest = [name for name in sorted(more, key=lambda name: -more[name])[:3] if more[name] > 0.005]
-    return f"{slower:.1%} slower: " + ", ".join(f"{name} +{more[name]:.1%}" for name in largest)
+    largest = [name for name in sorted(more, key=lambda name: -more[name])[:3] if more[name] > min(0.005, slower / 2)]
+    terms = ", ".join(f"{name} +{more[name]:.1%}" for name in largest)
+    return f"{slower:.1%} slower" + (f": {terms}" if terms else "")

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from megafp8.replicas import tunnel
 from megafp8.replicas.quorum import Member
+from megafp8.shipped import install_command
 
 ADDRESS = "MEGAFP8_LIGHTHOUSE"
 """Variable with the lighthouse's host and port."""
@@ -109,7 +110,7 @@ def _coordination() -> Any:
         from torchft import coordination  # type: ignore[import-untyped]  # an optional package
     except ImportError as error:
         raise ValueError(
-            f"resilience.replicas needs torchft, which is not installed ({error}): pip install 'megafp8[replicas]'"
+            f"resilience.replicas needs torchft, which is not installed ({error}): {install_command('replicas')}"
         ) from None
     return coordination
 

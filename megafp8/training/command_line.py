@@ -29,6 +29,7 @@ from megafp8.config import (
     planned_stages,
 )
 from megafp8.data.loader_processes import start_server
+from megafp8.launched import launched_ranks, on_launched_ranks
 from megafp8.training import notify
 from megafp8.training.arguments import make_parser
 from megafp8.training.errors import run_and_report
@@ -103,12 +104,12 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
     notify.subscribe(config)
     if config.data.num_workers and not config.data.text:
         start_server()
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_config(config, world_size, arguments.config)
+    world_size, source = launched_ranks(), on_launched_ranks(arguments.config)
+    check_config(config, world_size, source)
     # From here on torch is needed.
     from megafp8.training.validate import validate
 
-    return validate(config, world_size, arguments.config)
+    return validate(config, world_size, source)
 
 
 def _dry_run(arguments: argparse.Namespace) -> None:
@@ -122,7 +123,7 @@ def _dry_run(arguments: argparse.Namespace) -> None:
             "be said yet"
         )
         return
-    world_size = arguments.world_size or int(os.environ.get("WORLD_SIZE", "0"))
+    world_size = arguments.world_size or ("WORLD_SIZE" in os.environ and launched_ranks())
     if not world_size:
         world_size = fewest_ranks([stage.config for stage in planned_stages(config, arguments.config)])
         ranks = f"{world_size} ranks" if world_size > 1 else "1 rank"

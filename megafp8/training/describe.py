@@ -31,7 +31,7 @@ from megafp8.plan import LinearPlan, plans_table
 from megafp8.planner.fits import NO_DEVICE_HAS, check_memory
 from megafp8.planner.flops import describe_flops, matmul_parameters
 from megafp8.planner.hardware import Cluster
-from megafp8.planner.memory import RankMemory, memory_table, pipeline_memory, state_memory
+from megafp8.planner.memory import RankMemory, memory_table, memory_unit, pipeline_memory, state_memory
 from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import predict
 from megafp8.planner.stages import data_parallel_plans, gathers_blocks, stages_of
@@ -194,6 +194,9 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     outline = model_outline(config, fp8)
     parameters = [outline.parameters(span) for span in plan.layers]
     in_model = sum(x.in_model for of_stage in parameters for x in of_stage)
+    memories = [state_memory(config, of_stage, data * p.context) for of_stage in parameters]
+    states = [(x.weights, x.gradients, x.masters + x.moments) for x in memories]
+    unit, scale = memory_unit(size for state in states for size in state)
     lines = [
         f"layout: {world_size} ranks = pipeline {p.pipeline} × data {data}"
         f"{f' × context {p.context}' if p.context > 1 else ''} × tensor {p.tensor}"
@@ -211,16 +214,15 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         *([describe_schedule(config, plan)] if p.pipeline > 1 else []),
         cuda_graphs.describe(cuda_graphs.why_not(config, "cuda" if config.device == "auto" else config.device)),
         "",
-        "                                   GiB/rank of",
+        f"                                   {unit}/rank of",
         "stage  layers    parameters/rank  weights  gradients  optimizer  ranks",
     ]
     per_rank = data * p.context * p.tensor
-    for stage, (of_stage, span) in enumerate(zip(parameters, plan.layers, strict=True)):
+    for stage, (of_stage, span, state) in enumerate(zip(parameters, plan.layers, states, strict=True)):
         rank, chunk = plan.placement.homes[stage]
         ranks = f"{rank * per_rank}-{(rank + 1) * per_rank - 1}{f', chunk {chunk}' if p.virtual_pipeline > 1 else ''}"
-        memory, on_rank = state_memory(config, of_stage, data * p.context), sum(x.elements for x in of_stage)
-        of_state = (memory.weights, memory.gradients, memory.masters + memory.moments)
-        weights, gradients, optimizer = (x / 2**30 for x in of_state)
+        on_rank = sum(x.elements for x in of_stage)
+        weights, gradients, optimizer = (size / scale for size in state)
         lines.append(
             f"{stage:>5}  {span.start:>3}-{span.stop - 1:<4} {on_rank:>16,} {weights:>8.2f} {gradients:>10.2f}"
             f" {optimizer:>10.2f}  {ranks}"

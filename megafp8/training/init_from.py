@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def complete_model(tree: dict[str, Any], source: str, *, download: bool = True) 
     if not isinstance(folder, str) or not isinstance(given, dict):
         return  # nothing to do, or an error that validation reports
     assert isinstance(section, dict)
-    run, elsewhere = Path(str(tree.get("run_dir", "runs"))) / str(tree.get("name")), section.get("folder")
+    run, elsewhere = Path(expanduser(str(tree.get("run_dir", "runs")))) / str(tree.get("name")), section.get("folder")
     own_checkpoint = newest_readable(checkpoint_folder(run, elsewhere if isinstance(elsewhere, str) else None))
     problems: list[Problem] = []
     if own_checkpoint is None:

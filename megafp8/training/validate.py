@@ -19,6 +19,7 @@ from megafp8.config import Config, ConfigError, Problem, canonical_streams_probl
 from megafp8.data.samples import default_cache
 from megafp8.object_store import AnyPath, ObjectPath, is_transient
 from megafp8.parallel_state import set_cuda_environment
+from megafp8.shipped import install_command
 from megafp8.training import auto_filter
 from megafp8.training.describe import check_device_memory, check_optimizer
 from megafp8.training.determinism import make_deterministic
@@ -129,13 +130,13 @@ def check_run(inputs: Inputs) -> CheckpointReader | None:
     """Raise ValueError if the run cannot train, or would damage an earlier run. Returns what it resumes from."""
     config, folder = inputs.config, run_folder(inputs.config)
     needed = (
-        ("wandb_project", "wandb", "'megafp8[wandb]'"),
-        ("metrics_port", "prometheus_client", "prometheus-client"),
+        ("wandb_project", "wandb", install_command("wandb")),
+        ("metrics_port", "prometheus_client", "pip install prometheus-client"),
     )
     for key, package, install in needed:
         value = getattr(config.logging, key)
         if value is not None and importlib.util.find_spec(package) is None:
-            works = f"run pip install {install}, or leave it out"
+            works = f"run {install}, or leave it out"
             raise ConfigError("config", [Problem(f"logging.{key}", value, f"{package} is not installed", works)])
     _check_replicas(inputs)
     cache = config.data.index_cache
@@ -175,7 +176,7 @@ def _check_replicas(inputs: Inputs) -> None:
         return
     key, value = "resilience.replicas", replicas.model_dump(mode="json")
     if importlib.util.find_spec("torchft") is None:
-        works = "run pip install 'megafp8[replicas]', or leave it out"
+        works = f"run {install_command('replicas')}, or leave it out"
         raise ConfigError("config", [Problem(key, value, "torchft is not installed", works)])
     if inputs.positions is not None:
         rule = "text is packed while it is read, at positions that only the ranks which have read it know"

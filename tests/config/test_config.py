@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from os.path import expanduser
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 import yaml
 
-from megafp8.config import Config, ConfigError, ModelConfig, TokenizerConfig, check_layout, load_config
+from megafp8.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    TokenizerConfig,
+    check_layout,
+    config_and_overrides,
+    config_at,
+    load_config,
+)
 from megafp8.conversion.hf_config import differences
 from megafp8.pipeline_parallel.registry import SCHEDULES
+from megafp8.section import Section
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL: dict[str, Any] = {
@@ -40,6 +52,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
     assert (config.parallel.tensor, config.fp8.recipe) == (2, "current")
     assert config.data.train == {"a": 0.7, "b": 0.3}
     assert config.model.query_groups == 8
+    assert load_config(write(tmp_path), ["parallel.schedule=zb-v"]).parallel.virtual_pipeline == 2
     assert config.model.ffn_size == 256
     check_layout(config, 4)
 
@@ -49,6 +62,17 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
     [
         ("parallel.tenor=2", "parallel.tenor = 2: there is no such key; did you mean parallel.tensor?"),
         ("modle.num_layers=2", "modle = {'num_layers': 2}: there is no such key; did you mean model?"),
+        ("training.max_steps=2", "training.max_steps = 2: there is no such key; did you mean training.steps?"),
+        ("tensor-model-parallel-size=2", "did you mean parallel.tensor?"),
+        ("learning_rate=2", "learning_rate = 2: there is no such key; did you mean optimizer.learning_rate?"),
+        ("training.interval=2", "did you mean fp8.interval or checkpoint.interval or logging.interval?"),
+        ("lr_scheduler.decay_ratio=2", "there is no such key; lr_scheduler.decay_ratio is optimizer.decay_steps here"),
+        ("training.frobnicate=2", "training.frobnicate = 2: there is no such key; valid: steps, stop_after"),
+        (
+            "name=my run/1",
+            "name = 'my run/1': a name has letters, digits, '.', '_' and '-', and begins with a letter or "
+            "digit; try my-run-1",
+        ),
         ("training.steps=ten", "training.steps = 'ten': input should be a valid integer"),
         ("training.steps=1.5e0", "training.steps = '1.5e0': input should be a valid integer"),
         ("training.steps=true", "training.steps = True: input should be a number, not a truth value"),
@@ -77,7 +101,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             "'mxfp8', 'nvfp4' or 'custom'",
         ),
         ("optimizer.learning_rate=.nan", "optimizer.learning_rate = nan: input should be"),
-        ("name=a/b", "name = 'a/b': string should match pattern"),
+        ("name=a/b", "name = 'a/b': a name has letters"),
         ("data.train=[]", "data.train"),
         ("parallel.tensor", "an override is key=value; for example parallel.tensor=2"),
         ("name.first=2", "name holds the value 'test', not a section"),
@@ -137,6 +161,58 @@ def test_override_values_follow_the_type_of_the_field(tmp_path: Path, override: 
         value = getattr(value, key)
     assert value == expected
     assert type(value) is type(expected)
+
+
+def test_paths_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(MINIMAL | {"run_dir": "~/runs"}))
+    checkpoint = {"folder": "~/saved", "init_from": "s3://bucket/~/model"}
+    data = {"train": {"~/a": 1, "s3://bucket/b": 2}, "validation": {"held": "~/c"}}
+    stages = [{"name": "late", "begin": 5, "overrides": {"data.train": ["~/d"]}}]
+    keys = {"name": "x", "base": "~/base.yaml", "checkpoint": checkpoint, "data": data, "stages": stages}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(keys))
+    path, overrides = config_and_overrides(None, ["~/run.yaml", "checkpoint.memory_folder=~/memory"])
+    assert path == str(tmp_path / "run.yaml")
+    for config in (load_config("~/run.yaml", overrides), load_config(tmp_path / "run.yaml", overrides)):
+        assert config.run_dir == f"{tmp_path}/runs"
+        assert config.checkpoint.folder == f"{tmp_path}/saved"
+        assert config.checkpoint.memory_folder == f"{tmp_path}/memory"
+        assert config.checkpoint.init_from == "s3://bucket/~/model"
+        assert config.data.train == {f"{tmp_path}/a": 1, "s3://bucket/b": 2}
+        assert config.data.validation == {"held": f"{tmp_path}/c"}
+        assert config_at(config, 5).data.train == [f"{tmp_path}/d"]
+    said = messages(tmp_path / "run.yaml", f"data.train={{~/a: 1, {tmp_path}/a: 2}}")
+    assert "data.train = {" in said
+    assert "two of its keys are one path, as ~ is the home folder" in said
+
+
+def paths_in(annotation: Any, metadata: Sequence[object] = ()) -> Iterator[bool]:
+    """Yield for each text in a type whether it is a `UserPath`."""
+    if annotation is str:
+        yield any(getattr(x, "func", None) is expanduser for x in metadata)
+    for inner in get_args(annotation)[: 1 if get_origin(annotation) is Annotated else None]:
+        yield from paths_in(inner, getattr(annotation, "__metadata__", ()))
+
+
+def test_every_key_that_holds_text_is_a_path_or_listed_here() -> None:
+    sections = [Section]
+    for section in sections:
+        sections += section.__subclasses__()
+    texts = {
+        f"{section.__name__}.{name}": any(found)
+        for section in sections
+        for name, field in section.model_fields.items()
+        if section.__module__.startswith("megafp8.") and name in section.__annotations__
+        if (found := list(paths_in(field.annotation, field.metadata)))
+    }
+    assert {key for key, is_path in texts.items() if not is_path} == {
+        "Config.name", "Config.base", "StageConfig.name", "StageConfig.overrides", "ModelConfig.pattern",
+        "ModelConfig.layer_kinds", "EvaluateConfig.prompts", "EvaluateConfig.tasks", "TokenizerConfig.end_token",
+        "TokenizerConfig.pattern", "StreamsConfig.text_key", "GrpoConfig.prompt_key", "DataConfig.split",
+        "Fp8Config.include", "Fp8Config.exclude", "Fp8Config.static_amax", "CustomRule.layers", "ParamGroup.match",
+        "CheckpointConfig.allow_model_change", "LoggingConfig.wandb_project", "ResilienceConfig.notify",
+    }  # fmt: skip
+    assert {"Config.run_dir", "DataConfig.train", "TokenizerConfig.path", "GrpoConfig.reward_command"} <= texts.keys()
 
 
 def test_text_that_looks_like_another_yaml_type_must_be_quoted(tmp_path: Path) -> None:
@@ -213,8 +289,11 @@ def test_a_missing_key_and_a_missing_section(tmp_path: Path) -> None:
     tree = {k: v for k, v in MINIMAL.items() if k != "optimizer"} | {"training": {"steps": 10, "seq_length": 32}}
     said = messages(write(tmp_path, tree))
     assert "2 problems" in said
-    assert "optimizer = None: this key is required" in said
-    assert "training.global_batch_size = None: this key is required" in said
+    assert '\n  optimizer.learning_rate is required: add "optimizer: {learning_rate: 3.0e-4}"' in said
+    assert '\n  training.global_batch_size is required: add "training: {global_batch_size: 128}"' in said
+    assert '\n  data.train is required: add "data: {train: [data/corpus/text]}"' in messages(
+        write(tmp_path, {"name": "x"})
+    )
 
 
 def test_files_that_are_not_a_config(tmp_path: Path) -> None:
@@ -223,6 +302,11 @@ def test_files_that_are_not_a_config(tmp_path: Path) -> None:
     assert str(path) in messages(tmp_path / "absent.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     assert "must hold a mapping" in messages(tmp_path / "list.yaml")
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "hidden_size": 64}')
+    for model in (tmp_path, tmp_path / "config.json"):
+        said = messages(model)
+        assert "this describes a Hugging Face model, not a run of megafp8" in said
+        assert f'"checkpoint: {{init_from: {tmp_path}}}"' in said
     (tmp_path / "broken.yaml").write_text("model: {num_layers: 4\n")
     assert "not valid YAML" in messages(tmp_path / "broken.yaml")
     for content, byte in ((b"name: caf\xe9\n", "byte 9 is 0xe9"), ("name: a".encode("utf-16"), "byte 0 is 0xff")):
@@ -474,13 +558,13 @@ CASES: list[tuple[list[str], int, str]] = [
      "layers: model.num_layers is 4; try 2 or less"),
     ([*TWO_BY_TWO, "parallel.schedule=interleaved", "parallel.layers_per_stage=[2, 2]"], 2,
      "2 entries for parallel.pipeline = 2 × parallel.virtual_pipeline = 2 stages; try [1, 1, 1, 1]"),
-    (["parallel.pipeline=2", "parallel.schedule=zb-v"], 2,
+    (["parallel.pipeline=2", "parallel.schedule=zb-v", "parallel.virtual_pipeline=1"], 2,
      "parallel.schedule = 'zb-v': it is for 2 stages per rank, and parallel.virtual_pipeline is 1; try "
      "parallel.virtual_pipeline=2, or parallel.schedule=1f1b"),
     (TWO_BY_TWO, 2,
      "parallel.schedule = '1f1b': it is for 1 stage per rank, and parallel.virtual_pipeline is 2; try "
      "parallel.virtual_pipeline=1, or parallel.schedule=interleaved"),
-    (["parallel.pipeline=2", "parallel.schedule=interleaved"], 2,
+    (["parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.virtual_pipeline=1"], 2,
      "parallel.schedule = 'interleaved': it is for 2 or more stages per rank"),
     (["parallel.schedule=zbh1"], 1, f"none of {', '.join(SCHEDULES)}, and neither a .csv file nor"),
     (["parallel.schedule=zbh1"], 1, "try zb-h1"),

@@ -236,9 +236,9 @@ def test_a_truncated_file_costs_its_end(tmp_path: Path) -> None:
     ("package", "command"),
     [
         ("zstandard", "reading .zst files needs the package zstandard, which is not installed: pip install zstandard"),
-        ("pyarrow", "reading .parquet files needs the package pyarrow, .*: pip install pyarrow, .*'megafp8\\[data\\]'"),
-        ("tokenizers", "a huggingface tokenizer needs the package tokenizers, .*'megafp8\\[hf\\]'"),
-        ("tiktoken", "a tiktoken tokenizer needs the package tiktoken, .*'megafp8\\[data\\]'"),
+        ("pyarrow", "reading .parquet files needs the package pyarrow, .*: pip install .*\\[data\\]'"),
+        ("tokenizers", "a huggingface tokenizer needs the package tokenizers, .*pip install .*\\[hf\\]'"),
+        ("tiktoken", "a tiktoken tokenizer needs the package tiktoken, .*pip install .*\\[data\\]'"),
     ],
 )
 def test_missing_packages(

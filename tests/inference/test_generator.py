@@ -230,6 +230,7 @@ def test_a_layout_that_does_not_fit(tmp_path: Path, case: str) -> None:
 def test_heads_are_cut_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_theirs("llama3").save_pretrained(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match=r"parallel.tensor = 3: model.num_attention_heads \(4\) is not a multiple"):
         generator(tmp_path, tensor=3)
 

@@ -15,7 +15,7 @@ from tests.inference.harness_tasks import TASKS, write_tasks
 from tests.inference.small_model import save_small
 from tests.world import World
 
-pytest.importorskip("lm_eval", reason="pip install -e '.[eval]'")
+pytest.importorskip("lm_eval", reason="pip install '.[eval]'")
 
 LENGTH = 128
 

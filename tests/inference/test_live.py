@@ -37,6 +37,7 @@ def _train(jobs: list[list[str]], offline: str) -> None:
     for overrides in jobs:
         inputs = inputs_of(overrides)
         run_job(inputs, live.uses(inputs))
+        os.environ.pop("WORLD_SIZE", None)
         os.environ.pop("RANK", None)  # the world's group is gone; the next job makes its own
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +130,19 @@ def test_lengths(tmp_path: Path) -> None:
         scorer(tmp_path, max_length=17)
     with pytest.raises(ValueError, match="max_batch_tokens = 0: must be at least 1"):
         scorer(tmp_path, max_batch_tokens=0)
+
+
+def test_the_first_request_is_scored_alone(tmp_path: Path) -> None:
+    """Progress shows from there on, however many requests a step takes."""
+    make_theirs("gpt2").save_pretrained(tmp_path)
+    read = []
+
+    def requests() -> Iterator[Request]:
+        for i in range(5):
+            read.append(i)
+            yield Request([1], [2 + i, 3])
+
+    scores = scorer(tmp_path, max_length=16, max_batch_tokens=1000).score(requests())
+    next(scores)
+    assert read == [0, 1]
+    assert len(list(scores)) == 4

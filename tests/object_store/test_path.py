@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 import sys
+from pathlib import Path
 
 import boto3
 import pytest
 
 from megafp8.object_store import ObjectPath, ObjectStoreError, as_path, path
+from megafp8.shipped import install_command
 from tests.object_server import BUCKET, ObjectServer
 
 
@@ -43,6 +45,8 @@ def test_what_is_written_is_what_others_read(s3: ObjectServer) -> None:
 def test_local_paths_and_other_protocols() -> None:
     assert str(as_path("file:///a/b")) == "/a/b"
     assert str(as_path("a/b")) == "a/b"
+    assert as_path("~/a") == Path.home() / "a"
+    assert as_path(Path("~/a")) == Path("~/a"), "a path is used as it is"
     memory = ObjectPath("memory://x/y")
     memory.write_bytes(b"1")
     assert as_path(str(memory)) == memory
@@ -56,10 +60,10 @@ def test_errors_say_what_would_work(s3: ObjectServer, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "s3fs", None)
         patch.delitem(sys.modules["fsspec.registry"]._registry, "s3")
-        with pytest.raises(ObjectStoreError, match=r"needs the package s3fs, .*; pip install s3fs, or megafp8\[s3\]"):
+        with pytest.raises(ObjectStoreError, match=r"needs the package s3fs, .*; pip install .*\[s3\]'"):
             s3.folder().exists()
         assert path.url_problem("s3://bucket/name") == (
-            "s3:// needs the package s3fs, which is not installed", "pip install s3fs, or megafp8[s3]"
+            "s3:// needs the package s3fs, which is not installed", install_command("s3")
         )  # fmt: skip
     with monkeypatch.context() as patch:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):

@@ -9,7 +9,8 @@ import pytest
 from megafp8.config import Config, ModelConfig, check_layout, load_config
 from megafp8.gpus import GPUS
 from megafp8.planner.hardware import Cluster
-from megafp8.planner.search import Candidate, Found, _Search, changed_keys, layouts, search
+from megafp8.planner.predict import Prediction
+from megafp8.planner.search import Candidate, Found, _Search, changed_keys, layouts, search, why_slower
 from megafp8.training.fp8_config import build_fp8
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG
@@ -95,6 +96,21 @@ def test_losers_say_by_how_much_and_why() -> None:
         "slower:" in why for why in reasons
     )
     assert winner_is_no_loser(found)
+
+
+@pytest.mark.parametrize(
+    ("terms", "said"),
+    [
+        ({"GEMMs": 1.003, "bubble": 0.0}, "0.3% slower: GEMMs +0.3%"),
+        ({"GEMMs": 1.0, "bubble": 0.2}, "20.0% slower: bubble +20.0%"),
+        ({"GEMMs": 1.0}, "0.0% slower"),
+    ],
+)
+def test_a_small_difference_has_a_reason_too(terms: dict[str, float], said: str) -> None:
+    def prediction(terms: dict[str, float]) -> Prediction:
+        return Prediction(sum(terms.values()), terms, [], 1, 1)
+
+    assert why_slower(prediction(terms), prediction({"GEMMs": 1.0})) == said
 
 
 def winner_is_no_loser(found: Found) -> bool:

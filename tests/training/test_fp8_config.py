@@ -250,7 +250,7 @@ def test_what_cannot_be_is_refused_before_training(fp8: dict[str, Any], message:
     [
         (
             "fp8.custom=[{layers: a, input: delayed, weight: current}]",
-            "fp8.custom.0.grad_output = None: this key is required",
+            "fp8.custom.0.grad_output is required: add it; its meaning: Recipe of the output gradients.",
         ),
         (
             "fp8.custom=[{layers: a, input: none, weight: current, grad_output: current}]",

@@ -309,7 +309,7 @@ def test_null_means_the_folders_value_only_for_keys_whose_default_is_derived(
     for wrong, message in (
         ([*options, "model.sliding_window=null"], r"model\.sliding_window = None: .*where it is 5"),
         ([*options, "model.hidden_sise=32"], r"did you mean model\.hidden_size"),
-        (["model={}"], r"model\.num_layers = None: this key is required"),  # without init_from
+        (["model={}"], r"model\.num_layers is required: add"),  # without init_from
     ):
         with pytest.raises(ConfigError, match=message):
             load_config(CONFIG, wrong, complete_model)

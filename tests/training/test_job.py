@@ -79,6 +79,7 @@ def _jobs(jobs: list[list[str]], faults: dict[str, Any], run: Callable[[Inputs],
             messages.append(None)
         except TrainingError as error:
             messages.append(str(error))
+        os.environ.pop("WORLD_SIZE", None)
         os.environ.pop("RANK", None)  # the world's group is gone; a job of one process makes its own
     job.Trainer = Trainer  # type: ignore[misc]
     return messages

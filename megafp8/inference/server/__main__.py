@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -125,11 +126,15 @@ def key_of(variable: str | None) -> str | None:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket with this address, which does not listen yet. OSError if the address cannot be had."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(address)
+    """Return a socket with this address, which does not listen yet. Raises ValueError if the address is not free."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        works = "give another port, or 0 for a free one" if error.errno == errno.EADDRINUSE else "give another"
+        raise ValueError(f"--host {host} --port {port}: {error.strerror}; {works}") from None
     return listener
 
 

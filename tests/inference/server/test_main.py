@@ -29,7 +29,11 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
             ([str(tmp_path / "none")], "error: there is no "),
             ([folder, "--api-key-env", "EMPTY"], "--api-key-env EMPTY: the environment has no such variable"),
             ([folder, "--max-texts", "0"], "error: the limit texts = 0: must be above 0"),
-            ([folder, "--port", str(taken.getsockname()[1])], "Address already in use"),
+            (
+                [folder, "--port", str(taken.getsockname()[1])],
+                f"error: --host 127.0.0.1 --port {taken.getsockname()[1]}: "
+                "Address already in use; give another port, or 0 for a free one\n",
+            ),
             ([folder, "--tensor", "2"], "start it with torchrun --nproc-per-node 2"),
             ([folder, "--chat-template", str(tmp_path / "broken.jinja")], "the chat template cannot be compiled"),
         ):

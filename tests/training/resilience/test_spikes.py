@@ -90,6 +90,7 @@ def _jobs(jobs: list[list[str]]) -> None:
     """Run jobs of one process, one after the other."""
     for overrides in jobs:
         run_job(inputs_of(overrides))
+        os.environ.pop("WORLD_SIZE", None)
         os.environ.pop("RANK", None)  # the world's group is gone; a job of one process makes its own
 
 
