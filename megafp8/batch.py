@@ -125,8 +125,8 @@ class Batch:
         if sampled is not None:
             sampled = torch.stack([take(x) for x in sampled.unbind(2)], dim=2)
         names = ("tokens", "labels", "loss_mask", "token_types", "padding", "label_padding", "documents", "places")
-        of_tokens = {name: take(x) for name in names if (x := getattr(self, name)) is not None}
-        return replace(self, position_ids=positions, sampled=sampled, **of_tokens)
+        taken = {name: take(x) for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, position_ids=positions, sampled=sampled, **taken)
 
     @property
     def tensors(self) -> list[Tensor]:

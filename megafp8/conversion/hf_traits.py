@@ -85,12 +85,11 @@ def _check_heads(hf: HfConfig) -> None:
 HEADS_DIVIDE = check(_check_heads)
 """What some classes of transformers check, although their layers could be otherwise."""
 
-ROUTER = (
-    same("moe", top_k="num_experts_per_tok"),
-    # Not read: model.moe.aux_loss weights another loss, of each sequence alone and divided by top_k. Written as 0, for
-    # the default of transformers would not be a weight that somebody chose for this model.
-    unread(router_aux_loss_coef=0.0),
-)
+_AUX_LOSS = "router_aux_loss_coef"
+AUX_LOSS = Trait((_AUX_LOSS,), write=lambda ours: {_AUX_LOSS: ours["moe.aux_loss"]})
+"""Weight of the balancing loss that the run trained with. It is not read: transformers' loss is of the whole batch, and
+is not divided by top_k."""
+ROUTER = (same("moe", top_k="num_experts_per_tok"), AUX_LOSS)
 EXPERTS_ONLY = Trait((), write=lambda ours: {"intermediate_size": ours["moe.ffn_hidden_size"]})
 """Where all layers have experts, the width of an MLP is theirs."""
 

@@ -1,8 +1,10 @@
 """Metrics of a step and their writers: metrics.jsonl, TensorBoard, Weights & Biases, log lines, a progress bar.
 
 metrics.jsonl is authoritative: one JSON object per step, appended and flushed when the step ends. A resumed run appends
-to it, so a step that was lost in a crash and repeated is there twice; `read_metrics` keeps the later one. Non-finite
-numbers are written as null, since JSON has none.
+to it, so a step that was lost in a crash and repeated is there twice; `read_metrics` keeps the later one. So does a
+process that goes back to a checkpoint after a loss spike. Other writers are opened again before a step is repeated, and
+drop what they have of it and of later steps (`ReopenedToRepeat`). Non-finite numbers are written as null, since JSON
+has none.
 
 Steps sampled for the FP8 health report also have its records. fp8_report.jsonl has all of them; TensorBoard and wandb
 get curves of the worst tensor of each operand, and of the SNR and amax of every tensor.
@@ -15,11 +17,12 @@ import json
 import logging
 import math
 import resource
+import secrets
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +32,11 @@ from tqdm import tqdm
 from megafp8.config import LoggingConfig
 from megafp8.fp8.health import OPERANDS, Record, ReportWriter
 from megafp8.redaction import redact_tree
-from megafp8.text_file import DiskErrorsLogged, JsonLines
+from megafp8.text_file import DiskErrorsLogged, JsonLines, replace_text
 from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.run_log import STEPS
+
+METRICS = "metrics.jsonl"
 
 logger, _steps_logger = logging.getLogger(__name__), logging.getLogger(STEPS)
 
@@ -71,8 +76,12 @@ def read_records(path: Path, *required: str) -> list[dict[str, Any]]:
 
     Other lines are ignored, such as one truncated by a kill.
     """
+    return _parsed(path.read_text(encoding="utf-8", errors="replace"), required)
+
+
+def _parsed(text: str, required: Sequence[str]) -> list[dict[str, Any]]:
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in text.splitlines():
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -80,6 +89,16 @@ def read_records(path: Path, *required: str) -> list[dict[str, Any]]:
         if isinstance(record, dict) and all(key in record for key in required):
             records.append(record)
     return records
+
+
+def last_step(path: Path, most_bytes: int = 1 << 20) -> int:
+    """Return the step of the last record of a metrics.jsonl, read from its end; 0 if there is none."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - most_bytes))
+        steps = [x["step"] for x in _parsed(file.read().decode(errors="replace"), ("step",))]
+    return steps[-1] if steps and isinstance(steps[-1], int) else 0
 
 
 def counting(steps: Sequence[int]) -> list[bool]:
@@ -114,6 +133,28 @@ def fp8_scalars(records: Sequence[Record]) -> dict[str, float]:
             if value is not None:
                 scalars[f"fp8/{record.layer}/{record.operand}/{figure}"] = value
     return scalars
+
+
+class ReopenedToRepeat(Observer):
+    """Writer that is opened again when steps are repeated, as after a loss spike.
+
+    Args:
+        make: Function that opens the writer to continue after a step, without what it has of later steps.
+        step: Last step done.
+    """
+
+    def __init__(self, make: Callable[[int], Observer], step: int) -> None:
+        self._make, self._writer, self._step = make, make(step), step
+
+    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+        if metrics.step <= self._step:
+            self._writer.close()
+            self._writer = self._make(metrics.step - 1)
+        self._writer.write(metrics, records)
+        self._step = metrics.step
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class UnlessDiskFull(Observer):
@@ -169,7 +210,7 @@ def scalars(metrics: StepMetrics, records: Sequence[Record]) -> dict[str, float]
 
 
 class TensorBoardWriter(Observer):
-    """Scalars in the run folder; hides those that a run before a crash wrote for steps after `step`."""
+    """Scalars in the run folder after `step`; TensorBoard hides what an earlier writer wrote of later steps."""
 
     def __init__(self, path: Path, step: int = 0) -> None:
         self._path, self._purge_step = path, step + 1
@@ -189,18 +230,53 @@ class TensorBoardWriter(Observer):
 
 
 class WandbWriter(Observer):
-    """Weights & Biases, online or offline according to its environment variables."""
+    """Weights & Biases run after `step`, online or offline according to wandb's environment variables.
 
-    def __init__(self, project: str, name: str, path: Path, config: dict[str, Any]) -> None:
+    Steps that are repeated, after a loss spike or by a run that resumes, are removed from wandb's run first. That is a
+    recent feature of the server. Without it wandb shows both attempts, over `step`, the axis of all metrics.
+
+    Args:
+        folder: Run folder, where wandb's files and the id of the run are.
+        config: Settings of the run to be shown.
+    """
+
+    def __init__(self, project: str, name: str, folder: Path, config: dict[str, Any], step: int = 0) -> None:
         import wandb
 
-        self.run = wandb.init(project=project, name=name, id=name, resume="allow", dir=str(path), config=config)
+        begin = partial(wandb.init, project=project, name=name, dir=str(folder), config=config)
+        run_id = wandb_id(folder, name)
+        if last_step(folder / METRICS) <= step:
+            self.run = begin(id=run_id, resume="allow")
+        else:
+            try:
+                self.run = begin(resume_from=f"{run_id}?_step={step}")
+            except wandb.Error as error:
+                logger.warning(f"wandb shows steps after {step} twice, since it cannot remove the first ones: {error}")
+                self.run = begin(id=run_id, resume="allow")
+        self._step = self.run.starting_step - 1
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
 
     def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
-        self.run.log(scalars(metrics, records), step=metrics.step)
+        self._step = max(self._step + 1, metrics.step)  # wandb ignores what is logged for a step that it has
+        self.run.log({"step": metrics.step, **scalars(metrics, records)}, step=self._step)
 
     def close(self) -> None:
         self.run.finish()
+
+
+def wandb_id(folder: Path, name: str) -> str:
+    """Return the id of wandb's run of a run folder: random, since runs of several sweeps or users have the same names.
+
+    It is kept in the folder for runs that resume, by name, so that a copy of the folder under another name has an id of
+    its own. Runs that began before there were such files have their names as ids.
+    """
+    own_files = folder / "wandb"
+    path, began_before = own_files / f"{name}.id", own_files.is_dir() and not any(own_files.glob("*.id"))
+    if not path.exists():
+        own_files.mkdir(exist_ok=True)
+        replace_text(path, name if began_before else secrets.token_hex(8))
+    return path.read_text(encoding="utf-8")
 
 
 def short_number(number: int) -> str:
@@ -309,10 +385,12 @@ def open_writers(
     device: torch.device,
 ) -> list[Observer]:
     """The writers that the config enables, for the one rank that logs."""
-    writers: list[Observer] = [UnlessDiskFull("metrics.jsonl", JsonlWriter(folder / "metrics.jsonl"))]
+    writers: list[Observer] = [UnlessDiskFull(METRICS, JsonlWriter(folder / METRICS))]
     if config.tensorboard:
-        writers.append(UnlessDiskFull("tensorboard", TensorBoardWriter(folder / "tensorboard", first_step)))
+        in_tensorboard = partial(TensorBoardWriter, folder / "tensorboard")
+        writers.append(UnlessDiskFull("tensorboard", ReopenedToRepeat(in_tensorboard, first_step)))
     if config.wandb_project is not None:
-        writers.append(WandbWriter(config.wandb_project, name, folder, redact_tree(settings)))
+        in_wandb = partial(WandbWriter, config.wandb_project, name, folder, redact_tree(settings))
+        writers.append(ReopenedToRepeat(in_wandb, first_step))
     per, bar = "gpu" if device.type == "cuda" else "process", config.progress and sys.stderr.isatty()
     return [*writers, LogWriter(first_step, last_step, config.interval, per=per, bar=bar)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -13,7 +14,7 @@ from megafp8.training import expert_load
 from megafp8.training.evaluation import Evaluation, TaskEvaluation
 from megafp8.training.expert_load import ExpertLoadMetrics
 from megafp8.training.inputs import Inputs
-from megafp8.training.metrics import Fp8ReportWriter, UnlessDiskFull, open_writers
+from megafp8.training.metrics import Fp8ReportWriter, ReopenedToRepeat, UnlessDiskFull, open_writers
 from megafp8.training.observer import Observer
 from megafp8.training.pipeline_trace import PipelineTrace
 from megafp8.training.profiling import Profiler
@@ -79,7 +80,8 @@ def _writers(trainer: Trainer, folder: Path, step: int) -> list[Observer]:
     last, device = config.training.last_step, trainer.parallel.device
     writers = open_writers(config.logging, folder, config.name, step, last, settings, device)
     if trainer.fp8.recorder is not None:
-        writers.append(UnlessDiskFull(FP8_REPORT, Fp8ReportWriter(folder / FP8_REPORT, step)))
+        in_report = partial(Fp8ReportWriter, folder / FP8_REPORT)
+        writers.append(UnlessDiskFull(FP8_REPORT, ReopenedToRepeat(in_report, step)))
     if config.logging.metrics_port is not None:
         from megafp8.training.open_metrics import OpenMetricsWriter  # needs prometheus_client
 

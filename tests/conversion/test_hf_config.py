@@ -475,6 +475,20 @@ def test_our_models_round_trip_through_their_family(name: str) -> None:
     assert differences(read_config(write_config(chosen, model))[1], model) == []
 
 
+@pytest.mark.parametrize("name", [name for name, (_, options) in OURS.items() if options.get("moe")])
+def test_experts_are_written_with_the_aux_loss_that_they_trained_with(name: str) -> None:
+    """Where transformers has a weight of such a loss for a family, the default of its class does not take its place."""
+    from transformers import CONFIG_MAPPING
+
+    options = OURS[name][1]
+    for weight in (0.0, 0.03):
+        model = ModelConfig(**options | {"moe": options["moe"] | {"aux_loss": weight}})
+        written = write_config(choose(model), model)
+        kind = written["model_type"]
+        theirs = CONFIG_MAPPING[kind](**written).to_dict() if kind in CONFIG_MAPPING else written
+        assert theirs.get("router_aux_loss_coef", weight) == weight
+
+
 @pytest.mark.parametrize("name", THEIRS)
 def test_transformers_reads_our_config_as_its_own(name: str) -> None:
     kind, options = THEIRS[name]

@@ -8,25 +8,34 @@ import json
 import logging
 import math
 import re
+import shutil
 import struct
+import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megafp8.config import load_config
-from megafp8.fp8.health import Record
+from megafp8.fp8.health import Record, read_report
 from megafp8.optimizer.layer_norms import KINDS
 from megafp8.planner.flops import flops_per_token, matmul_parameters
 from megafp8.training.errors import TrainingError
 from megafp8.training.metrics import (
+    METRICS,
+    Fp8ReportWriter,
     JsonlWriter,
     LogWriter,
+    ReopenedToRepeat,
     TensorBoardWriter,
     WandbWriter,
+    last_step,
     read_metrics,
     short_number,
+    wandb_id,
 )
 from megafp8.training.observer import StepMetrics
 from megafp8.training.plots import plot_loss, print_loss
@@ -69,8 +78,10 @@ def test_a_torn_line_and_a_repeated_step(tmp_path: Path) -> None:
     assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 5.0), (2, 6.0)], (
         "what the crash undid is left out"
     )
+    assert last_step(path) == last_step(path, 2000) == 2
     path.write_bytes(b"")
     assert read_metrics(path) == []
+    assert last_step(path) == last_step(tmp_path / "none") == 0
 
 
 def test_a_step_that_ran_again_after_a_crash_is_once_in_tensorboard(tmp_path: Path) -> None:
@@ -86,14 +97,14 @@ def test_a_step_that_ran_again_after_a_crash_is_once_in_tensorboard(tmp_path: Pa
     assert "time" not in events.Tags()["scalars"]
 
 
-def wandb_records(folder: Path) -> tuple[list[dict[str, float]], dict[str, Any]]:
-    """What an offline run of wandb's wrote: steps and config. The file is a log in LevelDB's format."""
+def wandb_records(path: Path) -> tuple[list[dict[str, float]], dict[str, Any], dict[str, Any]]:
+    """Return the steps, the config and the run record of a file of wandb's, a log in LevelDB's format."""
     from wandb.proto import wandb_internal_pb2
 
-    (path,) = folder.glob("offline-run-*/run-*.wandb")
     content, at, data = path.read_bytes(), 7, b""
     steps: list[dict[str, float]] = []
     settings: dict[str, Any] = {}
+    run: dict[str, Any] = {}
     assert content.startswith(b":W&B")
     while at < len(content):
         if -at % 32768 < 7:  # the rest of a block that is too short for a header
@@ -110,11 +121,16 @@ def wandb_records(folder: Path) -> tuple[list[dict[str, float]], dict[str, Any]]
             steps.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
         for item in record.run.config.update:
             settings[item.key] = json.loads(item.value_json)
-    return steps, settings
+        if record.WhichOneof("record_type") == "run":
+            run = {"id": record.run.run_id, "branch": (record.run.branch_point.run, record.run.branch_point.value)}
+    return steps, settings, run
 
 
 def test_all_writers_have_the_same_names_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """metrics.jsonl, TensorBoard and wandb, as other programs read them. The last two have curves of FP8 health too."""
+    """Read metrics.jsonl, TensorBoard and wandb as other programs do. The last two have curves of FP8 health too.
+
+    A step that is repeated counts as it was the second time.
+    """
     records = [
         Record(1, "layers.0.mlp.down", "input", amax=3.0, scale=1.0, underflow=0.25, saturated=0.0, snr_db=31.0),
         Record(1, "layers.1.mlp.down", "input", amax=2.0, scale=1.0, underflow=0.125, saturated=0.5, snr_db=20.0),
@@ -139,17 +155,19 @@ def test_all_writers_have_the_same_names_and_values(tmp_path: Path, monkeypatch:
         layer_norms=layer_norms | {"weight_norm": 30.0, "update_norm": 0.01},
         section_seconds={"data": 0.01, "forward and backward": 0.0625, "update": 0.02},
     )
-    steps = [(first, records), (dataclasses.replace(STEP, step=2, loss=4.0, skipped=True), [])]
+    second = dataclasses.replace(STEP, step=2, loss=4.0, skipped=True)
+    steps = [(first, records), (dataclasses.replace(second, loss=99.0), []), (second, [])]
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     writers = [
         JsonlWriter(tmp_path / "metrics.jsonl"),
-        TensorBoardWriter(tmp_path / "tensorboard"),
-        WandbWriter("project", "name", tmp_path, {"seed": 7}),
+        ReopenedToRepeat(partial(TensorBoardWriter, tmp_path / "tensorboard"), 0),
+        ReopenedToRepeat(partial(WandbWriter, "project", "name", tmp_path, {"seed": 7}), 0),
     ]
-    for writer in writers:
-        for step, own in steps:
+    for step, own in steps:
+        for writer in writers:
             writer.write(step, own)
+    for writer in writers:
         writer.close()
     import wandb
 
@@ -166,10 +184,78 @@ def test_all_writers_have_the_same_names_and_values(tmp_path: Path, monkeypatch:
         for event in events.Scalars(tag):
             in_tensorboard[event.step - 1][tag] = event.value
     assert in_tensorboard == [pytest.approx(values, rel=1e-7) for values in expected]  # it has fp32
-    in_wandb, settings = wandb_records(tmp_path / "wandb")
-    assert [step.pop("_step") for step in in_wandb] == [1, 2]
-    assert [{k: v for k, v in step.items() if k not in ("_runtime", "_timestamp")} for step in in_wandb] == expected
-    assert settings["seed"] == 7
+    found = [wandb_records(path) for path in sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))]
+    in_wandb = {step["step"]: step for steps, *_ in found for step in steps}
+    assert [in_wandb[step].pop("_step") for step in (1, 2)] == [1, 2]
+    own_keys = ("step", "_runtime", "_timestamp")
+    assert [{k: v for k, v in in_wandb[step].items() if k not in own_keys} for step in (1, 2)] == expected
+    assert [settings["seed"] for _, settings, _ in found] == [7, 7]
+    run_id = wandb_id(tmp_path, "name")
+    assert [run for *_, run in found] == [{"id": run_id, "branch": ("", 0)}, {"id": run_id, "branch": (run_id, 1)}]
+
+
+def test_wandb_gets_every_step_from_a_server_that_cannot_remove_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It gets them with increasing steps of its own. A run that resumes asks for it where steps are repeated alone."""
+    begun: list[dict[str, Any]] = []
+    logged: list[tuple[int, int]] = []
+
+    class Refused(Exception):
+        pass
+
+    def begin(**options: Any) -> Any:
+        begun.append({k: v for k, v in options.items() if k in ("id", "resume", "resume_from")})
+        if "resume_from" in options:
+            raise Refused("no such feature")
+        last = max([-1, *(step for step, _ in logged)])
+        return SimpleNamespace(
+            starting_step=last + 1, define_metric=lambda *_, **__: None, finish=lambda: None,
+            log=lambda values, step: logged.append((step, values["step"])),
+        )  # fmt: skip
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=begin, Error=Refused))
+    for first, steps in ((0, (1, 2, 3, 2, 3)), (2, (3, 4)), (4, (5,))):  # a loss spike, a kill after step 3, an end
+        lines = JsonlWriter(tmp_path / METRICS)
+        writer = ReopenedToRepeat(partial(WandbWriter, "project", "name", tmp_path, {}), first)
+        for step in steps:
+            for one in (lines, writer):
+                one.write(dataclasses.replace(STEP, step=step))
+    run_id = wandb_id(tmp_path, "name")
+    again = {"id": run_id, "resume": "allow"}
+    assert begun == [
+        again,
+        {"resume_from": f"{run_id}?_step=1"},
+        again,
+        {"resume_from": f"{run_id}?_step=2"},
+        again,
+        again,
+    ]
+    assert logged == [(1, 1), (2, 2), (3, 3), (4, 2), (5, 3), (6, 3), (7, 4), (8, 5)]
+    assert "wandb shows steps after 1 twice, since it cannot remove the first ones: no such feature" in caplog.messages
+
+
+def test_fp8_records_of_repeated_steps_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "fp8_report.jsonl"
+    writer = ReopenedToRepeat(partial(Fp8ReportWriter, path), 0)
+    for step in (1, 2, 3, 2):
+        record = Record(step, "layers.0.mlp.down", "input", 3.0, scale=1.0, underflow=0.25, saturated=0.0, snr_db=31.0)
+        writer.write(dataclasses.replace(STEP, step=step), [record])
+    writer.close()
+    assert [record.step for record in read_report(path)] == [1, 2]
+
+
+def test_runs_with_one_name_have_different_ids_in_wandb(tmp_path: Path) -> None:
+    folders = [tmp_path / sweep / "learning_rate-1e-3" for sweep in ("small", "large", "before")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    (folders[2] / "wandb/run-1").mkdir(parents=True)
+    ids = [wandb_id(folder, folder.name) for folder in folders]
+    assert len({*ids}) == 3
+    assert ids[2] == folders[2].name, "the id that the run began with"
+    assert [wandb_id(folder, folder.name) for folder in folders] == ids
+    copy = shutil.copytree(folders[0], tmp_path / "copy")
+    assert wandb_id(copy, "copy") not in (*ids, "copy")
 
 
 def test_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

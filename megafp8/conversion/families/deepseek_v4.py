@@ -140,7 +140,7 @@ FAMILIES = (
             scaling_factor=("routed_scaling_factor", 1.5),
         ),
         always("moe", score="sqrtsoftplus", selection_bias=True, normalize=True), only(scoring_func="sqrtsoftplus"),
-        unread("router_aux_loss_coef", "router_jitter_noise", pad_token_id=None, num_nextn_predict_layers=0),
+        traits.AUX_LOSS, unread("router_jitter_noise", pad_token_id=None, num_nextn_predict_layers=0),
     ), TensorNames({
         **LLAMA, **in_layers("model.layers.*", _NAMES, usual(CompressedAttentionConfig)), "output": "head",
         **{f"final_connection.{x}": f"model.hc_head.hc_{x}" for x in _PARAMETERS},

@@ -38,7 +38,7 @@ FAMILIES = (
              ffn_hidden_size=("moe_intermediate_size", 1536)),
         aliases(num_experts="moe_num_experts", num_experts_per_tok="moe_k"),
         traits.shared_experts(2, "moe_num_shared_experts", least=0), always("moe", selection_bias=True),
-        only(moe_norm_min=1e-12), unread(router_aux_loss_coef=0.0),
+        only(moe_norm_min=1e-12), traits.AUX_LOSS,
         # Read by Baidu's own code.
         only(written=False, use_rmsnorm=True, moe_gate="topk", moe_use_aux_free=True), unread("moe_capacity"),
     ), like_llama(

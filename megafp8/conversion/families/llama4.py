@@ -88,6 +88,6 @@ FAMILIES = (
         same("moe", num_experts=("num_local_experts", 16), top_k=("num_experts_per_tok", 1)),
         Trait(("intermediate_size", "intermediate_size_mlp"), _read_widths, _write_widths),
         always("moe", score="sigmoid", normalize=False, scale_inputs=True),
-        unread(router_aux_loss_coef=0.0), unread("for_llm_compressor"),
+        traits.AUX_LOSS, unread("for_llm_compressor"),
     ), like_llama(_NAMES, _experts(), rotation="neighbors"), moe=True, rank=4),
 )  # fmt: skip
