@@ -3,7 +3,7 @@
 `find_files` decides by each file's name how it is read: its content (JSON lines, plain text, parquet) and compression.
 `read_documents` reads the files in order. What cannot be read becomes a `Document` with an error that names the file
 and the line or row. An error costs the smallest affected unit: one line, one row, one parquet row group, or the rest of
-a damaged compressed file.
+a damaged compressed file. A line or text that is too long (`MAX_RECORD_BYTES`) is an error, and is not read as a whole.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import glob
 import gzip
 import io
 import lzma
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from megafp8.data.packages import import_package
 from megafp8.data.styles import Document, position
@@ -33,6 +34,11 @@ _CONTENTS |= {".txt": "text", ".parquet": "parquet"}
 _COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 _READ_ERRORS = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)  # pyarrow's errors are ValueErrors
 _BOM = codecs.BOM_UTF8
+MAX_RECORD_BYTES = 2**28
+"""Limit of a line of JSON, and of a text file unless it is as large as that on disk: a small compressed file can hold
+a line that no memory holds."""
+_PIECE_BYTES = 2**20  # read at a time of what may be too long
+_ZSTD_BYTES = 2**8  # decompressed at a time, which gives at most 8 MiB
 _BINARY_TYPES = {"string": "binary", "large_string": "large_binary", "string_view": "binary_view"}
 
 
@@ -185,37 +191,39 @@ class _ZstdFile(io.RawIOBase):
     """The decompressed content of a .zst file of any number of frames.
 
     Raises EOFError if the last frame is truncated and OSError for bytes that are not zstd. The library's own reader
-    returns the content of a truncated file without an error.
+    returns the content of a truncated file without an error. Its decompressor returns all that its input holds, up to
+    128 KiB for each 4 bytes, so it is given a little at a time.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._library, self._file = import_package("zstandard", "reading .zst files"), file
         self._frame: Any = None
-        self._compressed, self._ready = b"", b""
+        self._compressed, self._ready = memoryview(b""), memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            self._compressed = self._compressed or self._file.read(2**16)
+            self._compressed = self._compressed or memoryview(self._file.read(2**16))
             if not self._compressed:
                 if self._frame is not None:
                     raise EOFError("compressed file ended within a frame")
                 return 0
-            self._ready = self._decompress()
+            self._ready = memoryview(self._decompress())
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
 
     def _decompress(self) -> bytes:
-        """What `_compressed` holds of the current frame; the bytes after the frame stay there."""
+        """Return the next content of the current frame, and remove what it is made of from `_compressed`."""
         self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
+        part = self._compressed[:_ZSTD_BYTES]
         try:
-            content: bytes = self._frame.decompress(self._compressed)
+            content: bytes = self._frame.decompress(part)
         except self._library.ZstdError as error:
             raise OSError(str(error)) from None
-        self._compressed = self._frame.unused_data
+        self._compressed = self._compressed[len(part) - len(self._frame.unused_data) :]
         if self._frame.eof:
             self._frame = None
         return content
@@ -253,7 +261,7 @@ def read_documents(
                 yield from _read_parquet(file)
             else:
                 read = _read_text if file.content == "text" else _read_json_lines
-                with file.path.open("rb") as raw:
+                with open_to_read(file.path) as raw:
                     for document in read(_DECOMPRESS[file.compression](raw), file):
                         yield document
                         done, before = raw.tell(), done
@@ -278,17 +286,53 @@ def read_part(file: InputFile, start: int = 0, stop: int | None = None) -> Itera
 
 
 def _read_block(file: InputFile, start: int, stop: int) -> Iterator[Document]:
-    """The JSON lines that begin in a range of bytes."""
-    with file.path.open("rb") as stream:
+    """Yield the JSON lines that begin in a range of bytes."""
+    with open_to_read(file.path) as stream:
         place = start
         if start:  # the line that holds the byte before begins earlier
             stream.seek(start - 1)
-            place = start - 1 + len(stream.readline())
-        while place < stop and (line := stream.readline()):
+            place = start - 1 + _skip_line(stream, stop - start + 1)
+        while place < stop and (line := stream.readline(MAX_RECORD_BYTES + 1)):
             origin, place = f"{file.path}, line at byte {place}", place + len(line)
+            if is_too_long(line):
+                place += _skip_line(stream, stop - place)
             line = line.removeprefix(_BOM)
             if line.strip():
                 yield _parse_line(line, origin, file)
+
+
+def open_to_read(path: AnyPath) -> BinaryIO:
+    """Open a file, or an object: files of fsspec cannot read a part of a line."""
+    file = path.open("rb")
+    return io.BufferedReader(cast(io.RawIOBase, file), _PIECE_BYTES) if isinstance(path, ObjectPath) else file
+
+
+def read_lines(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a stream, with their ends. Only the beginning of a line that `is_too_long` is kept."""
+    while line := stream.readline(MAX_RECORD_BYTES + 1):
+        if is_too_long(line):
+            _skip_line(stream)
+        yield line
+
+
+def is_too_long(line: bytes) -> bool:
+    """Return whether this is the beginning of a line that has more bytes than a record may have."""
+    return len(line) > MAX_RECORD_BYTES and not line.endswith(b"\n")
+
+
+def too_long(what: str) -> str:
+    """Return the error of a record that is too long; `what` names such a record."""
+    return f"has more than {MAX_RECORD_BYTES:,} bytes, the most that {what} may have; divide it"
+
+
+def _skip_line(stream: BinaryIO, most: float = math.inf) -> int:
+    """Skip the rest of a line, or its first bytes until there are `most`. Returns their number."""
+    skipped = 0
+    while skipped < most and (part := stream.readline(_PIECE_BYTES)):
+        skipped += len(part)
+        if part.endswith(b"\n"):
+            break
+    return skipped
 
 
 def row_groups(file: InputFile) -> list[int]:
@@ -316,8 +360,12 @@ def _wide_encoding(head: bytes) -> str | None:
 
 def _read_text(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
     try:
-        content = stream.read()
-        if encoding := _wide_encoding(content[:12]):
+        content, most = bytearray(), max(MAX_RECORD_BYTES, file.path.stat().st_size)
+        while len(content) <= most and (part := stream.read(_PIECE_BYTES)):
+            content += part
+        if len(content) > most:
+            yield Document(str(file.path), None, too_long("a text file that is smaller on disk"))
+        elif encoding := _wide_encoding(content[:12]):
             error = f"not UTF-8 text but {encoding}: convert it, for example by iconv -f {encoding} -t UTF-8"
             yield Document(str(file.path), None, error)
         else:
@@ -332,7 +380,7 @@ def _read_json_lines(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
     """Lines are split as bytes and decoded one by one, so that a line that is not UTF-8 is one bad document."""
     number = 0
     try:
-        for number, line in enumerate(stream, 1):
+        for number, line in enumerate(read_lines(stream), 1):
             line = line.removeprefix(_BOM)  # of the file, or of a file appended to it
             if line.strip():
                 yield _parse_line(line, f"{file.path}, line {number}", file)
@@ -342,6 +390,8 @@ def _read_json_lines(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
 
 
 def _parse_line(line: bytes, origin: str, file: InputFile) -> Document:
+    if is_too_long(line):
+        return Document(origin, None, f"{too_long('a line')} (each line must be one JSON object)")
     hint = "; it holds zero bytes, as UTF-16 and UTF-32 do: only UTF-8 is read" if b"\0" in line else ""
     try:
         record = parse_json(line)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megafp8.data import DataError
 from megafp8.data.chats import chat_prompt_encoder, read_chat_template
-from megafp8.data.documents import find_files
+from megafp8.data.documents import find_files, is_too_long, open_to_read, read_lines, too_long
 from megafp8.data.styles import position, text_of
 from megafp8.data.styles.chat import messages_of
 from megafp8.data.tokenizers import Tokenizer
@@ -94,11 +94,13 @@ class PromptSource:
 
 
 def _records(path: AnyPath) -> Iterator[tuple[int, Any]]:
-    """The JSON values of a file, by number of the line. Raises DataError."""
+    """Yield the JSON values of a file, by number of the line. Raises DataError."""
     number = 0
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+        with open_to_read(path) as file:
+            for number, line in enumerate(read_lines(file), 1):
+                if is_too_long(line):
+                    raise DataError(f"{path}, line {number}: {too_long('a line')}")
                 if line.strip():
                     yield number, parse_json(line.removeprefix(b"\xef\xbb\xbf"))
     except UnicodeDecodeError as error:

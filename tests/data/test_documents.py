@@ -18,7 +18,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from megafp8.data.documents import Document, find_files, read_documents
+from megafp8.data import documents
+from megafp8.data.documents import Document, find_files, read_documents, read_part
 from megafp8.data.tokenizers import build_tokenizer
 from tests.object_server import ObjectServer
 from tools import preprocess_data, train_tokenizer
@@ -55,8 +56,8 @@ DAMAGE: dict[str, tuple[bytes, str]] = {
 
 def read(*inputs: Path, json_keys: tuple[str, ...] = ("text",)) -> tuple[list[str], list[Document]]:
     """Good texts and bad documents of the inputs."""
-    documents = list(read_documents(find_files(list(map(str, inputs)), json_keys=json_keys)[0]))
-    return [d.text for d in documents if d.text is not None], [d for d in documents if d.error is not None]
+    records = list(read_documents(find_files(list(map(str, inputs)), json_keys=json_keys)[0]))
+    return [d.text for d in records if d.text is not None], [d for d in records if d.error is not None]
 
 
 def test_a_damaged_line_costs_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,6 +81,40 @@ def test_a_damaged_line_costs_itself(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("suffix", PACK)
+def test_a_line_that_is_too_long_costs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    """It is never in memory as a whole; lines up to the limit are read. The same for whole texts."""
+    monkeypatch.setattr(documents, "MAX_RECORD_BYTES", 1000)
+    monkeypatch.setattr(documents, "_PIECE_BYTES", 100)
+    longest = json.dumps({"text": "x" * 989}).encode()
+    bomb = b'{"text": "' + b"x" * 10**6 + b'"}'
+    assert len(longest) == 1000
+    path = tmp_path / f"x.jsonl{suffix}"
+    path.write_bytes(PACK[suffix](b"\n".join([LINES[0], longest, bomb, LINES[1], longest + b" ", bomb])))
+    good, bad = read(path)
+    assert good == [TEXTS[0], "x" * 989, TEXTS[1]]
+    assert [d.origin for d in bad] == [f"{path}, line {number}" for number in (3, 5, 6)]
+    assert all(d.error is not None and d.error.startswith("has more than 1,000 bytes, the most that") for d in bad)
+    path = tmp_path / f"x.txt{suffix}"
+    path.write_bytes(PACK[suffix](b"x" * 10**6))
+    good, bad = read(path)
+    assert (len(good), len(bad)) == ((0, 1) if suffix else (1, 0)), "a text may be as large as it is on disk"
+
+
+def test_blocks_of_a_file_with_lines_that_are_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line is in one block, and no block reads far beyond its end."""
+    monkeypatch.setattr(documents, "MAX_RECORD_BYTES", 1000)
+    monkeypatch.setattr(documents, "_PIECE_BYTES", 100)
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"\n".join([LINES[0], b"x" * 50_000, *LINES[1:20], b"y" * 3000, *LINES[20:40]]))
+    (file,), size = find_files([str(path)])[0], path.stat().st_size
+    for block in (700, 3001, size):
+        parts = [list(read_part(file, start, min(start + block, size))) for start in range(0, size, block)]
+        texts = [d.text for part in parts for d in part if d.text is not None]
+        assert texts == TEXTS[:40]
+        assert sum(d.error is not None for part in parts for d in part) == 2
+
+
 def test_random_damage(tmp_path: Path) -> None:
     """500 files of 200 lines with flipped, deleted and inserted bytes, against json on each line."""
     draw = random.Random(1)
@@ -267,6 +302,7 @@ def test_objects_are_read_as_files_are(s3: ObjectServer, tmp_path: Path) -> None
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n{"text": "y"}\nbroken\n'))
     (tmp_path / "b.txt").write_text("z")
     (tmp_path / "d.bin").write_text("z")
+    (tmp_path / "e.jsonl").write_bytes(b"\n".join(LINES[:9]))
     folder = s3.folder()
     for file in tmp_path.iterdir():
         (folder / "deep" / file.name).write_bytes(file.read_bytes())
@@ -276,5 +312,8 @@ def test_objects_are_read_as_files_are(s3: ObjectServer, tmp_path: Path) -> None
         found, expected = ([document.text for document in read_documents(files)] for files, _ in (there, here))
         assert found == expected
         assert found
+    (file,) = find_files([f"{folder}/deep/e.jsonl"])[0]
+    blocks = [read_part(file, start, start + 100) for start in range(0, sum(map(len, LINES[:9])) + 9, 100)]
+    assert [document.text for block in blocks for document in block] == TEXTS[:9]
     with pytest.raises(ValueError, match=f"--input {folder}/none: no such file"):
         find_files([f"{folder}/none"])

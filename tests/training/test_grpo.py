@@ -385,6 +385,14 @@ def test_a_prompt_that_cannot_be_used_is_named(tmp_path: Path, records: list[str
         open_inputs(_config(tmp_path), "test")
 
 
+def test_a_prompt_that_is_too_long_to_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megafp8.data.documents.MAX_RECORD_BYTES", 100)
+    _write(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "goal": 1}\n{"prompt": "' + "a" * 100 + '"}\n')
+    with pytest.raises(DataError, match=r"prompts\.jsonl, line 2: has more than 100 bytes, the most that a line may"):
+        open_inputs(_config(tmp_path), "test")
+
+
 def test_prompts_are_shuffled_in_each_epoch(tmp_path: Path) -> None:
     _write(tmp_path)
     source = open_inputs(_config(tmp_path), "test").train.datasets[0]
