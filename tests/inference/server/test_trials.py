@@ -153,8 +153,8 @@ def test_senders_that_misbehave(runs: list[Path]) -> None:
                 assert message.startswith("the weights stay as they are: "), kind
                 assert took < seconds + 10, kind
                 assert client.complete(body) == (text, [0]), kind
-        until(lambda: client.post("pause").json()["paused"])
-        assert client.post("refit", checkpoint=str(runs[1])).json() == {"weight_version": 1, "paused": True}
+        client.post("pause")
+        until(lambda: client.post("refit", checkpoint=str(runs[1])).is_success, 90)
         client.post("resume")
         assert client.complete(body)[1] == [1]
         assert process.poll() is None
