@@ -63,7 +63,7 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: %(default)s")
     parser.add_argument("--port", type=_port, default=8000, help="0: a free one; default: %(default)s")
     parser.add_argument("--name", help="of the model in requests; default: the last part of the path")
-    parser.add_argument("--chat-template", type=Path, help="default: that of the tokenizer")
+    parser.add_argument("--chat-template", type=Path, help="default: the tokenizer's template")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key of requests")
     parser.add_argument("--allow-refit", action="store_true", help="requests may pause it and change its weights")
     add_model_flags(parser)

@@ -107,6 +107,8 @@ class Service:
         self._texts_of = Counter[str]()  # by client, of requests that have not ended
         self._threads = anyio.CapacityLimiter(2)
         """Threads outside the event loop in which requests are parsed and tokenized."""
+        self.encoding = asyncio.Lock()
+        """Held by a stream for a turn of the event loop, so that many streams leave turns to short requests."""
         self._started = int(time.time())
 
     def app(self, on_failure: Callable[[], None] = lambda: None) -> Starlette:
@@ -395,9 +397,11 @@ class _Exchange:
                 for update in updates:
                     response.add(update)
                 continue
-            chunks = [chunk for update in updates if (chunk := response.chunk(update)) is not None]
+            async with service.encoding:
+                chunks = [to_json(chunk) for update in updates if (chunk := response.chunk(update)) is not None]
+                await asyncio.sleep(0)
             if chunks:
-                await self._send_events([to_json(chunk) for chunk in chunks])
+                await self._send_events(chunks)
         if not body.stream:
             self.status = 200
             await self._send_whole(_json(response.whole()))

@@ -25,7 +25,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -414,8 +413,7 @@ class Engine:
         device = self.generator.model.parallel.device
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                on_refit = partial(self._loop.call_soon_threadsafe, self._refitted)
-                requests = _Requests(self.generator, self._group, on_refit)
+                requests = _Requests(self.generator, self._group, self._report_refit)
                 while not (command := _share(self._next_command(requests), self._group)).stop:
                     updates = requests.step(command)
                     self.load = self.generator.load
@@ -445,6 +443,10 @@ class Engine:
             if steps and not (added or cancelled or self._stopped or weights or refusal):
                 return _NOTHING
             return Command(added, cancelled, self._stopped, steps, weights, refusal)
+
+    def _report_refit(self, refused: ValueError | None) -> None:
+        """Tell the event loop how a refit has ended."""
+        self._loop.call_soon_threadsafe(self._refitted, refused)
 
     def _refitted(self, refused: ValueError | None) -> None:
         assert self._refit is not None

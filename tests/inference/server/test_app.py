@@ -29,6 +29,7 @@ from megafp8.inference.generator import CacheOptions
 from megafp8.inference.server import connections
 from megafp8.inference.server.__main__ import parse_arguments
 from megafp8.inference.server.app import Limits
+from megafp8.inference.server.protocol import Response
 from tests.inference.server.serving import LENGTH, events, pages_used, served, until, write_model
 
 if TYPE_CHECKING:
@@ -428,6 +429,23 @@ def test_a_request_that_takes_too_long(generator: Generator, folder: Path, strea
         assert found.status_code == (200 if stream else 504)
         assert error["error"]["message"] == "not done after 0.2 seconds"
         until(lambda: not service.engine.open_texts and not pages_used(service), 5)
+
+
+def test_a_stream_that_lags_leaves_turns_to_others(
+    generator: Generator, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Health checks are answered although more is generated than can be encoded."""
+    chunk = Response.chunk
+    monkeypatch.setattr(Response, "chunk", lambda self, update: (time.sleep(0.005), chunk(self, update))[1])
+    with served(generator, folder) as (url, service), ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(httpx.post, url + COMPLETIONS, json=ENDLESS | {"stream": True, "n": 8}, timeout=60)
+        until(lambda: service.engine.open_texts > 0)
+        answered = 0
+        while not stream.done():
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+            answered += not stream.done()
+    assert stream.result().text.endswith("data: [DONE]\n\n")
+    assert answered >= 5
 
 
 def test_draining(generator: Generator, folder: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,27 @@ def test_a_trainer_that_does_not_fit(world2: World, two_runs: tuple[Path, Path])
         assert client.complete() == (_text(two_runs[0]), [0])
     with served(Generator.from_checkpoint(two_runs[0], device="cpu", cache=CACHE), None) as (url, _):
         assert "start it with --allow-refit" in world2.run(_send_wrong, NONE, url, ranks=1)[0]
+
+
+def test_a_trainer_leaves_the_refit_of_another_one_alone(world2: World) -> None:
+    """A resume would end that refit."""
+    asked = []
+
+    class Busy(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path.rpartition("/")[2])
+            self.send_response(409 if asked[-1] == "refit" else 200)
+            self.end_headers()
+            self.wfile.write(b'{"error": {"message": "another refit runs; try again later"}}')
+
+        def log_message(self, format: str, *arguments: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Busy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        (message,) = world2.run(_send_wrong, NONE, f"http://127.0.0.1:{server.server_port}", ranks=1)
+        server.shutdown()
+    assert message.endswith("/v1/weights/refit: another refit runs; try again later")
+    assert asked == ["pause", "refit"]
 
 
 @pytest.mark.slow

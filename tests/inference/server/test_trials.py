@@ -137,7 +137,7 @@ def test_senders_that_misbehave(runs: list[Path]) -> None:
     """Each is refused with one line within the time limit, and the server goes on with its weights."""
     (text,) = Texts(runs[:1]).of("abc", [0])
     body = {"model": "tiny", "prompt": "abc", "max_tokens": TOKENS, "temperature": 0, "ignore_end": True}
-    seconds = 20.0
+    seconds = 8.0
     with server_process(runs[0], "--allow-refit", "--request-seconds", str(seconds)) as (url, process):
         client = Client(url)
         for kind in KINDS:
@@ -153,8 +153,8 @@ def test_senders_that_misbehave(runs: list[Path]) -> None:
                 assert message.startswith("the weights stay as they are: "), kind
                 assert took < seconds + 10, kind
                 assert client.complete(body) == (text, [0]), kind
-        until(lambda: client.post("pause").json()["paused"])
-        assert client.post("refit", checkpoint=str(runs[1])).json() == {"weight_version": 1, "paused": True}
+        client.post("pause")
+        until(lambda: client.post("refit", checkpoint=str(runs[1])).is_success, 90)
         client.post("resume")
         assert client.complete(body)[1] == [1]
         assert process.poll() is None
