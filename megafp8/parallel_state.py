@@ -279,7 +279,7 @@ def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> 
 
 
 class RanksDidNotMeet(ConnectionError):
-    """Not all ranks of a job came to the address that the environment has."""
+    """Some ranks of a job did not come to the address that the environment has."""
 
 
 def _join(backend: str, timeout: datetime.timedelta) -> None:

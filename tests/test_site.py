@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -96,6 +97,16 @@ def test_tables_name_keys_that_exist(page: str) -> None:
     assert [key for key in keys if key not in known] == []
 
 
+def test_the_index_of_measurements_has_each_with_its_title() -> None:
+    folder = ROOT / "docs" / "measurements"
+    rows = re.findall(r"^\| ([\d-]+) \| \[(.+)\]\((\S+)\) \| .+ \|$", (folder / "README.md").read_text(), re.MULTILINE)
+    pages = sorted(folder.glob("2*/README.md"), reverse=True)
+    assert rows == [
+        (page.parent.name[:10], page.read_text().splitlines()[0].removeprefix("# "), f"{page.parent.name}/README.md")
+        for page in pages
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_it_builds_without_warnings(tmp_path: Path) -> None:
@@ -107,3 +118,9 @@ def test_it_builds_without_warnings(tmp_path: Path) -> None:
     page = (tmp_path / "site" / "megatron.html").read_text()
     assert "<th>Megatron-LM</th>" in page
     assert (tmp_path / "site" / "examples").exists() is False
+    entries = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())["docs"]
+    history = ("measurements/", "decisions/", "LOG.html", "changelog.html")
+    for entry in entries:
+        assert entry.get("boost", 1) == (0.1 if entry["location"].startswith(history) else 1), entry["location"]
+    titles = {entry["location"]: entry["title"] for entry in entries}
+    assert titles["out-of-memory.html"] == "Out of memory", "what a search for it finds first"

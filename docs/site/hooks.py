@@ -32,6 +32,8 @@ FROM_ROOT = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "security.
 """Pages made of files outside docs/, whose links start there."""
 OF_SOURCES = {"megafp8/config/schema.py": "reference/config.md", "megafp8/__init__.py": "reference/python.md"}
 """Pages that links to sources lead to, where the source is what there is in the repository."""
+HISTORY = ("measurements/", "decisions/", "LOG.md", "changelog.md")
+"""Pages that a search lists after pages for users."""
 _LINK = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\(([^()\s]+)\)")
 _BLOCK = re.compile(r"(- |\d+\. |\|)")
 
@@ -75,6 +77,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     path = page.file.src_uri
+    if path.startswith(HISTORY):
+        page.meta["search"] = {"boost": 0.1}
     source = FROM_ROOT.get(path, f"docs/{path}")
     return _outside_code(markdown, lambda text: _with_links(_blocks_apart(text), source, path, files))
 
