@@ -1,9 +1,13 @@
-"""Fixtures of all tests: real ranks, the quickstart's data; one thread per process; GPU tests skipped without a GPU."""
+"""Fixtures of all tests: a folder to work in, real ranks, the quickstart's data, one thread per process.
+
+GPU tests are skipped without a GPU.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -15,7 +19,7 @@ if not torch.cuda.is_available():
 
 from megafp8.parallel_state import destroy_model_parallel
 from tests.object_server import ObjectServer
-from tests.quickstart_data import QuickstartData, make_quickstart_data
+from tests.quickstart_data import ROOT, QuickstartData, make_quickstart_data
 from tests.training.presets import Preset
 from tests.training.runs import Runs
 from tests.world import Ranks, World
@@ -38,6 +42,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_make_parametrize_id(val: object) -> str | None:
     """A preset's names are its part of a test's id."""
     return str(val) if isinstance(val, Preset) else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Work in a new folder with the shipped configs, and without the data and runs that a checkout may have.
+
+    Fails if the tests leave something in the checkout.
+    """
+    before, folder, work = set(os.listdir(ROOT)), os.getcwd(), tmp_path_factory.mktemp("work")
+    (work / "configs").symlink_to(ROOT / "configs")
+    modules = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.chdir(work)
+    with mock.patch.dict(os.environ, PYTHONPATH=modules):
+        yield
+    os.chdir(folder)
+    left = {name for name in os.listdir(ROOT) if not name.startswith(".")} - before
+    assert not left, f"tests left {', '.join(sorted(left))} in the checkout"
 
 
 @pytest.fixture(scope="module", autouse=True)

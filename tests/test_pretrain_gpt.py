@@ -143,13 +143,13 @@ def test_damaged_files(start, data: QuickstartData, name: str, damage: Callable[
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
 
 
 def test_through_torchrun_a_mistake_is_said_once_and_ends_the_job(data: QuickstartData, tmp_path: Path) -> None:
     agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     options = [*data.overrides, f"run_dir={tmp_path}", "parallel.pipeline=1", "training.seq_length=127"]
-    done = run_python(*agent, "pretrain_gpt.py", "--config", str(CONFIG), *options)
+    done = run_python(*agent, str(ROOT / "pretrain_gpt.py"), "--config", str(CONFIG), *options)
     assert done.returncode != 0
     message = "training.seq_length = 127: sequence parallelism splits it"
     assert done.stderr.count(message) == 1
@@ -165,7 +165,6 @@ def dry_run_of(arguments: list[str], code: int = 0) -> str:
     """What `pretrain_gpt.py --dry-run` prints, run in this process: it needs no group, and torch is loaded."""
     said = io.StringIO()
     with (
-        contextlib.chdir(ROOT),
         contextlib.redirect_stdout(said),
         contextlib.redirect_stderr(said),
         mock.patch.object(sys, "argv", ["pretrain_gpt.py", "--dry-run", *arguments]),

@@ -311,7 +311,7 @@ def test_megatron_core_loads_and_saves(
             [*command, str(rank), str(tmp_path / "ours" / "iter_0000100"), str(theirs)],
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         for rank in range(math.prod(layout))
     ]

@@ -253,7 +253,7 @@ def test_nothing_is_printed_after_a_rank_was_killed(caplog: pytest.LogCaptureFix
     """Neither by the process that removes its semaphores, nor by torch's agent, whose other messages are shown."""
     rank = (
         "import multiprocessing, os\nfrom megafp8.training.errors import run_and_report\n"
-        "def job():\n  lock = multiprocessing.get_context('spawn').Lock()\n  os.kill(os.getpid(), 9)\n"
+        "def job():\n  kept = multiprocessing.get_context('spawn').Lock()\n  os.kill(os.getpid(), 9)\n"
         "run_and_report(job)"
     )
     done = subprocess.run([sys.executable, "-c", rank], capture_output=True, text=True, cwd=ROOT)
