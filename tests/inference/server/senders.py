@@ -44,8 +44,16 @@ def _description(text: str) -> Callable[[dist.TCPStore], None]:
     def describe(store: dist.TCPStore) -> None:
         store.set("senders", "1")
         store.set("rank/0", text)
+        group = dist.ProcessGroupGloo(dist.PrefixStore("host", store), 0, 2, _LIMIT)
+        time.sleep(_SECONDS)
+        del group
 
     return describe
+
+
+def _no_group(store: dist.TCPStore) -> None:
+    store.set("senders", "1")
+    store.set("rank/0", json.dumps(["", json.loads(store.get("rank/1"))[2], {}]))
 
 
 def _transfers(store: dist.TCPStore) -> tuple[Any, list[int]]:
@@ -59,16 +67,16 @@ def _transfers(store: dist.TCPStore) -> tuple[Any, list[int]]:
     return group, [math.prod(x.shape) * getattr(torch, x.dtype).itemsize for x in transfers]
 
 
-def _send(store: dist.TCPStore, count: int) -> None:
-    """Send the first `count` messages."""
-    group, sizes = _transfers(store)
-    for size in sizes[:count]:
-        group.send([torch.zeros(size, dtype=torch.uint8)], 1, 0).wait()
+def _stops(end: Callable[[], None]) -> Callable[[dist.TCPStore], None]:
+    """Return a sender that calls `end` after three messages."""
 
+    def send(store: dist.TCPStore) -> None:
+        group, sizes = _transfers(store)
+        for size in sizes[:3]:
+            group.send([torch.zeros(size, dtype=torch.uint8)], 1, 0).wait()
+        end()
 
-def _killed(store: dist.TCPStore) -> None:
-    _send(store, 3)
-    os.kill(os.getpid(), signal.SIGKILL)
+    return send
 
 
 _MISBEHAVIOR: dict[str, Callable[[dist.TCPStore], None]] = {
@@ -82,9 +90,9 @@ _MISBEHAVIOR: dict[str, Callable[[dist.TCPStore], None]] = {
     "a shape of strings": _description('["", {"model.output.weight": [["a"], "bfloat16", [[["x"], ["y"]]]]}, {}]'),
     "tensors of another model": _description('["", {"model.output.weight": [[4, 4], "bfloat16", []]}, {}]'),
     "negative sizes": _description('["", {"model.output.weight": [[320, 64], "bfloat16", [[[0, 0], [-9, -9]]]]}, {}]'),
-    "no group": lambda store: _description(json.dumps(["", json.loads(store.get("rank/1"))[2], {}]))(store),
-    "killed after 3 tensors": _killed,
-    "silent after 3 tensors": lambda store: _send(store, 3),
+    "no group": _no_group,
+    "killed after 3 tensors": _stops(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "silent after 3 tensors": _stops(lambda: time.sleep(_SECONDS)),
 }
 KINDS = ("random bytes", *_MISBEHAVIOR)
 
