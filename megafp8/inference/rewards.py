@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import json
 import math
 import shutil
-import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megafp8.config import ConfigError, GrpoConfig, Problem
 from megafp8.data.prompts import Prompt
+from megafp8.processes import run_limited
 
 Reward = Callable[[Sequence[Prompt], Sequence[str]], list[float]]
 """From the prompt of each text, and what continues it, to its reward. Raises ValueError."""
 
 _LONGEST_OUTPUT = 2000
 """Characters of a program's errors that are shown."""
+_MOST_OUTPUT = 2**24
+"""Bytes that a program may write."""
 
 
 def open_reward(config: GrpoConfig, keys: Sequence[str]) -> Reward:
@@ -70,19 +73,18 @@ def _of_function(name: str, function: Callable[..., Any], keys: Sequence[str]) -
         fields = {key: [prompt.record[key] for prompt in prompts] for key in keys}
         try:
             values = function(prompts=[x.text for x in prompts], completions=list(completions), **fields)
-            values = list(values) if isinstance(values, Iterator) else values  # here a generator's body runs
+            is_iterable = hasattr(type(values), "__iter__") or hasattr(type(values), "__getitem__")
+            found = list(itertools.islice(values, len(completions) + 1)) if is_iterable else None
         except (Exception, SystemExit) as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise ValueError(
                 f"{about}: raised {type(error).__name__}: {error} ({last.filename}, line {last.lineno}); it must "
                 "return a number for every text"
             ) from error
-        try:
-            found = list(values)
-        except TypeError:
+        if found is None:
             raise ValueError(
                 f"{about}: returned a {type(values).__name__}; it must return a list with a number for each text"
-            ) from None
+            )
         return _checked(found, completions, f"{about}: returned")
 
     return reward
@@ -94,20 +96,24 @@ def _of_command(command: Sequence[str], seconds: float) -> Reward:
     def reward(prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float]:
         lines = [json.dumps({**x.record, "completion": text}) + "\n" for x, text in zip(prompts, completions)]
         try:
-            done = subprocess.run(
-                command, input="".join(lines), capture_output=True, timeout=seconds, check=True, encoding="utf-8"
+            done = run_limited(command, "".join(lines).encode(), seconds=seconds, most=_MOST_OUTPUT)
+            written = done.stdout.decode("utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"{about}: {error}") from None
+        if len(done.stdout) > _MOST_OUTPUT:
+            raise ValueError(
+                f"{about}: wrote more than {_MOST_OUTPUT:,} bytes for {len(lines)} texts; it must write a number for "
+                "each, one a line"
             )
-        except subprocess.TimeoutExpired:
+        if done.code is None:
             raise ValueError(
                 f"{about}: did not end within data.grpo.reward_seconds = {seconds:g} for {len(lines)} texts; give it "
                 "more, or make it faster"
-            ) from None
-        except subprocess.CalledProcessError as error:
-            said = error.stderr[-_LONGEST_OUTPUT:].strip()
-            raise ValueError(f"{about}: ended with code {error.returncode}: {said or 'it wrote no errors'}") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{about}: {error}") from None
-        return _checked(done.stdout.splitlines(), completions, f"{about}: wrote")
+            )
+        if done.code:
+            said = done.stderr.decode("utf-8", "replace")[-_LONGEST_OUTPUT:].strip()
+            raise ValueError(f"{about}: ended with code {done.code}: {said or 'it wrote no errors'}")
+        return _checked(written.splitlines(), completions, f"{about}: wrote")
 
     return reward
 
@@ -115,19 +121,26 @@ def _of_command(command: Sequence[str], seconds: float) -> Reward:
 def _checked(values: Sequence[Any], completions: Sequence[str], what: str) -> list[float]:
     """Finite numbers, as many as texts. Raises ValueError."""
     if len(values) != len(completions):
-        raise ValueError(
-            f"{what} {len(values)} rewards for {len(completions)} texts; it must give one for each, in order"
-        )
+        count = len(values) if len(values) < len(completions) else f"more than {len(completions)}"
+        raise ValueError(f"{what} {count} rewards for {len(completions)} texts; it must give one for each, in order")
     rewards = []
     for value, text in zip(values, completions):
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (Exception, SystemExit):  # an object of the user's may raise any; an int may be too large
             number = math.nan
         if not math.isfinite(number):
             raise ValueError(
-                f"{what} {value!r} for the text {text[:100]!r}; a reward must be a finite number, such as 0.0 for a "
-                "text that cannot be rated"
+                f"{what} {_shown(value)} for the text {text[:100]!r}; a reward must be a finite number, such as 0.0 "
+                "for a text that cannot be rated"
             )
         rewards.append(number)
     return rewards
+
+
+def _shown(value: Any) -> str:
+    """Return a value as an error shows it."""
+    try:
+        return repr(value)[:100]
+    except (Exception, SystemExit):  # also of an int with more digits than Python writes
+        return f"a {type(value).__name__}"

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from megafp8.config import Config, ConfigError, TokenizerConfig, check_layout
 from megafp8.data import DataError
 from megafp8.inference import live
 from megafp8.objectives.answers import Answers
+from megafp8.processes import process_start
 from megafp8.training.errors import TrainingError
 from megafp8.training.inputs import open_inputs
 from megafp8.training.metrics import read_metrics
@@ -348,18 +350,64 @@ def test_a_reward_that_fails_ends_all_ranks_with_one_error(
         ("import time; time.sleep(60)", "did not end within data.grpo.reward_seconds = 0.5 for 4 texts"),
         ("print('good')", "wrote 1 rewards for 4 texts"),
         ("[print('good') for _ in range(4)]", "wrote 'good' for the text"),
+        ("[print(1) for _ in range(9)]", "wrote more than 4 rewards for 4 texts"),
+        ("import sys; sys.stdout.buffer.write(bytes([255]))", "can't decode byte 0xff"),
+        (
+            "while True: print('1' * 10**5)",
+            "wrote more than 16,777,216 bytes for 4 texts; it must write a number for each",
+        ),
+        ("import sys\nfor i in range(10**5): print(i, file=sys.stderr)\nsys.exit(3)", "code 3: \\d+\n(.*\n)*99999$"),
     ],
 )
 def test_a_program_that_fails(tmp_path: Path, program: str, message: str) -> None:
+    seconds = 0.5 if "sleep" in program else 60  # Python starts slowly on a busy machine
+    command = {"reward": None, "reward_command": ["python3", "-S", "-c", program], "reward_seconds": seconds}
+    with pytest.raises(ValueError, match=message):
+        _rewards_of(tmp_path, command)
+
+
+@pytest.mark.parametrize(("ends", "error"), [("wait", "did not end within"), ("exit 0", "wrote 0 rewards")])
+def test_a_program_leaves_no_children(tmp_path: Path, ends: str, error: str) -> None:
+    """At its limit and at its own end, also of children that hold its output open."""
+    script = f"sleep 1000 & echo $! > {tmp_path}/pid; {ends}"
+    seconds = 1.0 if ends == "wait" else 60.0
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=error):
+        _rewards_of(tmp_path, {"reward": None, "reward_command": ["sh", "-c", script], "reward_seconds": seconds})
+    assert time.monotonic() - began < 30
+    pid = (tmp_path / "pid").read_text().strip()
+    while process_start(pid) is not None:
+        assert time.monotonic() - began < 30, "the child runs on"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [10**400] * 4", "returned 1000*.* for the text 'b'; a reward must be a finite number"),
+        ("return [10**5000] * 4", "returned a int for the text 'b'; a reward must be a finite number"),
+        ("return [Bad()] * 4", "returned a Bad for the text 'b'; a reward must be a finite number"),
+        ("return Bad()", "raised ZeroDivisionError: .* it must return a number for every text"),
+        ("return itertools.repeat(1.0)", "returned more than 4 rewards for 4 texts"),
+        ("return (1 / x for x in (1, 0))", "raised ZeroDivisionError: .* it must return a number for every text"),
+        ("return 3.0", "returned a float; it must return a list with a number for each text"),
+    ],
+)
+def test_a_function_that_returns_what_is_no_reward(tmp_path: Path, body: str, message: str) -> None:
+    bad = "class Bad:\n    def __float__(self): 1 / 0\n    __iter__ = __repr__ = __float__\n"
+    (tmp_path / "bad.py").write_text(f"import itertools\n{bad}def bad(prompts, completions):\n    {body}\n")
+    with pytest.raises(ValueError, match=message):
+        _rewards_of(tmp_path, {"reward": f"{tmp_path}/bad.py:bad"})
+
+
+def _rewards_of(folder: Path, grpo: dict[str, Any]) -> list[float]:
+    """Rewards of four texts by the reward that `data.grpo` names."""
     from megafp8.data.prompts import Prompt
     from megafp8.inference.rewards import open_reward
 
-    seconds = 0.5 if "sleep" in program else 60  # Python starts slowly on a busy machine
-    command = {"reward": None, "reward_command": ["python3", "-S", "-c", program], "reward_seconds": seconds}
-    given = _config(tmp_path, grpo=command).data.grpo
+    given = _config(folder, grpo=grpo).data.grpo
     assert given is not None
-    with pytest.raises(ValueError, match=message):
-        open_reward(given, [])([Prompt("a", [1], {"prompt": "a"})] * 4, ["b"] * 4)
+    return open_reward(given, [])([Prompt("a", [1], {"prompt": "a"})] * 4, ["b"] * 4)
 
 
 # --- config and data -------------------------------------------------------------------------------------------------
