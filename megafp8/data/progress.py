@@ -128,10 +128,10 @@ class Progress:
         Such runs weighted a list of data sets equally. Contents are assumed to be those of `sources` now.
         """
         train, entries = data["train"], []
-        by_path = {_normalized(source.prefix): source for source in sources}
+        by_path = {normalized(source.prefix): source for source in sources}
         weights = train if isinstance(train, Mapping) else dict.fromkeys(train, 1.0)
         for prefix, weight in weights.items():
-            source, contents, documents = by_path.get(_normalized(prefix)), None, None
+            source, contents, documents = by_path.get(normalized(prefix)), None, None
             if source is not None:
                 part = split_documents(source.num_documents, data["split"])[0]
                 contents, documents = source.contents, (part.start, part.stop)
@@ -178,10 +178,10 @@ class Progress:
         for source in sources:
             if source.identity in known:
                 continue
-            prefix = _normalized(source.prefix)
+            prefix = normalized(source.prefix)
             alike = [Conflict("packing", source, e) for e in recorded if e.identity[:3] == source.identity[:3]]
             alike += [Conflict("split", source, entry) for entry in recorded if entry.contents == source.contents]
-            alike += [Conflict("contents", source, e) for e in recorded if _normalized(e.prefix) == prefix]
+            alike += [Conflict("contents", source, e) for e in recorded if normalized(e.prefix) == prefix]
             alike += [Conflict("unknown", source, e) for e in recorded if e.contents is None and e.weight]
             found_conflicts += alike[:1]
         return found_conflicts
@@ -217,10 +217,10 @@ class Progress:
 
     def _recognized(self, sources: Sequence[Source]) -> Progress:
         """The progress with entries that have no contents completed by the source of the same prefix."""
-        by_path = {_normalized(source.prefix): source for source in sources}
+        by_path = {normalized(source.prefix): source for source in sources}
 
         def complete(entry: RecordedSource) -> RecordedSource:
-            source = by_path.get(_normalized(entry.prefix)) if entry.contents is None else None
+            source = by_path.get(normalized(entry.prefix)) if entry.contents is None else None
             return entry if source is None else replace(entry, contents=source.contents, documents=source.identity[1:3])
 
         return replace(self, sources=tuple(map(complete, self.sources)))
@@ -265,7 +265,7 @@ def tell_apart(listed: Sequence[ListedFiles], recorded: Sequence[RecordedSource]
 
 def _common_end(path: str, other: str) -> int:
     """Return the number of parts that two paths have in common at their ends."""
-    parts = zip(reversed(_normalized(path).split("/")), reversed(_normalized(other).split("/")))
+    parts = zip(reversed(normalized(path).split("/")), reversed(normalized(other).split("/")))
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], parts))
 
 
@@ -294,5 +294,6 @@ def _equal(share: float, other: float) -> bool:
     return math.isclose(share, other, rel_tol=1e-9)
 
 
-def _normalized(prefix: str) -> str:
-    return os.path.normpath(prefix)
+def normalized(path: str) -> str:
+    """Return one spelling of a path or URL, for comparison."""
+    return os.path.abspath(path)

@@ -31,6 +31,7 @@ from megafp8.data.progress import (
     RecordedSource,
     Source,
     combine,
+    normalized,
     tell_apart,
 )
 from megafp8.data.prompts import PromptSource
@@ -303,11 +304,14 @@ class Inputs:
         then = files.get(conflict.recorded.contents or "")
         if now is None or then is None:
             return None
-        before, after = {x[0]: list(x) for x in then}, {x.name: list(x) for x in now.versions}
-        names = sorted({*before, *after})
-        changed = [name for name in names if before.get(name) != after.get(name)]
-        name = changed[0] if changed else now.prefix
-        what = "is gone" if name not in after else "is new" if name not in before else "has changed"
+        before = {normalized(name): version for name, *version in then}
+        after = {normalized(name): version for name, *version in now.versions}
+        spelled = {normalized(name): name for name, *_ in (*then, *now.versions)}
+        changed = [key for key in sorted(spelled) if before.get(key) != after.get(key)]
+        key = changed[0] if changed else ""
+        name, what = spelled.get(key, now.prefix), "has changed"
+        if changed and (key not in after or key not in before):
+            what = "is gone" if key not in after else "is new"
         others = f", and {len(changed) - 1} more files differ," if len(changed) > 1 else ""
         rule = f"{name} {what}{others} since the run read {conflict.recorded.consumed:,} samples of this text"
         works = "restore it, list new files as an entry of their own, or data.restart_changed=true begins anew"

@@ -95,8 +95,12 @@ def test_a_run_that_resumes_says_what_changed(world2: World, tmp_path: Path) -> 
     other = config.model_copy(update={
         "parallel": config.parallel.model_copy(update={"tensor": 1}),
         "fp8": config.fp8.model_copy(update={"recipe": "current"}),
+        "resilience": config.resilience.model_copy(update={"hang_seconds": 77.0}),
     })  # fmt: skip
-    expected = "changed in the config since step_00000003: parallel.tensor 2 -> 1; fp8.recipe delayed -> current"
+    expected = (
+        "changed in the config since step_00000003: parallel.tensor 2 -> 1; fp8.recipe delayed -> current; "
+        "resilience.hang_seconds None -> 77.0"
+    )
     assert world2.run(_logged_on_load, other, str(tmp_path), ranks=1) == [[expected]]
 
 

@@ -107,7 +107,9 @@ def saved(inputs: Inputs, samples: int) -> dict[str, Any]:
     return found
 
 
-def test_a_resumed_run_finds_files_that_changed(tmp_path: Path, quickstart_data: QuickstartData, text: Path) -> None:
+def test_a_resumed_run_finds_files_that_changed(
+    tmp_path: Path, quickstart_data: QuickstartData, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_bytes((text / "a.jsonl").read_bytes())
     config = config_of(quickstart_data, *overrides(text), f"data.train=[{tmp_path}/*.jsonl]")
@@ -132,12 +134,29 @@ def test_a_resumed_run_finds_files_that_changed(tmp_path: Path, quickstart_data:
             lambda: (tmp_path / "b.jsonl").write_bytes(b" " + (text / "a.jsonl").read_bytes()),
             "b.jsonl has changed since",
         ),
+        (
+            lambda: (
+                (tmp_path / "b.jsonl").write_bytes((text / "a.jsonl").read_bytes()),
+                (tmp_path / "a.jsonl").write_bytes((text / "a.jsonl").read_bytes() + b'{"body": "appended"}\n'),
+            ),
+            "a.jsonl has changed since the run read 80 samples of this text; restore it, list new files as an entry",
+        ),
     ):
         change()
         with pytest.raises(ConfigError, match=found):
             open_inputs(config, "x").resumed(metadata)
+    monkeypatch.chdir(tmp_path.parent)
+    other = config_of(quickstart_data, *overrides(text), f"data.train=[{tmp_path.name}/*.jsonl]")
+    with pytest.raises(ConfigError, match=f"= '{tmp_path.name}/.*jsonl': {tmp_path.name}/a.jsonl has changed since"):
+        open_inputs(other, "x").resumed(metadata)
+    monkeypatch.undo()
     again = config.model_copy(update={"data": config.data.model_copy(update={"restart_changed": True})})
-    assert open_inputs(again, "x").resumed(metadata)[1]
+    began_anew, changes = open_inputs(again, "x").resumed(metadata)
+    assert [change.removeprefix(f"{tmp_path}/*.jsonl ") for change in changes] == [
+        "added with a share of 100%, from its sample 0 on",
+        "removed after 80 of its samples",
+    ]
+    assert began_anew.record(80)["sources"][0]["consumed"] == 0
 
 
 def test_what_does_not_work_with_text_is_refused(quickstart_data: QuickstartData, text: Path) -> None:
