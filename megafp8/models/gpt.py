@@ -281,14 +281,14 @@ class GPTStage(nn.Module):
     def layer_inputs(self, batch: Batch) -> LayerInputs:
         """Return what blocks read of a micro-batch, of this rank's tokens."""
         context, (b, s) = self.context, batch.tokens.shape
-        padding_bs, *later_padding = [None] if batch.padding is None else batch.padding.split(b)
+        paddings: Sequence[Tensor] = () if batch.padding is None else batch.padding.split(b)
         tokens = MicroBatchTokens(
             torch.arange(s, device=context.device) if batch.position_ids is None else batch.position_ids,
             s if context.context_parallel is None else s * context.context_parallel.size(),
             batch.tokens,
             batch.samples,
-            padding_bs=padding_bs,
-            later_padding_dbs=later_padding,
+            padding_bs=paddings[0] if paddings else None,
+            later_padding_dbs=paddings[1:],
             group=context.context_parallel,
             cu_seqlens_bn=batch.cu_seqlens,
             prefix_b=batch.prefix,

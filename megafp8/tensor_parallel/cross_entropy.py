@@ -111,7 +111,7 @@ def vocab_parallel_losses(
         z_loss: Weight of log²Z.
         softcap: Soft cap of the logits.
     """
-    losses = _VocabParallelLosses
+    losses: type[Function] = _VocabParallelLosses
     if logits_sbv.is_cuda and logits_sbv.dtype != torch.float64:
         from megafp8.tensor_parallel import fused_cross_entropy  # needs Triton, which comes with torch's CUDA builds
 
