@@ -365,7 +365,7 @@ def _read_text(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
             content += part
         if len(content) > most:
             yield Document(str(file.path), None, too_long("a text file that is smaller on disk"))
-        elif encoding := _wide_encoding(content[:12]):
+        elif encoding := _wide_encoding(bytes(content[:12])):
             error = f"not UTF-8 text but {encoding}: convert it, for example by iconv -f {encoding} -t UTF-8"
             yield Document(str(file.path), None, error)
         else:
