@@ -184,8 +184,9 @@ def _read_file(source: str, naming: tuple[str, str] | None) -> Tree:
         tree = construct(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        quotes_base = naming is not None and mark is not None
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if quotes_base else f": {error}"
+        where = f": {error}"
+        if naming is not None and mark is not None:
+            where = f" at line {mark.line + 1}, column {mark.column + 1}"
         raise ConfigError(source, [Problem("(file)", "…", f"not valid YAML{where}", "correct that line")]) from None
     if duplicates:
         raise ConfigError(source, duplicates)
