@@ -177,7 +177,7 @@ def explain(errors: Sequence[ErrorDetails]) -> list[Problem]:
     """
     placed = [(error, _locate(error["loc"])) for error in errors]
     fitting = {place.union for error, place in placed if place.union is not None and _is_of_kind(error, place)}
-    problems = []
+    problems: list[Problem] = []
     merged: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for error, place in placed:
         if error["type"] == "missing" and place.union is None:
@@ -230,8 +230,7 @@ def _example(path: Sequence[str]) -> str | None:
             keys = node.value if isinstance(node, yaml.MappingNode) else ()
             node = next((value for name, value in keys if name.value == key), None)
         if node is not None:
-            node.flow_style = True
-            return yaml.serialize(node).removesuffix("...\n").strip()
+            return str(yaml.serialize(node)).removesuffix("...\n").strip()
     return None
 
 
