@@ -176,29 +176,79 @@ def _export(run: Path, form: FormName) -> Path:
     return convert(source, HfSink(run / form, quantized=export))
 
 
+class _Rounding:
+    """Rounding to E4M3. Values that fp32's errors can carry over a boundary of E4M3 are listed, as (input, index).
+
+    A value at a boundary has two right roundings: the nearest one, or the other one if it is in `others`.
+    """
+
+    _RELATIVE_ERROR = 1e-6
+
+    def __init__(self, others: frozenset[tuple[int, int]] = frozenset()) -> None:
+        self.others, self.at_boundary = others, list[tuple[int, int]]()
+
+    def __call__(self, number: int, x: Tensor) -> Tensor:
+        """Round the input `number` of the model."""
+        nearest, below, above = (
+            (x * factor).clamp(-448, 448).to(E4M3).float()
+            for factor in (1.0, 1.0 - self._RELATIVE_ERROR, 1.0 + self._RELATIVE_ERROR)
+        )
+        for index in (below != above).flatten().nonzero().flatten().tolist():
+            self.at_boundary.append((number, index))
+            if (number, index) in self.others:
+                nearest.view(-1)[index] = (below + above - nearest).view(-1)[index]
+        return nearest
+
+
 @contextmanager
-def _inputs(model: Any, folder: Path, scale_of: Scale, *, rounded: bool) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The inputs of the layers that are in FP8 in the folder, each once, with its scale; `rounded`: to E4M3 by this."""
-    stored, inputs = load_file(folder / "model.safetensors"), dict[int, tuple[Tensor, Tensor, Tensor]]()
+def _inputs(
+    model: Any, folder: Path, scale_of: Scale, rounding: _Rounding | None = None
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Collect the inputs of the layers that are in FP8 in the folder, each once, with its scale, and round them."""
+    stored, inputs = load_file(folder / "model.safetensors"), dict[int, tuple[Tensor, Tensor, Tensor, Tensor]]()
 
     def hook(name: str) -> Callable[[Any, tuple[Tensor]], Tensor]:
         def of_input(_: Any, args: tuple[Tensor]) -> Tensor:
             (given,) = args
             if id(given) not in inputs:  # q, k and v, and gate and up, have the same
                 scale = scale_of(given.detach(), stored.get(f"{name}.input_scale"))
-                inputs[id(given)] = given + 0, scale.expand(given.shape), given
-            x, scale, _ = inputs[id(given)]
-            return (x * scale).clamp(-448, 448).to(E4M3).float() / scale if rounded else x
+                x = given + 0
+                read = x if rounding is None else rounding(len(inputs), x * scale) / scale
+                inputs[id(given)] = x, scale.expand(given.shape), read, given
+            return inputs[id(given)][2]
 
         return of_input
 
     fp8 = [name.removesuffix(".weight") for name, x in stored.items() if x.dtype == E4M3]
     handles = [model.get_submodule(name).register_forward_pre_hook(hook(name)) for name in fp8]
-    given = list[tuple[Tensor, Tensor]]()
-    yield given
-    given += [(x, scale) for x, scale, _ in inputs.values()]
+    collected = list[tuple[Tensor, Tensor]]()
+    yield collected
+    collected += [(x, scale) for x, scale, _, _ in inputs.values()]
     for handle in handles:
         handle.remove()
+
+
+def _check_rounded(model: Any, folder: Path, scale_of: Scale, trained: Tensor) -> None:
+    """Check that the model with rounded inputs gives the run's log-probabilities.
+
+    Which way a value at a boundary of E4M3 is rounded depends on the order of sums, and so on the processor: those that
+    bring the log-probabilities closest to the run's are rounded the other way, one after another.
+    """
+
+    def error_of(rounding: _Rounding) -> float:
+        with torch.no_grad(), _inputs(model, folder, scale_of, rounding) as inputs:
+            error = float((_logprobs(model, TOKENS) - trained).abs().max())
+        assert len(inputs) == 8
+        return error
+
+    rounding = _Rounding()
+    error = error_of(rounding)
+    while error >= ROUNDING:
+        assert len(rounding.at_boundary) < 20
+        tried = [_Rounding(rounding.others | {value}) for value in rounding.at_boundary]
+        smaller, _, best = min((error_of(other), i, other) for i, other in enumerate(tried))
+        assert smaller < error, f"{error} with {rounding.others} of {rounding.at_boundary} rounded the other way"
+        rounding, error = best, smaller
 
 
 def _bounds(logprobs: Tensor, inputs: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -231,10 +281,8 @@ def test_a_folder_gives_the_logits_of_transformers_and_of_the_run(
     _compare(model, world2.run(_generated, folder, None, ranks=1)[0])
     if form != "fp8-block":
         _compare(model, world2.run(_generated, folder, "fp8", ranks=1)[0])
-    with torch.no_grad(), _inputs(model, folder, SCALES[preset], rounded=True) as inputs:
-        assert (_logprobs(model, TOKENS) - trained).abs().max() < ROUNDING
-    assert len(inputs) == 8
-    with _inputs(model, folder, SCALES[preset], rounded=False) as inputs:
+    _check_rounded(model, folder, SCALES[preset], trained)
+    with _inputs(model, folder, SCALES[preset]) as inputs:
         logprobs = _logprobs(model, TOKENS)
     error, bounds = (trained - logprobs.detach()).abs(), _bounds(logprobs, inputs)
     assert error.max() > 10 * ROUNDING
