@@ -50,7 +50,7 @@ test-docs: venv  ## the site and its links, the tutorial, the notebook and a whe
 test-gpu: venv  ## the tests that need a GPU
 	$(PY) -m pytest -q -m gpu
 
-quickstart: $(VENV)/.runtime  ## vocabulary, data, FP8 training on 4 processes, loss curve (under 3 minutes)
+quickstart: $(VENV)/.runtime  ## vocabulary, data, FP8 training on 4 processes, loss curve (about 3 minutes)
 	@$(PY) -m megafp8 quickstart
 
 docs: venv  ## the site, in build/site
