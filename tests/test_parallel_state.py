@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"this node has 4 processes and 1 GPUs, and each takes one; start 1 .*cpu"):
         initialize_distributed("cuda")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")  # a driver is installed
     for gpus, expected in ((0, []), (1, ["device=cpu"]), (4, [])):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert quickstart.device() == expected

@@ -155,7 +155,8 @@ def test_fp8_needs_its_scales_and_is_said(
     assert not caplog.records
     open_checkpoint(tmp_path, Layout(), device="cpu")
     monkeypatch.setenv("RANK", "1")
-    open_checkpoint(tmp_path, Layout(), device="cpu")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    open_checkpoint(tmp_path, Layout(tensor=2), device="cpu")
     (line,) = caplog.messages  # of the first rank
     assert "computes in FP8 (delayed), as in training, so log-probabilities differ" in line
     assert "--no-fp8 (fp8=False in Python) computes in " in line
