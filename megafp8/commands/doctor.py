@@ -45,7 +45,7 @@ EXTRAS = {
 }
 """By extra of pyproject.toml: what is slow or impossible without it."""
 _GPUS_OF = {"gpu": "GPUs", "recurrent": "Hopper GPUs"}
-"""By extra that is of use on some machines only: their GPUs."""
+"""GPUs that a machine needs for an extra to be of use, by extra."""
 _MODULES = {
     "nvmath-python": "nvmath.bindings.cublasLt",
     "cuda-bindings": "cuda.bindings.nvrtc",

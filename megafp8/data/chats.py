@@ -38,7 +38,7 @@ from megafp8.data.tokenizer_files import (
     read_text,
     read_tokenizer_config,
 )
-from megafp8.data.tokenizers import Tokenizer, tokenizer_file
+from megafp8.data.tokenizers import Tokenizer, special_tokens_of, tokenizer_file
 
 ANSWER_ROLE = "assistant"
 
@@ -179,11 +179,6 @@ def read_chat_template(tokenizer_path: str | None, given: str | None = None) -> 
     return ChatTemplate(source, special_tokens)
 
 
-def special_tokens_of(tokenizer: Tokenizer) -> list[str]:
-    """Return the special tokens of a tokenizer.json."""
-    return [token.content for token in tokenizer.model.get_added_tokens_decoder().values() if token.special]
-
-
 def chat_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[..., Tokens]:
     """Make the function that tokenizes a chat. Its second argument is the number of first answers not to learn.
 
@@ -191,7 +186,7 @@ def chat_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[..., 
     `_check_special_tokens` refuses.
     """
     _check_special_tokens(tokenizer, template)
-    model, special = tokenizer.model, special_tokens_of(tokenizer)
+    model, special = tokenizer.model, special_tokens_of(tokenizer.model)
 
     def encode(messages: Sequence[Message], skip: int = 0) -> Tokens:
         text, spans = template.answers(messages, special)

@@ -347,7 +347,7 @@ def _huggingface(path: str, stated: SpecialTokenFiles) -> _Vocabulary:
     # The file may have settings to truncate or pad to some model's context.
     model.no_truncation()
     model.no_padding()
-    special = [token.content for _, token in sorted(model.get_added_tokens_decoder().items()) if token.special]
+    special = special_tokens_of(model)
     vocab_size = max(model.get_vocab(with_added_tokens=True).values()) + 1
     return _Vocabulary(
         vocab_size,
@@ -456,6 +456,11 @@ def _tiktoken(path: str, settings: TokenizerSettings, stated: SpecialTokenFiles)
         name_of=name_of,
         word_starts=word_starts,
     )
+
+
+def special_tokens_of(model: Any) -> list[str]:
+    """Return the special tokens of a tokenizer.json, in the order of their ids. `model`: as `Tokenizer.model`."""
+    return [token.content for _, token in sorted(model.get_added_tokens_decoder().items()) if token.special]
 
 
 def _special_ids(path: str, ranks: Mapping[bytes, int], numbered: dict[str, int]) -> dict[str, int]:

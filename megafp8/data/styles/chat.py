@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megafp8.data.chats import ChatTemplate, chat_encoder, read_chat_template, special_tokens_of
+from megafp8.data.chats import ChatTemplate, chat_encoder, read_chat_template
 from megafp8.data.styles import Document, Key, Style, Tokens, text_of
-from megafp8.data.tokenizers import Tokenizer
+from megafp8.data.tokenizers import Tokenizer, special_tokens_of
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Chats:
         return lambda document: encode(*document.record)
 
     def warnings(self, tokenizer: Tokenizer, document: Document) -> list[str]:
-        return self.template.warnings(document.record[0], special_tokens_of(tokenizer))
+        return self.template.warnings(document.record[0], special_tokens_of(tokenizer.model))
 
 
 _ROLES = {"human": "user", "gpt": "assistant"}

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from megafp8.data.chats import ANSWER_ROLE, ChatTemplate, chat_encoder, read_chat_template, special_tokens_of
+from megafp8.data.chats import ANSWER_ROLE, ChatTemplate, chat_encoder, read_chat_template
 from megafp8.data.styles import Document, Key, Style, Tokens, text_of
 from megafp8.data.styles.chat import messages_of
 from megafp8.data.styles.completion import completion_encoder
-from megafp8.data.tokenizers import Tokenizer
+from megafp8.data.tokenizers import Tokenizer, special_tokens_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Preferences:
         if self.template is None or isinstance(chosen, str):
             return []
         messages = chosen if isinstance(prompt, str) or prompt == chosen else [*prompt, *chosen]
-        return self.template.warnings(messages, special_tokens_of(tokenizer))
+        return self.template.warnings(messages, special_tokens_of(tokenizer.model))
 
 
 def _pair(chosen: Tokens, rejected: Tokens) -> Tokens:
