@@ -1,10 +1,8 @@
 """The config of a run: its fields (`schema`), read from YAML (`load`), checked as a whole (`checks`)."""
 
 from megafp8.config.checks import canonical_streams_problem, check_layout, fewest_ranks
-from megafp8.config.errors import ConfigError, Problem
 from megafp8.config.json_schema import json_schema
 from megafp8.config.load import config_and_overrides, load_config
-from megafp8.config.parts import LayerSpec
 from megafp8.config.parts.attention import AttentionConfig, LongRopeConfig, RopeScaling, RotaryKeys, YarnConfig
 from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, LatentMixerConfig
@@ -38,6 +36,7 @@ from megafp8.config.schema import (
     is_text,
 )
 from megafp8.config.stages import PlannedStage, config_at, end_of_stage, planned_stages, stage_at
+from megafp8.problems import ConfigError, Problem
 
 __all__ = [
     "AttentionConfig",
@@ -54,7 +53,6 @@ __all__ = [
     "InferenceConfig",
     "LatentAttentionConfig",
     "LatentMixerConfig",
-    "LayerSpec",
     "LoggingConfig",
     "LongRopeConfig",
     "LossSpikeConfig",

@@ -15,9 +15,7 @@ from dataclasses import replace
 
 from megafp8.config import encoder_checks, optimizer_checks, resilience_checks
 from megafp8.config.activations import ACTIVATIONS
-from megafp8.config.errors import ConfigError, Problem, divisors
-from megafp8.config.parts.attention import attention_heads, shared_keys
-from megafp8.config.parts.base import PartConfig
+from megafp8.config.parts.attention import attention_heads, attention_keys, shared_keys
 from megafp8.config.parts.hyper_connections import HyperConnectionsConfig, hyper_connections
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, latent_attention
 from megafp8.config.parts.moe import MoeConfig, expert_layout, expert_ranks, experts
@@ -27,9 +25,12 @@ from megafp8.config.parts.per_layer_embedding import (
     per_layer_embedding_layout,
 )
 from megafp8.config.parts.sparse_attention import SparseAttentionConfig, sparse_attention
+from megafp8.config.resolve import kind_name
 from megafp8.config.schema import Config, ModelConfig, Section
 from megafp8.kernels.limits import LARGEST_HEAD
 from megafp8.pipeline_parallel.registry import SCHEDULES, unsplit_schedule
+from megafp8.problems import ConfigError, Problem, divisors
+from megafp8.spec import PartRecord
 
 
 def check_layout(config: Config, world_size: int, source: str = "config") -> None:
@@ -146,12 +147,12 @@ def _lora(config: Config) -> Iterator[Problem]:
         yield Problem("lora", "set", f"model.architecture is {m.architecture}", without)
     if m.mtp_num_layers > 0:
         yield Problem("lora", "set", "the model has model.mtp_num_layers", without)
-    if not m.lora_targets:
+    if not config.spec.lora_targets:
         yield Problem("lora", "set", "no layer of the model has projections that can be adapted", without)
-    elif unknown := sorted({*config.lora_targets} - {*m.lora_targets}):
+    elif unknown := sorted({*config.lora_targets} - {*config.spec.lora_targets}):
         rule = f"the model has no {', '.join(unknown)} that can be adapted"
         rule += "" if m.moe is None else "; adapters of experts are not offered"
-        known = [target for target in m.lora_targets if target in config.lora_targets] or list(m.lora_targets)
+        known = [x for x in config.spec.lora_targets if x in config.lora_targets] or list(config.spec.lora_targets)
         yield Problem("lora.targets", list(config.lora_targets), rule, f"try [{', '.join(known)}]")
     works = "try false"
     for key, on in (("param_gather", config.fp8.param_gather), ("smooth_swiglu", config.fp8.smooth_swiglu)):
@@ -302,10 +303,11 @@ def _evaluation(config: Config) -> Iterator[Problem]:
 
 def _matrices(config: Config) -> Iterator[Problem]:
     m, most = config.model, 2**60
-    widths = {"hidden_size": m.hidden_size, "ffn_hidden_size": 2 * m.ffn_size, "head_dim": m.channels}
+    ffn = m.ffn_hidden_size or 4 * m.hidden_size
+    widths = {"hidden_size": m.hidden_size, "ffn_hidden_size": 2 * ffn, "head_dim": attention_keys(m).channels}
     if m.vocab_size is not None:
-        widths["vocab_multiple" if m.vocab_multiple > m.vocab_size else "vocab_size"] = m.padded_vocab_size
-    heads = m.num_attention_heads + 2 * m.query_groups
+        widths["vocab_multiple" if m.vocab_multiple > m.vocab_size else "vocab_size"] = config.spec.stem.rows
+    heads = m.num_attention_heads + 2 * (m.num_query_groups or m.num_attention_heads)
     for key, width in widths.items():
         others = m.hidden_size * (heads if key == "head_dim" else 1)
         if others * width > most:
@@ -367,7 +369,7 @@ def _layer_kinds(config: Config) -> Iterator[Problem]:
             yield Problem(path, kind.norm_position, rule, "leave it out, or try model.norm_position=pre")
 
 
-def _records(m: ModelConfig) -> Iterator[tuple[str, PartConfig]]:
+def _records(m: ModelConfig) -> Iterator[tuple[str, PartRecord]]:
     """The records in model.layer_kinds, with their paths."""
     for name, kind in m.layer_kinds.items():
         for part, record in (("mixer", kind.mixer), ("ffn", kind.ffn)):
@@ -383,19 +385,18 @@ def _part_problems(config: Config) -> Iterator[Problem]:
             key = problem.path.removeprefix(f"{path}.")
             inherited = key in type(record).model_fields and key not in record.given
             yield replace(problem, path=f"model.{key}") if inherited else problem
-    for layer in range(m.num_layers):
-        kind = m.layer_kinds.get(m.kind_name(layer))
+    for index, layer in enumerate(m.spec.layers[: m.num_layers]):
+        kind = m.layer_kinds.get(kind_name(m, index))
         if kind is None or kind.mixer is None:
-            yield from m.layer(layer).mixer.run_problems(config, "model")
+            yield from layer.mixer.run_problems(config, "model")
 
 
 def split_widths(m: ModelConfig) -> dict[str, int]:
-    """Numbers that tensor parallelism divides, by path."""
+    """Return the numbers that tensor parallelism divides, by path."""
     widths: dict[str, int] = {}
-    for index in range(m.num_layers):
-        name = m.kind_name(index)
-        spec = m.layer(index)
-        for part, record in (("mixer", spec.mixer), ("ffn", spec.ffn)):
+    for index, layer in enumerate(m.spec.layers[: m.num_layers]):
+        name = kind_name(m, index)
+        for part, record in (("mixer", layer.mixer), ("ffn", layer.ffn)):
             given = getattr(m.layer_kinds[name], part) if name else None
             for key, value in record.widths(m).items():
                 own = given is not None and key in given.given
@@ -446,8 +447,8 @@ def _tensor(config: Config) -> Iterator[Problem]:
 
 
 def _stages(config: Config) -> Iterator[Problem]:
-    p, layers = config.parallel, config.model.num_blocks
-    name = "model.num_layers + model.num_decoder_layers" if config.model.decoder_blocks else "model.num_layers"
+    p, layers = config.parallel, config.spec.num_blocks
+    name = "model.num_layers + model.num_decoder_layers" if config.model.architecture == "t5" else "model.num_layers"
     stages, explicit = p.pipeline * p.virtual_pipeline, p.layers_per_stage
     if p.pipeline > layers:
         rule = f"a stage would have no layers: {name} is {layers}"
@@ -505,7 +506,7 @@ def _schedule(config: Config) -> Iterator[Problem]:
 
 
 def _recompute(config: Config) -> Iterator[Problem]:
-    p, layers = config.parallel, config.model.num_blocks
+    p, layers = config.parallel, config.spec.num_blocks
     stages, split = p.pipeline * p.virtual_pipeline, p.layers_per_stage
     most = layers - stages + 1 if split == "balanced" else -(-layers // stages)
     largest = (max(split) if isinstance(split, list) and split else most) + config.model.mtp_num_layers
@@ -536,7 +537,7 @@ def _sequence(config: Config) -> Iterator[Problem]:
         rule = f"sequence parallelism splits it into parallel.tensor ({t}) equal parts"
         yield Problem("training.seq_length", s, rule, f"try {-(-s // t) * t}, or parallel.sequence_parallel=false")
     by_cudnn = config.device != "cpu" and config.training.precision in ("bf16", "fp16")
-    wrong = [width for width in m.head_widths if width % 8 or width > LARGEST_HEAD]
+    wrong = [width for width in config.spec.attention_widths if width % 8 or width > LARGEST_HEAD]
     if p.context > 1 and by_cudnn and wrong:
         key = "model.head_dim" if m.latent_attention is None else "model.latent_attention.nope_head_dim + rope_head_dim"
         rule = f"its attention kernels take heads of a multiple of 8, at most {LARGEST_HEAD}, and {key} is {wrong[0]}"
@@ -555,7 +556,7 @@ def _overlap(config: Config) -> Iterator[Problem]:
 
 
 def _fp8(config: Config) -> Iterator[Problem]:
-    f, layers = config.fp8, config.model.num_blocks
+    f, layers = config.fp8, config.spec.num_blocks
     kept = f.first_blocks_bf16 + f.last_blocks_bf16
     if f.recipe != "none" and kept >= layers:
         yield Problem(
@@ -639,7 +640,7 @@ def _param_gather(config: Config) -> Iterator[Problem]:
 
 
 def _paired_wgrad(config: Config) -> Iterator[Problem]:
-    if config.fp8.paired_wgrad and config.model.moe is None:
+    if config.fp8.paired_wgrad and not config.spec.has_experts:
         rule = "it is for weight gradients of experts, and the model has none"
         yield Problem("fp8.paired_wgrad", True, rule, "try fp8.paired_wgrad=false")
 
@@ -686,7 +687,7 @@ def _batch_invariant(config: Config) -> Iterator[Problem]:
             rule = "inference.batch_invariant, and sums over ranks depend on what is summed together"
             yield Problem(f"parallel.{axis}", ranks, rule, f"try parallel.{axis}=1, {off}")
     off = "set inference.batch_invariant=false"
-    for kind in dict.fromkeys(layer.mixer.kind for layer in model.distinct_layers):
+    for kind in dict.fromkeys(layer.mixer.kind for layer in config.spec.distinct_layers):
         if kind not in ("attention", "latent_attention", "none"):
             rule = "inference.batch_invariant is for layers of softmax attention over all or the latest tokens"
             yield Problem("model.mixer.kind", kind, rule, off)
@@ -699,9 +700,10 @@ def _batch_invariant(config: Config) -> Iterator[Problem]:
     if model.attention_dropout:
         rule = "inference.batch_invariant: no batch-invariant kernel of attention has dropout"
         yield Problem("model.attention_dropout", model.attention_dropout, rule, f"try 0, {off}")
-    if model.moe is not None and model.moe.capacity_factor is not None:
-        rule = "inference.batch_invariant, and which tokens an expert drops depends on the other tokens"
-        yield Problem("model.moe.capacity_factor", model.moe.capacity_factor, rule, f"leave it out, {off}")
+    for record in config.spec.expert_records:
+        if record.capacity_factor is not None:
+            rule = "inference.batch_invariant, and which tokens an expert drops depends on the other tokens"
+            yield Problem("model.moe.capacity_factor", record.capacity_factor, rule, f"leave it out, {off}")
     recipes = {config.fp8.recipe} if config.fp8.recipe != "custom" else {
         recipe for rule in config.fp8.custom for recipe in (rule.input, rule.weight, rule.grad_output)
     }  # fmt: skip
@@ -721,11 +723,12 @@ _MOST_PIPELINE_RANKS, _MOST_LAYER_KINDS, _MOST_EXPERTS = 256, 256, 2**13
 
 def _sizes(config: Config) -> Iterator[Problem]:
     """Limits on sizes of the model and its pipeline that would take too long to plan."""
-    experts = 0 if config.model.moe is None else config.model.moe.num_experts
+    kinds = config.model.layer_kinds.values()
+    experts = [getattr(x, "num_experts", 0) for x in (config.model.moe, *(kind.ffn for kind in kinds))]
     for key, value, most in (
         ("parallel.pipeline", config.parallel.pipeline, _MOST_PIPELINE_RANKS),
         ("model.layer_kinds", len(config.model.layer_kinds), _MOST_LAYER_KINDS),
-        ("model.moe.num_experts", experts, _MOST_EXPERTS),
+        ("model.moe.num_experts", max(experts), _MOST_EXPERTS),
     ):
         if value > most:
             yield Problem(key, value, "too many to plan a run for in reasonable time", f"try {most:,} or fewer")
@@ -796,8 +799,10 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     p = config.parallel
     exchange = "tokens get to experts by all_to_all, and the host reads how many go to each rank, which a graph cannot"
     reads = "the host reads how many tokens each expert has, which a graph cannot,"
-    slow_experts = config.model.moe is not None and config.training.precision != "bf16"
-    kernel = config.training.precision in ("bf16", "fp16") and max(config.model.head_widths) <= LARGEST_HEAD
+    slow_experts = config.spec.has_experts and config.training.precision != "bf16"
+    kernel = (
+        config.training.precision in ("bf16", "fp16") and max(config.spec.attention_widths, default=0) <= LARGEST_HEAD
+    )
     slow_attention = config.model.attention_dropout > 0 and not kernel
     choices = "the host chooses queries of attention with dropout, which a graph cannot,"
     choices += f" but in bf16 or fp16 with heads up to {LARGEST_HEAD} wide"

@@ -15,11 +15,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megafp8.config.choices import leave_out_options, report
-from megafp8.config.errors import ConfigError, Problem
 from megafp8.config.files import BASE, Tree, file_of, read_tree
 from megafp8.config.key_names import advice
 from megafp8.config.reader import compose, member_with, members, override_value, section_of, section_of_kind
 from megafp8.config.schema import Config
+from megafp8.problems import ConfigError, Problem
 from megafp8.shipped import shipped_configs
 
 Completion = Callable[[dict[str, Any], str], None]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config.errors import Problem
 from megafp8.config.schema import Config
+from megafp8.problems import Problem
 
 
 def layout(config: Config) -> Iterator[Problem]:
@@ -84,7 +84,7 @@ def _outer(config: Config) -> Iterator[Problem]:
     if config.optimizer.average_decay is not None:
         rule = f"with {path}, each replica would average weights of its own between outer steps"
         yield Problem("optimizer.average_decay", config.optimizer.average_decay, rule, "leave it out")
-    if config.model.moe is not None:
+    if config.spec.has_experts:
         rule = f"with {path}, each replica would balance experts by its own tokens alone, and with biases of its own"
         yield Problem("model.moe", "set", rule, f"leave {path} out")
 

@@ -6,27 +6,27 @@ Names are those of Megatron-LM, torchtitan and Hugging Face, as far as these agr
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from megafp8.config.errors import Problem
-from megafp8.config.parts import LayerKind, LayerSpec
-from megafp8.config.parts.attention import AttentionConfig, AttentionKeys, RotaryKeys
+from megafp8.config.parts import LayerKind
+from megafp8.config.parts.attention import AttentionKeys
 from megafp8.config.parts.hyper_connections import HyperConnectionsConfig
-from megafp8.config.parts.latent_attention import LatentAttentionConfig, LatentMixerConfig
-from megafp8.config.parts.mlp import MlpConfig, MlpKeys
-from megafp8.config.parts.moe import MoeConfig, MoeFfnConfig
+from megafp8.config.parts.latent_attention import LatentAttentionConfig
+from megafp8.config.parts.mlp import MlpKeys
+from megafp8.config.parts.moe import MoeConfig
 from megafp8.config.parts.per_layer_embedding import PerLayerEmbeddingConfig
-from megafp8.config.parts.sparse_attention import SparseAttentionConfig, SparseLatentMixerConfig
+from megafp8.config.parts.sparse_attention import SparseAttentionConfig
+from megafp8.config.resolve import resolve
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.pipeline_parallel.registry import SCHEDULES
+from megafp8.problems import Problem
 from megafp8.section import (
     FLOAT,
     IN_FP32,
@@ -46,18 +46,12 @@ from megafp8.section import (
     Tokens,
     UserPath,
 )
+from megafp8.spec import ModelSpec
 
 
 def _placement(value: object) -> object:
     """`value`, except that "turns", which earlier versions wrote for "loop", is read as that."""
     return "loop" if value == "turns" else value
-
-
-@lru_cache(maxsize=16)
-def _expanded(pattern: tuple[str, ...]) -> tuple[str, ...]:
-    """The names in a pattern, each as often as its count says."""
-    entries = (entry.partition("*") for entry in pattern)
-    return tuple(name.strip() for name, _, count in entries for _ in range(int(count or 1)))
 
 
 class MupConfig(Section):
@@ -185,289 +179,10 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     mup: MupConfig | None = None
     """Initial weights, learning rates and scales that suit any width. Default: the usual ones (docs/optimizers.md)."""
 
-    @property
-    def query_groups(self) -> int:
-        return self.num_query_groups or self.num_attention_heads
-
-    @property
-    def channels(self) -> int:
-        """Width of one head's query and key."""
-        latent = self.latent_attention
-        if latent is not None:
-            return latent.nope_head_dim + latent.rope_head_dim
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
-    def head_widths(self) -> list[int]:
-        """Widths of the queries and keys of softmax attention, each once; the model's where no layer has any."""
-        mixers = [spec.mixer for spec in self.distinct_layers if spec.mixer.present and not spec.mixer.is_recurrent]
-        widths = [x.channels if isinstance(x, AttentionConfig) else self.channels for x in mixers]
-        return [*dict.fromkeys(widths)] or [self.channels]
-
-    @property
-    def rotary_channels(self) -> int:
-        """Width of the part of a head that is rotated."""
-        if self.latent_attention is not None:
-            return self.latent_attention.rope_head_dim
-        return int(self.channels * self.partial_rotary_factor)
-
-    @property
-    def stream_width(self) -> int:
-        """Width of what flows from layer to layer: of all residual streams."""
-        return self.hidden_size * (1 if self.hyper_connections is None else self.hyper_connections.streams)
-
-    @property
-    def score_scale(self) -> float:
-        """What scores of attention are multiplied by."""
-        if self.attention_scale is not None:
-            return self.attention_scale
-        if self.mup is not None and self.mup.base_head_dim is not None:
-            return self.mup.base_head_dim**0.5 / self.channels
-        return 1.0 if self.architecture == "t5" else self.channels**-0.5
-
-    @property
-    def width_multiplier(self) -> float:
-        """How many times as wide the model is as the one of `mup`; 1 without mup."""
-        return 1.0 if self.mup is None else self.hidden_size / self.mup.base_hidden_size
-
-    @property
-    def hidden_init_std(self) -> float:
-        """Standard deviation of the initial weights of blocks, but for their output projections."""
-        return self.init_std / math.sqrt(self.width_multiplier)
-
-    @property
-    def output_init_std(self) -> float:
-        """Standard deviation of the initial weights of blocks whose output is added to the residual stream."""
-        return self.hidden_init_std / math.sqrt(self._branches)
-
     @cached_property
-    def _branches(self) -> int:
-        """Number of parts of all layers, which add to the residual stream."""
-        kinds = [self.layer_kinds[self.kind_name(layer)] for layer in range(self.num_layers) if self.pattern]
-        absent = sum(part is not None and not part.present for kind in kinds for part in (kind.mixer, kind.ffn))
-        return 2 * self.num_layers - absent
-
-    @property
-    def logits_divisor(self) -> float:
-        """What logits are divided by."""
-        return self.logits_scaling * self.width_multiplier
-
-    @property
-    def without_mup(self) -> ModelConfig:
-        """A model without `mup` that computes the same from given weights."""
-        if self.mup is None:
-            return self
-        scale = self.attention_scale if self.mup.base_head_dim is None else self.score_scale
-        return self.model_copy(update={"mup": None, "logits_scaling": self.logits_divisor, "attention_scale": scale})
-
-    @property
-    def value_channels(self) -> int:
-        """Width of one head's values."""
-        return self.channels if self.latent_attention is None else self.latent_attention.value_head_dim
-
-    @property
-    def layers(self) -> range:
-        """All layers, those of multi-token prediction last."""
-        return range(self.num_blocks + self.mtp_num_layers)
-
-    @property
-    def num_blocks(self) -> int:
-        """Transformer blocks that pipeline stages divide between them."""
-        return self.num_layers + self.decoder_blocks
-
-    @property
-    def decoder_blocks(self) -> int:
-        """Blocks of t5's decoder."""
-        return (self.num_decoder_layers or self.num_layers) if self.architecture == "t5" else 0
-
-    def is_decoder(self, layer: int) -> bool:
-        """Whether a layer is one of t5's decoder, which are numbered after the encoder's."""
-        return self.architecture == "t5" and layer >= self.num_layers
-
-    @property
-    def causal(self) -> bool:
-        """Whether a token attends to earlier tokens only."""
-        return self.architecture == "gpt"
-
-    @property
-    def cuts_documents(self) -> bool:
-        """Whether context parallelism cuts each document into parts, rather than the sample: not where a state is
-        passed from part to part."""
-        return not any(spec.mixer.is_recurrent for spec in self.distinct_layers)
-
-    @property
-    def has_layer_tail(self) -> bool:
-        """Whether layers change the residual stream after their parts."""
-        return self.layer_scalar or self.per_layer_embedding is not None
-
-    @property
-    def has_auxiliary_loss(self) -> bool:
-        """Whether routers or indexers have losses that are differentiated and not reported in the model's."""
-        moe = self.moe
-        return (moe is not None and (moe.aux_loss > 0 or moe.z_loss > 0)) or any(self._index_losses)
-
-    @property
-    def has_indexers(self) -> bool:
-        """Whether layers have indexers, which have losses of their own."""
-        return any(weight is not None for weight in self._index_losses)
-
-    @property
-    def _index_losses(self) -> list[float | None]:
-        return [spec.mixer.index_loss(self) for spec in self.distinct_layers]
-
-    @property
-    def more_losses(self) -> int:
-        """Losses of a model beside that of its tokens: of each depth of multi-token prediction, or of the binary
-        head."""
-        return self.mtp_num_layers + self.binary_head
-
-    @property
-    def more_losses_factor(self) -> float:
-        """Weight of their mean in the loss that is differentiated."""
-        return 1.0 if self.binary_head else self.mtp_loss_scaling_factor
-
-    @property
-    def head_activation(self) -> str | None:
-        """bert: the GELU before the output layer."""
-        if self.architecture != "bert":
-            return None
-        return self.transform_activation or ("gelu_tanh" if self.activation == "gelu_tanh" else "gelu")
-
-    @property
-    def embeds_on_last_stage(self) -> bool:
-        """Whether the last pipeline stage needs the embedding's weight, too."""
-        return self.tie_embeddings or self.mtp_num_layers > 0
-
-    def kind_name(self, layer: int) -> str:
-        """The name of a layer's kind; empty without a pattern."""
-        names = self._kind_names
-        return names[layer % len(names)] if names else ""
-
-    @cached_property
-    def _kind_names(self) -> tuple[str, ...]:
-        """Names of the kinds of `pattern`, each as often as its count says."""
-        return _expanded(tuple(self.pattern))
-
-    def layer(self, index: int) -> LayerSpec:
-        """The parts of a layer: resolved records. Layers of multi-token prediction are like the last one."""
-        within = min(index, self.num_layers - 1)
-        window = None if within in self.full_attention_layers else self.sliding_window
-        parts = self.kind_name(within), window, self.moe is not None and self.moe.is_sparse(within)
-        if parts not in self._resolved_layers:
-            self._resolved_layers[parts] = self._resolved(*parts)
-        return self._resolved_layers[parts]
-
-    @cached_property
-    def _resolved_layers(self) -> dict[tuple[str, int | None, bool], LayerSpec]:
-        """By the arguments of `_resolved`."""
-        return {}
-
-    def _resolved(self, name: str, window: int | None, sparse: bool) -> LayerSpec:
-        """The parts of layers of this kind, with this sliding window where the kind names no mixer; `sparse`: with
-        experts where it names no ffn."""
-        kind = self.layer_kinds[name] if name else LayerKind()
-        mixer, ffn = kind.mixer, kind.ffn
-        if mixer is None and self.latent_attention is None:
-            mixer = AttentionConfig.of(self, window)
-        elif mixer is None and self.sparse_attention is not None:
-            mixer = SparseLatentMixerConfig()
-        elif mixer is None:
-            mixer = LatentMixerConfig(sliding_window=window)
-        if ffn is None:
-            ffn = MoeFfnConfig() if sparse else MlpConfig()
-        return LayerSpec(mixer.resolved(self), ffn.resolved(self), kind.norm_position or self.norm_position)
-
-    @property
-    def without_pattern(self) -> ModelConfig:
-        """An equal model whose other keys say what `pattern` says; the model itself where they cannot."""
-        if not self.pattern:
-            return self
-        specs = [self.layer(index) for index in range(self.num_layers)]
-        windows = [getattr(spec.mixer, "sliding_window", None) for spec in specs]
-        sparse = [spec.ffn.kind == "moe" for spec in specs]
-        update: dict[str, Any] = {
-            "pattern": [],
-            "layer_kinds": {},
-            "norm_position": specs[0].norm_position,
-            "sliding_window": max(filter(None, windows), default=None),
-        }
-        if any(windows):
-            update["full_attention_layers"] = [i for i, window in enumerate(windows) if window is None]
-        mixers = sorted(
-            (spec.mixer for spec in specs), key=lambda mixer: getattr(mixer, "sliding_window", None) is not None
-        )
-        if isinstance(mixers[0], AttentionConfig):  # without a window, if there is one
-            update |= {
-                name: getattr(mixers[0], name) for name in AttentionKeys.model_fields if name != "sliding_window"
-            }
-        if isinstance(mixers[-1], AttentionConfig):
-            local = mixers[-1]
-            if any(getattr(local, name) != update.get(name) for name in RotaryKeys.model_fields):
-                update["rope_local_theta"] = local.rope_theta
-        if self.moe is not None:
-            first = sparse.index(True) if any(sparse) else None
-            update["moe"] = None if first is None else self.moe.model_copy(update={"first_dense_layers": first})
-        for spec in specs:
-            if isinstance(spec.ffn, MlpConfig):
-                update |= {name: getattr(spec.ffn, name) for name in MlpKeys.model_fields}
-        alike = self.model_copy(update=update)
-        return alike if [alike.layer(index) for index in range(self.num_layers)] == specs else self
-
-    @cached_property
-    def distinct_layers(self) -> list[LayerSpec]:
-        """The kinds of layers that the model has, each once."""
-        resolved = {id(spec): spec for spec in map(self.layer, range(self.num_layers))}
-        kinds: list[LayerSpec] = []
-        for spec in resolved.values():
-            if spec not in kinds:
-                kinds.append(spec)
-        return kinds
-
-    @property
-    def kv_sources(self) -> dict[int, int]:
-        """Layers whose keys and values others read, and the last layer that reads each."""
-        if all(getattr(kind.mixer, "kv_layer", None) is None for kind in self.layer_kinds.values()):
-            return {}  # without resolving each layer
-        read = ((getattr(self.layer(i).mixer, "kv_layer", None), i) for i in range(self.num_layers))
-        return {source: reader for source, reader in read if source is not None}
-
-    def layer_kind(self, layer: int) -> tuple[Any, ...]:
-        """Equal for layers that differ in their number alone; hashable."""
-        is_read = layer in self.kv_sources
-        return self.is_decoder(layer), layer >= self.num_blocks, is_read, *map(repr, self.layer(layer))
-
-    @property
-    def ffn_size(self) -> int:
-        return self.ffn_hidden_size or 4 * self.hidden_size
-
-    def moe_of(self, layer: int) -> MoeConfig | None:
-        """The experts of a layer; None where it has an MLP."""
-        return self.moe if self.layer(layer).ffn.kind == "moe" else None
-
-    @property
-    def lora_targets(self) -> tuple[str, ...]:
-        """Linear layers that LoRA can adapt: those that any layer has, of a model with experts those of mixers only."""
-        targets: dict[str, None] = {}
-        for spec in self.distinct_layers:
-            targets |= dict.fromkeys(spec.mixer.lora_targets(self))
-            if self.moe is None:
-                targets |= dict.fromkeys(spec.ffn.lora_targets(self))
-        return tuple(targets)
-
-    @property
-    def expert_size(self) -> int:
-        """Inner width of an expert."""
-        return (self.moe.ffn_hidden_size if self.moe is not None else None) or self.ffn_size
-
-    @property
-    def expert_input_size(self) -> int:
-        """Width of the tokens that experts read and give."""
-        return (self.moe.latent_size if self.moe is not None else None) or self.hidden_size
-
-    @property
-    def padded_vocab_size(self) -> int:
-        assert self.vocab_size is not None, "vocab_size is resolved from the tokenizer before the model is built"
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+    def spec(self) -> ModelSpec:
+        """The network that these keys describe."""
+        return resolve(self)
 
 
 class ParallelConfig(Section):
@@ -1578,16 +1293,21 @@ class Config(Section):
             raise PydanticCustomError("base", "Only load_config reads a base")
 
     @property
+    def spec(self) -> ModelSpec:
+        """The network, resolved."""
+        return self.model.spec
+
+    @property
     def lora_targets(self) -> Sequence[str]:
         """Projections that are adapted."""
-        return () if self.lora is None else self.lora.targets or self.model.lora_targets
+        return () if self.lora is None else self.lora.targets or self.spec.lora_targets
 
     @property
     def gathers_tokens(self) -> bool:
         """Whether tokens get to their experts by parallel.expert_dispatch all_gather."""
-        p, moe = self.parallel, self.model.moe
+        p, chosen = self.parallel, [record.top_k for record in self.spec.expert_records]
         if p.expert_dispatch == "auto":
-            return moe is None or p.expert_tensor > 1 or p.expert <= moe.top_k
+            return not chosen or p.expert_tensor > 1 or p.expert <= min(chosen)
         return p.expert_dispatch == "all_gather"
 
     @property

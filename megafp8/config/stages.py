@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from megafp8.config.choices import leave_out_options, report
-from megafp8.config.errors import ConfigError, Problem
 from megafp8.config.load import explain, holder_of
 from megafp8.config.schema import Config, StageConfig
+from megafp8.problems import ConfigError, Problem
 
 _SECTIONS = ("model", "parallel", "fp8", "training", "optimizer", "data", "checkpoint", "logging")
 _OF_THE_RUN = {

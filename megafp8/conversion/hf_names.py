@@ -28,9 +28,9 @@ from torch import Tensor
 
 from megafp8.config import AttentionConfig, MlpConfig, ModelConfig, MoeFfnConfig
 from megafp8.config.activations import ACTIVATIONS
-from megafp8.config.parts.base import PartConfig
 from megafp8.conversion.safetensors_format import Entry
 from megafp8.distributed.sharding import Shape
+from megafp8.spec import PartRecord
 
 _NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+|(?<=decoder\.)\d+")
 
@@ -83,7 +83,7 @@ def in_layers(theirs: str, *parts: Names, ours: str = "layers.*") -> dict[str, s
     return {f"{ours}.{name}": place._replace(name=f"{theirs}.{place.name}") for name, place in places.items()}
 
 
-def usual(*parts: type[PartConfig]) -> Names:
+def usual(*parts: type[PartRecord]) -> Names:
     """The names that most families use for the tensors of these parts."""
     return {f"{part.tensor_prefix}.{ours}": theirs for part in parts for ours, theirs in part.hugging_face.items()}
 

@@ -10,14 +10,13 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from megafp8.config import ModelConfig
-from megafp8.config.parts.base import PartConfig
 from megafp8.linear.fusion import LinearInput
 from megafp8.models.context import BuildContext
 from megafp8.models.costs import MicroBatch, Work
 from megafp8.models.mixer import FeedForward, Mixer, NoInputs, Part, Tokens
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.plan import Neighbor
+from megafp8.spec import ModelSpec, PartRecord
 
 
 class _Absent(Part):
@@ -26,8 +25,8 @@ class _Absent(Part):
     def __init__(
         self,
         name: str,
-        record: PartConfig,
-        config: ModelConfig,
+        record: PartRecord,
+        model: ModelSpec,
         context: BuildContext,
         *,
         input: Neighbor,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafp8.config import AttentionConfig, ModelConfig
+from megafp8.config import AttentionConfig
 from megafp8.config.parts.attention import QueryScaling
 from megafp8.distributed.sharding import Init, shard_dim
 from megafp8.linear.fusion import LinearInput
@@ -39,6 +39,7 @@ from megafp8.ops.attention import CoreAttention
 from megafp8.ops.rotary import QKNorms, rotate_and_split, rotate_heads
 from megafp8.philox import Key, key_of
 from megafp8.plan import Neighbor
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 ATTENTION = Neighbor("attention", "none", "attention kernels read and write bf16")
@@ -142,7 +143,7 @@ class Attention(Mixer):
         self,
         name: str,
         record: AttentionConfig,
-        config: ModelConfig,
+        model: ModelSpec,
         context: BuildContext,
         *,
         input: Neighbor,
@@ -156,7 +157,7 @@ class Attention(Mixer):
         parts = {part: widths[part] for part in record.projected}
         self.split = {part: width // t for part, width in parts.items()}
         self.reads_keys = record.kv_layer is not None
-        self.is_read = int(name.split(".")[1]) in config.kv_sources
+        self.is_read = int(name.split(".")[1]) in model.kv_sources
         self.heads, self.groups, self.d = q_size // t // d, kv_size // t // d, d
         self.largest_logits_a = new_largest_logits(context, self.heads)
         common = context.linear_options()
@@ -169,43 +170,43 @@ class Attention(Mixer):
             rotates = scaled is None or scaled.rotated_factor == 1
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv",
-            config.hidden_size,
+            model.hidden_size,
             sum(parts.values()),
             parts={f"{name}.{part}": width for part, width in parts.items()},
-            bias=config.linear_bias or record.qkv_bias,
-            init=Init("normal", config.hidden_init_std),
+            bias=model.linear_bias or record.qkv_bias,
+            init=Init("normal", model.hidden_init_std),
             site=context.site(before=input, after=ROTARY if rotates else ATTENTION, recompute_input=memory.norms),
             **common,
         )
-        self.rotates, self.causal = rotates, config.causal
+        self.rotates, self.causal = rotates, model.causal
         self.rope = RotaryEmbedding(record, record.rotary_channels, d, context) if has_rotary else None
         self.proj = RowParallelLinear(
             f"{name}.proj",
             q_size,
-            config.hidden_size,
-            bias=config.linear_bias,
-            init=Init("normal", config.output_init_std),
+            model.hidden_size,
+            bias=model.linear_bias,
+            init=Init("normal", model.output_init_std),
             site=context.site(before=ATTENTION),
             **common,
         )
-        self.dropout = ProbabilityDropout.build(name, config.attention_dropout, record.num_attention_heads, context)
+        self.dropout = ProbabilityDropout.build(name, model.attention_dropout, record.num_attention_heads, context)
         self.sink: nn.Parameter | None = None
         if record.attention_sinks:
             shard = shard_dim(f"{name}.sink.weight", (record.num_attention_heads,), 0, context.tensor.rank(), t)
             self.sink = new_parameter(context, [shard], Init("zeros"), replicated_over_tp=False, weight_decay=False)
-        self.norm_eps = config.norm_eps
+        self.norm_eps = model.norm.eps
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
         self.qk_norms: ProjectionNorms | None = None
         if record.qk_norm == "projection":
             self.qk_norms = ProjectionNorms(
-                name, q_size, kv_size, context, config.norm_eps, zero_centered=config.zero_centered_gamma
+                name, q_size, kv_size, context, model.norm.eps, zero_centered=model.norm.zero_centered
             )
         elif record.qk_norm is True:
             norm: dict[str, Any] = {
-                "eps": config.norm_eps,
+                "eps": model.norm.eps,
                 "sees_a_slice": t > 1,
-                "zero_centered": config.zero_centered_gamma,
+                "zero_centered": model.norm.zero_centered,
             }
             self.q_norm = RMSNorm(f"{name}.q_norm", d, context, **norm)
             self.k_norm = None if self.reads_keys else RMSNorm(f"{name}.k_norm", d, context, **norm)

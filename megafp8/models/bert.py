@@ -14,23 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.linear.linear import linear
 from megafp8.models.context import BuildContext, new_parameter
 from megafp8.models.norms import block_norm, normalized
 from megafp8.plan import LinearSite
+from megafp8.spec import ModelSpec
 
 
-def _weight_and_bias(
-    name: str, n: int, config: ModelConfig, context: BuildContext
-) -> tuple[nn.Parameter, nn.Parameter]:
+def _weight_and_bias(name: str, n: int, model: ModelSpec, context: BuildContext) -> tuple[nn.Parameter, nn.Parameter]:
     """Of a linear layer with h inputs and n outputs that all tensor-parallel ranks hold."""
     replicated = {"replicated_over_tp": True, "reduce_over_tp": context.sequence_sharded}
-    weight = unsharded(f"{name}.weight", (n, config.hidden_size))
+    weight = unsharded(f"{name}.weight", (n, model.hidden_size))
     bias = unsharded(f"{name}.bias", (n,))
     return (
-        new_parameter(context, weight, Init("normal", config.init_std), matrix=True, **replicated),
+        new_parameter(context, weight, Init("normal", model.init_std), matrix=True, **replicated),
         new_parameter(context, bias, Init("zeros"), weight_decay=False, **replicated),
     )
 
@@ -38,13 +36,13 @@ def _weight_and_bias(
 class HeadTransform(nn.Module):
     """Linear layer, GELU and norm between the hidden states and the output layer: `[s/t, b, h]` both."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, model: ModelSpec, context: BuildContext) -> None:
         super().__init__()
-        self.weight, self.bias = _weight_and_bias("transform", config.hidden_size, config, context)
-        h, reason = config.hidden_size, "whole on each rank, it stays in training.precision"
+        self.weight, self.bias = _weight_and_bias("transform", model.hidden_size, model, context)
+        h, reason = model.hidden_size, "whole on each rank, it stays in training.precision"
         self.state = context.fp8.linear(LinearSite("transform", h, h, high_precision=reason))
-        self.approximate = "tanh" if config.head_activation == "gelu_tanh" else "none"
-        self.norm = block_norm("transform_norm", config, context)
+        self.approximate = "tanh" if model.head.activation == "gelu_tanh" else "none"
+        self.norm = block_norm("transform_norm", model, context)
 
     def forward(self, x_sbh: Tensor) -> Tensor:
         y_sbh = linear(x_sbh, self.weight, self.state, bias=self.bias)
@@ -57,10 +55,10 @@ class BinaryHead(nn.Module):
     A linear layer with tanh (the pooler) and one with two outputs, of the first token.
     """
 
-    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, model: ModelSpec, context: BuildContext) -> None:
         super().__init__()
-        self.pooler_weight, self.pooler_bias = _weight_and_bias("pooler", config.hidden_size, config, context)
-        self.weight, self.bias = _weight_and_bias("binary_head", 2, config, context)
+        self.pooler_weight, self.pooler_bias = _weight_and_bias("pooler", model.hidden_size, model, context)
+        self.weight, self.bias = _weight_and_bias("binary_head", 2, model, context)
         self.counts = not context.sequence_sharded or context.tensor.rank() == 0
 
     def logits(self, x_sbh: Tensor) -> Tensor:

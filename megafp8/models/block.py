@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megafp8.config import ModelConfig
-from megafp8.config.parts.base import PartConfig
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
@@ -34,6 +32,7 @@ from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.numerics.dropout_reference import Dropout, DropoutStream
 from megafp8.ops import dropout as dropouts
 from megafp8.plan import LinearSite, Neighbor
+from megafp8.spec import ModelSpec, PartRecord
 
 _NO_NORM = Neighbor("residual stream", "none", "no norm is before the layer")
 _POST_NORM = Neighbor(
@@ -49,34 +48,34 @@ class Block(nn.Module):
     the sums after them. Either part may be absent, and its norms with it.
     """
 
-    def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
+    def __init__(self, index: int, model: ModelSpec, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
         super().__init__()
-        name, spec = f"layers.{index}", config.layer(index)
-        self.index, self.multiplier, self.hidden_size = index, config.residual_multiplier, config.hidden_size
+        name, spec = f"layers.{index}", model.layers[index]
+        self.index, self.multiplier, self.hidden_size = index, model.residual_multiplier, model.hidden_size
         position = spec.norm_position
         of_inputs, of_outputs = position in ("pre", "both"), position in ("output", "both")
-        if not of_inputs or not NORMS[config.normalization].fused:
+        if not of_inputs or not NORMS[model.norm.kind].fused:
             memory = replace(memory, norms=False)
 
         def norm(which: str, present: bool) -> Norm | None:
-            return block_norm(f"{name}.{which}", config, context) if present else None
+            return block_norm(f"{name}.{which}", model, context) if present else None
 
-        def part(record: PartConfig, input_norm: Norm | None) -> Any:
+        def part(record: PartRecord, input_norm: Norm | None) -> Any:
             where = f"{name}.{record.tensor_prefix}"
             before = _POST_NORM if position == "post" else _NO_NORM if input_norm is None else input_norm.neighbor()
-            return make_part(where, record, config, context, input=before, memory=memory)
+            return make_part(where, record, model, context, input=before, memory=memory)
 
         self.mixes, self.feeds = spec.mixer.present, spec.ffn.present
-        feeds_normed = spec.ffn.normed(config)
+        feeds_normed = self.feeds and not spec.ffn.normalizes_input
         self.attention_norm = norm("attention_norm", self.mixes and (of_inputs or position == "post"))
         self.mixer: Mixer = part(spec.mixer, self.attention_norm)
         self.attention_output_norm = norm("attention_output_norm", self.mixes and of_outputs)
         self.mlp_norm = norm("mlp_norm", feeds_normed and (of_inputs or position == "post"))
         self.ffn: FeedForward = part(spec.ffn, self.mlp_norm)
         self.mlp_output_norm = norm("mlp_output_norm", self.feeds and of_outputs)
-        self.tail = LayerTail(index, config, context) if config.has_layer_tail else None
+        self.tail = LayerTail(index, model, context) if model.has_layer_tail else None
         self.attention_branch_dropout, self.mlp_branch_dropout = (
-            DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.{which}") for which in ("attention", "mlp")
+            DropoutStream.of(model.hidden_dropout, context.seed, f"{name}.{which}") for which in ("attention", "mlp")
         )
 
     def forward(
@@ -262,15 +261,15 @@ class PostNormBlock(Block):
 class HyperBlock(Block):
     """The mixer, then the feed-forward network, with hyper-connections: `[s, b, n·h]`, and no branch left to add."""
 
-    def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
-        super().__init__(index, config, context, memory)
+    def __init__(self, index: int, model: ModelSpec, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
+        super().__init__(index, model, context, memory)
         name = f"layers.{index}"
         self.attention_connection: HyperConnection | None = None
         self.mlp_connection: HyperConnection | None = None
         if self.mixes:
-            self.attention_connection = HyperConnection(f"{name}.attention_connection", config, context)
+            self.attention_connection = HyperConnection(f"{name}.attention_connection", model, context)
         if self.feeds:
-            self.mlp_connection = HyperConnection(f"{name}.mlp_connection", config, context)
+            self.mlp_connection = HyperConnection(f"{name}.mlp_connection", model, context)
 
     def forward(
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
@@ -320,15 +319,15 @@ class HyperBlock(Block):
         return super().flops(batch) + sum(part.flops(batch) for part in self._connections)
 
 
-def block_class(config: ModelConfig, index: int) -> type[Block]:
+def block_class(model: ModelSpec, index: int) -> type[Block]:
     """How the parts of a layer join the residual stream."""
-    if config.hyper_connections is not None:
+    if model.hyper_connections is not None:
         return HyperBlock
-    spec = config.layer(index)
+    spec = model.layers[index]
     if spec.norm_position == "post":
         return PostNormBlock
     both = spec.mixer.present and spec.ffn.present
-    return ParallelBlock if config.parallel_block and both else SequentialBlock
+    return ParallelBlock if model.parallel_block and both else SequentialBlock
 
 
 class PredictionLayer(nn.Module):
@@ -339,19 +338,19 @@ class PredictionLayer(nn.Module):
     b, h]` sequence-parallel).
     """
 
-    def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory) -> None:
+    def __init__(self, index: int, model: ModelSpec, context: BuildContext, memory: BlockMemory) -> None:
         super().__init__()
-        name, h = f"layers.{index}", config.hidden_size
+        name, h = f"layers.{index}", model.hidden_size
         self.projection = replicated_parameter(
-            context, unsharded(f"{name}.projection.weight", (h, 2 * h)), Init("normal", config.init_std), matrix=True
+            context, unsharded(f"{name}.projection.weight", (h, 2 * h)), Init("normal", model.init_std), matrix=True
         )
         reason = "whole on each rank, it stays in training.precision"
         self.projection_state = context.fp8.linear(LinearSite(f"{name}.projection", 2 * h, h, high_precision=reason))
-        self.embedding_norm = block_norm(f"{name}.embedding_norm", config, context)
-        self.hidden_norm = block_norm(f"{name}.hidden_norm", config, context)
-        self.block = block_class(config, index)(index, config, context, memory)
-        self.final_norm = block_norm(f"{name}.final_norm", config, context)
-        self.dropout = DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.embedding")
+        self.embedding_norm = block_norm(f"{name}.embedding_norm", model, context)
+        self.hidden_norm = block_norm(f"{name}.hidden_norm", model, context)
+        self.block = block_class(model, index)(index, model, context, memory)
+        self.final_norm = block_norm(f"{name}.final_norm", model, context)
+        self.dropout = DropoutStream.of(model.hidden_dropout, context.seed, f"{name}.embedding")
 
     def input_bytes(self, batch: MicroBatch) -> dict[str, int]:
         """Bytes that it keeps for its backward pass where it is recomputed in full."""

@@ -33,7 +33,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafp8.config import ModelConfig
 from megafp8.config.parts.compressed_attention import CompressedAttentionConfig
 from megafp8.distributed.sharding import Init, shard_dim, unsharded
 from megafp8.linear.fusion import LinearInput
@@ -53,6 +52,7 @@ from megafp8.ops.recurrence import Recurrence, State
 from megafp8.ops.rotary import rotate_heads, rotated_neighbors
 from megafp8.ops.sparse_attention import BLOCK_BYTES, IndexLoss
 from megafp8.plan import LinearSite, Neighbor
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
 
@@ -85,7 +85,7 @@ class _Entries(nn.Module):
     """
 
     def __init__(
-        self, name: str, width: int, record: CompressedAttentionConfig, config: ModelConfig, context: BuildContext
+        self, name: str, width: int, record: CompressedAttentionConfig, model: ModelSpec, context: BuildContext
     ) -> None:
         super().__init__()
         assert record.compress_rate is not None
@@ -94,8 +94,8 @@ class _Entries(nn.Module):
         spec = {"replicated_over_tp": True, "reduce_over_tp": partial, "weight_decay": False}
         self.position = new_parameter(context, shards, Init("zeros"), **spec)
         self.norm = RMSNorm(
-            f"{name}_norm", width, context, eps=config.norm_eps, sees_a_slice=partial,
-            zero_centered=config.zero_centered_gamma,
+            f"{name}_norm", width, context, eps=model.norm.eps, sees_a_slice=partial,
+            zero_centered=model.norm.zero_centered,
         )  # fmt: skip
 
 
@@ -106,28 +106,28 @@ class CompressedAttention(Mixer):
         self,
         name: str,
         record: CompressedAttentionConfig,
-        config: ModelConfig,
+        model: ModelSpec,
         context: BuildContext,
         *,
         input: Neighbor,
         memory: BlockMemory = KEEP_ALL,
     ) -> None:
         super().__init__()
-        h, d, t = config.hidden_size, record.channels, context.tensor.size()
+        h, d, t = model.hidden_size, record.channels, context.tensor.size()
         heads, groups, rate = record.num_attention_heads, record.output_groups, record.compress_rate
-        self.record, self.context, self.recompute, self.eps = record, context, memory.attention, config.norm_eps
+        self.record, self.context, self.recompute, self.eps = record, context, memory.attention, model.norm.eps
         self.d, self.r, self.heads = d, record.rotary_channels, heads // t
         self.rope = RotaryEmbedding(record, self.r, None, context)
-        self.init = Init("normal", config.hidden_init_std)
+        self.init = Init("normal", model.hidden_init_std)
         has_entries, has_indexer = rate is not None, record.top_k is not None
         of_entries = record.series * d if has_entries else 0
         entry_parts = {"entry_kv": of_entries, "entry_gate": of_entries} if has_entries else {}
         parts = {"q_down": record.q_rank, "kv": d, **entry_parts}
         self.down, self.down_state = self._product(name, "down", parts, h)
         self.widths = [record.q_rank, d, 2 * of_entries]
-        centered = config.zero_centered_gamma
+        centered = model.norm.zero_centered
         norm: dict[str, Any] = {
-            "eps": config.norm_eps, "sees_a_slice": context.sequence_sharded, "zero_centered": centered,
+            "eps": model.norm.eps, "sees_a_slice": context.sequence_sharded, "zero_centered": centered,
         }  # fmt: skip
         self.q_norm = RMSNorm(f"{name}.q_norm", record.q_rank, context, **norm)
         self.kv_norm = RMSNorm(f"{name}.kv_norm", d, context, **norm)
@@ -148,13 +148,13 @@ class CompressedAttention(Mixer):
             f"{name}.proj",
             groups * record.output_rank,
             h,
-            init=Init("normal", config.output_init_std),
+            init=Init("normal", model.output_init_std),
             site=context.site(before=ATTENTION),
             **context.linear_options(),
         )
         self.entry_kinds = nn.ModuleList()
         if has_entries:
-            self.entry_kinds.append(_Entries(f"{name}.entry", d, record, config, context))
+            self.entry_kinds.append(_Entries(f"{name}.entry", d, record, model, context))
         loss = None
         if has_indexer:
             d_index, n = record.index_head_dim, record.index_heads
@@ -162,7 +162,7 @@ class CompressedAttention(Mixer):
             width = record.series * d_index
             index_parts = {"index_kv": width, "index_gate": width, "index_weights": n}
             self.index_down, self.index_down_state = self._product(name, "index_down", index_parts, h)
-            self.entry_kinds.append(_Entries(f"{name}.index", d_index, record, config, context))
+            self.entry_kinds.append(_Entries(f"{name}.index", d_index, record, model, context))
             self.index_loss = torch.zeros(1, dtype=torch.float64, device=context.buffer_device)
             weight = record.kl_loss / context.global_tokens
             loss = IndexLoss(weight, context.auxiliary_loss_grad, self.index_loss)

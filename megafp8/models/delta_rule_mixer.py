@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init, Shape, shard_dim
 from megafp8.linear.state import LinearState
 from megafp8.models.attention import ATTENTION
@@ -36,6 +35,7 @@ from megafp8.ops.gated_norm import gated_norm
 from megafp8.ops.recurrence import State
 from megafp8.ops.short_convolution import Part, convolve_parts, last_inputs
 from megafp8.plan import Neighbor
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.layers import RowParallelLinear
 from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
 
@@ -53,7 +53,7 @@ class DeltaRuleMixer(RecurrentMixer):
     silu: ClassVar[bool]
 
     def __init__(
-        self, name: str, config: ModelConfig, context: BuildContext, *, key_heads: int, value_heads: int, d: int,
+        self, name: str, model: ModelSpec, context: BuildContext, *, key_heads: int, value_heads: int, d: int,
         w: int, kernel: int, decay_shape: Shape, decay_init: Init, norm_eps: float, most: float = 1.0,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -73,8 +73,8 @@ class DeltaRuleMixer(RecurrentMixer):
         self.proj = RowParallelLinear(
             f"{name}.proj",
             value_heads * w,
-            config.hidden_size,
-            init=Init("normal", config.output_init_std),
+            model.hidden_size,
+            init=Init("normal", model.output_init_std),
             site=context.site(before=ATTENTION),
             **context.linear_options(),
         )

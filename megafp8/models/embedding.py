@@ -8,30 +8,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.norms import block_norm, normalized
 from megafp8.numerics.dropout_reference import DropoutStream, TokenPlaces
 from megafp8.ops import dropout as dropouts
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.layers import VocabParallelEmbedding
 from megafp8.tensor_parallel.mappings import scatter_to_sequence_parallel
 
 
 def word_embedding(
-    config: ModelConfig, context: BuildContext, weight: nn.Parameter | None = None
+    model: ModelSpec, context: BuildContext, weight: nn.Parameter | None = None
 ) -> VocabParallelEmbedding:
     """The table of tokens. `weight`: one that is shared."""
     return VocabParallelEmbedding(
         "embedding.word",
-        config.padded_vocab_size,
-        config.hidden_size,
+        model.stem.rows,
+        model.hidden_size,
         group=context.tensor,
-        init=Init("normal", config.init_std),
+        init=Init("normal", model.init_std),
         dtype=context.dtype,
         device=context.device,
         sequence_parallel=context.sequence_parallel,
-        multiplier=config.embedding_multiplier,
+        multiplier=model.stem.multiplier,
         weight=weight,
     )
 
@@ -44,20 +44,20 @@ class Embedding(nn.Module):
     `places`: those of the residual stream's tokens; None: no dropout.
     """
 
-    def __init__(self, config: ModelConfig, context: BuildContext, positions: int) -> None:
+    def __init__(self, model: ModelSpec, context: BuildContext, positions: int) -> None:
         super().__init__()
-        self.context, self.streams = context, config.stream_width // config.hidden_size
-        self.word = word_embedding(config, context)
+        self.context, self.streams = context, model.stream_width // model.hidden_size
+        self.word = word_embedding(model, context)
         self.position: nn.Parameter | None = None
-        if config.position_embedding == "learned":
-            self.position = self._table("position", positions, config)
-        self.token_type = self._table("token_type", config.token_types, config) if config.token_types else None
-        self.norm = block_norm("embedding_norm", config, context) if config.embedding_norm else None
-        self.dropout = DropoutStream.of(config.hidden_dropout, context.seed, "embedding")
+        if model.stem.position_embedding == "learned":
+            self.position = self._table("position", positions, model)
+        self.token_type = self._table("token_type", model.stem.token_types, model) if model.stem.token_types else None
+        self.norm = block_norm("embedding_norm", model, context) if model.stem.normalizes else None
+        self.dropout = DropoutStream.of(model.hidden_dropout, context.seed, "embedding")
 
-    def _table(self, name: str, rows: int, config: ModelConfig) -> nn.Parameter:
-        shards = unsharded(f"embedding.{name}.weight", (rows, config.hidden_size))
-        return replicated_parameter(self.context, shards, Init("normal", config.init_std))
+    def _table(self, name: str, rows: int, model: ModelSpec) -> nn.Parameter:
+        shards = unsharded(f"embedding.{name}.weight", (rows, model.hidden_size))
+        return replicated_parameter(self.context, shards, Init("normal", model.init_std))
 
     def forward(
         self,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megafp8.config import ModelConfig
 from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.linear.fusion import LinearInput
@@ -23,6 +22,7 @@ from megafp8.models.delta_rule_mixer import BEFORE, DeltaRuleMixer
 from megafp8.models.mixer import RecurrentInputs
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.plan import LinearSite, Neighbor
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.layers import ColumnParallelLinear
 
 
@@ -35,20 +35,20 @@ class GatedDeltaNet(DeltaRuleMixer):
         self,
         name: str,
         record: GatedDeltaNetConfig,
-        config: ModelConfig,
+        model: ModelSpec,
         context: BuildContext,
         *,
         input: Neighbor,
         memory: BlockMemory = KEEP_ALL,
     ) -> None:
-        h, heads = config.hidden_size, record.num_value_heads
+        h, heads = model.hidden_size, record.num_value_heads
         assert record.norm_eps is not None, "the record is not resolved"
         super().__init__(
-            name, config, context, key_heads=record.num_key_heads, value_heads=heads, d=record.key_head_dim,
+            name, model, context, key_heads=record.num_key_heads, value_heads=heads, d=record.key_head_dim,
             w=record.value_head_dim, kernel=record.conv_kernel_size, decay_shape=(), decay_init=Init("ones"),
             norm_eps=record.norm_eps, most=2.0 if record.allow_neg_eigval else 1.0,
         )  # fmt: skip
-        widths, init = self.widths | {"z": self.widths["v"]}, Init("normal", config.hidden_init_std)
+        widths, init = self.widths | {"z": self.widths["v"]}, Init("normal", model.hidden_init_std)
         self.projection = ColumnParallelLinear(
             f"{name}.qkvz",
             h,

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8.batch import Batch
-from megafp8.config import ModelConfig
 from megafp8.context_parallel.attention import ContextAttention, plan
 from megafp8.context_parallel.recurrence import ContextRecurrence
 from megafp8.context_parallel.split import place_tokens, rank_rows, shard_positions
@@ -51,6 +50,7 @@ from megafp8.ops import dropout as dropouts
 from megafp8.ops.attention import CoreAttention, SelfAttention, fastest_backends
 from megafp8.ops.offload import ActivationOffload, Forward
 from megafp8.ops.recurrence import Recurrence
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.cross_entropy import LabelLosses
 from megafp8.tensor_parallel.layers import VocabParallelEmbedding
 from megafp8.tensor_parallel.lora import freeze
@@ -170,7 +170,7 @@ class KeysOfSequences:
 
 
 class GPTStage(nn.Module):
-    """The blocks `layers` of the model, of `config.layers`, and what belongs to the first and last stage.
+    """The blocks `layers` of the model, of `model.layers`, and what belongs to the first and last stage.
 
     `positions` is the number of rows of a learned position table; `memory` is that of each block, by default all keep
     everything. Parameters are allocated, not initialised: `tensor_parallel.random.initialize_parameters` fills them.
@@ -179,7 +179,7 @@ class GPTStage(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        model: ModelSpec,
         context: BuildContext,
         *,
         layers: range,
@@ -189,38 +189,36 @@ class GPTStage(nn.Module):
         blocks: bool = True,
     ) -> None:
         super().__init__()
-        self.config, self.context, self.layers = config, context, layers
+        self.model, self.context, self.layers = model, context, layers
         self.memory = [KEEP_ALL] * len(layers) if memory is None else list(memory)
-        first, last = layers.start == 0, layers.stop == config.layers.stop
-        self.embedding = Embedding(config, context, positions) if first else None
+        first, last = layers.start == 0, layers.stop == len(model.layers)
+        self.embedding = Embedding(model, context, positions) if first else None
         self.per_layer_embedding: PerLayerEmbedding | None = None
-        if config.per_layer_embedding is not None:
+        if model.stem.per_layer_width:
             assert first, "per-layer embeddings need the embedding: the config was not checked"
-            self.per_layer_embedding = PerLayerEmbedding(config, context)
+            self.per_layer_embedding = PerLayerEmbedding(model, context)
         of_blocks = context
         if context.weight_storage == "fsdp":  # which allocates a rank's rows alone
             of_blocks = replace(context, device=torch.device("meta"), real_device=context.device)
         self.blocks, self.mtp = nn.ModuleList(), nn.ModuleList()
         for i, own in zip(layers, self.memory, strict=True) if blocks else ():
-            (self.blocks if i < config.num_blocks else self.mtp).append(self.make_layer(i, config, of_blocks, own))
-        embeds = config.embeds_on_last_stage and (first or last)
+            (self.blocks if i < model.num_blocks else self.mtp).append(self.make_layer(i, model, of_blocks, own))
+        embeds = model.embeds_on_last_stage and (first or last)
         self.shared_weight = self._shared_weight(first=first, last=last) if embeds else None
         self.mtp_embedding: VocabParallelEmbedding | None = None  # of another last stage
         if len(self.mtp) and not first:
-            self.mtp_embedding = word_embedding(config, context, self.shared_weight)
-        tied = self.shared_weight if config.tie_embeddings else None
-        self.head = Head(config, context, tied, z_loss) if last else None
+            self.mtp_embedding = word_embedding(model, context, self.shared_weight)
+        tied = self.shared_weight if model.head.tied else None
+        self.head = Head(model, context, tied, z_loss) if last else None
         self.offload = ActivationOffload(context.device) if any(own.offload for own in self.memory) else None
         if context.lora is not None:
             freeze(self)
 
     @staticmethod
-    def make_layer(
-        index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory
-    ) -> Block | PredictionLayer:
+    def make_layer(index: int, model: ModelSpec, context: BuildContext, memory: BlockMemory) -> Block | PredictionLayer:
         """Layer `index` of the model."""
-        kind = block_class(config, index) if index < config.num_blocks else PredictionLayer
-        return kind(index, config, context, memory)
+        kind = block_class(model, index) if index < model.num_blocks else PredictionLayer
+        return kind(index, model, context, memory)
 
     def stream_rows(self, s: int, b: int, decoder: int) -> int:
         """Rows of the tensor between stages, for s tokens of each of b samples; `decoder`: of T5's decoder."""
@@ -228,15 +226,15 @@ class GPTStage(nn.Module):
 
     def _shared_weight(self, *, first: bool, last: bool) -> nn.Parameter:
         """The embedding's weight, shared by this stage's layers or with another stage; not on the first a copy."""
-        config, group = self.config, self.context.tensor
-        shape = (config.padded_vocab_size, config.hidden_size)
+        model, group = self.model, self.context.tensor
+        shape = (model.stem.rows, model.hidden_size)
         piece = shard_dim("embedding.word.weight", shape, 0, group.rank(), group.size())
         if self.embedding is not None:
             weight = self.embedding.word.weight
         else:
             weight = nn.Parameter(torch.empty(piece.shape, dtype=self.context.dtype, device=self.context.device))
-        num_uses = first + last * (config.tie_embeddings + (config.mtp_num_layers > 0))
-        init = Init("normal", config.init_std)
+        num_uses = first + last * (model.head.tied + (model.num_prediction_layers > 0))
+        init = Init("normal", model.init_std)
         spec = ParamSpec((piece,), init, replicated_over_tp=False, is_copy=not first, num_uses=num_uses)
         return set_spec(weight, spec)
 
@@ -292,7 +290,7 @@ class GPTStage(nn.Module):
             group=context.context_parallel,
             cu_seqlens_bn=batch.cu_seqlens,
             prefix_b=batch.prefix,
-            cuts_documents=self.config.cuts_documents,
+            cuts_documents=self.model.cuts_documents,
         )
         return self.inputs_of(tokens, self._places(s, batch.cu_seqlens, batch.samples))
 
@@ -301,7 +299,7 @@ class GPTStage(nn.Module):
 
         `places`: as in `LayerInputs`.
         """
-        blocks = [(x, tokens.at_depth(max(0, x.index + 1 - self.config.num_blocks))) for x in self.all_blocks[which]]
+        blocks = [(x, tokens.at_depth(max(0, x.index + 1 - self.model.num_blocks))) for x in self.all_blocks[which]]
         mixers = {block.index: block.mixer.inputs(block.index, read) for block, read in blocks}
         return LayerInputs(mixers, {block.index: block.ffn.inputs(block.index, read) for block, read in blocks}, places)
 
@@ -313,14 +311,14 @@ class GPTStage(nn.Module):
 
     def _places(self, s: int, cu_seqlens_bn: Tensor | None, samples_b: Tensor | None) -> TokenPlaces | None:
         """Of the tokens of this rank's residual stream; None without dropout."""
-        if samples_b is None or not self.config.hidden_dropout:
+        if samples_b is None or not self.model.hidden_dropout:
             return None
         context, group = self.context, self.context.context_parallel
         if group is None or group.size() == 1:
             positions_bs = torch.arange(s, device=context.device).unsqueeze(0)
         else:
             ranks = group.size()
-            documents = cu_seqlens_bn if self.config.cuts_documents else None
+            documents = cu_seqlens_bn if self.model.cuts_documents else None
             positions_bs = shard_positions(documents, s * ranks, group.rank(), ranks, context.device)
         positions_sb = positions_bs.transpose(0, 1)
         if context.sequence_sharded:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init
 from megafp8.models.bert import BinaryHead, HeadTransform
 from megafp8.models.context import BuildContext
@@ -19,6 +18,7 @@ from megafp8.models.costs import MicroBatch
 from megafp8.models.hyper_connections import StreamCollapse
 from megafp8.models.norms import block_norm, normalized
 from megafp8.numerics.dropout_reference import Dropout
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.cross_entropy import LabelLosses, vocab_parallel_losses
 from megafp8.tensor_parallel.layers import ColumnParallelLinear
 
@@ -26,24 +26,24 @@ from megafp8.tensor_parallel.layers import ColumnParallelLinear
 class Head(nn.Module):
     """Final norm, output layer and loss of the last stage; of BERT with its transform, and perhaps its binary head."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, tied: nn.Parameter | None, z_loss: float) -> None:
+    def __init__(self, model: ModelSpec, context: BuildContext, tied: nn.Parameter | None, z_loss: float) -> None:
         super().__init__()
-        self.context, self.vocab_size, self.z_loss = context, config.vocab_size, z_loss
-        self.scaling, self.softcap = config.logits_divisor, config.logit_softcap
-        if config.architecture == "t5" and config.tie_embeddings:
-            self.scaling *= math.sqrt(config.hidden_size)
+        self.context, self.vocab_size, self.z_loss = context, model.stem.known_vocab_size, z_loss
+        self.scaling, self.softcap = model.head.logits_divisor, model.head.logit_softcap
+        if model.architecture == "t5" and model.head.tied:
+            self.scaling *= math.sqrt(model.hidden_size)
         self.collapse: StreamCollapse | None = None
-        if config.hyper_connections is not None:
-            self.collapse = StreamCollapse("final_connection", config, context)
-        self.norm = None if config.norm_position == "post" else block_norm("final_norm", config, context)
-        transforms = config.head_activation is not None
-        self.transform = HeadTransform(config, context) if transforms else None
-        self.binary = BinaryHead(config, context) if config.binary_head else None
+        if model.hyper_connections is not None:
+            self.collapse = StreamCollapse("final_connection", model, context)
+        self.norm = block_norm("final_norm", model, context) if model.head.normalizes else None
+        transforms = model.head.activation is not None
+        self.transform = HeadTransform(model, context) if transforms else None
+        self.binary = BinaryHead(model, context) if model.head.binary else None
         self.output = ColumnParallelLinear(
             "output",
-            config.hidden_size,
-            config.padded_vocab_size,
-            init=Init("normal", config.init_std),
+            model.hidden_size,
+            model.stem.rows,
+            init=Init("normal", model.init_std),
             high_precision="the output layer stays in training.precision",
             weight=tied,
             bias=transforms,

@@ -11,28 +11,28 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.costs import MicroBatch, Work
 from megafp8.numerics.hyper_connections_reference import Rule
 from megafp8.ops.hyper_connections import collapse, connect, mix
+from megafp8.spec import ModelSpec
 
 
 class _Mapping(nn.Module):
     """`outputs` products of the normalized streams, with a base each and scales."""
 
-    def __init__(self, name: str, config: ModelConfig, context: BuildContext, outputs: int, scales: int) -> None:
+    def __init__(self, name: str, model: ModelSpec, context: BuildContext, outputs: int, scales: int) -> None:
         super().__init__()
-        keys = config.hyper_connections
+        keys = model.hyper_connections
         assert keys is not None
-        self.rule = Rule(keys.streams, keys.sinkhorn_iterations, keys.eps, config.norm_eps)
+        self.rule = Rule(keys.streams, keys.sinkhorn_iterations, keys.eps, model.norm.eps)
 
         def parameter(part: str, shape: tuple[int, ...], init: Init) -> nn.Parameter:
             decays = len(shape) > 1
             return replicated_parameter(context, unsharded(f"{name}.{part}", shape), init, weight_decay=decays)
 
-        self.fn = parameter("fn", (outputs, config.stream_width), Init("normal", config.init_std))
+        self.fn = parameter("fn", (outputs, model.stream_width), Init("normal", model.init_std))
         self.base = parameter("base", (outputs,), Init("zeros"))
         self.scale = parameter("scale", (scales,), Init("ones"))
 
@@ -50,10 +50,10 @@ class _Mapping(nn.Module):
 class HyperConnection(_Mapping):
     """How a part reads the streams, and writes its output to them."""
 
-    def __init__(self, name: str, config: ModelConfig, context: BuildContext) -> None:
-        assert config.hyper_connections is not None
-        n = config.hyper_connections.streams
-        super().__init__(name, config, context, outputs=n * (n + 2), scales=3)
+    def __init__(self, name: str, model: ModelSpec, context: BuildContext) -> None:
+        assert model.hyper_connections is not None
+        n = model.hyper_connections.streams
+        super().__init__(name, model, context, outputs=n * (n + 2), scales=3)
 
     def read(self, x_sbk: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """The part's input `[s, b, h]`, and what `write` needs."""
@@ -79,9 +79,9 @@ class HyperConnection(_Mapping):
 class StreamCollapse(_Mapping):
     """The streams after the last layer -> hidden states `[s, b, h]`."""
 
-    def __init__(self, name: str, config: ModelConfig, context: BuildContext) -> None:
-        assert config.hyper_connections is not None
-        super().__init__(name, config, context, outputs=config.hyper_connections.streams, scales=1)
+    def __init__(self, name: str, model: ModelSpec, context: BuildContext) -> None:
+        assert model.hyper_connections is not None
+        super().__init__(name, model, context, outputs=model.hyper_connections.streams, scales=1)
 
     def forward(self, x_sbk: Tensor) -> Tensor:
         return collapse(x_sbk, self.fn, self.base, self.scale, self.rule)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megafp8.config import ModelConfig
 from megafp8.config.parts.kimi_delta_attention import KimiDeltaAttentionConfig
 from megafp8.distributed.sharding import Init, shard_dim, unsharded
 from megafp8.linear.fusion import LinearInput
@@ -28,6 +27,7 @@ from megafp8.models.delta_rule_mixer import BEFORE, DeltaRuleMixer
 from megafp8.models.mixer import RecurrentInputs
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.plan import LinearSite, Neighbor
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.layers import ColumnParallelLinear
 
 _REASON = "decays and gates are few and stay in training.precision"
@@ -43,19 +43,19 @@ class KimiDeltaAttention(DeltaRuleMixer):
         self,
         name: str,
         record: KimiDeltaAttentionConfig,
-        config: ModelConfig,
+        model: ModelSpec,
         context: BuildContext,
         *,
         input: Neighbor,
         memory: BlockMemory = KEEP_ALL,
     ) -> None:
-        h, heads, d = config.hidden_size, record.num_heads, record.head_dim
+        h, heads, d = model.hidden_size, record.num_heads, record.head_dim
         # Initial decays are those of the paper's code.
         super().__init__(
-            name, config, context, key_heads=heads, value_heads=heads, d=d, w=d, kernel=record.conv_kernel_size,
-            decay_shape=(d,), decay_init=Init("inverse_softplus", low=1e-3, high=0.1), norm_eps=config.norm_eps,
+            name, model, context, key_heads=heads, value_heads=heads, d=d, w=d, kernel=record.conv_kernel_size,
+            decay_shape=(d,), decay_init=Init("inverse_softplus", low=1e-3, high=0.1), norm_eps=model.norm.eps,
         )  # fmt: skip
-        init, (t, rank) = Init("normal", config.hidden_init_std), (context.tensor.size(), context.tensor.rank())
+        init, (t, rank) = Init("normal", model.hidden_init_std), (context.tensor.size(), context.tensor.rank())
         self.projection = ColumnParallelLinear(
             f"{name}.qkv",
             h,

@@ -26,8 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megafp8.config import LatentMixerConfig, ModelConfig
-from megafp8.config.parts.sparse_attention import SparseLatentMixerConfig
+from megafp8.config.parts.latent_attention import LatentMixerConfig, LatentRecord
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
@@ -49,6 +48,7 @@ from megafp8.numerics.attention_scores import Scores
 from megafp8.ops.attention import CoreAttention
 from megafp8.ops.latent_heads import latent_heads
 from megafp8.plan import LinearSite, Neighbor
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
 
@@ -62,43 +62,42 @@ class LatentAttention(Mixer):
     def __init__(
         self,
         name: str,
-        record: LatentMixerConfig | SparseLatentMixerConfig,
-        config: ModelConfig,
+        record: LatentRecord,
+        model: ModelSpec,
         context: BuildContext,
         *,
         input: Neighbor,
         memory: BlockMemory = KEEP_ALL,
     ) -> None:
         super().__init__()
-        latent, heads = config.latent_attention, config.num_attention_heads
-        assert latent is not None
+        heads = record.num_attention_heads
         self.name, self.context, self.recompute = name, context, memory.attention
         self.window = record.sliding_window if isinstance(record, LatentMixerConfig) else None
-        embedding = record.position_embedding if isinstance(record, LatentMixerConfig) else "rope"
-        self.rope = None if embedding == "none" else RotaryEmbedding(config, latent.rope_head_dim, None, context)
+        rotates = record.position_embedding != "none"
+        self.rope = RotaryEmbedding(record, record.rope_head_dim, None, context) if rotates else None
         self.heads = heads // context.tensor.size()
         self.largest_logits_a = new_largest_logits(context, self.heads)
-        self.n, self.r, self.v = latent.nope_head_dim, latent.rope_head_dim, latent.value_head_dim
-        self.ranks = [latent.q_rank or 0, latent.kv_rank, self.r]
-        self.dropout = ProbabilityDropout.build(name, config.attention_dropout, heads, context)
-        self.causal, self.query_scaling = config.causal, config.query_scaling
-        self.score_factor = 1.0 if config.yarn is None else config.yarn.score_factor
-        init, common = Init("normal", config.hidden_init_std), context.linear_options()
-        down = {"kv_down": latent.kv_rank + self.r}
-        if latent.q_rank is not None:
-            down = {"q_down": latent.q_rank} | down
-        shards = [x for part, n in down.items() for x in unsharded(f"{name}.{part}.weight", (n, config.hidden_size))]
+        self.n, self.r, self.v = record.nope_head_dim, record.rope_head_dim, record.value_head_dim
+        self.ranks = [record.q_rank or 0, record.kv_rank, self.r]
+        self.dropout = ProbabilityDropout.build(name, model.attention_dropout, heads, context)
+        self.causal, self.query_scaling = model.causal, record.query_scaling
+        self.score_factor = record.score_factor
+        init, common = Init("normal", model.hidden_init_std), context.linear_options()
+        down = {"kv_down": record.kv_rank + self.r}
+        if record.q_rank is not None:
+            down = {"q_down": record.q_rank} | down
+        shards = [x for part, n in down.items() for x in unsharded(f"{name}.{part}.weight", (n, model.hidden_size))]
         self.down = replicated_parameter(context, shards, init, matrix=True)
         reason = "latents are few and stay in training.precision"
-        site = LinearSite(f"{name}.down", config.hidden_size, sum(down.values()), high_precision=reason)
+        site = LinearSite(f"{name}.down", model.hidden_size, sum(down.values()), high_precision=reason)
         self.down_state = context.fp8.linear(site)
         norm: dict[str, Any] = {
-            "eps": latent.norm_eps or config.norm_eps,
+            "eps": record.eps,
             "sees_a_slice": context.sequence_sharded,
-            "zero_centered": config.zero_centered_gamma,
+            "zero_centered": model.norm.zero_centered,
         }
-        self.q_norm = None if latent.q_rank is None else RMSNorm(f"{name}.q_norm", latent.q_rank, context, **norm)
-        self.kv_norm = RMSNorm(f"{name}.kv_norm", latent.kv_rank, context, **norm)
+        self.q_norm = None if record.q_rank is None else RMSNorm(f"{name}.q_norm", record.q_rank, context, **norm)
+        self.kv_norm = RMSNorm(f"{name}.kv_norm", record.kv_rank, context, **norm)
 
         def up(layer: str, norm: Neighbor, rank: int, width: int) -> ColumnParallelLinear:
             fused = norm.fuses != "none"
@@ -107,18 +106,18 @@ class LatentAttention(Mixer):
 
         q_norm = Neighbor("q_norm", "none", self.reads_latents) if self.reads_latents else Neighbor("q_norm", "any")
 
-        if latent.q_rank is None:
+        if record.q_rank is None:
             before = Neighbor("attention_norm", "none", "the latents are computed from the norm's output too")
-            self.q_up = up("q", before, config.hidden_size, self.n + self.r)
+            self.q_up = up("q", before, model.hidden_size, self.n + self.r)
         else:
-            self.q_up = up("q_up", q_norm, latent.q_rank, self.n + self.r)
+            self.q_up = up("q_up", q_norm, record.q_rank, self.n + self.r)
         if not self.reads_latents:
-            self.kv_up = up("kv_up", Neighbor("kv_norm", "any"), latent.kv_rank, self.n + self.v)
+            self.kv_up = up("kv_up", Neighbor("kv_norm", "any"), record.kv_rank, self.n + self.v)
         self.proj = RowParallelLinear(
             f"{name}.proj",
             heads * self.v,
-            config.hidden_size,
-            init=Init("normal", config.output_init_std),
+            model.hidden_size,
+            init=Init("normal", model.output_init_std),
             site=context.site(before=ATTENTION),
             **common,
         )

@@ -15,7 +15,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.linear.linear import linear
@@ -26,6 +25,7 @@ from megafp8.models.norms import RMSNorm, block_norm, normalized
 from megafp8.ops.activation import activation
 from megafp8.ops.mlp import UNFUSED
 from megafp8.plan import LinearSite
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.layers import VocabParallelEmbedding
 
 
@@ -47,20 +47,19 @@ class PerLayerEmbedding(nn.Module):
     """Tokens `[b, s]` and their embeddings `[s, b, h]` -> vectors for the layers, `[s, b, l, p]` (s/t
     sequence-parallel)."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, model: ModelSpec, context: BuildContext) -> None:
         super().__init__()
-        assert config.per_layer_embedding is not None
-        p, layers, name = config.per_layer_embedding.width, config.num_layers, "per_layer_embedding"
-        self.width, self.scale = p, 1 / math.sqrt(config.hidden_size)
+        p, layers, name = model.stem.per_layer_width, model.num_layers, "per_layer_embedding"
+        self.width, self.scale = p, 1 / math.sqrt(model.hidden_size)
         self.word = VocabParallelEmbedding(
-            f"{name}.word", config.padded_vocab_size, layers * p, group=context.tensor,
-            init=Init("normal", config.init_std), dtype=context.dtype, device=context.device,
+            f"{name}.word", model.stem.rows, layers * p, group=context.tensor,
+            init=Init("normal", model.init_std), dtype=context.dtype, device=context.device,
             sequence_parallel=context.sequence_parallel, multiplier=math.sqrt(p),
         )  # fmt: skip
-        self.projection = WholeLinear(f"{name}.projection", config.hidden_size, layers * p, context, config.init_std)
+        self.projection = WholeLinear(f"{name}.projection", model.hidden_size, layers * p, context, model.init_std)
         self.norm = RMSNorm(
-            f"{name}.norm", p, context, eps=config.norm_eps, sees_a_slice=context.sequence_sharded,
-            zero_centered=config.zero_centered_gamma,
+            f"{name}.norm", p, context, eps=model.norm.eps, sees_a_slice=context.sequence_sharded,
+            zero_centered=model.norm.zero_centered,
         )  # fmt: skip
 
     def forward(self, tokens_bs: Tensor, x_sbh: Tensor) -> Tensor:
@@ -75,18 +74,18 @@ class LayerTail(nn.Module):
     `scalar`: fp32 `[1]`, a constant of the layer that belongs to the weights and is not trained; None without one.
     """
 
-    def __init__(self, index: int, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, index: int, model: ModelSpec, context: BuildContext) -> None:
         super().__init__()
-        name, h = f"layers.{index}", config.hidden_size
-        self.index, self.hidden_size, self.kind = index, h, config.activation
-        self.width = 0 if config.per_layer_embedding is None else config.per_layer_embedding.width
+        name, h = f"layers.{index}", model.hidden_size
+        self.index, self.hidden_size, self.kind = index, h, model.activation
+        self.width = model.stem.per_layer_width
         if self.width:
-            self.gate = WholeLinear(f"{name}.per_layer_gate", h, self.width, context, config.hidden_init_std)
-            std = config.output_init_std
+            self.gate = WholeLinear(f"{name}.per_layer_gate", h, self.width, context, model.hidden_init_std)
+            std = model.output_init_std
             self.projection = WholeLinear(f"{name}.per_layer_projection", self.width, h, context, std)
-            self.norm = block_norm(f"{name}.per_layer_norm", config, context)
+            self.norm = block_norm(f"{name}.per_layer_norm", model, context)
         self.scalar: Tensor | None = None
-        if config.layer_scalar:
+        if model.layer_scalar:
             self.scalar = torch.ones(1, dtype=torch.float32, device=context.buffer_device)
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:

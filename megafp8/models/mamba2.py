@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafp8.config import ModelConfig
 from megafp8.config.parts.mamba2 import Mamba2Config
 from megafp8.distributed.sharding import Init, shard_dim, unsharded
 from megafp8.linear.fusion import LinearInput
@@ -40,6 +39,7 @@ from megafp8.ops.recurrence import State
 from megafp8.ops.short_convolution import Part, convolve_parts, last_inputs
 from megafp8.ops.state_space import CHUNK, missing_kernel, state_space
 from megafp8.plan import LinearSite, Neighbor
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
 
@@ -51,7 +51,7 @@ class Mamba2(RecurrentMixer):
         self,
         name: str,
         record: Mamba2Config,
-        config: ModelConfig,
+        model: ModelSpec,
         context: BuildContext,
         *,
         input: Neighbor,
@@ -59,12 +59,12 @@ class Mamba2(RecurrentMixer):
     ) -> None:
         super().__init__()
         t, rank = context.tensor.size(), context.tensor.rank()
-        self.context, self.record, self.eps = context, record, config.norm_eps
-        self.d, self.w, h, heads = record.state_size, record.head_dim, config.hidden_size, record.num_heads
+        self.context, self.record, self.eps = context, record, model.norm.eps
+        self.d, self.w, h, heads = record.state_size, record.head_dim, model.hidden_size, record.num_heads
         self.heads, self.groups, self.first_head = heads // t, record.num_groups // t, rank * (heads // t)
         inner, shared = heads * self.w, record.num_groups * self.d
         widths = {"x": inner, "b": shared, "c": shared}
-        common, init = context.linear_options(), Init("normal", config.hidden_init_std)
+        common, init = context.linear_options(), Init("normal", model.hidden_init_std)
         before = Neighbor("attention_norm", "none", "the decays are computed from the norm's output too")
         self.projection = ColumnParallelLinear(
             f"{name}.xbcz",
@@ -98,7 +98,7 @@ class Mamba2(RecurrentMixer):
             f"{name}.proj",
             inner,
             h,
-            init=Init("normal", config.output_init_std),
+            init=Init("normal", model.output_init_std),
             site=context.site(before=ATTENTION),
             **common,
         )

@@ -1,6 +1,6 @@
 """The parts of a layer, mixer and feed-forward network: what they read of a micro-batch and answer about themselves.
 
-A part is built from its record in the config (`megafp8.config.parts`) and knows nothing of where tokens come from.
+A part is built from its record (`megafp8.spec.PartRecord`) and knows nothing of where tokens come from.
 Whoever runs a stage passes `Tokens`: a micro-batch of training, a step of generation, or texts to score. From these a
 mixer takes what it reads besides the residual stream (`Mixer.inputs`), once for each micro-batch: rotary tables, masks,
 or the state that a sequence has got to. Layers that read equal tables share them.
@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megafp8.config import ModelConfig
-from megafp8.config.parts.base import PartConfig
 from megafp8.fp8.speed_model import LinearSize
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat
@@ -30,6 +28,7 @@ from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.ops.attention import CoreAttention
 from megafp8.ops.recurrence import Recurrence
 from megafp8.plan import Neighbor
+from megafp8.spec import ModelSpec, PartRecord
 
 if TYPE_CHECKING:
     from megafp8.models.rotary import RotaryEmbedding
@@ -305,8 +304,8 @@ class LayerInputs:
 
 def make_part(
     name: str,
-    record: PartConfig,
-    model: ModelConfig,
+    record: PartRecord,
+    model: ModelSpec,
     context: BuildContext,
     *,
     input: Neighbor,

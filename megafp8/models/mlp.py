@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megafp8.config import MlpConfig, ModelConfig
+from megafp8.config import MlpConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed.sharding import Init
 from megafp8.linear.fusion import LinearInput
@@ -23,6 +23,7 @@ from megafp8.models.mixer import FeedForward
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.ops.mlp import mlp
 from megafp8.plan import Neighbor
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
@@ -33,7 +34,7 @@ class MLP(FeedForward):
         self,
         name: str,
         record: MlpConfig,
-        config: ModelConfig,
+        model: ModelSpec,
         context: BuildContext,
         *,
         input: Neighbor,
@@ -42,14 +43,14 @@ class MLP(FeedForward):
         super().__init__()
         self.kind = record.activation
         f, self.activation = record.width, ACTIVATIONS[record.activation]
-        common = context.linear_options() | {"bias": config.linear_bias}
+        common = context.linear_options() | {"bias": model.linear_bias}
         neighbor = Neighbor(self.kind, "any" if self.activation.fused else "none", f"{self.kind} has no fused kernel")
         self.up = ColumnParallelLinear(
             f"{name}.{self.activation.up_layer}",
-            config.hidden_size,
+            model.hidden_size,
             self.activation.up_width(f),
             parts={f"{name}.gate": f, f"{name}.up": f} if self.activation.gated else None,
-            init=Init("normal", config.hidden_init_std),
+            init=Init("normal", model.hidden_init_std),
             skip_bias_add=self.activation.fuses_bias,
             site=context.site(before=input, after=neighbor, recompute_input=memory.norms),
             **common,
@@ -57,8 +58,8 @@ class MLP(FeedForward):
         self.down = RowParallelLinear(
             f"{name}.down",
             f,
-            config.hidden_size,
-            init=Init("normal", config.output_init_std),
+            model.hidden_size,
+            init=Init("normal", model.output_init_std),
             site=context.site(
                 before=neighbor,
                 recompute_input=memory.activation,

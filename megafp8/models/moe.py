@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from megafp8.config import MlpConfig, ModelConfig, MoeFfnConfig
+from megafp8.config import MlpConfig, MoeFfnConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init, shard_dim, unsharded
@@ -58,6 +58,7 @@ from megafp8.ops.activation import activation
 from megafp8.ops.mlp import UNFUSED
 from megafp8.ops.permute import Permutation, by_expert, combine, expert_input, permute, scale_rows
 from megafp8.plan import LinearSite, Neighbor
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.mappings import (
     gather_from_sequence_parallel,
     start_gather_from_sequence_parallel,
@@ -68,13 +69,12 @@ from megafp8.tensor_parallel.mappings import (
 class Experts(nn.Module):
     """The experts of this rank: rows `[m, l]`, by expert, -> `[m, l]`."""
 
-    def __init__(self, name: str, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, name: str, record: MoeFfnConfig, model: ModelSpec, context: BuildContext) -> None:
         super().__init__()
-        assert config.moe is not None
         parts, part = collectives.size(context.expert_tensor), collectives.rank(context.expert_tensor)
         ranks, rank = collectives.size(context.expert) // parts, collectives.rank(context.expert) // parts
-        count, h, f = config.moe.num_experts // ranks, config.expert_input_size, config.expert_size
-        self.kind, self.activation = config.activation, ACTIVATIONS[config.activation]
+        count, h, f = record.num_experts // ranks, record.latent_size or model.hidden_size, record.width
+        self.kind, self.activation = record.activation, ACTIVATIONS[record.activation]
         self.own = own = range(rank * count, (rank + 1) * count)
         first = ("gate", "up") if self.activation.gated else ("up",)
         into = [shard_dim(f"{name}.{e}.{layer}.weight", (f, h), 0, part, parts) for e in own for layer in first]
@@ -82,10 +82,10 @@ class Experts(nn.Module):
         fuses: Literal["per_tensor or blocks", "none"] = "per_tensor or blocks" if self.activation.fused else "none"
         between = Neighbor(self.kind, fuses, f"{self.kind} has no fused kernel")
         weighted, sent = "their rows are multiplied by weights first", "their outputs are sent to other ranks"
-        before = Neighbor("permutation", "none" if config.moe.scale_inputs else "any", weighted)
+        before = Neighbor("permutation", "none" if record.scale_inputs else "any", weighted)
         after = Neighbor("sum over experts", "any" if context.gathers_tokens else "none", sent)
         up_names, down_names = ([f"{name}.{e}.{layer}" for e in own] for layer in (self.activation.up_layer, "down"))
-        biased = config.linear_bias
+        biased = model.linear_bias
         up_width = self.activation.up_width(f) // parts
         self.up_state = self._state(
             up_names, (h, up_width), context, parallel="column", before=before, after=between, adds_bias=biased
@@ -94,9 +94,9 @@ class Experts(nn.Module):
             down_names, (f // parts, h), context, parallel="row", before=between, after=after, adds_bias=biased
         )
         of_experts = {"replicated_over_tp": False, "expert": True}
-        self.up = new_parameter(context, into, Init("normal", config.hidden_init_std), matrix=True, **of_experts)
-        into_stream = config.moe.latent_size is None
-        std = config.output_init_std if into_stream else config.hidden_init_std
+        self.up = new_parameter(context, into, Init("normal", model.hidden_init_std), matrix=True, **of_experts)
+        into_stream = record.latent_size is None
+        std = model.output_init_std if into_stream else model.hidden_init_std
         self.down = new_parameter(context, out_of, Init("normal", std), matrix=True, **of_experts)
         self.up_bias: nn.Parameter | None = None
         self.down_bias: nn.Parameter | None = None
@@ -187,17 +187,16 @@ def _biased(y_mn: Tensor, bias: Tensor | None, expert_me: Tensor | None) -> Tens
 class SharedExpert(nn.Module):
     """An MLP that every token passes, with an optional gate of its own for each token."""
 
-    def __init__(self, name: str, config: ModelConfig, context: BuildContext, memory: BlockMemory) -> None:
+    def __init__(
+        self, name: str, record: MlpConfig, gated: bool, model: ModelSpec, context: BuildContext, memory: BlockMemory
+    ) -> None:
         super().__init__()
-        assert config.moe is not None
-        assert config.moe.shared_ffn_hidden_size is not None
-        record = MlpConfig(ffn_hidden_size=config.moe.shared_ffn_hidden_size).resolved(config)
         before = Neighbor("mlp_norm", "none", "the router and the experts read the norm's output too")
-        self.mlp = MLP(name, record, config, context, input=before, memory=replace(memory, norms=False))
+        self.mlp = MLP(name, record, model, context, input=before, memory=replace(memory, norms=False))
         self.gate: nn.Parameter | None = None
-        if config.moe.shared_gate:
-            shards = unsharded(f"{name}_gate.weight", (1, config.hidden_size))
-            self.gate = replicated_parameter(context, shards, Init("normal", config.init_std))
+        if gated:
+            shards = unsharded(f"{name}_gate.weight", (1, model.hidden_size))
+            self.gate = replicated_parameter(context, shards, Init("normal", model.init_std))
 
     def forward(self, x_sbh: Tensor) -> Tensor:
         y_sbh = self.mlp(x_sbh)
@@ -249,41 +248,40 @@ class MoE(FeedForward):
         self,
         name: str,
         record: MoeFfnConfig,
-        config: ModelConfig,
+        model: ModelSpec,
         context: BuildContext,
         *,
         input: Neighbor,
         memory: BlockMemory = KEEP_ALL,
     ) -> None:
         super().__init__()
-        assert config.moe is not None
-        self.name, self.num_experts = name, config.moe.num_experts
-        self.drops = config.moe.capacity_factor is not None
+        self.name, self.num_experts = name, record.num_experts
+        self.drops = record.capacity_factor is not None
         self.group, self.gathers_tokens = context.expert, context.gathers_tokens
         self.parts = collectives.size(context.expert_tensor)
         self.overlap = context.expert_overlap
         self.row_bound = context.row_bound or RowBound(context.buffer_device)
-        init = Init("normal", config.init_std)
+        init = Init("normal", model.init_std)
         self.router = Router(
-            f"{name}.router", config.hidden_size, config.moe, context, init, biased=config.linear_bias,
-            hashed=config.vocab_size if record.routing == "hash" else None, norm_eps=config.norm_eps,
+            f"{name}.router", model.hidden_size, record, context, init, biased=model.linear_bias,
+            hashed=model.stem.known_vocab_size if record.routing == "hash" else None, norm_eps=model.norm.eps,
         )  # fmt: skip
         self.sequence_group = context.tensor if context.sequence_sharded else None
-        self.experts = Experts(f"{name}.experts", config, context)
+        self.experts = Experts(f"{name}.experts", record, model, context)
         self.latent_down: LatentProjection | None = None
         self.latent_up: LatentProjection | None = None
-        self.width = config.expert_input_size
-        if config.moe.latent_size is not None:
-            h, (into, out_of) = config.hidden_size, (config.hidden_init_std, config.output_init_std)
+        self.width = record.latent_size or model.hidden_size
+        if record.latent_size is not None:
+            h, (into, out_of) = model.hidden_size, (model.hidden_init_std, model.output_init_std)
             self.latent_down = LatentProjection(f"{name}.latent_down", h, self.width, into, context)
             self.latent_up = LatentProjection(f"{name}.latent_up", self.width, h, out_of, context)
         self.shared: SharedExpert | None = None
-        if config.moe.shared_ffn_hidden_size is not None:
-            self.shared = SharedExpert(f"{name}.shared", config, context, memory)
+        if record.shared is not None:
+            self.shared = SharedExpert(f"{name}.shared", record.shared, record.shared_gate, model, context, memory)
         self.norms: nn.ModuleDict | None = None
-        if config.moe.separate_norms:
+        if record.separate_norms:
             names = (_EXPERTS_NORM, _EXPERTS_OUTPUT_NORM, _SHARED_NORM, _SHARED_OUTPUT_NORM)
-            self.norms = nn.ModuleDict({which: block_norm(f"{name}.{which}", config, context) for which in names})
+            self.norms = nn.ModuleDict({which: block_norm(f"{name}.{which}", model, context) for which in names})
 
     @property
     def routers(self) -> Sequence[Router]:

@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from megafp8.config import ModelConfig
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init, shard_dim, unsharded
 from megafp8.linear.fusion import LinearInput
@@ -34,6 +33,7 @@ from megafp8.numerics.sources import norm_factor
 from megafp8.ops.norm import norm
 from megafp8.ops.rotary import QKNorms
 from megafp8.plan import Neighbor
+from megafp8.spec import ModelSpec
 
 
 class Norm(nn.Module):
@@ -130,16 +130,16 @@ NORMS: dict[str, type[Norm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 """By `model.normalization`."""
 
 
-def block_norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
+def block_norm(name: str, model: ModelSpec, context: BuildContext) -> Norm:
     """A norm of hidden states, as the model has it."""
-    return NORMS[config.normalization](
+    return NORMS[model.norm.kind](
         name,
-        config.hidden_size,
+        model.hidden_size,
         context,
-        eps=config.norm_eps,
+        eps=model.norm.eps,
         sees_a_slice=context.sequence_sharded,
-        zero_centered=config.zero_centered_gamma,
-        weighted=config.norm_weights,
+        zero_centered=model.norm.zero_centered,
+        weighted=model.norm.weighted,
     )
 
 

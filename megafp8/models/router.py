@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from megafp8.config import MoeConfig
+from megafp8.config import MoeFfnConfig
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.linear.fp32_linear import fp32_linear
@@ -117,7 +117,7 @@ class _AddLoss(Function):
         return dx, loss_grad.to(ctx.dtype), *[None] * 3
 
 
-def choose(scores_ne: Tensor, moe: MoeConfig, bias_e: Tensor | None) -> Tensor:
+def choose(scores_ne: Tensor, moe: MoeFfnConfig, bias_e: Tensor | None) -> Tensor:
     """The experts of each token, int64 `[n, k]`, from the router's scores."""
     ranked_ne = scores_ne.detach() if bias_e is None else scores_ne.detach() + bias_e
     if moe.top_groups is not None and moe.top_groups < moe.num_groups:
@@ -130,7 +130,7 @@ def choose(scores_ne: Tensor, moe: MoeConfig, bias_e: Tensor | None) -> Tensor:
     return _largest(ranked_ne, moe.top_k)
 
 
-def weigh(scores_ne: Tensor, experts_nk: Tensor, moe: MoeConfig) -> Tensor:
+def weigh(scores_ne: Tensor, experts_nk: Tensor, moe: MoeFfnConfig) -> Tensor:
     """The weights of each token's experts, from the router's scores."""
     weights_nk = scores_ne.gather(1, experts_nk)
     if moe.normalize:
@@ -138,7 +138,7 @@ def weigh(scores_ne: Tensor, experts_nk: Tensor, moe: MoeConfig) -> Tensor:
     return weights_nk * moe.scaling_factor
 
 
-def hash_table(tokens: int, moe: MoeConfig, key: Key, device: torch.device) -> Tensor:
+def hash_table(tokens: int, moe: MoeFfnConfig, key: Key, device: torch.device) -> Tensor:
     """Random experts of each token id, int64 `[tokens, k]`, a token's all different and each expert equally often.
 
     Ids in random order are divided into groups of as many as there are experts. A group has the experts in a random
@@ -159,7 +159,9 @@ def hash_table(tokens: int, moe: MoeConfig, key: Key, device: torch.device) -> T
     return experts_ge[group_t].gather(1, (row_t.unsqueeze(1) + rotations_gk[group_t]) % e)
 
 
-def within_capacity(experts_nk: Tensor, weights_nk: Tensor, moe: MoeConfig, padding_n: Tensor | None = None) -> Tensor:
+def within_capacity(
+    experts_nk: Tensor, weights_nk: Tensor, moe: MoeFfnConfig, padding_n: Tensor | None = None
+) -> Tensor:
     """`experts_nk` with e instead of choices beyond an expert's capacity, which keeps those of the largest weights.
 
     Padding takes what room is left.
@@ -210,7 +212,7 @@ class Router(nn.Module):
     """
 
     def __init__(
-        self, name: str, hidden_size: int, moe: MoeConfig, context: BuildContext, init: Init, *, biased: bool = False,
+        self, name: str, hidden_size: int, moe: MoeFfnConfig, context: BuildContext, init: Init, *, biased: bool = False,
         hashed: int | None = None,
         norm_eps: float = 0.0,
     ) -> None:  # fmt: skip

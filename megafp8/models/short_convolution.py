@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megafp8.config import ModelConfig
 from megafp8.config.parts.short_convolution import ShortConvolutionConfig
 from megafp8.distributed.sharding import Init
 from megafp8.linear.fusion import LinearInput
@@ -25,6 +24,7 @@ from megafp8.models.recurrent import RecurrentMixer, short_convolution
 from megafp8.ops.recurrence import State
 from megafp8.ops.short_convolution import convolve, last_inputs
 from megafp8.plan import Neighbor
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
@@ -35,20 +35,20 @@ class ShortConvolution(RecurrentMixer):
         self,
         name: str,
         record: ShortConvolutionConfig,
-        config: ModelConfig,
+        model: ModelSpec,
         context: BuildContext,
         *,
         input: Neighbor,
         memory: BlockMemory = KEEP_ALL,
     ) -> None:
         super().__init__()
-        h, common, fused = config.hidden_size, context.linear_options(), input.fuses != "none"
+        h, common, fused = model.hidden_size, context.linear_options(), input.fuses != "none"
         self.projection = ColumnParallelLinear(
             f"{name}.bcx",
             h,
             3 * h,
             parts={f"{name}.{part}": h for part in "bcx"},
-            init=Init("normal", config.hidden_init_std),
+            init=Init("normal", model.hidden_init_std),
             site=context.site(before=input, after=ATTENTION, recompute_input=memory.norms and fused),
             **common,
         )
@@ -57,7 +57,7 @@ class ShortConvolution(RecurrentMixer):
             f"{name}.proj",
             h,
             h,
-            init=Init("normal", config.output_init_std),
+            init=Init("normal", model.output_init_std),
             site=context.site(before=ATTENTION),
             **common,
         )

@@ -26,7 +26,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megafp8.config import ModelConfig
 from megafp8.config.parts.sparse_attention import SparseLatentMixerConfig
 from megafp8.distributed.sharding import Init, shard_dim, unsharded
 from megafp8.linear.fusion import LinearInput
@@ -41,6 +40,7 @@ from megafp8.numerics.sparse_attention_reference import Index, wide
 from megafp8.ops.rotary import rotate_heads, rotated_neighbors
 from megafp8.ops.sparse_attention import BLOCK_BYTES, IndexLoss, SparseAttention
 from megafp8.plan import LinearSite, Neighbor
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
 
 _INDEX_NORM_EPS = 1e-6
@@ -68,20 +68,17 @@ class SparseLatentAttention(LatentAttention):
         self,
         name: str,
         record: SparseLatentMixerConfig,
-        config: ModelConfig,
+        model: ModelSpec,
         context: BuildContext,
         *,
         input: Neighbor,
         memory: BlockMemory = KEEP_ALL,
     ) -> None:
-        super().__init__(name, record, config, context, input=input, memory=memory)
-        sparse, latent = config.sparse_attention, config.latent_attention
-        assert sparse is not None
-        assert latent is not None
-        assert latent.q_rank is not None
-        self.sparse, h = sparse, config.hidden_size
-        init, group = Init("normal", config.hidden_init_std), context.tensor
-        shape = config.num_attention_heads * (self.n + self.v), latent.kv_rank
+        super().__init__(name, record, model, context, input=input, memory=memory)
+        assert record.q_rank is not None, "the config was not checked"
+        self.sparse, h = record, model.hidden_size
+        init, group = Init("normal", model.hidden_init_std), context.tensor
+        shape = record.num_attention_heads * (self.n + self.v), record.kv_rank
         up = shard_dim(f"{name}.kv_up.weight", shape, 0, group.rank(), group.size())
         self.latent_up = new_parameter(context, [up], init, replicated_over_tp=False, matrix=True)
 
@@ -92,18 +89,18 @@ class SparseLatentAttention(LatentAttention):
             return replicated_parameter(context, shards, init, matrix=True), context.fp8.linear(site)
 
         self.index_q, self.index_q_state = product(
-            "index_q", {"index_q": sparse.index_heads * sparse.index_head_dim}, latent.q_rank
+            "index_q", {"index_q": record.index_heads * record.index_head_dim}, record.q_rank
         )
-        parts = {"index_k": sparse.index_head_dim, "index_weights": sparse.index_heads}
+        parts = {"index_k": record.index_head_dim, "index_weights": record.index_heads}
         self.index_kw, self.index_kw_state = product("index_down", parts, h)
         self.index_k_norm = LayerNorm(
-            f"{name}.index_k_norm", sparse.index_head_dim, context, eps=_INDEX_NORM_EPS,
+            f"{name}.index_k_norm", record.index_head_dim, context, eps=_INDEX_NORM_EPS,
             sees_a_slice=context.sequence_sharded,
         )  # fmt: skip
         self.index_loss = torch.zeros(1, dtype=torch.float64, device=context.buffer_device)
-        loss = IndexLoss(sparse.kl_loss / context.global_tokens, context.auxiliary_loss_grad, self.index_loss)
+        loss = IndexLoss(record.kl_loss / context.global_tokens, context.auxiliary_loss_grad, self.index_loss)
         scale = self.score_factor * (self.n + self.r) ** -0.5
-        self.attend = SparseAttention(None if sparse.warmup else sparse.top_k, scale, context.tensor, loss)
+        self.attend = SparseAttention(None if record.warmup else record.top_k, scale, context.tensor, loss)
 
     def inputs(self, layer: int, tokens: Tokens) -> Any:
         assert self.rope is not None

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megafp8.batch import Batch
-from megafp8.config import ModelConfig
+from megafp8.config import AttentionConfig
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat
@@ -51,6 +51,7 @@ from megafp8.ops import dropout as dropouts
 from megafp8.ops.attention import CoreAttention, SelfAttention, fastest_backends
 from megafp8.ops.recurrence import Recurrence
 from megafp8.plan import Neighbor
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.cross_entropy import LabelLosses
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -88,20 +89,27 @@ class CrossAttention(nn.Module):
     sequence-parallel) -> `[d, b, h]`."""
 
     def __init__(
-        self, name: str, config: ModelConfig, context: BuildContext, *, input: Neighbor, memory: BlockMemory
+        self,
+        name: str,
+        record: AttentionConfig,
+        model: ModelSpec,
+        context: BuildContext,
+        *,
+        input: Neighbor,
+        memory: BlockMemory,
     ) -> None:
         super().__init__()
-        self.recompute, self.channels = memory.attention, config.channels
-        self.heads = config.num_attention_heads // context.tensor.size()
-        self.scores = Scores(config.score_scale, config.attention_softcap)
-        self.dropout = ProbabilityDropout.build(name, config.attention_dropout, config.num_attention_heads, context)
-        q_size, kv_size = config.num_attention_heads * config.channels, config.query_groups * config.channels
-        common = context.linear_options() | {"bias": config.linear_bias}
-        init = Init("normal", config.hidden_init_std)
+        self.recompute, self.channels = memory.attention, record.channels
+        self.heads = record.num_attention_heads // context.tensor.size()
+        self.scores = Scores(record.attention_scale, record.attention_softcap)
+        self.dropout = ProbabilityDropout.build(name, model.attention_dropout, record.num_attention_heads, context)
+        q_size, kv_size = record.num_attention_heads * record.channels, record.groups * record.channels
+        common = context.linear_options() | {"bias": model.linear_bias}
+        init = Init("normal", model.hidden_init_std)
         of_encoder = replace(context, tokens=context.encoder_tokens)
         self.query = ColumnParallelLinear(
             f"{name}.q",
-            config.hidden_size,
+            model.hidden_size,
             q_size,
             init=init,
             site=context.site(before=input, after=ATTENTION, recompute_input=memory.norms),
@@ -109,7 +117,7 @@ class CrossAttention(nn.Module):
         )
         self.key_value = ColumnParallelLinear(
             f"{name}.kv",
-            config.hidden_size,
+            model.hidden_size,
             2 * kv_size,
             parts={f"{name}.k": kv_size, f"{name}.v": kv_size},
             init=init,
@@ -119,8 +127,8 @@ class CrossAttention(nn.Module):
         self.proj = RowParallelLinear(
             f"{name}.proj",
             q_size,
-            config.hidden_size,
-            init=Init("normal", config.output_init_std),
+            model.hidden_size,
+            init=Init("normal", model.output_init_std),
             site=context.site(before=ATTENTION),
             **common,
         )
@@ -163,16 +171,16 @@ class CrossAttention(nn.Module):
 class DecoderBlock(SequentialBlock):
     """A block that attends to the encoder's output between attention and MLP."""
 
-    def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
-        super().__init__(index, config, context, memory)
+    def __init__(self, index: int, model: ModelSpec, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
+        super().__init__(index, model, context, memory)
         assert isinstance(self.mixer, Attention)
         self.mixer.causal = True
         name = f"layers.{index}"
-        self.cross_norm = block_norm(f"{name}.cross_norm", config, context)
+        self.cross_norm = block_norm(f"{name}.cross_norm", model, context)
         norm = self.cross_norm.neighbor()
         name = f"{name}.cross_attention"
-        self.cross = CrossAttention(name, config, context, input=norm, memory=memory)
-        self.cross_branch_dropout = DropoutStream.of(config.hidden_dropout, context.seed, name)
+        self.cross = CrossAttention(name, self.mixer.record, model, context, input=norm, memory=memory)
+        self.cross_branch_dropout = DropoutStream.of(model.hidden_dropout, context.seed, name)
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         own = {"cross residual stream": self._stream(batch)}
@@ -224,16 +232,16 @@ def distance_buckets(
 class RelativeBiases(nn.Module):
     """Biases of encoder and decoder by bucket, of this rank's heads: `[2, buckets, a]`."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, model: ModelSpec, context: BuildContext) -> None:
         super().__init__()
-        self.encoder, self.decoder = (self._table(stack, config, context) for stack in ("encoder", "decoder"))
+        self.encoder, self.decoder = (self._table(stack, model, context) for stack in ("encoder", "decoder"))
 
     @staticmethod
-    def _table(stack: str, config: ModelConfig, context: BuildContext) -> nn.Parameter:
-        group, shape = context.tensor, (config.relative_attention_num_buckets, config.num_attention_heads)
+    def _table(stack: str, model: ModelSpec, context: BuildContext) -> nn.Parameter:
+        group, shape = context.tensor, (model.stem.relative_buckets, model.layers[0].mixer.num_attention_heads)
         piece = shard_dim(f"{stack}.relative_bias.weight", shape, 1, group.rank(), group.size())
         weight = nn.Parameter(torch.empty(piece.shape, dtype=context.dtype, device=context.device))
-        init = Init("normal", config.init_std)
+        init = Init("normal", model.init_std)
         return set_spec(weight, ParamSpec((piece,), init, replicated_over_tp=False, weight_decay=False))
 
     def forward(self) -> Tensor:
@@ -243,9 +251,9 @@ class RelativeBiases(nn.Module):
 class EncoderNorm(nn.Module):
     """The norm after the encoder's last block."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, model: ModelSpec, context: BuildContext) -> None:
         super().__init__()
-        self.norm = block_norm("encoder_norm", config, context)
+        self.norm = block_norm("encoder_norm", model, context)
 
     def forward(self, x_sbh: Tensor, branch_sbh: Tensor | None, dropout: Dropout | None) -> Tensor:
         """`dropout`: of the branch."""
@@ -255,15 +263,15 @@ class EncoderNorm(nn.Module):
 class T5Stage(GPTStage):
     """The blocks `layers` of encoder and decoder, and what belongs to the first and last stage."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, **options: Any) -> None:
-        super().__init__(config, context, **options)
-        encoder = range(self.layers.start, min(self.layers.stop, config.num_layers))
+    def __init__(self, model: ModelSpec, context: BuildContext, **options: Any) -> None:
+        super().__init__(model, context, **options)
+        encoder = range(self.layers.start, min(self.layers.stop, model.num_layers))
         self.encoder_blocks = len(encoder)
-        ends = config.num_layers - 1 in self.layers
-        self.encoder_norm = EncoderNorm(config, context) if ends else None
-        self.biases = RelativeBiases(config, context) if self.embedding is not None else None
+        ends = model.num_layers - 1 in self.layers
+        self.encoder_norm = EncoderNorm(model, context) if ends else None
+        self.biases = RelativeBiases(model, context) if self.embedding is not None else None
         self.encoder_dropout, self.decoder_dropout = (
-            DropoutStream.of(config.hidden_dropout, context.seed, f"{stack}.embedding")
+            DropoutStream.of(model.hidden_dropout, context.seed, f"{stack}.embedding")
             for stack in ("encoder", "decoder")
         )
 
@@ -274,11 +282,11 @@ class T5Stage(GPTStage):
         return [module for module in modules if module is not None]
 
     @staticmethod
-    def make_layer(index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory) -> Block:
+    def make_layer(index: int, model: ModelSpec, context: BuildContext, memory: BlockMemory) -> Block:
         """Layer `index` of the model."""
-        if index < config.num_layers:
-            return SequentialBlock(index, config, replace(context, tokens=context.encoder_tokens), memory)
-        return DecoderBlock(index, config, context, memory)
+        if index < model.num_layers:
+            return SequentialBlock(index, model, replace(context, tokens=context.encoder_tokens), memory)
+        return DecoderBlock(index, model, context, memory)
 
     def stream_rows(self, s: int, b: int, decoder: int) -> int:
         """Rows of the tensor between stages, for s and `decoder` tokens of b samples."""
@@ -288,11 +296,11 @@ class T5Stage(GPTStage):
     @property
     def _biases_shape(self) -> tuple[int, int, int]:
         """Of both tables: `[2, buckets, a]`."""
-        heads = self.config.num_attention_heads // self.context.tensor.size()
-        return 2, self.config.relative_attention_num_buckets, heads
+        heads = self.model.layers[0].mixer.num_attention_heads // self.context.tensor.size()
+        return 2, self.model.stem.relative_buckets, heads
 
     def _bias_rows(self, b: int) -> int:
-        return -(-math.prod(self._biases_shape) // (b * self.config.hidden_size))
+        return -(-math.prod(self._biases_shape) // (b * self.model.hidden_size))
 
     def forward(self, x_sbh: Tensor | None, batch: Batch, *, logits: bool = False) -> Tensor | LabelLosses:
         """Return the tensor for the next stage, or on the last stage the losses of each token `[d, b]`."""
@@ -333,8 +341,8 @@ class T5Stage(GPTStage):
                 return self.head(x_dbh, branch_dbh, batch.labels, None, dropout)
         if branch_dbh is not None:
             x_dbh = dropouts.add(x_dbh, branch_dbh, dropout)
-        numbers = self._bias_rows(b) * b * self.config.hidden_size
-        rows_sbh = F.pad(biases.flatten(), (0, numbers - biases.numel())).view(-1, b, self.config.hidden_size)
+        numbers = self._bias_rows(b) * b * self.model.hidden_size
+        rows_sbh = F.pad(biases.flatten(), (0, numbers - biases.numel())).view(-1, b, self.model.hidden_size)
         return torch.cat([x_dbh, encoder_sbh, rows_sbh])
 
     def _encode(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
@@ -350,8 +358,8 @@ class T5Stage(GPTStage):
         buckets_r = distance_buckets(
             s,
             s,
-            buckets=self.config.relative_attention_num_buckets,
-            max_distance=self.config.relative_attention_max_distance,
+            buckets=self.model.stem.relative_buckets,
+            max_distance=self.model.stem.relative_distance,
             bidirectional=bidirectional,
             device=table.device,
         )

@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple, get_args
 from pydantic import BaseModel
 
 from megafp8.config import Config, ConfigError, check_layout, fewest_ranks
-from megafp8.config.parts.base import PartConfig
 from megafp8.prove.layers import keep_layers, layer_keys, patterns_of, renumbered
 from megafp8.prove.layout import MOST_RANKS, Layout, fold
 from megafp8.prove.numbers import in_proportion
 from megafp8.section import Quantity, Section
+from megafp8.spec import PartRecord
 from megafp8.training.fp8_config import check_recipe
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
 
@@ -365,11 +365,11 @@ def numbers_of(config: Config) -> list[Number]:
     """The numbers of a config that have a quantity; of records of layers' parts those that are their own."""
 
     def walk(section: BaseModel, prefix: str) -> Iterator[Number]:
-        resolved = section.resolved(config.model) if isinstance(section, PartConfig) else section
+        resolved = section.resolved(config.model) if isinstance(section, PartRecord) else section
         for name, field in type(section).model_fields.items():
             value, key = getattr(section, name), f"{prefix}{name}"
             quantity = quantity_of(field.annotation, field.metadata)
-            inherits = isinstance(section, PartConfig) and name not in section.given
+            inherits = isinstance(section, PartRecord) and name not in section.given
             if inherits and (field.default is None or getattr(resolved, name) != field.default):
                 continue
             if isinstance(value, BaseModel):

@@ -5,13 +5,12 @@ A new kind is a file here with its record, a module in `megafp8.models`, and its
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from megafp8.config.parts.absent import NoFfnConfig, NoMixerConfig
 from megafp8.config.parts.attention import AttentionConfig
-from megafp8.config.parts.base import PartConfig
 from megafp8.config.parts.compressed_attention import CompressedAttentionConfig
 from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
 from megafp8.config.parts.kimi_delta_attention import KimiDeltaAttentionConfig
@@ -22,6 +21,7 @@ from megafp8.config.parts.moe import MoeFfnConfig
 from megafp8.config.parts.short_convolution import ShortConvolutionConfig
 from megafp8.config.parts.sparse_attention import SparseLatentMixerConfig
 from megafp8.section import Section
+from megafp8.spec import PartRecord
 
 Mixer = (
     AttentionConfig
@@ -37,7 +37,7 @@ Mixer = (
 """What mixes tokens."""
 Ffn = MlpConfig | MoeFfnConfig | NoFfnConfig
 """The feed-forward network."""
-PARTS: tuple[type[PartConfig], ...] = (*get_args(Mixer), *get_args(Ffn))
+PARTS: tuple[type[PartRecord], ...] = (*get_args(Mixer), *get_args(Ffn))
 
 
 def _alone(union: Any) -> BeforeValidator:
@@ -69,11 +69,3 @@ class LayerKind(Section):
             key: {"kind": defaults[key], **value} if key in defaults and isinstance(value, dict) else value
             for key, value in values.items()
         }
-
-
-class LayerSpec(NamedTuple):
-    """A layer of the model: resolved records of its parts, and where these have their norms."""
-
-    mixer: Mixer
-    ffn: Ffn
-    norm_position: Literal["pre", "output", "both", "post"]

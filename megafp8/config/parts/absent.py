@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from megafp8.config.parts.base import PartConfig
+from megafp8.spec import PartRecord
 
 
-class NoMixerConfig(PartConfig):
+class NoMixerConfig(PartRecord):
     """No mixer: the layer is a feed-forward network."""
 
     module: ClassVar[str] = "megafp8.models.absent:NoMixer"
@@ -18,7 +18,7 @@ class NoMixerConfig(PartConfig):
     """None: the layer is a feed-forward network."""
 
 
-class NoFfnConfig(PartConfig):
+class NoFfnConfig(PartRecord):
     """No feed-forward network: the layer is a mixer."""
 
     module: ClassVar[str] = "megafp8.models.absent:NoFeedForward"

@@ -13,9 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from megafp8.config.errors import Problem, divisors
-from megafp8.config.parts.base import ModelSection, PartConfig, RunConfig
 from megafp8.pipeline_parallel.split import even
+from megafp8.problems import Problem, divisors
 from megafp8.section import (
     FLOAT,
     IN_FP32,
@@ -29,6 +28,7 @@ from megafp8.section import (
     Section,
     Tokens,
 )
+from megafp8.spec import ModelSection, PartRecord, RunConfig
 
 
 class RopeScaling(Section):
@@ -195,7 +195,7 @@ class AttentionKeys(RotaryKeys):
     """Scores become softcap · tanh(score / softcap) (Gemma 2's attn_logit_softcapping). Default: they do not."""
 
 
-class AttentionConfig(PartConfig, AttentionKeys):
+class AttentionConfig(PartRecord, AttentionKeys):
     """Softmax attention with grouped queries."""
 
     module: ClassVar[str] = "megafp8.models.attention:Attention"
@@ -285,7 +285,8 @@ class AttentionConfig(PartConfig, AttentionKeys):
         own = () if self.kv_layer is not None else ("k",) if self.keys_as_values else ("k", "v")
         return "q", *own, *(("gate",) if self.output_gate else ())
 
-    def lora_targets(self, model: ModelSection) -> tuple[str, ...]:
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
         return *self.projected, "proj"
 
     def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
@@ -301,13 +302,14 @@ class AttentionConfig(PartConfig, AttentionKeys):
     def _shared_keys(self, model: ModelSection, path: str) -> Iterator[Problem]:
         """Rules about the layer whose keys and values layers of this kind read."""
         source, reader = self.kv_layer, self.resolved(model)
-        readers = [i for i in range(model.num_layers) if getattr(model.layer(i).mixer, "kv_layer", None) == source]
+        layers = model.spec.layers[: model.num_layers]
+        readers = [i for i, layer in enumerate(layers) if getattr(layer.mixer, "kv_layer", None) == source]
         assert source is not None
         if not readers or source >= readers[0]:
             rule = "not an earlier layer than " + (f"layer {readers[0]}, which reads it" if readers else "any")
             yield Problem(path, source, rule, "name an earlier layer")
             return
-        of = model.layer(source).mixer
+        of = layers[source].mixer
         if not isinstance(of, AttentionConfig) or of.kv_layer is not None:
             yield Problem(path, source, "that layer has no keys and values of its own", "name one that has")
             return
@@ -328,13 +330,18 @@ class AttentionConfig(PartConfig, AttentionKeys):
             yield Problem(f"{path}.attention_chunk", self.attention_chunk, rule, "leave it out, or data.prefix_lm")
 
 
+def attention_keys(model: ModelSection) -> AttentionConfig:
+    """Return the complete record of softmax attention with the keys of the model section."""
+    return AttentionConfig.of(model, model.sliding_window)
+
+
 def shared_keys(config: RunConfig) -> Iterator[Problem]:
     """The rule between layers that read another layer's keys and values, and pipeline stages.
 
     What travels between stages is the residual stream alone, so both are in one stage.
     """
     m, p = config.model, config.parallel
-    stages, layers, sources = p.pipeline * p.virtual_pipeline, m.num_layers, m.kv_sources
+    stages, layers, sources = p.pipeline * p.virtual_pipeline, m.num_layers, config.spec.kv_sources
     if stages == 1 or not sources or stages > layers:
         return
     inside = {cut for source, last in sources.items() for cut in range(source + 1, last + 1)}
@@ -406,7 +413,8 @@ def _yarn(m: ModelSection, yarn: YarnConfig) -> Iterator[Problem]:
 
 
 def _longrope(m: ModelSection, longrope: LongRopeConfig) -> Iterator[Problem]:
-    pairs = m.rotary_channels // 2
+    latent = m.latent_attention
+    pairs = (attention_keys(m).rotary_channels if latent is None else latent.rope_head_dim) // 2
     for key in ("short_factor", "long_factor"):
         if len(given := getattr(longrope, key)) != pairs:
             rule = f"{len(given)} numbers, where {pairs} pairs of channels of a head are rotated"
@@ -418,19 +426,19 @@ def _longrope(m: ModelSection, longrope: LongRopeConfig) -> Iterator[Problem]:
 
 
 def _equal_heads(m: ModelSection) -> Iterator[Problem]:
-    """Rules about heads whose queries, keys and values have the same width."""
-    heads = m.num_attention_heads
+    """Yield the rules about heads whose queries, keys and values have the same width."""
+    heads, record = m.num_attention_heads, attention_keys(m)
     if m.head_dim is None and m.hidden_size % heads:
         rule = f"not a multiple of model.num_attention_heads ({heads})"
         works = f"try {round(m.hidden_size / heads) * heads or heads}, or give model.head_dim"
         yield Problem("model.hidden_size", m.hidden_size, rule, works)
-    elif m.position_embedding == "rope" and m.channels % 2:
+    elif m.position_embedding == "rope" and record.channels % 2:
         rule = "rotary embeddings rotate pairs, so the width of a head must be even"
-        yield Problem("model.head_dim", m.channels, rule, f"try {m.channels + 1}")
-    elif m.position_embedding == "rope" and (m.rotary_channels % 2 or not m.rotary_channels):
-        rule = f"rotary embeddings rotate pairs, and it makes {m.rotary_channels} of {m.channels} channels"
-        works = f"try {max(m.rotary_channels // 2, 1) * 2 / m.channels:g}"
+        yield Problem("model.head_dim", record.channels, rule, f"try {record.channels + 1}")
+    elif m.position_embedding == "rope" and (record.rotary_channels % 2 or not record.rotary_channels):
+        rule = f"rotary embeddings rotate pairs, and it makes {record.rotary_channels} of {record.channels} channels"
+        works = f"try {max(record.rotary_channels // 2, 1) * 2 / record.channels:g}"
         yield Problem("model.partial_rotary_factor", m.partial_rotary_factor, rule, works)
-    if heads % m.query_groups:
+    if heads % record.groups:
         rule = f"model.num_attention_heads ({heads}) is not a multiple of it"
-        yield Problem("model.num_query_groups", m.query_groups, rule, divisors(heads, m.query_groups))
+        yield Problem("model.num_query_groups", record.groups, rule, divisors(heads, record.groups))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from megafp8.config.errors import Problem, divisors
 from megafp8.config.parts.attention import RotaryKeys
-from megafp8.config.parts.base import ModelSection, PartConfig, RunConfig
+from megafp8.problems import Problem, divisors
 from megafp8.section import Channels, Chosen, Heads, NonNegative, Tokens
+from megafp8.spec import ModelSection, PartRecord, RunConfig
 
 _OF_MODEL = ("num_attention_heads", "head_dim", "sliding_window", *RotaryKeys.model_fields)
 
 
-class CompressedAttentionConfig(PartConfig, RotaryKeys):
+class CompressedAttentionConfig(PartRecord, RotaryKeys):
     """Attention of DeepSeek-V4 to the latest tokens and to entries that each stand for several earlier ones. All heads
     share one key, which is the value, too."""
 
@@ -97,13 +97,15 @@ class CompressedAttentionConfig(PartConfig, RotaryKeys):
     def no_qk_clip(self) -> str:
         return "compressed attention does not record its logits"
 
-    def index_loss(self, model: ModelSection) -> float | None:
+    @property
+    def index_loss(self) -> float | None:
         return self.kl_loss if self.top_k is not None else None
 
     def widths(self, model: ModelSection) -> Mapping[str, int]:
         return {"num_attention_heads": self.num_attention_heads, "output_groups": self.output_groups}
 
-    def lora_targets(self, model: ModelSection) -> tuple[str, ...]:
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
         return "q_up", "proj"
 
     def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:

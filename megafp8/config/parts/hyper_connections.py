@@ -7,9 +7,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megafp8.config.errors import Problem
-from megafp8.config.parts.base import ModelSection
+from megafp8.problems import Problem
 from megafp8.section import INTEGER, PositiveFloat, PositiveInt, Section
+from megafp8.spec import ModelSection
 
 
 class HyperConnectionsConfig(Section):
@@ -34,7 +34,7 @@ def hyper_connections(m: ModelSection) -> Iterator[Problem]:
         return
     for key, value, works in (
         ("architecture", m.architecture != "gpt" and m.architecture, "gpt"),
-        ("norm_position", any(spec.norm_position == "post" for spec in m.distinct_layers) and "post", "pre"),
+        ("norm_position", m.norm_position == "post" and "post", "pre"),
         ("parallel_block", m.parallel_block, "false"),
         ("mtp_num_layers", m.mtp_num_layers, "0"),
         ("layer_scalar", m.layer_scalar, "false"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from megafp8.config.parts.base import ModelSection
 from megafp8.config.parts.recurrent import RecurrentConfig
 from megafp8.section import Channels, Heads
+from megafp8.spec import ModelSection
 
 
 class KimiDeltaAttentionConfig(RecurrentConfig):

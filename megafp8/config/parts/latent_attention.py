@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from megafp8.config.errors import Problem
-from megafp8.config.parts.base import ModelSection, PartConfig
-from megafp8.section import Channels, PositiveFloat, Section, Tokens
+from megafp8.config.parts.attention import QueryScaling, RotaryKeys
+from megafp8.problems import Problem
+from megafp8.section import Channels, Heads, PositiveFloat, Section, Tokens
+from megafp8.spec import ModelSection, PartRecord
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
-class LatentAttentionConfig(Section):
-    """Multi-head latent attention (DeepSeek-V2 and V3). Replaces head_dim and num_query_groups."""
+class LatentAttentionKeys(Section):
+    """The keys of latent attention."""
 
-    q_rank: Channels | None
+    q_rank: Channels | None = None
     """Width of the latent that queries are computed from (q_lora_rank). null: they are computed from the residual
     stream (DeepSeek-V2-Lite)."""
-    kv_rank: Channels
+    kv_rank: Channels = 512
     """Width of the latent that keys and values are computed from (kv_lora_rank)."""
     nope_head_dim: Channels = 128
     """Channels of a head's query and key without positions (qk_nope_head_dim)."""
@@ -34,10 +39,20 @@ class LatentAttentionConfig(Section):
         return self.nope_head_dim + self.rope_head_dim
 
 
-class LatentMixerConfig(PartConfig):
-    """Multi-head latent attention, as the section model.latent_attention says."""
+class LatentAttentionConfig(LatentAttentionKeys):
+    """Multi-head latent attention (DeepSeek-V2 and V3). Replaces head_dim and num_query_groups."""
 
-    module: ClassVar[str] = "megafp8.models.latent_attention:LatentAttention"
+    q_rank: Channels | None
+    """Width of the latent that queries are computed from (q_lora_rank). null: they are computed from the residual
+    stream (DeepSeek-V2-Lite)."""
+    kv_rank: Channels
+    """Width of the latent that keys and values are computed from (kv_lora_rank)."""
+
+
+class LatentRecord(PartRecord, LatentAttentionKeys, RotaryKeys):
+    """Record of latent attention, dense or sparse. Keys that are not given have the values of the section
+    model.latent_attention, or of the model section."""
+
     tensor_prefix: ClassVar[str] = "attention"
     hugging_face: ClassVar[Mapping[str, str]] = {
         "q_down": "self_attn.q_a_proj", "kv_down": "self_attn.kv_a_proj_with_mqa",
@@ -45,33 +60,75 @@ class LatentMixerConfig(PartConfig):
         "q_up": "self_attn.q_b_proj", "kv_up": "self_attn.kv_b_proj",
     }  # fmt: skip
 
+    num_attention_heads: Heads = 1
+    """Number of heads."""
+    query_scaling: QueryScaling | None = None
+    """Scaling of queries by their positions. Default: none."""
+
+    def resolved(self, model: ModelSection) -> Self:
+        """Return the complete record: keys of this layer, then of the section, then of the model."""
+        names = ("num_attention_heads", "query_scaling", *RotaryKeys.model_fields)
+        values = {name: getattr(model, name) for name in names}
+        section = model.latent_attention
+        values |= {} if section is None else {name: getattr(section, name) for name in LatentAttentionKeys.model_fields}
+        values |= self._section_keys(model) | self.given
+        values["norm_eps"] = values.get("norm_eps") or model.norm_eps
+        return type(self).model_construct(**values)
+
+    def _section_keys(self, model: ModelSection) -> dict[str, Any]:
+        """Return the values that a subclass takes from other sections of the model."""
+        return {}
+
+    @property
+    def eps(self) -> float:
+        """Epsilon of the norms of the latents."""
+        assert self.norm_eps is not None, "the record is not resolved"
+        return self.norm_eps
+
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of a head that are rotated."""
+        return self.rope_head_dim
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of attention scores (YaRN)."""
+        return 1.0 if self.yarn is None else self.yarn.score_factor
+
+    def widths(self, model: ModelSection) -> Mapping[str, int]:
+        return {"num_attention_heads": self.num_attention_heads}
+
+    def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
+        if model.latent_attention is None and "kv_rank" not in self.given:
+            rule = "there is no section model.latent_attention, and the width of the latent is not given"
+            yield Problem(f"{path}.kind", self.kind, rule, f"give {path}.kv_rank, or model.latent_attention")
+            return
+        for problem in _latent_rules(self.resolved(model)):
+            section, _, key = problem.path.rpartition(".")
+            inherited = key in LatentAttentionKeys.model_fields and key not in self.given
+            yield replace(problem, path=f"{section}.{key}" if inherited else f"{path}.{key}")
+
+
+class LatentMixerConfig(LatentRecord):
+    """Multi-head latent attention."""
+
+    module: ClassVar[str] = "megafp8.models.latent_attention:LatentAttention"
+
     kind: Literal["latent_attention"] = "latent_attention"
     """Multi-head latent attention."""
     sliding_window: Tokens | None = None
     """Each token attends to this many latest tokens, including itself."""
-    position_embedding: Literal["rope", "none"] = "rope"
-    """none: no channel of the layer's queries and keys is rotated. Default: that of the model."""
 
-    def resolved(self, model: ModelSection) -> LatentMixerConfig:
-        of_model = {key: getattr(model, key) for key in ("sliding_window", "position_embedding")}
-        return LatentMixerConfig.model_construct(**of_model | self.given)
+    def _section_keys(self, model: ModelSection) -> dict[str, Any]:
+        return {"sliding_window": model.sliding_window}
 
     @property
     def no_qk_clip(self) -> str:
         return ""
 
-    def widths(self, model: ModelSection) -> Mapping[str, int]:
-        return {"num_attention_heads": model.num_attention_heads}
-
-    def lora_targets(self, model: ModelSection) -> tuple[str, ...]:
-        latent = model.latent_attention
-        if latent is None:  # which `problems` says
-            return ()
-        return "q" if latent.q_rank is None else "q_up", "kv_up", "proj"
-
-    def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
-        if model.latent_attention is None:
-            yield Problem(f"{path}.kind", self.kind, "there is no section model.latent_attention", "give it")
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        return "q" if self.q_rank is None else "q_up", "kv_up", "proj"
 
 
 def latent_attention(m: ModelSection) -> Iterator[Problem]:
@@ -101,12 +158,19 @@ def latent_attention(m: ModelSection) -> Iterator[Problem]:
         if value != unset:
             default = {None: "null", False: "false"}.get(unset, unset)
             yield Problem(f"model.{key}", value, f"{path} is set, and {why}", f"try {default}, {off}")
-    if m.position_embedding not in ("rope", "none"):
+    yield from _latent_rules(LatentMixerConfig().resolved(m))
+
+
+def _latent_rules(record: LatentRecord) -> Iterator[Problem]:
+    """Yield the rules that a complete record breaks, with paths of the sections of the model."""
+    path = "model.latent_attention"
+    if record.position_embedding not in ("rope", "none"):
         rule = f"{path} is set, and its rope_head_dim channels have rotary positions or none"
-        yield Problem("model.position_embedding", m.position_embedding, rule, f"try rope, none, {off}")
-    if latent.rope_head_dim % 2:
+        works = "try rope, none, or leave model.latent_attention out"
+        yield Problem("model.position_embedding", record.position_embedding, rule, works)
+    if record.rope_head_dim % 2:
         rule = "rotary embeddings rotate pairs, so it must be even"
-        yield Problem(f"{path}.rope_head_dim", latent.rope_head_dim, rule, f"try {latent.rope_head_dim + 1}")
-    if latent.value_head_dim > m.channels:
-        rule = f"wider than keys (nope_head_dim + rope_head_dim = {m.channels}), to whose width values are padded"
-        yield Problem(f"{path}.value_head_dim", latent.value_head_dim, rule, f"try {m.channels} or less")
+        yield Problem(f"{path}.rope_head_dim", record.rope_head_dim, rule, f"try {record.rope_head_dim + 1}")
+    if record.value_head_dim > record.channels:
+        rule = f"wider than keys (nope_head_dim + rope_head_dim = {record.channels}), to whose width values are padded"
+        yield Problem(f"{path}.value_head_dim", record.value_head_dim, rule, f"try {record.channels} or less")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
-from megafp8.config.errors import Problem, divisors
-from megafp8.config.parts.base import ModelSection
 from megafp8.config.parts.recurrent import RecurrentConfig
+from megafp8.problems import Problem, divisors
 from megafp8.section import Channels, Heads, NonNegative, PositiveFloat
+from megafp8.spec import ModelSection
 
 
 class Mamba2Config(RecurrentConfig):

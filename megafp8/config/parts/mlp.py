@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from megafp8.config.activations import ACTIVATIONS, ActivationName
-from megafp8.config.parts.base import ModelSection, PartConfig
 from megafp8.section import Channels, Section
+from megafp8.spec import ModelSection, PartRecord
 
 MEGATRON_LINEARS = {"gate": "linear_fc1", "up": "linear_fc1", "down": "linear_fc2"}
 """Megatron core's names of the linear layers of an MLP or an expert."""
@@ -24,7 +24,7 @@ class MlpKeys(Section):
     to 7 and up from -7 to 7, or limited_swiglu (DeepSeek-V4): swiglu of gate up to 10 and up from -10 to 10."""
 
 
-class MlpConfig(PartConfig, MlpKeys):
+class MlpConfig(PartRecord, MlpKeys):
     """Two linear layers with an activation between them; a gated activation has a third, beside the first."""
 
     module: ClassVar[str] = "megafp8.models.mlp:MLP"
@@ -49,5 +49,6 @@ class MlpConfig(PartConfig, MlpKeys):
     def widths(self, model: ModelSection) -> Mapping[str, int]:
         return {"ffn_hidden_size": self.width}
 
-    def lora_targets(self, model: ModelSection) -> tuple[str, ...]:
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
         return ("gate", "up", "down") if ACTIVATIONS[self.activation].gated else ("up", "down")

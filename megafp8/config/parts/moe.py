@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
-from megafp8.config.errors import Problem, divisors
-from megafp8.config.parts.base import ModelSection, PartConfig, RunConfig
-from megafp8.config.parts.mlp import MEGATRON_LINEARS
+from megafp8.config.activations import ActivationName
+from megafp8.config.parts.mlp import MEGATRON_LINEARS, MlpConfig
+from megafp8.problems import Problem, divisors
 from megafp8.section import Channels, Count, Experts, NonNegative, PositiveFloat, PositiveInt, Section
+from megafp8.spec import ModelSection, PartRecord, RunConfig
 
 
-class MoeConfig(Section):
-    """Mixture of experts: for each token a router chooses some of a layer's experts, each an MLP, and adds their
-    outputs, weighted by the router's scores. Only with capacity_factor are tokens dropped."""
+class MoeKeys(Section):
+    """The keys of a layer with experts."""
 
-    num_experts: Experts
+    num_experts: Experts = 1
     """Number of experts of a layer."""
     top_k: Experts = 2
     """Number of experts that the router chooses for each token."""
@@ -30,11 +31,6 @@ class MoeConfig(Section):
     tokens. Ranks send each other this width. Default: hidden_size, without projections."""
     shared_gate: bool = False
     """Multiply the shared expert's output by the sigmoid of a learned projection of the token (Qwen2-MoE)."""
-    first_dense_layers: Count = 0
-    """Number of layers at the start of the model that have an MLP instead of experts (DeepSeek)."""
-    layer_interval: PositiveInt = 1
-    """Every so many layers have experts, the others an MLP: layer i, counted from 0, where i + 1 is a multiple of it
-    (Hugging Face's decoder_sparse_step)."""
     score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     """Function of the router's logits: softmax over all experts, or of each sigmoid (DeepSeek-V3) or the square root of
     softplus (DeepSeek-V4)."""
@@ -77,13 +73,26 @@ class MoeConfig(Section):
     """Weight of the square of log Z of the router's logits, averaged over tokens, also those that loss masks leave out,
     and added up over layers (Zoph et al. 2022, arXiv:2202.08906)."""
 
+
+class MoeConfig(MoeKeys):
+    """Mixture of experts: for each token a router chooses some of a layer's experts, each an MLP, and adds their
+    outputs, weighted by the router's scores. Only with capacity_factor are tokens dropped."""
+
+    num_experts: Experts
+    """Number of experts of a layer."""
+    first_dense_layers: Count = 0
+    """Number of layers at the start of the model that have an MLP instead of experts (DeepSeek)."""
+    layer_interval: PositiveInt = 1
+    """Every so many layers have experts, the others an MLP: layer i, counted from 0, where i + 1 is a multiple of it
+    (Hugging Face's decoder_sparse_step)."""
+
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
         return layer >= self.first_dense_layers and (layer + 1) % self.layer_interval == 0
 
 
-class MoeFfnConfig(PartConfig):
-    """Experts, as the section model.moe says."""
+class MoeFfnConfig(PartRecord, MoeKeys):
+    """Experts. Keys that are not given have the values of the section model.moe."""
 
     module: ClassVar[str] = "megafp8.models.moe:MoE"
     tensor_prefix: ClassVar[str] = "mlp"
@@ -104,39 +113,81 @@ class MoeFfnConfig(PartConfig):
     kind: Literal["moe"] = "moe"
     """Experts."""
     routing: Literal["top_k", "hash"] = "top_k"
-    """How a token's experts are chosen. top_k: those of the highest scores. hash: those that a fixed random table has
-    for the token's id, each expert about equally often (Roller et al. 2021, arXiv:2106.04426; DeepSeek-V4's first
-    layers); the router's scores are their weights, and aux_loss and selection_bias do not apply."""
+    """How a token's experts are chosen. top_k: the experts with the highest scores. hash: the experts that a fixed
+    random table has for the token's id, each expert about equally often (Roller et al. 2021, arXiv:2106.04426;
+    DeepSeek-V4's first layers); the router's scores are their weights, and aux_loss and selection_bias do not apply."""
+    activation: ActivationName = "swiglu"
+    """Activation of the experts and of the shared expert. Default: model.activation."""
 
-    def normed(self, model: ModelSection) -> bool:
-        return model.moe is None or not model.moe.separate_norms
+    def resolved(self, model: ModelSection) -> MoeFfnConfig:
+        section = {} if model.moe is None else {name: getattr(model.moe, name) for name in MoeKeys.model_fields}
+        values: dict[str, Any] = {"activation": model.activation} | section | self.given
+        values["ffn_hidden_size"] = values.get("ffn_hidden_size") or model.ffn_hidden_size or 4 * model.hidden_size
+        return MoeFfnConfig.model_construct(**values)
+
+    @property
+    def width(self) -> int:
+        """Inner width of an expert."""
+        assert self.ffn_hidden_size is not None, "the record is not resolved"
+        return self.ffn_hidden_size
+
+    @property
+    def shared(self) -> MlpConfig | None:
+        """Record of the shared expert, or None without one."""
+        if self.shared_ffn_hidden_size is None:
+            return None
+        return MlpConfig.model_construct(ffn_hidden_size=self.shared_ffn_hidden_size, activation=self.activation)
+
+    @property
+    def normalizes_input(self) -> bool:
+        return self.separate_norms
+
+    @property
+    def has_router_loss(self) -> bool:
+        return self.aux_loss > 0 or self.z_loss > 0
 
     def widths(self, model: ModelSection) -> Mapping[str, int]:
-        shared = None if model.moe is None else model.moe.shared_ffn_hidden_size
+        shared = self.shared_ffn_hidden_size
         return {} if shared is None else {"moe.shared_ffn_hidden_size": shared}
 
     def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
-        if model.moe is None:
-            yield Problem(f"{path}.kind", self.kind, "there is no section model.moe", "give it")
-        elif self.routing == "hash" and model.mtp_num_layers and model.layer(model.num_layers - 1).ffn == self:
+        if model.moe is None and "num_experts" not in self.given:
+            rule = "there is no section model.moe, and the number of experts is not given"
+            yield Problem(f"{path}.kind", self.kind, rule, f"give {path}.num_experts, or model.moe")
+            return
+        record = self.resolved(model)
+        for problem in _expert_rules(record, model):
+            yield replace(problem, path=_path_of(problem.path, self, path))
+        if self.routing == "hash" and model.mtp_num_layers and model.spec.layers[model.num_layers - 1].ffn == record:
             rule = "layers of multi-token prediction are like the last one, and would need ids of later tokens"
             works = "let the last layer have routing: top_k, or set model.mtp_num_layers=0"
             yield Problem(f"{path}.routing", "hash", rule, works)
 
 
+def _path_of(path: str, record: MoeFfnConfig, record_path: str) -> str:
+    """Return the path of a key of experts: in a kind of layer if it is given there, else in the section model.moe."""
+    section, _, key = path.rpartition(".")
+    return f"{record_path}.{key}" if section == "model.moe" and key in record.given else path
+
+
 def experts(m: ModelSection) -> Iterator[Problem]:
-    """Rules about a model's experts that hold in any run."""
+    """Yield the rules about the section model.moe that are broken in any run."""
     if m.moe is None:
         return
-    x, count = m.moe, m.moe.num_experts
+    yield from _expert_rules(MoeFfnConfig().resolved(m), m)
+    if not m.spec.has_experts and not m.pattern:
+        key = "first_dense_layers" if m.moe.first_dense_layers else "layer_interval"
+        rule = f"none of the {m.num_layers} layers has experts"
+        works = f"try {int(key == 'layer_interval')}, or leave model.moe out"
+        yield Problem(f"model.moe.{key}", getattr(m.moe, key), rule, works)
+
+
+def _expert_rules(x: MoeFfnConfig, m: ModelSection) -> Iterator[Problem]:
+    """Yield the rules that the complete record of a layer's experts breaks, with paths of the section model.moe."""
+    count = x.num_experts
     if x.top_k > count:
         rule = f"a token goes to different experts, and model.moe.num_experts is {count}"
         yield Problem("model.moe.top_k", x.top_k, rule, f"try {count} or less")
-    if not any(m.moe_of(layer) for layer in range(m.num_layers)) and not m.pattern:
-        key = "first_dense_layers" if x.first_dense_layers else "layer_interval"
-        rule = f"none of the {m.num_layers} layers has experts"
-        works = f"try {int(key == 'layer_interval')}, or leave model.moe out"
-        yield Problem(f"model.moe.{key}", getattr(x, key), rule, works)
     if x.latent_size is not None and m.linear_bias:
         rule = "model.linear_bias is true, and the projections of the latents have no biases"
         yield Problem("model.moe.latent_size", x.latent_size, rule, "leave it out, or try model.linear_bias=false")
@@ -165,20 +216,16 @@ def experts(m: ModelSection) -> Iterator[Problem]:
 
 
 def expert_layout(config: RunConfig) -> Iterator[Problem]:
-    """Rules between experts and the layout."""
-    m, p = config.model, config.parallel
-    if m.moe is None:
+    """Yield the rules between experts and the layout that are broken."""
+    m, p, records = config.model, config.parallel, config.spec.expert_records
+    if not records:
         for key in ("expert", "expert_tensor"):
             if getattr(p, key) > 1:
                 works = "try 1, or set model.moe"
                 yield Problem(f"parallel.{key}", getattr(p, key), "the model has no experts", works)
         return
-    if m.moe.num_experts % p.expert:
-        rule = f"model.moe.num_experts ({m.moe.num_experts}) is not a multiple of it"
-        yield Problem("parallel.expert", p.expert, rule, divisors(m.moe.num_experts, p.expert))
-    if m.expert_size % p.expert_tensor:
-        rule = f"the width of an expert ({m.expert_size}) is not a multiple of it"
-        yield Problem("parallel.expert_tensor", p.expert_tensor, rule, divisors(m.expert_size, p.expert_tensor))
+    for record in records:
+        yield from _divided(config, record)
     if p.expert_tensor > 1 and m.linear_bias:
         rule = "model.linear_bias is true, and the biases of an expert's outputs belong to one rank"
         yield Problem("parallel.expert_tensor", p.expert_tensor, rule, "try 1")
@@ -188,9 +235,23 @@ def expert_layout(config: RunConfig) -> Iterator[Problem]:
     if p.tensor > 1 and not p.sequence_parallel:
         rule = f"parallel.tensor is {p.tensor}, and without it each rank would send the same tokens to experts"
         yield Problem("parallel.sequence_parallel", False, rule, "try true, or parallel.tensor=1")
-    of_rank = m.expert_size // p.expert_tensor
-    width_key = "model.hidden_size" if m.moe.latent_size is None else "model.moe.latent_size"
-    for key, width in ((width_key, m.expert_input_size), ("model.moe.ffn_hidden_size", of_rank)):
+
+
+def _divided(config: RunConfig, record: MoeFfnConfig) -> Iterator[Problem]:
+    """Yield the rules about the sizes of one kind of experts, which ranks divide."""
+    p = config.parallel
+    if record.num_experts % p.expert:
+        rule = f"model.moe.num_experts ({record.num_experts}) is not a multiple of it"
+        yield Problem("parallel.expert", p.expert, rule, divisors(record.num_experts, p.expert))
+    if record.width % p.expert_tensor:
+        rule = f"the width of an expert ({record.width}) is not a multiple of it"
+        yield Problem("parallel.expert_tensor", p.expert_tensor, rule, divisors(record.width, p.expert_tensor))
+    latent = record.latent_size
+    sizes = {
+        "model.hidden_size" if latent is None else "model.moe.latent_size": latent or config.model.hidden_size,
+        "model.moe.ffn_hidden_size": record.width // p.expert_tensor,
+    }
+    for key, width in sizes.items():
         if config.device != "cpu" and config.training.precision == "bf16" and width % 8:
             rule = "GEMMs of all experts at once take bf16 matrices of a multiple of 8 columns"
             yield Problem(key, width, rule, f"try {-(-width // 8) * 8}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config.activations import ACTIVATIONS
-from megafp8.config.errors import Problem
-from megafp8.config.parts.base import ModelSection, RunConfig
+from megafp8.problems import Problem
 from megafp8.section import Channels, Section
+from megafp8.spec import ModelSection, RunConfig
 
 
 class PerLayerEmbeddingConfig(Section):

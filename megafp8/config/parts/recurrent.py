@@ -7,12 +7,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megafp8.config.errors import Problem
-from megafp8.config.parts.base import PartConfig, RunConfig
+from megafp8.problems import Problem
 from megafp8.section import INTEGER
+from megafp8.spec import PartRecord, RunConfig
 
 
-class RecurrentConfig(PartConfig):
+class RecurrentConfig(PartRecord):
     """A mixer that passes a state from token to token, after a causal convolution of a few tokens."""
 
     conv_kernel_size: Annotated[int, Field(ge=2), INTEGER] = 4

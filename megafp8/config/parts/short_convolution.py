@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from megafp8.config.parts.base import ModelSection
 from megafp8.config.parts.recurrent import RecurrentConfig
+from megafp8.spec import ModelSection
 
 
 class ShortConvolutionConfig(RecurrentConfig):

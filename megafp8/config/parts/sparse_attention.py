@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from megafp8.config.errors import Problem
-from megafp8.config.parts.base import ModelSection, PartConfig, RunConfig
-from megafp8.config.parts.latent_attention import LatentMixerConfig
+from megafp8.config.parts.latent_attention import LatentRecord
+from megafp8.problems import Problem
 from megafp8.section import Channels, Chosen, Heads, NonNegative, Section
+from megafp8.spec import ModelSection, RunConfig
 
 
-class SparseAttentionConfig(Section):
-    """DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv:2512.02556), of a model with latent_attention: a small indexer
-    scores all earlier tokens, and each token attends to the top_k of them only."""
+class SparseAttentionKeys(Section):
+    """The keys of an indexer."""
 
-    index_heads: Heads
+    index_heads: Heads = 64
     """Number of the indexer's heads (index_n_heads)."""
     index_head_dim: Channels = 128
     """Channels of their queries, and of the key that they share (index_head_dim). The first rope_head_dim are
     rotated."""
-    top_k: Chosen
+    top_k: Chosen = 2048
     """Tokens that each token attends to (index_topk). Of equal scores the earlier token is chosen."""
     index_rope: Literal["halves", "neighbors"] = "halves"
     """Which channels of the indexer are rotated as pairs: those of the two halves (DeepSeek-V3.2), or neighbouring ones
@@ -34,14 +33,23 @@ class SparseAttentionConfig(Section):
     trained without one."""
 
 
-class SparseLatentMixerConfig(PartConfig):
-    """Multi-head latent attention to the tokens that an indexer chooses, as the sections model.latent_attention and
-    model.sparse_attention say."""
+class SparseAttentionConfig(SparseAttentionKeys):
+    """DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv:2512.02556), of a model with latent_attention: a small indexer
+    scores all earlier tokens, and each token attends to the top_k of them only."""
+
+    index_heads: Heads
+    """Number of the indexer's heads (index_n_heads)."""
+    top_k: Chosen
+    """Tokens that each token attends to (index_topk). Of equal scores the earlier token is chosen."""
+
+
+class SparseLatentMixerConfig(LatentRecord, SparseAttentionKeys):
+    """Multi-head latent attention to the tokens that an indexer chooses. Keys of the indexer that are not given have
+    the values of the section model.sparse_attention."""
 
     module: ClassVar[str] = "megafp8.models.sparse_latent_attention:SparseLatentAttention"
-    tensor_prefix: ClassVar[str] = LatentMixerConfig.tensor_prefix
     hugging_face: ClassVar[Mapping[str, str]] = {
-        **LatentMixerConfig.hugging_face,
+        **LatentRecord.hugging_face,
         "index_q": "self_attn.indexer.wq_b", "index_k": "self_attn.indexer.wk",
         "index_k_norm": "self_attn.indexer.k_norm", "index_weights": "self_attn.indexer.weights_proj",
     }  # fmt: skip
@@ -49,17 +57,20 @@ class SparseLatentMixerConfig(PartConfig):
     kind: Literal["sparse_latent_attention"] = "sparse_latent_attention"
     """Multi-head latent attention to chosen tokens."""
 
+    def _section_keys(self, model: ModelSection) -> dict[str, Any]:
+        section = model.sparse_attention
+        return {} if section is None else {name: getattr(section, name) for name in SparseAttentionKeys.model_fields}
+
     @property
     def no_qk_clip(self) -> str:
         return "sparse attention does not record its logits"
 
-    def index_loss(self, model: ModelSection) -> float | None:
-        return None if model.sparse_attention is None else float(model.sparse_attention.kl_loss)
+    @property
+    def index_loss(self) -> float | None:
+        return float(self.kl_loss)
 
-    def widths(self, model: ModelSection) -> Mapping[str, int]:
-        return {"num_attention_heads": model.num_attention_heads}
-
-    def lora_targets(self, model: ModelSection) -> tuple[str, ...]:
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
         return "q_up", "proj"
 
     def run_problems(self, config: RunConfig, path: str) -> Iterator[Problem]:
@@ -68,32 +79,43 @@ class SparseLatentMixerConfig(PartConfig):
             yield Problem("data.prefix_lm", "set", rule, "leave it out")
 
     def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
+        if model.sparse_attention is None and not {"index_heads", "top_k"} <= self.given.keys():
+            rule = "there is no section model.sparse_attention, and the indexer's heads and top_k are not given"
+            yield Problem(f"{path}.kind", self.kind, rule, "give model.sparse_attention")
+            return
+        yield from super().problems(model, path)
         if model.sparse_attention is None:
-            yield Problem(f"{path}.kind", self.kind, "there is no section model.sparse_attention", "give it")
+            yield from _indexer_rules(self.resolved(model), model, path)
 
 
 def sparse_attention(m: ModelSection) -> Iterator[Problem]:
-    """Rules about sparse attention that hold in any run."""
-    sparse, latent, path = m.sparse_attention, m.latent_attention, "model.sparse_attention"
-    if sparse is None:
+    """Yield the rules about the section model.sparse_attention that are broken in any run."""
+    if m.sparse_attention is None:
         return
+    path = "model.sparse_attention"
+    if m.latent_attention is None:
+        works = f"give model.latent_attention, or leave {path} out"
+        yield Problem(path, "set", "its keys are those of latent attention", works)
+        return
+    yield from _indexer_rules(SparseLatentMixerConfig().resolved(m), m, path)
+
+
+def _indexer_rules(record: SparseLatentMixerConfig, m: ModelSection, path: str) -> Iterator[Problem]:
+    """Yield the rules that a complete record of sparse attention breaks; its keys are at `path`."""
     off = f"or leave {path} out"
-    if latent is None:
-        yield Problem(path, "set", "its keys are those of latent attention", f"give model.latent_attention, {off}")
-        return
-    if latent.q_rank is None:
+    if record.q_rank is None:
         rule = f"{path} is set, whose indexer reads the query latent"
         yield Problem("model.latent_attention.q_rank", None, rule, f"give a width, {off}")
-    if sparse.index_head_dim < latent.rope_head_dim:
-        rule = f"below model.latent_attention.rope_head_dim ({latent.rope_head_dim}), the channels that are rotated"
-        yield Problem(f"{path}.index_head_dim", sparse.index_head_dim, rule, f"try {latent.rope_head_dim} or more")
+    if record.index_head_dim < record.rope_head_dim:
+        rule = f"below model.latent_attention.rope_head_dim ({record.rope_head_dim}), the channels that are rotated"
+        yield Problem(f"{path}.index_head_dim", record.index_head_dim, rule, f"try {record.rope_head_dim} or more")
     if m.sliding_window is not None:
         rule = f"{path} is set, and it chooses among all earlier tokens"
         yield Problem("model.sliding_window", m.sliding_window, rule, f"try null, {off}")
-    if m.position_embedding == "none":
+    if record.position_embedding == "none":
         rule = f"{path} is set, whose heads and indexer have rotary positions"
         yield Problem("model.position_embedding", "none", rule, f"try rope, {off}")
-    if m.query_scaling is not None:
+    if record.query_scaling is not None:
         rule = f"{path} is set, whose queries are not scaled by position"
         yield Problem("model.query_scaling", "set", rule, f"leave it out, {off}")
     if m.attention_dropout:

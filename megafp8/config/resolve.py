@@ -1,0 +1,207 @@
+"""Resolve the model section of a config into a `ModelSpec`.
+
+A user writes a model in one of two spellings: flat keys for layers that are alike, or `layer_kinds` and `pattern`.
+Here, and nowhere else, both become complete records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from megafp8.config.parts import LayerKind
+from megafp8.config.parts.attention import AttentionConfig
+from megafp8.config.parts.latent_attention import LatentMixerConfig
+from megafp8.config.parts.mlp import MlpConfig
+from megafp8.config.parts.moe import MoeFfnConfig
+from megafp8.config.parts.sparse_attention import SparseLatentMixerConfig
+from megafp8.spec import HeadSpec, LayerSpec, ModelSpec, NormSpec, StemSpec
+
+if TYPE_CHECKING:
+    from megafp8.config.schema import ModelConfig
+
+
+def resolve(model: ModelConfig) -> ModelSpec:
+    """Return the network that a model section describes."""
+    layers = _layers(model)
+    blocks, kinds = layers[: model.num_layers], _kinds(layers)
+    width = 1.0 if model.mup is None else model.hidden_size / model.mup.base_hidden_size
+    hidden_std = model.init_std / math.sqrt(width)
+    present = sum(part.present for layer in blocks for part in (layer.mixer, layer.ffn))
+    has_experts = any(layer.has_experts for layer in layers)
+    distinct = [layers[index] for index in sorted(set(kinds))]
+    parts = [part for layer in distinct for part in (layer.mixer, layer.ffn)]
+    return ModelSpec(
+        architecture=model.architecture,
+        hidden_size=model.hidden_size,
+        num_layers=model.num_layers,
+        num_blocks=model.num_layers + _decoder_blocks(model),
+        layers=layers,
+        kinds=kinds,
+        stem=_stem(model),
+        head=_head(model, width),
+        norm=NormSpec(model.normalization, model.norm_eps, model.norm_weights, model.zero_centered_gamma),
+        kv_sources=_kv_sources(blocks),
+        causal=model.architecture == "gpt",
+        cuts_documents=not any(part.is_recurrent for part in parts),
+        parallel_block=model.parallel_block,
+        residual_multiplier=model.residual_multiplier,
+        layer_scalar=model.layer_scalar,
+        hyper_connections=model.hyper_connections,
+        stream_width=model.hidden_size * (1 if model.hyper_connections is None else model.hyper_connections.streams),
+        linear_bias=model.linear_bias,
+        activation=model.activation,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        init_std=model.init_std,
+        hidden_init_std=hidden_std,
+        output_init_std=hidden_std / math.sqrt(max(present, 1)),
+        width_multiplier=width,
+        has_experts=has_experts,
+        has_indexers=any(part.index_loss is not None for part in parts),
+        has_auxiliary_loss=any(part.has_router_loss or part.index_loss for part in parts),
+        lora_targets=_lora_targets(distinct, has_experts),
+        keys=model.model_dump(mode="json", exclude_unset=True),
+    )
+
+
+def kind_names(model: ModelConfig) -> tuple[str, ...]:
+    """Return the names in `pattern`, each as often as its count says; empty without a pattern."""
+    return _expanded(tuple(model.pattern))
+
+
+def kind_name(model: ModelConfig, layer: int) -> str:
+    """Return the name of a layer's kind; empty without a pattern."""
+    names = kind_names(model)
+    return names[layer % len(names)] if names else ""
+
+
+@lru_cache(maxsize=16)
+def _expanded(pattern: tuple[str, ...]) -> tuple[str, ...]:
+    entries = (entry.partition("*") for entry in pattern)
+    return tuple(name.strip() for name, _, count in entries for _ in range(int(count or 1)))
+
+
+def _decoder_blocks(model: ModelConfig) -> int:
+    """Return the number of blocks of T5's decoder."""
+    return (model.num_decoder_layers or model.num_layers) if model.architecture == "t5" else 0
+
+
+def _layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Return all layers. Layers of T5's decoder and of multi-token prediction are like the last one."""
+    cache: dict[Any, tuple[Any, ...]] = {}
+    sources = _kv_layers(model)
+
+    def layer(index: int) -> LayerSpec:
+        within = min(index, model.num_layers - 1)
+        window = None if within in model.full_attention_layers else model.sliding_window
+        key = kind_name(model, within), window, model.moe is not None and model.moe.is_sparse(within)
+        if key not in cache:
+            cache[key] = _parts(model, *key)
+        decoder = model.architecture == "t5" and index >= model.num_layers
+        return shared(*cache[key], decoder, index >= num_blocks, index in sources)
+
+    num_blocks = model.num_layers + _decoder_blocks(model)
+    made: dict[Any, LayerSpec] = {}
+
+    def shared(*fields: Any) -> LayerSpec:
+        """Return one object for equal layers, so that a model of thousands is small."""
+        key = (id(fields[0]), id(fields[1]), *fields[2:])
+        if key not in made:
+            made[key] = LayerSpec(*fields)
+        return made[key]
+
+    return tuple(layer(index) for index in range(num_blocks + model.mtp_num_layers))
+
+
+def _kv_layers(model: ModelConfig) -> set[int]:
+    """Return the layers whose keys and values other layers read."""
+    used = set(kind_names(model))
+    read = (getattr(kind.mixer, "kv_layer", None) for name, kind in model.layer_kinds.items() if name in used)
+    return {source for source in read if source is not None}
+
+
+def _parts(model: ModelConfig, name: str, window: int | None, sparse: bool) -> tuple[Any, ...]:
+    """Return mixer, feed-forward network and norm position of the layers of a kind.
+
+    Args:
+        window: Sliding window where the kind names no mixer.
+        sparse: Whether the layer has experts where the kind names no feed-forward network.
+    """
+    kind = model.layer_kinds[name] if name else LayerKind()
+    mixer, ffn = kind.mixer, kind.ffn
+    if mixer is None and model.latent_attention is None:
+        mixer = AttentionConfig.of(model, window)
+    elif mixer is None and model.sparse_attention is not None:
+        mixer = SparseLatentMixerConfig()
+    elif mixer is None:
+        mixer = LatentMixerConfig(sliding_window=window)
+    if ffn is None:
+        ffn = MoeFfnConfig() if sparse else MlpConfig()
+    return mixer.resolved(model), ffn.resolved(model), kind.norm_position or model.norm_position
+
+
+def _kinds(layers: Sequence[LayerSpec]) -> tuple[int, ...]:
+    """Return for each layer the first layer that equals it."""
+    first_of: dict[int, int] = {}
+    distinct: list[int] = []
+    for index, layer in enumerate(layers):
+        if id(layer) not in first_of:
+            first = next((other for other in distinct if layers[other] == layer), index)
+            first_of[id(layer)] = first
+            distinct += [index] if first == index else []
+    return tuple(first_of[id(layer)] for layer in layers)
+
+
+def _kv_sources(blocks: Sequence[LayerSpec]) -> dict[int, int]:
+    """Return the layers whose keys and values others read, and the last layer that reads each."""
+    read = ((getattr(layer.mixer, "kv_layer", None), index) for index, layer in enumerate(blocks))
+    return {source: reader for source, reader in read if source is not None}
+
+
+def _lora_targets(layers: Sequence[LayerSpec], has_experts: bool) -> tuple[str, ...]:
+    """Return the linear layers that LoRA can adapt; in a model with experts, of mixers only."""
+    targets: dict[str, None] = {}
+    for layer in layers:
+        targets |= dict.fromkeys(layer.mixer.lora_targets)
+        targets |= {} if has_experts else dict.fromkeys(layer.ffn.lora_targets)
+    return tuple(targets)
+
+
+def _stem(model: ModelConfig) -> StemSpec:
+    """Return the embeddings of a model."""
+    size, multiple = model.vocab_size, model.vocab_multiple
+    return StemSpec(
+        vocab_size=size,
+        vocab_multiple=multiple,
+        padded_vocab_size=None if size is None else -(-size // multiple) * multiple,
+        position_embedding=model.position_embedding,
+        max_position_embeddings=model.max_position_embeddings,
+        relative_buckets=model.relative_attention_num_buckets,
+        relative_distance=model.relative_attention_max_distance,
+        normalizes=model.embedding_norm,
+        multiplier=model.embedding_multiplier,
+        token_types=model.token_types,
+        per_layer_width=0 if model.per_layer_embedding is None else model.per_layer_embedding.width,
+    )
+
+
+def _head(model: ModelConfig, width_multiplier: float) -> HeadSpec:
+    """Return the output layer of a model."""
+    activation = None
+    if model.architecture == "bert":
+        default = "gelu_tanh" if model.activation == "gelu_tanh" else "gelu"
+        activation = model.transform_activation or default
+    divisor = model.logits_scaling * width_multiplier
+    return HeadSpec(
+        normalizes=model.norm_position != "post",
+        activation=activation,
+        tied=model.tie_embeddings,
+        logits_divisor=divisor,
+        logit_softcap=model.logit_softcap,
+        binary=model.binary_head,
+        extra_losses=model.mtp_num_layers + model.binary_head,
+        extra_losses_factor=1.0 if model.binary_head else model.mtp_loss_scaling_factor,
+    )
