@@ -63,7 +63,7 @@ def resolve(model: ModelConfig) -> ModelSpec:
         has_indexers=any(part.index_loss is not None for part in parts),
         has_auxiliary_loss=any(part.has_router_loss or part.index_loss for part in parts),
         lora_targets=_lora_targets(distinct, has_experts),
-        keys=model.model_dump(mode="json", exclude_unset=True),
+        keys=model.model_dump(mode="json"),
     )
 
 
