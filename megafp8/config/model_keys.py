@@ -1,0 +1,23 @@
+"""Make and change a `ModelSpec` through its keys, for packages that have no config: conversion, fine-tuning, tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megafp8.config.schema import ModelConfig
+from megafp8.spec import ModelSpec
+
+
+def model_spec(keys: Mapping[str, Any]) -> ModelSpec:
+    """Return the network that the keys of a model section describe.
+
+    Raises:
+        pydantic.ValidationError: A key is unknown, is missing, or has a value of a wrong type.
+    """
+    return ModelConfig.model_validate(dict(keys)).spec
+
+
+def with_keys(model: ModelSpec, **keys: Any) -> ModelSpec:
+    """Return the network with other values of some keys."""
+    return model_spec({**model.keys, **keys})
