@@ -272,6 +272,11 @@ class ModelSpec:
     keys: Mapping[str, Any] = field(compare=False, repr=False)
 
     @property
+    def indices(self) -> range:
+        """Numbers of all layers, as in their tensors' names."""
+        return range(len(self.layers))
+
+    @property
     def num_prediction_layers(self) -> int:
         """Depths of multi-token prediction."""
         return len(self.layers) - self.num_blocks

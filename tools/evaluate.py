@@ -79,7 +79,7 @@ class _Texts(NamedTuple):
 def open_texts(arguments: argparse.Namespace, opened: Opened) -> list[_Texts]:
     """What is to be scored. Raises ValueError for what is not there."""
     found = []
-    vocab_size, tokenizer, most = opened.source.model.vocab_size, opened.tokenizer, arguments.max_documents
+    vocab_size, tokenizer, most = opened.source.model.stem.vocab_size, opened.tokenizer, arguments.max_documents
     assert vocab_size is not None
     if (arguments.input or arguments.input_list) and tokenizer is None:
         raise ValueError(f"{arguments.checkpoint} has no tokenizer to read texts with; give a data set by --data")
@@ -135,7 +135,7 @@ class Evaluation:
                 f"--concatenate: {arguments.checkpoint} has no tokenizer, and so no token between documents"
             )
         measures = arguments.kv_cache_scales is not None
-        self.key_value_amax = KeyValueAmax(self.opened.config.model) if measures else None
+        self.key_value_amax = KeyValueAmax(self.opened.config.spec) if measures else None
         self.model = load_model(self.opened)
         self.is_first = self.model.parallel.world.is_first
         self.scorer = Scorer(

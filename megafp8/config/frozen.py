@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megafp8.config.schema import Config, Fp8Config, ModelConfig
+from megafp8.spec import ModelSpec
 
 
-def frozen_run(config: Config, teacher: ModelConfig | None = None) -> Config | None:
+def frozen_run(config: Config, teacher: ModelSpec | None = None) -> Config | None:
     """The config of the frozen model of a run; None without one, or where that is the trained one without adapters.
 
     `teacher`: that of `data.distillation`, if it is known; without it there is none.
@@ -20,7 +21,7 @@ def frozen_run(config: Config, teacher: ModelConfig | None = None) -> Config | N
         plain["layers_per_stage"] = None  # it may have another number of layers
     return config.model_copy(
         update={
-            "model": teacher if distills else config.model,
+            "model": config.model if teacher is None else ModelConfig.model_validate(dict(teacher.keys)),
             "parallel": config.parallel.model_copy(update=plain),
             "optimizer": config.optimizer.model_copy(update={"name": "adamw", "qk_clip": None}),
             "checkpoint": config.checkpoint.model_copy(update={"init_optimizer": False}),

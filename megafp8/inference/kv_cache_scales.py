@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint.files import parse_object, read_file, to_json
-from megafp8.config import ModelConfig
 from megafp8.distributed.collectives import all_gather_objects
 from megafp8.numerics.formats import E4M3
 from megafp8.parallel_state import ParallelState
+from megafp8.spec import ModelSpec
 
 KEY = "kv_cache_scales"
 
@@ -41,7 +41,7 @@ class KeyValueAmax:
     Raises ValueError for a model whose engines cache something else, as latent attention.
     """
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelSpec) -> None:
         mixers = [spec.mixer for spec in model.distinct_layers]
         kinds = {mixer.kind for mixer in mixers if mixer.present and not mixer.is_recurrent}
         if kinds != {"attention"}:

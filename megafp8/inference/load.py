@@ -8,14 +8,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from megafp8.checkpoint import Rectangles
 from megafp8.checkpoint.files import parse_object, read_file
 from megafp8.checkpoint.rectangles import as_rectangles
-from megafp8.config import Config, Fp8Config, ModelConfig
+from megafp8.config import Config, Fp8Config, with_keys
 from megafp8.config.checks import check_layout
 from megafp8.conversion.adapters import MergedSource
 from megafp8.conversion.base import Source
@@ -39,6 +39,7 @@ from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext, lora_of
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.planner.stages import stages_of
+from megafp8.spec import ModelSpec
 from megafp8.training.cuda_graphs import why_not
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.quantized_export import config_of_run
@@ -86,7 +87,7 @@ class Opened(NamedTuple):
         """
         if given is not None and given < 1:
             raise ValueError(f"max_length = {given}: must be at least 1")
-        length = self.source.model.max_position_embeddings if given is None else given
+        length = self.source.model.stem.max_position_embeddings if given is None else given
         if length is None:
             raise ValueError(f"{self.source.path} does not say how long a text may be; give max_length, such as 2048")
         return length
@@ -110,7 +111,7 @@ def open_checkpoint(
     if isinstance(source, HfSource):  # its vocabulary is not padded, so it fits any number of ranks
         source = HfSource(source.path, math.lcm(128, layout.tensor))
     check_decoder(source.model)
-    form = None if weights is None else weight_format(weights, experts=source.model.moe is not None)
+    form = None if weights is None else weight_format(weights, experts=source.model.has_experts)
     run = config_of_run(source)
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if device == "cuda" and not torch.cuda.is_available():
@@ -177,7 +178,7 @@ def read_weights(path: str | Path, model: Model, tensors: Mapping[str, Rectangle
     source = open_source(path)
     if isinstance(source, HfSource):
         source = HfSource(source.path, math.lcm(128, model.parallel.tensor.size))
-    if fields := differences(_for_generation(source.model), model.config):
+    if fields := differences(_for_generation(source.model), model.spec):
         raise ValueError(f"{source.path} is of another model: {', '.join(fields)} differ")
     _read_tensors(source, tensors)
 
@@ -221,17 +222,17 @@ def build_model(
     )
     placement, layers = stages_of(config)
     stages = [
-        build_stage(config.model, context, layers=layers[stage], positions=config.position_rows)
+        build_stage(config.spec, context, layers=layers[stage], positions=config.position_rows)
         for stage in placement.stages[parallel.pipeline.rank]
     ]
     fp8.materialize(device)
     why_eager, invariant = _why_eager(config), config.inference.batch_invariant
-    return Model(config.model, stages, placement, parallel, fp8, trained_length, why_eager, batch_invariant=invariant)
+    return Model(config.spec, stages, placement, parallel, fp8, trained_length, why_eager, batch_invariant=invariant)
 
 
 def _why_eager(config: Config) -> str:
     """Why decode steps are not replayed from CUDA graphs; empty where they are."""
-    if config.model.moe is not None and config.parallel.tensor > 1:
+    if config.spec.has_experts and config.parallel.tensor > 1:
         return "the host reads how many tokens the experts of each rank have"
     return why_not(config, config.device)
 
@@ -248,17 +249,17 @@ def live_model(trainer: Trainer, layout: Layout | None = None, *, own_texts: boo
     length, placement, p = config.training.seq_length, trainer.plan.placement, config.parallel
     if layout is None or layout == (p.tensor, p.pipeline, p.expert):
         why_eager = "copies of weights, which change, have other addresses after each step"
-        shared = (config.model, trainer.stages, placement, trainer.parallel, trainer.fp8, length, why_eager)
+        shared = (config.spec, trainer.stages, placement, trainer.parallel, trainer.fp8, length, why_eager)
         own_texts = own_texts and _computes_alone(trainer)
         invariant = config.inference.batch_invariant
         model = Model(*shared, in_training=True, batch_invariant=invariant, own_texts=own_texts)
         return model, LiveWeights(trainer)
-    check_decoder(config.model)
+    check_decoder(config.spec)
     world_size, ranks = trainer.parallel.world_size, layout.tensor * layout.pipeline
     if min(layout) < 1 or world_size % ranks:
         given = f"tensor = {layout.tensor} and pipeline = {layout.pipeline} are {ranks} ranks"
         raise ValueError(f"{given}, and the job's {world_size} cannot be divided by that")
-    described = config.model.model_copy(update={"max_position_embeddings": config.position_rows})
+    described = with_keys(config.spec, max_position_embeddings=config.position_rows)
     cuda, dtype = trainer.parallel.device.type == "cuda", DTYPES[config.training.precision]
     invariant = config.inference.batch_invariant
     own = config_of(described, layout, config.fp8, dtype, cuda=cuda, batch_invariant=invariant)
@@ -272,7 +273,7 @@ def _computes_alone(trainer: Trainer) -> bool:
     """Whether the ranks of a pipeline and its tensor-parallel groups run forward passes without any other rank: not
     where others have parts of the weights, or the amaxes of experts."""
     config, parallel = trainer.config, trainer.parallel
-    experts = config.model.moe is not None and (parallel.expert.size > 1 or config.fp8.recipe != "none")
+    experts = config.spec.has_experts and (parallel.expert.size > 1 or config.fp8.recipe != "none")
     return not (config.parallel.fsdp or experts)
 
 
@@ -322,7 +323,7 @@ def _share_parameters(trainer: Trainer, model: Model) -> None:
 
 
 def config_of(
-    model: ModelConfig,
+    model: ModelSpec,
     layout: Layout,
     fp8: Fp8Config,
     dtype: torch.dtype,
@@ -341,7 +342,7 @@ def config_of(
             "pipeline": layout.pipeline,
             "expert": layout.expert,
             # A sequence has any number of tokens; experts need ranks to have tokens of their own.
-            "sequence_parallel": model.moe is not None,
+            "sequence_parallel": model.has_experts,
         },
         "training": {"steps": 1, "seq_length": layout.tensor, "global_batch_size": 1, "precision": precision},
         "optimizer": {"learning_rate": 1.0},
@@ -349,16 +350,17 @@ def config_of(
         "inference": {"batch_invariant": batch_invariant},
     }
     fp8 = fp8.model_copy(update={"param_gather": False, "report_interval": 0, "auto_filter": "none"})
-    return Config.model_validate(sections | {"model": model, "fp8": fp8})
+    return Config.model_validate(sections | {"model": dict(model.keys), "fp8": fp8})
 
 
-def _for_generation(model: ModelConfig) -> ModelConfig:
-    """`model` without what only training has."""
-    moe = None if model.moe is None else model.moe.model_copy(update={"capacity_factor": None})
-    changes = {"moe": moe, "mtp_num_layers": 0, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    if model.position_embedding != "learned":
+def _for_generation(model: ModelSpec) -> ModelSpec:
+    """Return the model without everything that only training has."""
+    changes: dict[str, Any] = {"mtp_num_layers": 0, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    if model.keys["moe"] is not None:
+        changes["moe"] = model.keys["moe"] | {"capacity_factor": None}
+    if model.stem.position_embedding != "learned":
         changes["max_position_embeddings"] = None  # a run's source has its sequence length there
-    return model.model_copy(update=changes)
+    return with_keys(model, **changes)
 
 
 def start_of_documents(run: Config, tokenizer: Tokenizer) -> list[int]:

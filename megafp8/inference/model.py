@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megafp8.config import LongRopeConfig, ModelConfig
+from megafp8.config import LongRopeConfig
 from megafp8.distributed.collectives import all_gather, own_slice, recv_async, send_async
 from megafp8.fp8 import Fp8Manager
 from megafp8.inference.attention import PackedStep, PagedAttention, PagedKeys
@@ -33,6 +33,7 @@ from megafp8.ops.attention import CoreAttention
 from megafp8.ops.recurrence import Recurrence
 from megafp8.parallel_state import Group, ParallelState
 from megafp8.pipeline_parallel.actions import Placement
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.cross_entropy import at_temperature, vocab_parallel_cross_entropy
 
 _FP8_ROWS, _FP8_SHARD = 16, 128
@@ -51,7 +52,7 @@ class Model:
     `parallel.model` generate texts of their own, else all ranks the same.
     """
 
-    config: ModelConfig
+    spec: ModelSpec
     stages: Sequence[GPTStage]
     placement: Placement
     parallel: ParallelState
@@ -76,15 +77,15 @@ class Model:
 
     def check_length(self, max_length: int) -> None:
         """ValueError if the model has no positions for sequences of `max_length` tokens."""
-        rows = self.config.max_position_embeddings
-        if self.config.position_embedding == "learned" and rows is not None and max_length > rows:
+        rows = self.spec.stem.max_position_embeddings
+        if self.spec.stem.position_embedding == "learned" and rows is not None and max_length > rows:
             raise ValueError(f"max_length = {max_length}: the model has a table of {rows} positions; try {rows}")
 
 
-def check_decoder(config: ModelConfig) -> None:
+def check_decoder(model: ModelSpec) -> None:
     """ValueError for a model that does not continue a text."""
-    if config.architecture != "gpt":
-        raise ValueError(f"model.architecture = {config.architecture}: only models of architecture gpt continue a text")
+    if model.architecture != "gpt":
+        raise ValueError(f"model.architecture = {model.architecture}: only models of architecture gpt continue a text")
 
 
 class PackedTokens(Protocol):
@@ -152,7 +153,7 @@ class PackedModel:
     """Forward passes of `model` over packed tokens. Collective: on every rank."""
 
     def __init__(self, model: Model) -> None:
-        check_decoder(model.config)
+        check_decoder(model.spec)
         context = model.stages[0].context
         self.model = model
         self._ranks = context.tensor.size() if context.sequence_sharded else 1
@@ -192,7 +193,7 @@ class PackedModel:
     def _empty_stream(self, stage: GPTStage, packed: PackedTokens) -> Tensor:
         rows = packed.tokens_1n.shape[1] // self._ranks
         context = stage.context
-        return torch.empty(rows, 1, self.model.config.stream_width, dtype=context.dtype, device=context.device)
+        return torch.empty(rows, 1, self.model.spec.stream_width, dtype=context.dtype, device=context.device)
 
     def run_blocks(
         self, stage: GPTStage, x_sbh: Tensor | None, packed: PackedTokens, tokens: Tokens
@@ -216,7 +217,7 @@ class PackedModel:
 
     def capped(self, logits_rv: Tensor) -> Tensor:
         """`logits` with the model's soft cap."""
-        cap = self.model.config.logit_softcap
+        cap = self.model.spec.head.logit_softcap
         return logits_rv if cap is None or not self.model.batch_invariant else cap * (logits_rv / cap).tanh()
 
     def loss_logprobs(self, logits_rv: Tensor, tokens_rc: Tensor, divisors: Sequence[float] | None = None) -> Tensor:
@@ -224,7 +225,7 @@ class PackedModel:
 
         `divisors`: of each row, what its logits are divided by, as `megafp8.objectives.grpo` does; None: 1.
         """
-        size, cap = self.model.config.vocab_size, self.model.config.logit_softcap
+        size, cap = self.model.spec.stem.known_vocab_size, self.model.spec.head.logit_softcap
         assert size is not None
         context = self.model.stages[0].context
         group = context.tensor
@@ -269,7 +270,7 @@ class CachedModel(PackedModel):
     ) -> None:
         super().__init__(model)
         context = model.stages[0].context
-        last = model.config.num_blocks
+        last = model.spec.num_blocks
         blocks = [block for stage in model.stages for block in stage.all_blocks if block.index < last]
         kept = [(block.index, cache) for block in blocks for cache in block.mixer.cache]
         self.cache = PagedCache(

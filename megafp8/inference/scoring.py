@@ -304,8 +304,8 @@ class Scorer:
         self._multiple = self._packed.multiple
         if model.parallel.device.type == "cuda":
             self._multiple = math.lcm(self._multiple, _CUDA_ROWS)
-        mixers = [layer.mixer for layer in model.config.distinct_layers]
-        self._shares = model.config.longrope is None and all(mixer.shares_context for mixer in mixers)
+        mixers = [layer.mixer for layer in model.spec.distinct_layers]
+        self._shares = all(mixer.shares_context for mixer in mixers)
 
     def score(self, requests: Iterable[Request]) -> Iterator[Score]:
         """The scores of all requests, in order. All ranks use the requests of the first one, and must read all scores.
@@ -362,7 +362,7 @@ class Scorer:
                 f"a continuation has {len(continuation)} tokens, and max_length is {self.max_length}; score it in "
                 "windows"
             )
-        size = self.model.config.vocab_size
+        size = self.model.spec.stem.known_vocab_size
         assert size is not None
         if foreign := [token for token in itertools.chain(context, continuation) if not 0 <= token < size]:
             raise ValueError(f"a request has the token {foreign[0]}, and the model has those from 0 to {size - 1}")
@@ -406,7 +406,7 @@ class Scorer:
 
     def _output(self, stage: GPTStage, x_sbh: Tensor, branch_sbh: Tensor | None, step: _Step) -> Tensor:
         """Log-probabilities of all labels and whether they are the most probable tokens, float64 `[r, c, 2]`."""
-        group, size = self.model.parallel.tensor.group, self.model.config.vocab_size
+        group, size = self.model.parallel.tensor.group, self.model.spec.stem.known_vocab_size
         assert size is not None
         scores = []
         for rows_r, labels_rc in zip(step.rows_r.split(_LOGIT_ROWS), step.labels_rc.split(_LOGIT_ROWS), strict=True):

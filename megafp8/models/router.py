@@ -212,9 +212,8 @@ class Router(nn.Module):
     """
 
     def __init__(
-        self, name: str, hidden_size: int, moe: MoeFfnConfig, context: BuildContext, init: Init, *, biased: bool = False,
-        hashed: int | None = None,
-        norm_eps: float = 0.0,
+        self, name: str, hidden_size: int, moe: MoeFfnConfig, context: BuildContext, init: Init, *,
+        biased: bool = False, hashed: int | None = None, norm_eps: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.moe = name, moe

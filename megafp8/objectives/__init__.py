@@ -109,7 +109,7 @@ def special_ids(
     `names`: by key of `section`. Raises ConfigError naming those that are missing.
     """
     problems, ids_by_role = [], {}
-    size = config.model.vocab_size
+    size = config.spec.stem.vocab_size
     assert size is not None
     for key, candidates in names.items():
         ids = [given[key], *(None if tokenizer is None else tokenizer.id_of(name) for name in candidates)]

@@ -104,7 +104,7 @@ class DistillationLoss(ObjectiveLoss):
 
 
 def _loss(config: Config, parallel: ParallelState) -> DistillationLoss:
-    given, size = config.data.distillation, config.model.vocab_size
+    given, size = config.data.distillation, config.spec.stem.vocab_size
     assert given is not None
     assert size is not None
     return DistillationLoss(given.weight, given.temperature, given.top_k, size, parallel)
@@ -124,7 +124,7 @@ def _memory(config: Config, tokens: int) -> LossMemory:
     and two temporary tensors, with a mask."""
     given, dtype = config.data.distillation, DTYPES[config.training.precision]
     assert given is not None
-    compute, columns = sum_dtype(dtype).itemsize, config.model.padded_vocab_size // config.parallel.tensor
+    compute, columns = sum_dtype(dtype).itemsize, config.spec.stem.rows // config.parallel.tensor
     reference = dtype.itemsize * columns if given.top_k is None else 2 * compute * given.top_k
     return LossMemory(tokens * reference, tokens * columns * (4 * compute + 1))
 

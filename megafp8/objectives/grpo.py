@@ -182,7 +182,7 @@ class GrpoLoss(ObjectiveLoss):
 
 
 def _loss(config: Config, parallel: ParallelState) -> GrpoLoss:
-    given, size = config.data.grpo, config.model.vocab_size
+    given, size = config.data.grpo, config.spec.stem.vocab_size
     assert given is not None
     assert size is not None
     return GrpoLoss(given.clip_low, given.clip_high, given.beta, given.temperature, size, parallel)

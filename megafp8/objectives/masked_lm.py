@@ -159,7 +159,7 @@ _NAMES = {"cls": ("[CLS]", "<s>"), "sep": ("[SEP]", "</s>"), "mask": ("[MASK]", 
 
 
 def _build(config: Config, tokenizer: Tokenizer | None, source: str) -> MaskedLM:
-    vocab_size, masked = config.model.vocab_size, config.data.masked_lm
+    vocab_size, masked = config.spec.stem.vocab_size, config.data.masked_lm
     assert vocab_size is not None
     starts = None
     if masked.whole_words:
@@ -176,8 +176,8 @@ def _build(config: Config, tokenizer: Tokenizer | None, source: str) -> MaskedLM
         eod_id=None if tokenizer is None else tokenizer.eod_id,
         probability=masked.probability,
         word_starts=starts,
-        pairs=config.model.binary_head,
+        pairs=config.spec.head.binary,
     )
 
 
-OBJECTIVE = ObjectiveRecord(lambda config: config.model.architecture == "bert", _build)
+OBJECTIVE = ObjectiveRecord(lambda config: config.spec.architecture == "bert", _build)

@@ -48,6 +48,6 @@ def next_token(config: Config, _tokenizer: Tokenizer | None = None, _source: str
 
 
 OBJECTIVE = ObjectiveRecord(
-    lambda config: config.model.architecture == "gpt" and config.data.loss_on is None and not config.data.objectives,
+    lambda config: config.spec.architecture == "gpt" and config.data.loss_on is None and not config.data.objectives,
     next_token,
 )

@@ -100,7 +100,7 @@ def _build(config: Config, tokenizer: Tokenizer | None, source: str) -> SpanCorr
 
 def _sentinels(config: Config, tokenizer: Tokenizer | None, spans: int, source: str) -> list[int]:
     """Ids of the tokens that mark spans. Raises ConfigError if there are too few."""
-    size, given = config.model.vocab_size, config.data.special_tokens.sentinels
+    size, given = config.spec.stem.vocab_size, config.data.special_tokens.sentinels
     assert size is not None
     if given is not None:
         sentinels = given
@@ -119,4 +119,4 @@ def _sentinels(config: Config, tokenizer: Tokenizer | None, spans: int, source: 
     return sentinels
 
 
-OBJECTIVE = ObjectiveRecord(lambda config: config.model.architecture == "t5", _build)
+OBJECTIVE = ObjectiveRecord(lambda config: config.spec.architecture == "t5", _build)

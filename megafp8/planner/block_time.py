@@ -81,7 +81,7 @@ class _Block:
     @property
     def _values(self) -> int:
         """Bytes of hidden states of all tokens inside of tensor-parallel regions."""
-        return self.batch.tokens * self.config.model.hidden_size * self.batch.element
+        return self.batch.tokens * self.config.spec.hidden_size * self.batch.element
 
     def costs(self, memory: BlockMemory) -> Costs:
         found: Costs = {
@@ -322,7 +322,7 @@ def in_high_precision(config: Config, cluster: Cluster, size: LinearSize) -> Pha
 
 def ends_costs(outline: ModelOutline, cluster: Cluster, *, first: bool, last: bool) -> Costs:
     """Of the embedding on the first stage; of the output layer, its loss and multi-token prediction on the last."""
-    config, model, gpu, batch = outline.config, outline.config.model, cluster.gpu, outline.batch
+    config, model, gpu, batch = outline.config, outline.config.spec, cluster.gpu, outline.batch
     h, e = model.hidden_size, batch.element
     copy = gpu.ceilings.bandwidth * gpu.elementwise
     found: Costs = {}
@@ -330,8 +330,8 @@ def ends_costs(outline: ModelOutline, cluster: Cluster, *, first: bool, last: bo
         moved = batch.own_tokens * h
         found["elementwise"] = Phases(2 * moved * e / copy, moved * (e + 8) / copy)
     if last:
-        tokens = (1 + model.mtp_num_layers) * outline.batch_of(model.num_blocks - 1).tokens
-        v = model.padded_vocab_size // config.parallel.tensor
+        tokens = (1 + model.num_prediction_layers) * outline.batch_of(model.num_blocks - 1).tokens
+        v = model.stem.rows // config.parallel.tensor
         output = in_high_precision(config, cluster, LinearSize(tokens, h, v))
         logits = tokens * v * e
         # The loss reads logits twice; their gradient overwrites them.
@@ -343,9 +343,9 @@ def ends_costs(outline: ModelOutline, cluster: Cluster, *, first: bool, last: bo
             output += Phases(each, each)
         found["output layer"] = output
     if gathers_blocks(config):
-        table = model.padded_vocab_size // config.parallel.tensor * h
+        table = model.stem.rows // config.parallel.tensor * h
         compute = summed([found]).get("output layer", Phases())
-        for present in (first, last and not model.tie_embeddings):
+        for present in (first, last and not model.head.tied):
             if present:
                 more = gather_seconds(config, cluster, BlockElements(0, 0, 0, table), 0, compute)
                 found["fsdp"] = found.get("fsdp", Phases()) + more

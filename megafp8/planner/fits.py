@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from megafp8.config import Config, ConfigError, Problem
+from megafp8.config.checks import split_widths
 from megafp8.planner.memory import RankMemory, size_text
 
 NO_DEVICE_HAS = 2**50
@@ -43,8 +44,8 @@ def check_memory(
 
     def total(key: str, value: Any) -> float:
         changed = _with(config, key, value)
-        m, t = changed.model, changed.parallel.tensor
-        possible = min(m.hidden_size, m.channels, m.ffn_size // t, m.query_groups // t) > 0
+        divided = (width // changed.parallel.tensor for width in split_widths(changed.model).values())
+        possible = min(changed.spec.hidden_size, *changed.spec.attention_widths, *divided) > 0
         return max(memory.total for memory in plan(changed)) if possible else math.inf
 
     most = max(plan(config), key=lambda memory: memory.total)

@@ -35,8 +35,8 @@ class Flops(NamedTuple):
 def layer_flops(config: Config, index: int) -> Flops:
     """Of layer `index`."""
     one, planned = _of_one_sample(config), Fp8Manager(None, amax_group=None)
-    block = build_layer(config.model, planning_context(one, planned), index, KEEP_ALL).block
-    batch = MicroBatch.of(one, None, decoder=config.model.is_decoder(index))
+    block = build_layer(config.spec, planning_context(one, planned), index, KEEP_ALL).block
+    batch = MicroBatch.of(one, None, decoder=config.spec.layers[index].is_decoder)
     sites = [state.site for state in planned.layers if not state.site.expert]
     products = float(sum(batch.tokens_of(site) * site.inputs * site.outputs for site in sites))
     works = block.attentions(batch)
@@ -47,21 +47,21 @@ def layer_flops(config: Config, index: int) -> Flops:
 def output_flops(config: Config) -> Flops:
     """Of the output layer at all depths of multi-token prediction, and of what else the head multiplies with."""
     one, planned = _of_one_sample(config), Fp8Manager(None, amax_group=None)
-    layers = config.model.layers
-    stage = build_stage(config.model, planning_context(one, planned), layers=layers, positions=1, blocks=False)
+    layers = config.spec.indices
+    stage = build_stage(config.spec, planning_context(one, planned), layers=layers, positions=1, blocks=False)
     assert stage.head is not None
     more = stage.head.flops(MicroBatch.of(one, None))
     weights = sum(state.site.inputs * state.site.outputs for state in planned.layers)
     tokens = config.decoder_length or config.training.seq_length
-    return Flops(2.0 * tokens * weights * (1 + config.model.mtp_num_layers) + more)
+    return Flops(2.0 * tokens * weights * (1 + config.spec.num_prediction_layers) + more)
 
 
 def model_flops(config: Config) -> Flops:
     """Of the whole model."""
     known: dict[Any, Flops] = {}
     total = output_flops(config)
-    for index in config.model.layers:
-        kind = config.model.layer_kind(index)
+    for index in config.spec.indices:
+        kind = config.spec.kinds[index]
         if kind not in known:
             known[kind] = layer_flops(config, index)
         total += known[kind]
@@ -96,7 +96,7 @@ On H200 the output layer of Llama-3-8B takes as long as 1.74 blocks in bf16 or 2
 def output_layer_in_blocks(config: Config) -> float:
     """Time of the output layer, and of multi-token prediction, in units of the first block's, approximately."""
     block, rate = layer_flops(config, 0).trained(), _RELATIVE_RATE[config.fp8.recipe != "none"]
-    depths = [layer_flops(config, index).trained() for index in config.model.layers[config.model.num_blocks :]]
+    depths = [layer_flops(config, index).trained() for index in config.spec.indices[config.spec.num_blocks :]]
     # A depth is a block, at its own rate, and a projection at that of the output layer.
     projections = sum(depth - block for depth in depths)
     return len(depths) + (output_flops(config).trained() + projections) * rate / block

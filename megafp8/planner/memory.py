@@ -172,7 +172,7 @@ def block_elements(layer: LayerOutline) -> BlockElements:
 
 def _table(config: Config) -> int:
     """Elements of a rank's shard of the embedding, or of the output layer."""
-    return config.model.padded_vocab_size // config.parallel.tensor * config.model.hidden_size
+    return config.spec.stem.rows // config.parallel.tensor * config.spec.hidden_size
 
 
 def fp8_weight_bytes(outline: ModelOutline, layers: range) -> int:
@@ -209,7 +209,7 @@ def rank_memory(outline: ModelOutline, data: int, stages: Sequence[range], actio
     """
     config, p = outline.config, outline.config.parallel
     parameters = [parameter for layers in stages for parameter in outline.parameters(layers)]
-    width = config.model.stream_width * outline.batch.element
+    width = config.spec.stream_width * outline.batch.element
     static = RankMemory(
         **vars(state_memory(config, parameters, data)),
         fp8_weights=0 if gathers_blocks(config) else sum(fp8_weight_bytes(outline, layers) for layers in stages),
@@ -278,7 +278,7 @@ def _gathered(outline: ModelOutline, layers: range, data: int, overlaps: bool) -
     if not gathers_blocks(config):
         return _Gathered([0] * len(layers), 0, 0)
     e, sent = ELEMENT[config.training.precision], state_bytes(config, config.optimizer.reduce_dtype)
-    tied, table = config.model.tie_embeddings, _table(config)
+    tied, table = config.spec.head.tied, _table(config)
     others_plan, experts_plan = data_parallel_plans(config, data)
     gathers_experts, apart = experts_plan.gathers_blocks, experts_plan.ranks != others_plan.ranks
     parameters = [[p for p in outline.layers[i].parameters if gathers_experts or not p.expert] for i in layers]
@@ -290,8 +290,8 @@ def _gathered(outline: ModelOutline, layers: range, data: int, overlaps: bool) -
     # Of FP8 weights, from the first block's forward on. Ranks that gather experts only have others.
     buffers = 2 * (max(experts_fp8, default=0) + max(others_fp8, default=0))
     copies = [max((x.weights for x in outline.layers[i].linears if x.plan.fp8), default=0) for i in layers]
-    first, last = layers.start == 0, layers.stop == config.model.layers.stop
-    shared = config.model.embeds_on_last_stage
+    first, last = layers.start == 0, layers.stop == len(config.spec.layers)
+    shared = config.spec.embeds_on_last_stage
     stays = table * e * (shared and (first or last))
     summed = table * sent * (shared and last)  # from the backward of its last use to the end
     blocks = []
@@ -309,17 +309,17 @@ def _gathered(outline: ModelOutline, layers: range, data: int, overlaps: bool) -
 
 def _chunk(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _Chunk:
     config = outline.config
-    gathered, h, e = _gathered(outline, layers, data, overlaps), config.model.hidden_size, outline.batch.element
+    gathered, h, e = _gathered(outline, layers, data, overlaps), config.spec.hidden_size, outline.batch.element
     memory = block_memory(config.parallel, len(layers))
     saved = [outline.saved(i, own) for i, own in zip(layers, memory)]
     on_device = [0 if own.offload else size for size, own in zip(saved, memory)]
     offloaded = [size if own.offload else 0 for size, own in zip(saved, memory)]
-    if layers.start == 0 and config.model.embedding_norm:  # its input and statistics
-        statistics = NORMS[config.model.normalization].statistics
+    if layers.start == 0 and config.spec.stem.normalizes:  # its input and statistics
+        statistics = NORMS[config.spec.norm.kind].statistics
         on_device[0] += outline.stream_tokens * (h * e + outline.batch.statistic * statistics)
-    predicted = (1 + config.model.mtp_num_layers) * outline.batch_of(config.model.num_blocks - 1).tokens
-    logits = predicted * (config.model.padded_vocab_size // config.parallel.tensor) * e
-    last = layers.stop == config.model.layers.stop
+    predicted = (1 + config.spec.num_prediction_layers) * outline.batch_of(config.spec.num_blocks - 1).tokens
+    logits = predicted * (config.spec.stem.rows // config.parallel.tensor) * e
+    last = layers.stop == len(config.spec.layers)
     candidates = []
     for at, index in enumerate(layers):
         recomputed = 0
@@ -331,7 +331,7 @@ def _chunk(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _
     if last:
         # The final norm's input; the output layer's, and its gradient; residual streams.
         ends = (outline.batch.own_tokens + 2 * predicted) * h * e
-        ends += outline.batch.own_tokens * (config.model.stream_width - h) * e
+        ends += outline.batch.own_tokens * (config.spec.stream_width - h) * e
         ends += loss_memory(config, predicted).computed
         candidates.append((sum(on_device) + sum(offloaded[-1:]), logits + ends, gathered.loss))
     candidates.append((0, 0, gathered.end))
@@ -362,7 +362,7 @@ def _frozen_memory(outline: ModelOutline, data: int, placement: Placement) -> li
         for rank, stages in enumerate(placement.stages):
             parameters = [parameter for stage in stages for parameter in frozen.parameters(layers[stage])]
             totals[rank] += _weight_bytes(frozen.config, parameters, data)
-    t, tokens = config.training, outline.batch_of(config.model.num_blocks - 1).tokens
+    t, tokens = config.training, outline.batch_of(config.spec.num_blocks - 1).tokens
     count = t.global_batch_size * config.parallel.context // (t.micro_batch_size * data)
     totals[placement.homes[-1][0]] += count * loss_memory(config, tokens).reference
     return totals

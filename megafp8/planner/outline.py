@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megafp8.config import Config, ModelConfig
+from megafp8.config import Config
 from megafp8.config.frozen import frozen_run
 from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.fp8.manager import Fp8Manager
@@ -28,6 +28,7 @@ from megafp8.models.recompute import KEEP_ALL, BlockMemory, block_memory
 from megafp8.optimizer.param_groups import is_hidden_matrix
 from megafp8.plan import LinearPlan, LinearSite
 from megafp8.planner.stages import stages_of
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.lora import freeze
 
 
@@ -110,7 +111,7 @@ class ModelOutline:
 
     def batch_of(self, index: int) -> MicroBatch:
         """A micro-batch in layer `index`, which in the decoder of T5 is another."""
-        if self._decoder_batch is None or not self.config.model.is_decoder(index):
+        if self._decoder_batch is None or not self.config.spec.layers[index].is_decoder:
             return self.batch
         return self._decoder_batch
 
@@ -156,7 +157,7 @@ class ModelOutline:
     def _ends_of(self, layers: range) -> tuple[list[Parameter], list[Parameter]]:
         """The parameters of a stage before and after those of its blocks."""
         config, context = self.config, planning_context(self.config, self.fp8.unbuilt())
-        stage = build_stage(config.model, context, layers=layers, positions=config.position_rows, blocks=False)
+        stage = build_stage(config.spec, context, layers=layers, positions=config.position_rows, blocks=False)
         stem = [x for x in (stage.embedding, stage.per_layer_embedding) if x is not None]
         before = {*stage.parameters(recurse=False), *(param for x in stem for param in x.parameters())}
         several = self.config.parallel.pipeline > 1
@@ -171,7 +172,7 @@ class ModelOutlines:
     `teacher`: of `frozen_run`.
     """
 
-    def __init__(self, config: Config, fp8: Fp8Manager, teacher: ModelConfig | None = None) -> None:
+    def __init__(self, config: Config, fp8: Fp8Manager, teacher: ModelSpec | None = None) -> None:
         self.fp8, self._teacher = fp8, teacher
         frozen = frozen_run(config, teacher)
         self._frozen = None if frozen is None else ModelOutlines(frozen, Fp8Manager(None, amax_group=None))
@@ -180,11 +181,11 @@ class ModelOutlines:
         names: dict[int, list[str]] = {}
         for name, _ in linear_sites(config):
             names.setdefault(int(name.split(".")[1]), []).append(name)
-        for index in config.model.layers:
+        for index in config.spec.indices:
             # Of experts, the first stands for all.
             selected = [x for x in names[index] if ".experts." not in x or ".experts.0." in x]
             how = tuple((fp8.selects(x), fp8.recipe and fp8.recipe.operands(x)) for x in selected)
-            self._alike[index] = (*config.model.layer_kind(index), how)
+            self._alike[index] = (*config.spec.kinds[index], how)
 
     def outline(self, config: Config) -> ModelOutline:
         """The model in the layout of `config`."""
@@ -205,7 +206,7 @@ class ModelOutlines:
         return ModelOutline(config, self.fp8, layers, frozen)
 
 
-def model_outline(config: Config, fp8: Fp8Manager, teacher: ModelConfig | None = None) -> ModelOutline:
+def model_outline(config: Config, fp8: Fp8Manager, teacher: ModelSpec | None = None) -> ModelOutline:
     """The model of `config`. `fp8`: which layers are FP8, as the config says. `teacher`: of `frozen_run`."""
     return ModelOutlines(config, fp8, teacher).outline(config)
 
@@ -213,7 +214,7 @@ def model_outline(config: Config, fp8: Fp8Manager, teacher: ModelConfig | None =
 def layer_outline(config: Config, fp8: Fp8Manager, index: int, memory: BlockMemory) -> LayerOutline:
     """Layer `index` in the layout of `config`, planned as `fp8` plans layers."""
     planned = fp8.unbuilt()
-    module = build_layer(config.model, planning_context(config, planned), index, memory)
+    module = build_layer(config.spec, planning_context(config, planned), index, memory)
     if config.lora is not None:
         freeze(module)
     copies = {state.site.name: len(group.states) for group in planned.groups for state in group.states[:1]}
@@ -240,11 +241,11 @@ def linear_sites(config: Config) -> Iterator[tuple[str, LinearSite]]:
     # The first rank of one expert-parallel rank has all experts.
     whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"expert": 1})})
     found: dict[tuple[Any, ...], tuple[int, list[LinearSite]]] = {}
-    for index in config.model.layers:
-        kind = config.model.layer_kind(index)
+    for index in config.spec.indices:
+        kind = config.spec.kinds[index]
         if kind not in found:
             planned = Fp8Manager(None, amax_group=None)
-            build_layer(config.model, planning_context(whole, planned), index, KEEP_ALL)
+            build_layer(config.spec, planning_context(whole, planned), index, KEEP_ALL)
             found[kind] = index, [x.site for x in planned.layers if not x.site.high_precision]
         first, sites = found[kind]
         prefix, own = f"layers.{first}.", f"layers.{index}."

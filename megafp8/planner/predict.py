@@ -125,7 +125,7 @@ def stage_costs(outline: ModelOutline, cluster: Cluster) -> list[Costs]:
             if kind not in found:
                 found[kind] = block_costs(outline, cluster, first[kind], kind[1])
             blocks.append({term: phases * count for term, phases in found[kind].items()})
-        ends = ends_costs(outline, cluster, first=layers.start == 0, last=layers.stop == config.model.layers.stop)
+        ends = ends_costs(outline, cluster, first=layers.start == 0, last=layers.stop == len(config.spec.layers))
         stages.append(summed([*blocks, ends]))
     return stages
 
@@ -151,7 +151,7 @@ def frozen_seconds(frozen: ModelOutline, cluster: Cluster) -> float:
     busiest = max(sum(times[stage] for stage in stages) for stages in placement.stages)
     if config.parallel.pipeline == 1:
         return count * busiest
-    sent = frozen.stream_tokens * config.model.stream_width * frozen.batch.element
+    sent = frozen.stream_tokens * config.spec.stream_width * frozen.batch.element
     p2p = cluster.transfer(cluster.gpus // config.parallel.pipeline, sent)
     simulated = min(count, _simulated(placement))
     stage_times = [Times(time, 0.0, 0.0, p2p) for time in times]
@@ -169,7 +169,7 @@ def step_terms(outline: ModelOutline, cluster: Cluster) -> tuple[float, dict[str
     times = [sum(stage.values(), Phases()) for stage in costs]
     works = [sum(times[stage].total for stage in stages) for stages in placement.stages]
     if p.pipeline > 1:
-        sent = outline.stream_tokens * config.model.stream_width * outline.batch.element
+        sent = outline.stream_tokens * config.spec.stream_width * outline.batch.element
         p2p = cluster.transfer(cluster.gpus // p.pipeline, sent)
         stage_times = [Times(time.forward, time.backward, time.weight, p2p) for time in times]
         pipeline = _pipeline_seconds(config, placement, stage_times, count, max(works))

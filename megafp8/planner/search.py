@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from megafp8.config import Config, ConfigError, ModelConfig, check_layout
+from megafp8.config import Config, ConfigError, check_layout
 from megafp8.config.checks import split_widths
 from megafp8.config.frozen import frozen_run
 from megafp8.fp8 import Fp8Manager
@@ -40,6 +40,7 @@ from megafp8.planner.predict import (
     step_terms,
 )
 from megafp8.planner.stages import data_parallel_plans
+from megafp8.spec import ModelSpec
 
 _CHUNKS = (2, 4)
 _MICRO_BATCHES = (1, 2, 4, 8)
@@ -114,9 +115,9 @@ def _divisors(number: int) -> list[int]:
 
 def layouts(config: Config, cluster: Cluster) -> Iterator[Layout]:
     """All combinations that ranks and heads can be divided into; `check_layout` knows which of them run."""
-    model, t = config.model, config.training
-    moe = model.moe
-    widths = [*split_widths(model).values()]
+    model, t = config.spec, config.training
+    counts = [record.num_experts for record in model.expert_records]
+    widths = [*split_widths(config.model).values()]
     for tensor in _powers(min([cluster.gpus_per_node, *widths])):
         if cluster.gpus % tensor or any(width % tensor for width in widths):
             continue
@@ -125,11 +126,9 @@ def layouts(config: Config, cluster: Cluster) -> Iterator[Layout]:
                 if pipeline > model.num_blocks or cluster.gpus % (tensor * context * pipeline):
                     continue
                 data = cluster.gpus // (tensor * context * pipeline)
-                experts = (
-                    [1] if moe is None else [e for e in _powers(min(64, moe.num_experts)) if moe.num_experts % e == 0]
-                )
+                experts = [e for e in _powers(min([64, *counts])) if not any(n % e for n in counts)] if counts else [1]
                 for expert in experts:
-                    for expert_tensor in (1,) if moe is None or moe.num_experts > 16 else (1, 2):
+                    for expert_tensor in (1, 2) if counts and max(counts) <= 16 else (1,):
                         if data * context * tensor % (expert * expert_tensor):
                             continue
                         for rest in _options(config, cluster, tensor, pipeline, data, context):
@@ -147,7 +146,7 @@ def _options(
     if pipeline > 1:
         for name, record in SCHEDULES.items():
             for chunks in (record.chunks,) if record.chunks else _CHUNKS:
-                if (name, chunks) not in schedules and pipeline * chunks <= config.model.num_blocks:
+                if (name, chunks) not in schedules and pipeline * chunks <= config.spec.num_blocks:
                     schedules.append((name, chunks))
     ranks = data * context
     of_node = max(1, cluster.gpus_per_node // tensor)
@@ -219,7 +218,7 @@ def _on_one_stage(config: Config) -> Config:
 class _Search:
     """Bounds and predictions of one search, with what is common to several layouts computed once."""
 
-    def __init__(self, config: Config, fp8: Fp8Manager, cluster: Cluster, teacher: ModelConfig | None) -> None:
+    def __init__(self, config: Config, fp8: Fp8Manager, cluster: Cluster, teacher: ModelSpec | None) -> None:
         self.config, self.cluster, self.teacher = config, cluster, teacher
         self.outlines = ModelOutlines(config, fp8, teacher)
         self._works: dict[tuple[Any, ...], _Work] = {}
@@ -240,14 +239,14 @@ class _Search:
         size = (p.tensor, p.expert, p.expert_tensor)
         if size not in self._held:
             one = _on_one_stage(config)
-            self._held[size] = held(self.outlines.outline(one), [one.model.layers])
+            self._held[size] = held(self.outlines.outline(one), [one.spec.indices])
         work, of_blocks, saved, frozen, frozen_elements = self._works[key]
         share = 1 / p.pipeline
         mine = Held(*(part * share for part in self._held[size]))
         count = micro_batches(config, self.cluster.gpus)
         # Some rank has the blocks that are left over. The last rank waits for the first micro-batch, and the first one
         # for its gradient where backwards are not split; unequal stages may wait a little less.
-        blocks = config.model.num_blocks
+        blocks = config.spec.num_blocks
         busiest = max(share * work.total, -(-blocks // p.pipeline) / blocks * of_blocks)
         before = work.forward if SCHEDULES[p.schedule].splits_wgrad else work.total
         waiting = 0.9 * before * share * (p.pipeline - 1) / p.virtual_pipeline
@@ -271,14 +270,14 @@ class _Search:
         frozen, elements = 0.0, 0.0
         if outline.frozen is not None:
             frozen = sum(summed(stage_costs(outline.frozen, near)).values(), Phases()).forward
-            rank = held(outline.frozen, [outline.frozen.config.model.layers])
+            rank = held(outline.frozen, [outline.frozen.config.spec.indices])
             plans = data_parallel_plans(outline.frozen.config, ranks // config.parallel.tensor)
             elements = rank.others / plans[0].weight_shards + rank.experts / plans[1].weight_shards
         return _Work(work, work.total - ends.total, self._saved(outline), frozen, elements)
 
     def _saved(self, outline: ModelOutline) -> float:
         """Bytes that all blocks save of a micro-batch."""
-        layers = outline.config.model.layers
+        layers = outline.config.spec.indices
         memory = block_memory(outline.config.parallel, len(layers))
         return sum(outline.saved(index, own) for index, own in zip(layers, memory, strict=True))
 
@@ -293,7 +292,7 @@ class _Search:
             total += elements * (between_uses / plan.weight_shards + state / of_replica)
         placement = place_stages(layout.schedule, layout.pipeline, layout.virtual_pipeline)
         # A stage has its part of the blocks, or one fewer where they do not divide evenly.
-        blocks = config.model.num_blocks
+        blocks = config.spec.num_blocks
         of_stage = max(1, blocks // placement.num_stages - 1) / blocks if placement.num_stages > 1 else 1.0
         return total + saved * of_stage * most_in_flight(layout.schedule, placement, count)
 
@@ -314,9 +313,7 @@ class _Search:
         return Candidate(layout, config, Prediction(*steps, memory, tokens, self.cluster.gpus))
 
 
-def search(
-    config: Config, fp8: Fp8Manager, cluster: Cluster, keep: int = 5, teacher: ModelConfig | None = None
-) -> Found:
+def search(config: Config, fp8: Fp8Manager, cluster: Cluster, keep: int = 5, teacher: ModelSpec | None = None) -> Found:
     """The `keep` fastest layouts of `config` that fit `cluster`, and why others lose.
 
     `fp8`: which layers are FP8, as the config says. `teacher`: of `frozen_run`. ValueError for LoRA, and for

@@ -12,13 +12,13 @@ from megafp8.planner.flops import output_layer_in_blocks
 
 def layers_of_stages(config: Config, placement: Placement) -> list[range]:
     """The last stage also has the layers of multi-token prediction."""
-    layers, counts = config.model.num_blocks, config.parallel.layers_per_stage
+    layers, counts = config.spec.num_blocks, config.parallel.layers_per_stage
     if counts is None:
         counts = even(layers, placement.num_stages)
     elif counts == "balanced":
         counts = balanced(layers, [rank for rank, _ in placement.homes], output_layer_in_blocks(config))
     assert (len(counts), sum(counts)) == (placement.num_stages, layers), "the config was not checked"
-    return stage_layers([*counts[:-1], counts[-1] + config.model.mtp_num_layers])
+    return stage_layers([*counts[:-1], counts[-1] + config.spec.num_prediction_layers])
 
 
 def stages_of(config: Config) -> tuple[Placement, list[range]]:

@@ -41,7 +41,7 @@ def logits_difference(config: Config, run: Path, folder: Path) -> float | str:
     if sparse is not None:  # few heads of an indexer give equal scores, among which the choice is anybody's
         all_chosen = {"sparse_attention": sparse.model_copy(update={"top_k": length})}
         config = config.model_copy(update={"model": config.model.model_copy(update=all_chosen)})
-        selected.model = selected.model.model_copy(update=all_chosen)
+        selected.model = config.spec
     sink = to.sink(folder)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
@@ -52,7 +52,7 @@ def logits_difference(config: Config, run: Path, folder: Path) -> float | str:
     (architecture,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
     if not hasattr(transformers, architecture):
         return f"transformers has no {architecture}, whose code is in the model's own repository"
-    size = config.model.vocab_size
+    size = config.spec.stem.vocab_size
     assert size is not None
     generator = torch.Generator().manual_seed(config.seed)
 
@@ -77,7 +77,7 @@ def _our_logits(config: Config, run: Path, ids: Tensor, decoder_ids: Tensor | No
     assert head is not None
     head.forward = lambda x, branch, *_: head.logits(x, branch)  # type: ignore[method-assign]
     logits_sbv = stage(None, Batch(ids, ids if decoder_ids is None else decoder_ids, decoder_tokens=decoder_ids))
-    return logits_sbv.transpose(0, 1)[..., : config.model.vocab_size]
+    return logits_sbv.transpose(0, 1)[..., : config.spec.stem.vocab_size]
 
 
 @torch.no_grad()

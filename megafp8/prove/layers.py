@@ -7,8 +7,10 @@ from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from megafp8.config import Config, ModelConfig
+from megafp8.config import Config
+from megafp8.config.resolve import kind_name
 from megafp8.planner.stages import stages_of
+from megafp8.spec import ModelSpec
 
 _NUMBER = re.compile(r"(?<=layers\.)\d+")
 
@@ -43,13 +45,12 @@ def keep_layers(config: Config, stages: int) -> Kept:
     two of these do. A stage keeps the shortest run of its layers that has all its kinds; the only stage one in which
     each kind follows all kinds that it follows in the config.
     """
-    model = config.model
+    model = config.spec
     _, ranges = stages_of(config)
     ranges[-1] = range(ranges[-1].start, model.num_blocks)
     named = {int(number) for pattern in patterns_of(config) for number in _NUMBER.findall(pattern)}
     kinds = [
-        (model.layer_kind(i), i if i in named else None, _keeps_high_precision(config, i))
-        for i in range(model.num_blocks)
+        (model.kinds[i], i if i in named else None, _keeps_high_precision(config, i)) for i in range(model.num_blocks)
     ]
     sizes = sorted({len(layers) for layers in ranges})
     chosen = _spread(ranges, stages)
@@ -61,7 +62,7 @@ def keep_layers(config: Config, stages: int) -> Kept:
     have = {kinds[i] for layers in kept for i in layers}
     last = model.num_layers - 1
     for i, kind in enumerate(kinds):
-        if kind not in have or (i == last and model.mtp_num_layers and kind != kinds[max(kept[-1])]):
+        if kind not in have or (i == last and model.num_prediction_layers and kind != kinds[max(kept[-1])]):
             stage = max(s for s, layers in enumerate(chosen) if layers.start <= i)
             kept[stage].add(i)
             have.add(kind)
@@ -73,11 +74,11 @@ def keep_layers(config: Config, stages: int) -> Kept:
 def _keeps_high_precision(config: Config, layer: int) -> bool:
     """Whether a layer is one of the first or last ones, which have no FP8."""
     f = config.fp8
-    return layer < f.first_blocks_bf16 or layer >= config.model.num_blocks - f.last_blocks_bf16
+    return layer < f.first_blocks_bf16 or layer >= config.spec.num_blocks - f.last_blocks_bf16
 
 
-def _kv_layer(model: ModelConfig, layer: int) -> int | None:
-    return getattr(model.layer(layer).mixer, "kv_layer", None) if layer < model.num_layers else None
+def _kv_layer(model: ModelSpec, layer: int) -> int | None:
+    return getattr(model.layers[layer].mixer, "kv_layer", None) if layer < model.num_layers else None
 
 
 def _spread(ranges: Sequence[range], stages: int) -> list[range]:
@@ -109,12 +110,12 @@ def layer_keys(config: Config, kept: Kept) -> Iterator[tuple[str, Any]]:
     """Keys of the config, with dots, that say of which kinds the kept layers are and where they are."""
     model, p = config.model, config.parallel
     layers, blocks = kept.layers, len(kept.layers)
-    decoder = sum(model.is_decoder(i) for i in layers)
+    decoder = sum(config.spec.layers[i].is_decoder for i in layers)
     yield "model.num_layers", blocks - decoder
     if decoder and (model.num_decoder_layers is not None or 2 * decoder != blocks):
         yield "model.num_decoder_layers", decoder
     if model.pattern:
-        names = [model.kind_name(i) for i in layers]  # of kinds that are equal one may be left
+        names = [kind_name(model, i) for i in layers]  # of kinds that are equal one may be left
         yield "model.pattern", names
         kinds = model.model_dump(mode="json")["layer_kinds"]
         yield "model.layer_kinds", {name: kind for name, kind in kinds.items() if name in names}
@@ -138,4 +139,4 @@ def layer_keys(config: Config, kept: Kept) -> Iterator[tuple[str, Any]]:
     if type(p.offload) is int:
         yield "parallel.offload", min(p.offload, max(1, largest - 1))
     yield "fp8.first_blocks_bf16", sum(i < config.fp8.first_blocks_bf16 for i in layers)
-    yield "fp8.last_blocks_bf16", sum(i >= model.num_blocks - config.fp8.last_blocks_bf16 for i in layers)
+    yield "fp8.last_blocks_bf16", sum(i >= config.spec.num_blocks - config.fp8.last_blocks_bf16 for i in layers)

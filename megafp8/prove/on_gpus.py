@@ -180,7 +180,7 @@ SAME = 1e-3
 def bounds_of(config: Config) -> Bounds:
     """fp16 rounds less than bf16, whose bounds it has."""
     precision = "bf16" if DTYPES[config.training.precision].itemsize == 2 else "fp32"
-    chooses = config.model.moe is not None or config.model.has_indexers
+    chooses = config.spec.has_experts or config.spec.has_indexers
     return BOUNDS["fp8" if config.fp8.recipe != "none" else precision, chooses]
 
 
@@ -211,9 +211,9 @@ def rows(small: Small, folder: Path, local_ranks: LocalRanks, timeout: float, ar
     """All checks of a small config on its device, each when it is done: without FP8, and then with its recipe.
     `folder`: an empty one, for files."""
     config = small.config
-    assert config.model.vocab_size is not None
+    assert config.spec.stem.vocab_size is not None
     samples = STEPS * config.training.global_batch_size
-    config = write_data(config, folder / "data", config.model.vocab_size - SPECIAL_TOKENS, samples)
+    config = write_data(config, folder / "data", config.spec.stem.vocab_size - SPECIAL_TOKENS, samples)
     plain = config.model_copy(update={"fp8": type(config.fp8)()})
     for subject in [plain] if config.fp8.recipe == "none" else [plain, config]:
         recipe = subject.fp8.recipe

@@ -126,7 +126,7 @@ def comparable_fp8(config: Config, ranks: int) -> Fp8Subject:
     ranks //= p.tensor * p.context // (parallel.tensor * parallel.context)
     ranks = p.pipeline * math.lcm(ranks // p.pipeline, parallel.expert_ranks)  # experts were on ranks of these axes
     of_several = (parallel.tensor * parallel.context) % parallel.expert_ranks > 0
-    has_experts = any(config.model.moe_of(layer) is not None for layer in config.model.layers)
+    has_experts = config.spec.has_experts
     if has_experts and of_several and EXPERTS not in fp8.exclude:
         fp8 = fp8.model_copy(update={"exclude": [*fp8.exclude, EXPERTS], "static_amax": _without_experts(config)})
         notes.append("without FP8 in experts, which receive tokens of several micro-batches")
@@ -181,7 +181,7 @@ class _Proof:
         self._ranks, self._folder, self._timeout = ranks, folder, timeout
         self._processes, self._around = processes, around
         self._start = time.monotonic()
-        vocabulary, samples = small.model.vocab_size, STEPS * small.training.global_batch_size
+        vocabulary, samples = small.spec.stem.known_vocab_size, STEPS * small.training.global_batch_size
         assert vocabulary is not None
         self._small = write_data(small, folder / "data", vocabulary - SPECIAL_TOKENS, samples)
 

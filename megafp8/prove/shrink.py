@@ -91,7 +91,7 @@ def shrink(
     ranks = ranks or default_ranks(config)
     check_layout(config, ranks)
     check_recipe(config, config.name)
-    if config.model.vocab_size is None:  # the tokenizer's, which need not be here
+    if config.spec.stem.vocab_size is None:  # the tokenizer's, which need not be here
         config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": UNKNOWN_VOCABULARY})})
     original, sizes = Layout.of(config, ranks), SIZES[device]
     layout = fold(original, most_ranks, keeps_pipeline=_is_file(config.parallel.schedule) and device == "cpu")
@@ -243,8 +243,8 @@ def _execution(edit: _Edit) -> None:
     """What depends on speed or on the layout, and what does not bear on what is computed."""
     config = edit.before
     edit.set("fp8.auto_filter", "none", "it chooses by the speed of a GPU, or measures that")
-    moe = config.model.moe
-    if moe is not None and moe.capacity_factor is not None and config.parallel.tensor * config.parallel.context > 1:
+    drops = any(record.capacity_factor is not None for record in config.spec.expert_records)
+    if drops and config.parallel.tensor * config.parallel.context > 1:
         reason = "the capacity of an expert is counted over a rank's tokens, so which are dropped depends on the layout"
         edit.set("model.moe.capacity_factor", None, reason)
     watching: dict[str, Any] = {
@@ -327,7 +327,7 @@ def _batch(original: Layout, layout: Layout, edit: _Edit) -> None:
 def _layers(layout: Layout, edit: _Edit) -> None:
     config = edit.before
     kept = keep_layers(config, layout.pipeline * min(2, config.parallel.virtual_pipeline))
-    reason = f"layers {', '.join(map(str, kept.layers))} of {config.model.num_blocks}: every kind, in uneven stages too"
+    reason = f"layers {', '.join(map(str, kept.layers))} of {config.spec.num_blocks}: every kind, in uneven stages too"
     for key, value in layer_keys(config, kept):
         edit.set(key, value, reason)
     for number in numbers_of(config):
@@ -391,7 +391,7 @@ def _numbers(layout: Layout, sizes: Sizes, scale: int, edit: _Edit) -> None:
     values = {quantity: sorted({x.value for x in numbers if x.quantity is quantity}) for quantity in Quantity}
     heads = _heads(values[Quantity.HEADS], config, layout)
     channels = _channels(values[Quantity.CHANNELS], config, layout, sizes, scale, heads)
-    if channels.get(config.model.hidden_size, 0) >= config.model.hidden_size:  # what stays is cut into as many heads
+    if channels.get(config.spec.hidden_size, 0) >= config.spec.hidden_size:  # what stays is cut into as many heads
         heads = dict(zip(values[Quantity.HEADS], values[Quantity.HEADS]))
     small = {
         Quantity.HEADS: heads,
@@ -402,7 +402,7 @@ def _numbers(layout: Layout, sizes: Sizes, scale: int, edit: _Edit) -> None:
         Quantity.STEPS: {value: STEPS // 4 * 4**i for i, value in enumerate(x for x in values[Quantity.STEPS] if x)},
     }
     if sizes.kept and config.model.head_dim is None and config.model.latent_attention is None:
-        edit.set("model.head_dim", config.model.channels, "heads are as wide as in the config")
+        edit.set("model.head_dim", config.spec.attention_widths[0], "heads are as wide as in the config")
     for number in numbers:
         if number.value in small.get(number.quantity, {}):
             value = min(number.value, small[number.quantity][number.value])
@@ -417,9 +417,8 @@ def _heads(values: list[int], config: Config, layout: Layout) -> dict[int, int]:
 
 def _experts(values: list[int], config: Config, layout: Layout, scale: int) -> dict[int, int]:
     """Ranks have several experts each where they do in the config."""
-    moe, units = config.model.moe, dict[int, int]()
-    if moe is not None:
-        units = {moe.num_experts: layout.expert * (1 + (moe.num_experts > config.parallel.expert))}
+    counts = {record.num_experts for record in config.spec.expert_records}
+    units = {count: layout.expert * (1 + (count > config.parallel.expert)) for count in counts}
     return in_proportion(values, units, 2 * min(scale, 2))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from megafp8.config import Config, ModelConfig, ParallelConfig
+from megafp8.config import Config, ParallelConfig
 from megafp8.config.frozen import frozen_run
 from megafp8.data.hub import missing_folder
 from megafp8.distributed.sharding import spec_of
@@ -35,6 +35,7 @@ from megafp8.planner.memory import RankMemory, memory_table, memory_unit, pipeli
 from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import predict
 from megafp8.planner.stages import data_parallel_plans, gathers_blocks, stages_of
+from megafp8.spec import ModelSpec
 from megafp8.training import cuda_graphs
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.frozen_config import check_frozen, teacher_of
@@ -51,11 +52,11 @@ def planned_stage(config: Config, stage: int) -> GPTStage:
 
 def _stage_of(config: Config, layers: range) -> GPTStage:
     context = planning_context(config, Fp8Manager(None, amax_group=None))
-    return build_stage(config.model, context, layers=layers, positions=config.position_rows)
+    return build_stage(config.spec, context, layers=layers, positions=config.position_rows)
 
 
 def memory_under(
-    plan: PipelinePlan, world_size: int, teacher: ModelConfig | None = None
+    plan: PipelinePlan, world_size: int, teacher: ModelSpec | None = None
 ) -> Callable[[Config], Sequence[RankMemory]]:
     """The memory of each pipeline rank, as a function of configs that all have the pipeline `plan`.
 
@@ -105,7 +106,7 @@ def dry_run(config: Config, world_size: int, source: str, steps: int | None = No
     missing += no_data
     if start is not None and (missing_start := missing_folder(start)) is not None:
         missing.append(f"checkpoint.init_from = {missing_start}")
-    teacher: ModelConfig | None = None
+    teacher: ModelSpec | None = None
     if given is not None and (missing_teacher := missing_folder(given.teacher)) is not None:
         missing.append(f"data.distillation.teacher = {missing_teacher}; memory and times are without it")
     elif given is not None:
@@ -129,7 +130,7 @@ def dry_run(config: Config, world_size: int, source: str, steps: int | None = No
     return "\n\n".join(parts)
 
 
-def _predicted(config: Config, fp8: Fp8Manager, world_size: int, teacher: ModelConfig | None) -> str:
+def _predicted(config: Config, fp8: Fp8Manager, world_size: int, teacher: ModelSpec | None) -> str:
     """The planner's time of a step on the GPUs that most users have."""
     gpu = GPUS["h100-80gb"]
     try:
@@ -153,9 +154,9 @@ def check_optimizer(config: Config) -> None:
         return
     whole = config.model_copy(update={"parallel": ParallelConfig()})
     stage = build_stage(
-        config.model,
+        config.spec,
         planning_context(whole, Fp8Manager(None, amax_group=None)),
-        layers=config.model.layers,
+        layers=config.spec.indices,
         positions=config.position_rows,
     )
     check_groups((spec_of(param) for param in stage.parameters()), config.optimizer.groups)
@@ -169,7 +170,7 @@ def _plans(config: Config, world_size: int, fp8: Fp8Manager) -> list[LinearPlan]
     context = replace(planning_context(config, planned), whole_experts=whole_experts)
     for layers in stages_of(config)[1]:
         memory = block_memory(config.parallel, len(layers))
-        build_stage(config.model, context, layers=layers, positions=config.position_rows, memory=memory)
+        build_stage(config.spec, context, layers=layers, positions=config.position_rows, memory=memory)
     return planned.plans
 
 
@@ -186,7 +187,7 @@ def _describe_replicas(config: Config, world_size: int) -> list[str]:
     ]
 
 
-def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePlan, teacher: ModelConfig | None) -> str:
+def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePlan, teacher: ModelSpec | None) -> str:
     """Layout, parameters and their state, groups. `fp8`: which layers are FP8 according to the config."""
     p, t = config.parallel, config.training
     data = world_size // (p.tensor * p.pipeline * p.context)
@@ -201,7 +202,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f"layout: {world_size} ranks = pipeline {p.pipeline} × data {data}"
         f"{f' × context {p.context}' if p.context > 1 else ''} × tensor {p.tensor}"
         f"{' with sequence parallelism' if p.sequence_parallel and p.tensor > 1 else ''}",
-        *([describe_experts(config, world_size)] if config.model.moe is not None else []),
+        *([describe_experts(config, world_size)] if config.spec.has_experts else []),
         *([_describe_shards(config, data * p.context)] if gathers_blocks(config) else []),
         f"micro-batches per step and rank: {num_microbatches(config, world_size)}"
         f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
@@ -243,7 +244,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     return "\n".join(lines)
 
 
-def _compared(config: Config, teacher: ModelConfig | None) -> Config | None:
+def _compared(config: Config, teacher: ModelSpec | None) -> Config | None:
     """The config of the model that each step compares this one with; None without one."""
     frozen = frozen_run(config, teacher)
     if frozen is None and config.lora is not None and config.data.distillation is None and config.data.compares:
@@ -254,7 +255,7 @@ def _compared(config: Config, teacher: ModelConfig | None) -> Config | None:
 def _describe_shards(config: Config, data: int) -> str:
     """Over how many ranks FSDP shards what `data` ranks sum the gradients of."""
     others, experts = data_parallel_plans(config, data)
-    apart = config.model.moe is not None and experts.ranks != others.ranks
+    apart = config.spec.has_experts and experts.ranks != others.ranks
     of_experts = f", experts over {experts.weight_shards}" if apart else ""
     copies = f", in {others.replicas} replicas" if others.replicas > 1 else ""
     return f"fsdp: weights, gradients and optimizer state sharded over {others.weight_shards} ranks{of_experts}{copies}"
@@ -262,12 +263,16 @@ def _describe_shards(config: Config, data: int) -> str:
 
 def describe_experts(config: Config, world_size: int) -> str:
     """The layout of the experts."""
-    moe, p = config.model.moe, config.parallel
-    assert moe is not None
-    ranks = p.expert_ranks
+    p, ranks = config.parallel, config.parallel.expert_ranks
     parts = f", each cut over {p.expert_tensor} ranks" if p.expert_tensor > 1 else ""
-    latents = f", in latents of {moe.latent_size}" if moe.latent_size is not None else ""
-    on_ranks = f"; {moe.num_experts // p.expert} on each of {p.expert} expert-parallel ranks" if p.expert > 1 else ""
+    kinds = config.spec.expert_records
+    counts = " or ".join(
+        f"{x.num_experts} a layer, {x.top_k} for each token"
+        + (f", in latents of {x.latent_size}" if x.latent_size is not None else "")
+        for x in kinds
+    )
+    each = " or ".join(str(x.num_experts // p.expert) for x in kinds)
+    on_ranks = f"; {each} on each of {p.expert} expert-parallel ranks" if p.expert > 1 else ""
     how = f"; tokens by {'all-gather' if config.gathers_tokens else 'all-to-all'}" if ranks > 1 else ""
     rounding = (
         "; tokens of several micro-batches come together, so FP8 scales that follow from an expert's rows, and with "
@@ -276,14 +281,16 @@ def describe_experts(config: Config, world_size: int) -> str:
         else ""
     )
     return (
-        f"experts: {moe.num_experts} a layer, {moe.top_k} for each token{latents}{on_ranks}{parts}; each "
+        f"experts: {counts}{on_ranks}{parts}; each "
         f"{world_size // p.pipeline // ranks} times{how}; memory below is that of an even load{rounding}"
     )
 
 
 def describe_longrope(config: Config) -> list[str]:
     """Which of its two sets of rotary frequencies the run has."""
-    rope, length = config.model.longrope, config.training.seq_length
+    length = config.training.seq_length
+    ropes = (getattr(layer.mixer, "longrope", None) for layer in config.spec.distinct_layers)
+    rope = next(filter(None, ropes), None)
     if rope is None:
         return []
     original = rope.original_max_position_embeddings
@@ -293,4 +300,4 @@ def describe_longrope(config: Config) -> list[str]:
 
 def _describe_active(config: Config) -> str:
     """Of a model with experts, the parameters that a token is multiplied with."""
-    return "" if config.model.moe is None else f", {matmul_parameters(config):,} of matrices for each token"
+    return "" if not config.spec.has_experts else f", {matmul_parameters(config):,} of matrices for each token"

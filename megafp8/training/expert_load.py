@@ -47,16 +47,18 @@ class ExpertLoad:
 
 
 class LoadCollector:
-    """Sums what the routers of all ranks have added up in a step.
+    """Sums of what the routers of all ranks have added up in a step.
 
-    `routers`: of this rank, by layer; `layers`: all that have experts; `experts`: of each.
+    Args:
+        routers: Routers of this rank, by layer.
+        experts: Number of experts of every layer of the model that has any.
     """
 
-    def __init__(
-        self, routers: Mapping[int, Router], layers: Sequence[int], experts: int, parallel: ParallelState
-    ) -> None:
-        self._layers, self._experts, self._parallel = layers, experts, parallel
-        self._routers = [(layers.index(layer), router) for layer, router in routers.items()]
+    def __init__(self, routers: Mapping[int, Router], experts: Mapping[int, int], parallel: ParallelState) -> None:
+        self._experts, self._parallel = experts, parallel
+        self._sizes = [2 * count + 3 for count in experts.values()]
+        numbers = {layer: number for number, layer in enumerate(experts)}
+        self._routers = [(numbers[layer], router) for layer, router in routers.items()]
 
     def zero(self) -> None:
         """Begin a step."""
@@ -69,30 +71,34 @@ class LoadCollector:
         return [router.load.sums for _, router in self._routers]
 
     def sum(self) -> Tensor:
-        """What all routers added up, `[layers, 2 · experts + 3]` float64 on the device. Collective; does not wait.
+        """Return what all routers added up. Collective; does not wait.
 
-        In a row the choices of each expert, the sums of its scores, aux loss, z-loss and dropped choices.
+        Returns:
+            float64 on the device, layer after layer: choices of each expert, sums of its scores, aux loss, z-loss and
+            dropped choices.
         """
-        shape = len(self._layers), 2 * self._experts + 3
-        total = torch.zeros(shape, dtype=torch.float64, device=self._parallel.device)
-        for row, router in self._routers:
-            total[row] = router.load.sums
+        total = torch.zeros(sum(self._sizes), dtype=torch.float64, device=self._parallel.device)
+        rows = total.split(self._sizes)
+        for number, router in self._routers:
+            rows[number].copy_(router.load.sums)
         all_reduce(total, self._parallel.amax.group)  # data × context × tensor: all tokens of a layer
         return all_reduce(total, self._parallel.pipeline.group)
 
     def update_routers(self, total: Tensor) -> None:
-        """Let this rank's routers know the load of a step."""
-        for row, router in self._routers:
-            router.update(total[row, : self._experts])
+        """Update this rank's routers with the load of a step."""
+        rows = total.split(self._sizes)
+        for number, router in self._routers:
+            router.update(rows[number][: len(router.load.tokens)])
 
     def load(self, total: Tensor) -> ExpertLoad:
-        """`total`, on the host, as figures."""
-        tokens_le, scores_le, losses_l2, dropped_l1 = total.split([self._experts, self._experts, 2, 1], dim=1)
-        tokens = {layer: [int(x) for x in row] for layer, row in zip(self._layers, tokens_le.tolist())}
-        mean_le = scores_le / scores_le.sum(dim=1, keepdim=True)
-        entropy = torch.special.entr(mean_le).sum(dim=1).mean().item() / math.log(max(self._experts, 2))
-        aux, z = losses_l2.sum(dim=0).tolist()
-        return ExpertLoad(tokens, aux, z, entropy, (dropped_l1.sum() / tokens_le.sum().clamp(min=1)).item())
+        """Return `total`, copied to the host, as figures."""
+        rows = [row.split([n, n, 2, 1]) for row, n in zip(total.split(self._sizes), self._experts.values())]
+        tokens = {layer: [int(x) for x in row[0].tolist()] for layer, row in zip(self._experts, rows)}
+        means = [scores / scores.sum() for _, scores, _, _ in rows]
+        entropy = torch.stack([torch.special.entr(x).sum() / math.log(max(len(x), 2)) for x in means]).mean().item()
+        aux, z = torch.stack([losses for _, _, losses, _ in rows]).sum(dim=0).tolist()
+        dropped, routed = sum(row[3].item() for row in rows), sum(row[0].sum().item() for row in rows)
+        return ExpertLoad(tokens, aux, z, entropy, dropped / max(routed, 1))
 
 
 FILE_NAME = "expert_load.jsonl"

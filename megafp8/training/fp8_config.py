@@ -105,7 +105,7 @@ def _cuda_graphs(config: Config) -> Iterator[Problem]:
 
 def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     """What keeps a step from being replayed, whatever `training.cuda_graphs` says; `config.checks` has more."""
-    fp8_experts = config.model.moe is not None and config.fp8.recipe != "none"
+    fp8_experts = config.spec.has_experts and config.fp8.recipe != "none"
     one_by_one = _experts_one_by_one(config) if fp8_experts else ""
     if one_by_one:
         rule = f"the host reads how many tokens each expert has before it starts its FP8 GEMMs, as {one_by_one}"
@@ -118,9 +118,9 @@ def _experts_one_by_one(config: Config) -> str:
     """Why FP8 GEMMs of experts are started one by one; empty where kernels compute all at once, or none is FP8."""
     fp8 = build_fp8(config, None)
     whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"expert": 1})})
-    kinds = {config.model.layer_kind(index): index for index in config.model.layers}
+    kinds = {config.spec.kinds[index]: index for index in config.spec.indices}
     for index in kinds.values():
-        build_layer(config.model, planning_context(whole, fp8), index, KEEP_ALL)
+        build_layer(config.spec, planning_context(whole, fp8), index, KEEP_ALL)
     fp8.materialize(torch.device("cpu"))
     return next(filter(None, (group.one_by_one() for group in fp8.groups)), "")
 
@@ -130,7 +130,7 @@ def build_fp8(config: Config, parallel: ParallelState | None) -> Fp8Manager:
 
     ValueError for a pattern that no layer of the model matches, and for what the recipe refuses.
     """
-    interval, f, n = config.fp8.report_interval, config.fp8, config.model.num_blocks
+    interval, f, n = config.fp8.report_interval, config.fp8, config.spec.num_blocks
     kept_blocks = [f"layers.{i}.*" for i in range(n) if i < f.first_blocks_bf16 or i >= n - f.last_blocks_bf16]
     context = None
     if parallel is not None and parallel.context.size > 1:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megafp8.config import Config, ConfigError, ModelConfig, Problem, check_layout
+from megafp8.config import Config, ConfigError, Problem, check_layout, with_keys
 from megafp8.config.frozen import frozen_run
+from megafp8.spec import ModelSpec
 
 
 def frozen_config(config: Config) -> Config | None:
@@ -18,7 +19,7 @@ def live(config: Config) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"distillation": distillation})})
 
 
-def teacher_of(config: Config) -> ModelConfig | None:
+def teacher_of(config: Config) -> ModelSpec | None:
     """The model of `data.distillation.teacher`; None without a live one.
 
     Raises ConfigError if it cannot be read, or has another vocabulary.
@@ -28,17 +29,17 @@ def teacher_of(config: Config) -> ModelConfig | None:
         return None
     from megafp8.conversion.formats import open_source  # a dry run without a teacher needs no format
 
-    key, folder, vocabulary = "data.distillation.teacher", given.teacher, config.model.vocab_size
+    key, folder, vocabulary = "data.distillation.teacher", given.teacher, config.spec.stem.vocab_size
     try:
-        model = open_source(folder, config.model.vocab_multiple).model
+        model = open_source(folder, config.spec.stem.vocab_multiple).model
     except ValueError as error:
         raise ConfigError("config", [Problem(key, folder, str(error), "name the folder of a model")]) from error
     if model.architecture != "gpt":
         raise ConfigError("config", [Problem(key, folder, f"is a {model.architecture}", "name a model of GPT")])
-    if model.vocab_size != vocabulary:
-        rule = f"has a vocabulary of {model.vocab_size} tokens, and model.vocab_size is {vocabulary}"
+    if model.stem.vocab_size != vocabulary:
+        rule = f"has a vocabulary of {model.stem.vocab_size} tokens, and model.vocab_size is {vocabulary}"
         raise ConfigError("config", [Problem(key, folder, rule, "name a teacher with the vocabulary of the student")])
-    return model.model_copy(update={"mtp_num_layers": 0, "vocab_multiple": config.model.vocab_multiple})
+    return with_keys(model, mtp_num_layers=0, vocab_multiple=config.spec.stem.vocab_multiple)
 
 
 def check_frozen(config: Config, world_size: int) -> None:

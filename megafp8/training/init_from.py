@@ -24,12 +24,12 @@ import torch
 from pydantic import ValidationError
 
 from megafp8.checkpoint import collect_shards, latest, newest_readable
-from megafp8.config import Config, ConfigError, ModelConfig, Problem
+from megafp8.config import Config, ConfigError, Problem, model_spec
 from megafp8.conversion import upcycle
 from megafp8.conversion.adapters import adapted_of, lora_of
 from megafp8.conversion.base import MasterWeights, Source
 from megafp8.conversion.formats import open_source
-from megafp8.conversion.hf_config import canonical, differences
+from megafp8.conversion.hf_config import differences
 from megafp8.conversion.hf_tokenizer import find_tokenizer
 from megafp8.conversion.load import load_weights
 from megafp8.conversion.model import is_mtp
@@ -81,19 +81,19 @@ def complete_model(tree: dict[str, Any], source: str, *, download: bool = True) 
         if isinstance(tree.get("lora"), dict):
             tree["lora"] = (own_checkpoint.metadata["config"].get("lora") or {}) | tree["lora"]
     explicit = {key: value for key, value in given.items() if key not in _RESOLVED or value is not None}
-    tree["model"] = model_keys = model.model_dump(mode="json")
+    tree["model"] = model_keys = dict(model.keys)
     for key, value in explicit.items():  # model.moe may be incomplete too
         both = isinstance(value, dict) and isinstance(model_keys.get(key), dict)
         model_keys[key] = model_keys[key] | value if both else value
     if own_checkpoint is not None:
         return
     try:
-        wanted = ModelConfig.model_validate(tree["model"])
+        wanted = model_spec(tree["model"])
     except ValidationError:
         return  # validation of the whole config reports it
-    ours, theirs = canonical(wanted), canonical(model)
+    ours, theirs = flat_keys(wanted), flat_keys(model)
     rule, works = f"checkpoint.init_from starts from {folder}, where it is", "leave it out, or set"
-    upcycles = wanted.moe is not None and model.moe is None
+    upcycles = wanted.has_experts and not model.has_experts
     problems += [
         Problem(f"model.{key}", ours[key], f"{rule} {theirs[key]!r}", f"{works} {theirs[key]!r}")
         for key in differences(wanted, model)
@@ -173,10 +173,10 @@ def _as_error_of_init_from(folder: str, source: str = "config") -> Iterator[None
 @torch.no_grad()
 def load_init(trainer: Trainer, folder: str) -> None:
     """Load the weights in `folder` into an untrained trainer. Collective if weights are gathered in FP8."""
-    state, model = trainer.optimizer.state(), trainer.config.model
+    state, model = trainer.optimizer.state(), trainer.config.spec
     with _as_error_of_init_from(folder):
         source = _open(trainer.config, folder)
-        upcycles = model.moe is not None and source.model.moe is None
+        upcycles = model.has_experts and not source.model.has_experts
         if upcycles:
             source = UpcycledSource(source, model)
 
@@ -200,7 +200,7 @@ def load_init(trainer: Trainer, folder: str) -> None:
 
 def _open(config: Config, folder: str) -> Source:
     """The checkpoint that the run starts from; one with adapters as they are if the run trains them further."""
-    source = open_source(folder, config.model.vocab_multiple)
+    source = open_source(folder, config.spec.stem.vocab_multiple)
     if config.checkpoint.init_optimizer:
         _check_optimizer(config, source)
         return MasterWeights(source)

@@ -380,7 +380,7 @@ def open_inputs(config: Config, source: str, step: int = 0) -> Inputs:
     run, config = config, config_at(config, step, source)
     tokenizer = open_tokenizer(config, source)
     config = _resolve_vocabulary(config, tokenizer, source)
-    vocab_size = config.model.vocab_size
+    vocab_size = config.spec.stem.vocab_size
     assert vocab_size is not None, "config.checks: given, or known from the tokenizer"
     run = _resolve_vocabulary(run, tokenizer, source)  # checkpoints are compared with it
     objective = objective_of(config, tokenizer, source)
@@ -481,7 +481,7 @@ def _packed(config: Config, dataset: IndexedDataset, documents: range, length: i
         length or config.sample_tokens - 1,
         config.seed,
         cache_dir=config.data.index_cache,
-        vocab_size=config.model.vocab_size,
+        vocab_size=config.spec.stem.vocab_size,
         packing=config.data.packing,
         loss_mask=_loss_mask(config, dataset),
         context=config.data.mask_eod_loss,
@@ -493,14 +493,14 @@ def _packed(config: Config, dataset: IndexedDataset, documents: range, length: i
 def _validation_sets(config: Config, tokenizer: Tokenizer | None) -> dict[str, Blend]:
     """The samples of each set of data.validation. Raises ValueError as `open_inputs` does."""
     blends: dict[str, Blend] = {}
-    assert config.model.vocab_size is not None
+    assert config.spec.stem.vocab_size is not None
     for name, prefix in config.data.validation.items():
         if is_text(prefix):
             text = _text_source(config, prefix, f"data.validation.{name}")
             blends[name] = Blend([text], Segment.fresh([1.0], config.seed))
             continue
         dataset = IndexedDataset(prefix, cache=object_cache(config))
-        _check_tokens(dataset, config.model.vocab_size, tokenizer)
+        _check_tokens(dataset, config.spec.stem.vocab_size, tokenizer)
         packed = _packed(config, dataset, range(dataset.num_documents))
         blends[name] = Blend([packed], Segment.fresh([1.0], config.seed))
     return blends
@@ -590,7 +590,7 @@ def _problem(conflict: Conflict, split: str, split_then: str) -> Problem:
 
 def with_vocabulary(config: Config, source: str) -> Config:
     """`config` with `model.vocab_size` resolved; reads no input but the tokenizer. Raises ValueError."""
-    if config.model.vocab_size is not None:
+    if config.spec.stem.vocab_size is not None:
         return config
     return _resolve_vocabulary(config, open_tokenizer(config, source), source)
 
@@ -608,7 +608,7 @@ def planned_vocabulary(config: Config, source: str) -> tuple[Config, Tokenizer |
         missing = error.__cause__
         if not isinstance(missing, MissingTokenizer):
             raise
-        if config.model.vocab_size is None:
+        if config.spec.stem.vocab_size is None:
             rule = f"the tokenizer, {missing.value}, is missing, so the size of its vocabulary is not known"
             works = "give data.tokenizer a path that is there" if missing.setting == "path" else missing.works
             problem = Problem("model.vocab_size", None, rule, f"set it, or {works}")
@@ -635,7 +635,7 @@ def _settings(given: TokenizerConfig) -> TokenizerSettings:
 
 def _resolve_vocabulary(config: Config, tokenizer: Tokenizer | None, source: str) -> Config:
     """Fill in `model.vocab_size`, and the settings of data.tokenizer that its files state. Raises ConfigError."""
-    given = config.model.vocab_size
+    given = config.spec.stem.vocab_size
     if tokenizer is None:
         return config
     assert config.data.tokenizer is not None

@@ -56,7 +56,7 @@ def open_observers(
     observers += [faults, spikes]
     if r.straggler_interval and several:
         observers.append(Stragglers(r.straggler_interval, parallel))
-    if config.model.moe is not None:
+    if config.spec.has_experts:
         interval = config.logging.expert_load_interval
         path = folder / expert_load.FILE_NAME if is_main and interval else None
         observers.append(ExpertLoadMetrics(lambda: trainer.expert_load, path, interval))

@@ -39,7 +39,7 @@ def build_tp_overlap(config: ParallelConfig, parallel: ParallelState, environmen
 
 def build_expert_overlap(config: Config, parallel: ParallelState, environment: Mapping[str, str]) -> TPOverlap:
     """The `TPOverlap` of the tokens that all ranks of the experts gather. Likewise."""
-    if config.model.moe is None or not config.gathers_tokens:
+    if not config.spec.has_experts or not config.gathers_tokens:
         return NO_COMM
     mode = config.parallel.overlap_tensor
     return _build(mode, parallel.expert, "an expert-parallel group", parallel.device, environment)

@@ -55,8 +55,8 @@ from megafp8.checkpoint import (
 from megafp8.checkpoint.errors import join_first, on_all_ranks
 from megafp8.checkpoint.files import read_file
 from megafp8.checkpoint.store import METADATA_FILE
-from megafp8.config import Config, ConfigError, ModelConfig, PlannedStage, Problem, config_at, stage_at
-from megafp8.conversion.hf_config import canonical, differences
+from megafp8.config import Config, ConfigError, PlannedStage, Problem, config_at, model_spec, stage_at, with_keys
+from megafp8.conversion.hf_config import differences
 from megafp8.conversion.target import TOKENIZER_FOLDER, with_companions
 from megafp8.data.tokenizers import tokenizer_file
 from megafp8.distributed.sharding import Shape, spec_of
@@ -67,6 +67,7 @@ from megafp8.optimizer.mixed_precision import AVERAGE, OUTER_MOMENTUM, State
 from megafp8.optimizer.param_groups import is_hidden_matrix
 from megafp8.parallel_state import ParallelState
 from megafp8.planner.stages import stages_of
+from megafp8.spec import ModelSpec
 from megafp8.training.auto_filter import Choice, kept_choice
 from megafp8.training.describe import planned_stage
 from megafp8.training.history import History, changed_keys, leaves
@@ -305,7 +306,7 @@ def check_stages(stages: Sequence[PlannedStage]) -> None:
 
 
 def _changes(
-    then: Mapping[str, Any], model: ModelConfig, config: Config, step: int, fits: Callable[[], str]
+    then: Mapping[str, Any], model: ModelSpec, config: Config, step: int, fits: Callable[[], str]
 ) -> list[str]:
     """Why a run of `config` cannot continue one of config `then` and `model`. `fits`: what of its tensors does not."""
     problems = [
@@ -317,10 +318,10 @@ def _changes(
     return problems if jump is None else [*problems, jump]
 
 
-def saved_model(reader: CheckpointReader) -> ModelConfig:
+def saved_model(reader: CheckpointReader) -> ModelSpec:
     """The model section of the config of checkpoint `reader`. Raises IncompatibleCheckpoint."""
     try:
-        return ModelConfig.model_validate((reader.metadata.get("config") or {})["model"])
+        return model_spec((reader.metadata.get("config") or {})["model"])
     except (KeyError, ValidationError) as error:
         raise _unknown_config(reader, error) from error
 
@@ -400,18 +401,18 @@ def _changed_lora(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) 
         yield f"was saved with lora = {old}, this run has {new}, so other weights are trained; {back}, {_ANOTHER}"
 
 
-def _changed_model(then: ModelConfig, seq_length: int, config: Config, fits: Callable[[], str]) -> Iterator[str]:
+def _changed_model(then: ModelSpec, seq_length: int, config: Config, fits: Callable[[], str]) -> Iterator[str]:
     """Changed keys of the model section with which the weights compute something else.
 
     `seq_length`: of the run that saved the checkpoint. `fits`: what of its tensors does not fit.
     """
-    old = then.model_copy(update={"max_position_embeddings": then.max_position_embeddings or seq_length})
-    new = config.model.model_copy(update={"max_position_embeddings": config.position_rows})
+    old = with_keys(then, max_position_embeddings=then.stem.max_position_embeddings or seq_length)
+    new = with_keys(config.spec, max_position_embeddings=config.position_rows)
     allowed = config.checkpoint.allow_model_change
     keys = [key for key in differences(old, new) if key not in allowed]
     if not keys:
         return
-    before, after = canonical(old), canonical(new)
+    before, after = flat_keys(old), flat_keys(new)
     changes = ", ".join(f"model.{key} {before[key]} -> {after[key]}" for key in keys)
     back = " ".join(shlex.quote(f"model.{key}={_yaml(before[key])}") for key in keys)
     text = f"holds the weights of another model ({changes}); set {back}, {_ANOTHER}"

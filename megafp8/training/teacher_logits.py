@@ -114,7 +114,7 @@ def _teacher_digest(trainer: Trainer) -> str:
     frozen = frozen_config(config)
     assert given is not None
     assert frozen is not None
-    source, parallel = open_source(given.teacher, config.model.vocab_multiple), trainer.parallel
+    source, parallel = open_source(given.teacher, config.spec.stem.vocab_multiple), trainer.parallel
     of_weights = source_digest(source, DTYPES[config.training.precision], parallel.device, parallel.world.group)
     return hashlib.sha256(f"{of_weights} {frozen.model.model_dump_json()}".encode()).hexdigest()
 

@@ -101,7 +101,7 @@ class Loss:
         mean: Mean cross-entropy of the unmasked tokens in nats; or the mean of an objective's own loss
             (`megafp8.objectives.ObjectiveLoss`).
         tokens: Number of unmasked tokens, or of what the objective's loss counts.
-        more: Mean of the model's other losses (`ModelConfig.more_losses`): the loss of multi-token prediction over the
+        more: Mean of the model's other losses (`HeadSpec.extra_losses`): the loss of multi-token prediction over the
             tokens that have one to predict, averaged over depths, or the loss of the binary head.
         z_loss: z-loss of the output layer per token as it enters the gradient; None without `training.z_loss`.
         metrics: Means of the metrics of an objective's own loss, by name.
@@ -210,7 +210,7 @@ class Trainer:
             parallel.pipeline,
             parallel.pipeline_backward,
             self.plan.placement,
-            (rows, b, config.model.stream_width),
+            (rows, b, config.spec.stream_width),
             dtype,
             parallel.device,
             wgrads,
@@ -241,7 +241,7 @@ class Trainer:
                 o,
                 device=parallel.device,
                 seed=self.config.seed,
-                width=self.config.model.width_multiplier,
+                width=self.config.spec.width_multiplier,
                 released=strategy.released,
                 masters=strategy.masters,
                 matrix_group=parallel.amax.group,  # all ranks that have parts of this rank's stages
@@ -268,7 +268,7 @@ class Trainer:
     def _build(self, stage: int, context: BuildContext) -> GPTStage:
         layers = self.plan.layers[stage]
         return build_stage(
-            self.config.model,
+            self.config.spec,
             context,
             layers=layers,
             positions=self.config.position_rows,
@@ -277,12 +277,11 @@ class Trainer:
         )
 
     def _load_collector(self) -> LoadCollector | None:
-        model = self.config.model
-        if model.moe is None:
+        layers = {i: layer.ffn.num_experts for i, layer in enumerate(self.config.spec.layers) if layer.has_experts}
+        if not layers:
             return None
         routers = {layer: router for stage in self.stages for layer, router in stage.routers.items()}
-        layers = [i for i in model.layers if model.moe_of(i) is not None]
-        return LoadCollector(routers, layers, model.moe.num_experts, self.parallel)
+        return LoadCollector(routers, layers, self.parallel)
 
     def _sum_of_index_losses(self) -> Tensor:
         """Of all layers and tokens of a step, float64 `[1]`. Collective."""
@@ -355,7 +354,7 @@ class Trainer:
     def _weighted(self, losses: Sequence[Tensor]) -> Tensor:
         """Return the model's own loss plus the weighted mean of its further losses."""
         loss, *later = losses
-        return loss + self.config.model.more_losses_factor * torch.stack(later).mean() if later else loss
+        return loss + self.config.spec.head.extra_losses_factor * torch.stack(later).mean() if later else loss
 
     @staticmethod
     def _objective_output(stage: GPTStage, x: Tensor | None, microbatch: Batch, loss: ObjectiveLoss) -> Tensor:
@@ -424,7 +423,7 @@ class Trainer:
         If the loss is above `loss_limit`, the step is skipped as if its gradients were not finite.
         On return the update is queued, not done: the next step is queued behind it, so that the device does not idle.
         """
-        model = self.config.model
+        model = self.config.spec
         if model.hidden_dropout or model.attention_dropout:
             assert all(batch.samples is not None for batch in batches), "dropout is a function of samples' indices"
         batches = self._with_room(batches)
@@ -591,7 +590,7 @@ class Trainer:
         nominal / true tokens. `batches`: this data-parallel rank's, whole. Collective over data parallelism with masks.
         """
         grad = self.auxiliary_loss_grad
-        if not self.config.model.has_auxiliary_loss:
+        if not self.config.spec.has_auxiliary_loss:
             return
         grad.fill_(1.0) if self.loss_scaler is None else grad.copy_(self.loss_scaler.scale)
         masks = [batch.loss_mask for batch in batches if batch.loss_mask is not None]
@@ -616,14 +615,14 @@ class Trainer:
 
     def _own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
         """The tokens of this context-parallel rank, with the labels of all depths."""
-        context, depths = self.parallel.context, self.config.model.mtp_num_layers
-        cut = self.config.model.cuts_documents
+        context, depths = self.parallel.context, self.config.spec.num_prediction_layers
+        cut = self.config.spec.cuts_documents
         later = (batch.with_later_labels(depths) for batch in batches)
         return [batch.shard(context.rank, context.size, cuts_documents=cut) for batch in later]
 
     def _sum(self, reports: Sequence[Tensor]) -> Tensor:
         """Return the report of this rank's micro-batches, float64; zeros for all losses if no stage has a loss."""
-        further = 2 * self.config.model.more_losses + 1 if self.loss is None else len(self.loss.metrics)
+        further = 2 * self.config.spec.head.extra_losses + 1 if self.loss is None else len(self.loss.metrics)
         total = torch.zeros(2 + further + 1, dtype=torch.float64, device=self.parallel.device)
         if self._has_loss and reports:
             torch.sum(torch.stack(list(reports)), dim=0, out=total[:-1])

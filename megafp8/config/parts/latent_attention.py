@@ -80,6 +80,10 @@ class LatentRecord(PartRecord, LatentAttentionKeys, RotaryKeys):
         return {}
 
     @property
+    def shares_context(self) -> bool:
+        return self.longrope is None  # its frequencies depend on the length of the whole sequence
+
+    @property
     def eps(self) -> float:
         """Epsilon of the norms of the latents."""
         assert self.norm_eps is not None, "the record is not resolved"
