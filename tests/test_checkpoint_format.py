@@ -87,17 +87,19 @@ def is_documented(name: str) -> bool:
 @pytest.mark.parametrize("changes", MODELS, ids=str)
 def test_the_table_of_weights(changes: dict[str, Any]) -> None:
     model = ModelConfig.model_validate({**BASE, **changes})
+    spec = model.spec
     rest = {"training": {"steps": 1, "seq_length": 16, "global_batch_size": 1}, "optimizer": {"learning_rate": 1}}
     config = Config.model_validate({"name": "t", "model": model, "data": {"train": ["none"]}, **rest})
     stages = [planned_stage(config, stage) for stage in range(len(stages_of(config)[1]))]
     pieces = [piece for stage in stages for param in stage.parameters() for piece in spec_of(param).shards]
     found = {piece.name: piece.global_shape for piece in pieces}
     dims = {
-        "v": model.padded_vocab_size, "p": BASE["max_position_embeddings"], "h": model.hidden_size,
-        "a": model.num_attention_heads, "g": model.query_groups, "d": model.channels, "f": model.ffn_size, "2": 2,
+        "v": spec.stem.rows, "p": BASE["max_position_embeddings"], "h": model.hidden_size,
+        "a": model.num_attention_heads, "g": model.num_query_groups or model.num_attention_heads,
+        "d": spec.layers[0].mixer.channels, "f": model.ffn_hidden_size or 4 * model.hidden_size, "2": 2,
     }  # fmt: skip
     expected = {}
-    for (name, (shape, where)), i in itertools.product(WEIGHTS.items(), model.layers):
+    for (name, (shape, where)), i in itertools.product(WEIGHTS.items(), spec.indices):
         conditions = CONDITIONS if i < model.num_layers else {**CONDITIONS, **MTP_CONDITIONS}
         if where in conditions and conditions[where](model):
             sizes = tuple(math.prod(dims[letter] for letter in dim.split("·")) for dim in shape.split(", "))

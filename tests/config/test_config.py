@@ -13,12 +13,12 @@ import yaml
 from megafp8.config import (
     Config,
     ConfigError,
-    ModelConfig,
     TokenizerConfig,
     check_layout,
     config_and_overrides,
     config_at,
     load_config,
+    model_spec,
 )
 from megafp8.conversion.hf_config import differences
 from megafp8.pipeline_parallel.registry import SCHEDULES
@@ -51,9 +51,9 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
     config = load_config(write(tmp_path), ["parallel.tensor=2", "fp8.recipe=current", "data.train={a: 0.7, b: 0.3}"])
     assert (config.parallel.tensor, config.fp8.recipe) == (2, "current")
     assert config.data.train == {"a": 0.7, "b": 0.3}
-    assert config.model.query_groups == 8
+    assert config.spec.layers[0].mixer.groups == 8
     assert load_config(write(tmp_path), ["parallel.schedule=zb-v"]).parallel.virtual_pipeline == 2
-    assert config.model.ffn_size == 256
+    assert config.spec.layers[0].ffn.width == 256
     check_layout(config, 4)
 
 
@@ -338,7 +338,8 @@ PATTERNS: list[tuple[list[str], int, str]] = [
     (["model.layer_kinds={a: {}}", "model.pattern=[a]", "model.full_attention_layers=[0]", "model.sliding_window=8"], 1,
      "model.full_attention_layers = [0]: model.pattern says which layers are of which kind; leave it out"),
     (["model.layer_kinds={a: {ffn: {kind: moe}}}", "model.pattern=[a]"], 1,
-     "model.layer_kinds.a.ffn.kind = 'moe': there is no section model.moe; give it"),
+     "model.layer_kinds.a.ffn.kind = 'moe': there is no section model.moe, and the number of experts is not given; "
+     "give model.layer_kinds.a.ffn.num_experts, or model.moe"),
     (["model.layer_kinds={a: {}, b: {mixer: {kv_layer: 1}}}", "model.pattern=[a, b]", "model.num_layers=2"], 1,
      "model.layer_kinds.b.mixer.kv_layer = 1: not an earlier layer than layer 1, which reads it; name an earlier"),
     (["model.layer_kinds={a: {}, b: {mixer: {kv_layer: 0, head_dim: 4}}}", "model.pattern=[a, b]",
@@ -455,7 +456,7 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     (["model.moe={num_experts: 4}", "model.layer_kinds={a: {ffn: {kind: moe, routing: hash}}}", "model.pattern=[a]",
       "model.mtp_num_layers=1"], 1, "model.layer_kinds.a.ffn.routing = 'hash': layers of multi-token prediction are"),
     (["model.layer_kinds={a: {mixer: {kind: sparse_latent_attention}}}", "model.pattern=[a]"], 1,
-     "model.layer_kinds.a.mixer.kind = 'sparse_latent_attention': there is no section model.sparse_attention"),
+     "model.layer_kinds.a.mixer.kind = 'sparse_latent_attention': there is no section model.sparse_attention, and the indexer's"),
     ([LATENT, "model.head_dim=8"], 1,
      "model.head_dim = 8: model.latent_attention is set, and its heads have the widths nope_head_dim, rope_head_dim "
      "and value_head_dim; try null, or leave model.latent_attention out"),
@@ -751,7 +752,7 @@ def test_every_field_is_documented_in_the_schema() -> None:
 def test_patterns_that_other_keys_can_say(keys: dict[str, Any], pattern: dict[str, Any]) -> None:
     """The layers are the same, and conversion sees the same model."""
     size = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
-    model, alike = ModelConfig(**size, **keys), ModelConfig(**size, **pattern)
-    assert [alike.layer(i) for i in range(4)] == [model.layer(i) for i in range(4)]
+    model, alike = model_spec(size | keys), model_spec(size | pattern)
+    assert alike == model
     assert differences(alike, model) == []
-    assert ModelConfig.model_validate(alike.model_dump(mode="json")) == alike
+    assert model_spec(alike.keys).keys == alike.keys

@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from megafp8.batch import Batch
-from megafp8.config.schema import Fp8Config, ModelConfig
+from megafp8.config import Fp8Config, with_keys
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.load import Layout, build_model, config_of
 from megafp8.inference.model import Model
 from megafp8.inference.options import CacheOptions
 from megafp8.numerics.batch_invariance import batch_invariant
 from megafp8.parallel_state import destroy_model_parallel
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.random import initialize_parameters
 from tests.training.presets import *  # noqa: F403
 from tests.training.presets import Preset
@@ -34,7 +35,7 @@ RECIPES = ("fp32", "bf16", "delayed", "current", "rowwise", "blockwise", "mxfp8"
 NEW = 8
 
 
-def built(model: ModelConfig, recipe: str, *, default: bool) -> Model:
+def built(model: ModelSpec, recipe: str, *, default: bool) -> Model:
     """With random weights, the same each time, and amaxes as after training."""
     fp8 = Fp8Config() if recipe in ("fp32", "bf16") else Fp8Config(recipe=recipe)  # type: ignore[arg-type]
     dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
@@ -51,9 +52,9 @@ def built(model: ModelConfig, recipe: str, *, default: bool) -> Model:
 @pytest.mark.parametrize("name", MODELS)
 def test_logprobs_are_those_of_training(name: str, recipe: str) -> None:
     preset: Preset = MODELS[name]
-    model = run_of(preset, model=WIDTHS).model
-    if model.moe is not None:
-        model = model.model_copy(update={"moe": model.moe.model_copy(update={"ffn_hidden_size": 128})})
+    model = run_of(preset, model=WIDTHS).spec
+    if model.has_experts:
+        model = with_keys(model, moe=model.keys["moe"] | {"ffn_hidden_size": 128})
     generating, trained = built(model, recipe, default=True), built(model, recipe, default=False)
     (stage,) = trained.stages
     own = random.Random(0)

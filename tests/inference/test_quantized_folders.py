@@ -357,7 +357,7 @@ def test_folders_of_transformers(world2: World, tmp_path: Path, scales: str) -> 
 def _measured(folder: Path, layout: dict[str, int]) -> dict[int, Scales]:
     """What the model in a folder has for keys and values where it reads `TOKENS` but the last."""
     model = load_model(open_checkpoint(folder, Layout(**layout), device="cpu", dtype=torch.float32))
-    amax = KeyValueAmax(model.config)
+    amax = KeyValueAmax(model.spec)
     scorer = Scorer(model, max_length=32, on_keys=amax)
     list(scorer.score(Request(row[:1], row[1:]) for row in TOKENS.tolist()))
     return amax.scales(model.parallel)

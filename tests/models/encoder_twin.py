@@ -66,10 +66,20 @@ def bert_hidden(
     is_text = torch.arange(s) < torch.tensor(lengths)[:, None]
     allowed = is_text[:, :, None] == is_text[:, None, :]
     for i in range(config.num_layers):
-        name = f"layers.{i}"
+        name, scale = f"layers.{i}", 1 / math.sqrt(config.hidden_size // config.num_attention_heads)
         y = x if post else norm(x, w, f"{name}.attention_norm", config)
         q, k, v = (linear(y, w, f"{name}.attention.{part}") for part in "qkv")
-        y = attend(q, k, v, heads, 1 / math.sqrt(config.channels), allowed, None, dropouts, f"{name}.attention")
+        y = attend(
+            q,
+            k,
+            v,
+            heads,
+            scale,
+            allowed,
+            None,
+            dropouts,
+            f"{name}.attention",
+        )
         x = x + dropouts.hidden(linear(y, w, f"{name}.attention.proj"), f"{name}.attention")
         if post:
             x = norm(x, w, f"{name}.attention_norm", config)
@@ -147,7 +157,7 @@ def t5_logits(w: Weights, config: ModelConfig, tokens: Tensor, decoder_tokens: T
     encoded = norm(x, w, "encoder_norm", config)
     x, earlier = embedded(decoder_tokens, "decoder"), torch.ones(1, d, d, dtype=torch.bool).tril()
     of_decoder = bias(d, "decoder", bidirectional=False)
-    for i in range(config.num_layers, config.num_blocks):
+    for i in range(config.num_layers, config.num_layers + (config.num_decoder_layers or config.num_layers)):
         y = norm(x, w, f"layers.{i}.attention_norm", config)
         x = x + attention(y, y, f"layers.{i}.attention", earlier, of_decoder)
         y = norm(x, w, f"layers.{i}.cross_norm", config)

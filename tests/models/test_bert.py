@@ -47,7 +47,7 @@ def _compare(model: dict[str, Any], tp: int, cp: int, sequence_parallel: bool, r
         sequence_parallel=sequence_parallel, context_parallel=state.context.group if cp > 1 else None, seed=SEED,
     )  # fmt: skip
     memory = MEMORY[recompute]
-    stage = GPTStage(config, context, layers=config.layers, positions=s, memory=memory and [memory] * 2)
+    stage = GPTStage(config.spec, context, layers=config.spec.indices, positions=s, memory=memory and [memory] * 2)
     whole = randomize(stage, lambda piece: 0.3)
     generator = torch.Generator().manual_seed(11)
     tokens, labels = (torch.randint(config.vocab_size, (B, s), generator=generator) for _ in range(2))

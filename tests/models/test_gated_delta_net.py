@@ -30,7 +30,7 @@ def test_equals_qwen3_next() -> None:
     )  # fmt: skip
     group, manager = cast(ProcessGroup, PlannedGroup()), Fp8Manager(None, amax_group=None)
     context = BuildContext(group, manager, torch.float64, torch.device("cpu"), sequence_parallel=False)
-    stage = GPTStage(config, context, layers=range(1), positions=0)
+    stage = GPTStage(config.spec, context, layers=range(1), positions=0)
     w = {name.removeprefix("layers.0.gated_delta_net."): x for name, x in randomize(stage, lambda piece: 0.3).items()}
     record = config.layer_kinds["linear"].mixer
     assert record is not None

@@ -390,10 +390,10 @@ def compare(
     )  # fmt: skip
     stages, whole, size = list[GPTStage](), dict[str, Tensor](), config.num_layers // pp
     for first in range(0, config.num_layers, size):
-        stop = first + size if first + size < config.num_layers else config.layers.stop
+        stop = first + size if first + size < config.num_layers else len(config.spec.layers)
         memory = MEMORY[recompute] * (stop - first)
         stage = GPTStage(
-            config, context, layers=range(first, stop), positions=s, memory=memory[: stop - first], z_loss=z_loss
+            config.spec, context, layers=range(first, stop), positions=s, memory=memory[: stop - first], z_loss=z_loss
         )
         whole |= randomize(stage, lambda piece: 0.3, experts=config.moe.num_experts if config.moe else 0)
         for name, values in stage.constants.items():
@@ -423,7 +423,7 @@ def compare(
     batch = batch.with_later_labels(config.mtp_num_layers)
     weight_bs = torch.rand(batch.labels.shape, dtype=torch.float64, generator=generator)
     shard = replace(batch, loss_mask=weight_bs * batch.loss_mask).shard(
-        state.context.rank, cp, cuts_documents=config.cuts_documents
+        state.context.rank, cp, cuts_documents=config.spec.cuts_documents
     )
     losses = _forward_and_backward(stage, shard, state.pipeline)
     if pp > 1 and stage.shared_weight is not None:
@@ -439,7 +439,7 @@ def compare(
     )  # fmt: skip
     ((expected * weight_bs * batch.loss_mask).sum() + sum(of_routers)).backward()
     expected_batch = replace(batch, loss_mask=expected.detach() * batch.loss_mask)
-    expected_shard = expected_batch.shard(state.context.rank, cp, cuts_documents=config.cuts_documents).loss_mask
+    expected_shard = expected_batch.shard(state.context.rank, cp, cuts_documents=config.spec.cuts_documents).loss_mask
     if losses is not None:
         found_bs = (losses.cross_entropy + losses.z_loss).T * (shard.loss_mask > 0)
         torch.testing.assert_close(found_bs, expected_shard, rtol=1e-11, atol=1e-11)

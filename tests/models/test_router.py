@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafp8.config import ModelConfig, MoeConfig
+from megafp8.config import ModelConfig, MoeConfig, MoeFfnConfig
 from megafp8.distributed.sharding import Init
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext, PlannedGroup
@@ -18,8 +18,8 @@ from megafp8.philox import key_of
 from tests.models.twin import chosen_experts
 
 
-def _moe(**keys: Any) -> MoeConfig:
-    return MoeConfig(**{"num_experts": 8, "top_k": 2, **keys})
+def _moe(**keys: Any) -> MoeFfnConfig:
+    return MoeFfnConfig(**{"num_experts": 8, "top_k": 2, **keys})
 
 
 KINDS = [
@@ -35,7 +35,7 @@ KINDS = [
 def test_experts_are_chosen_as_token_by_token(kind: dict[str, Any], data: st.DataObject) -> None:
     """Few different scores, so that most are equal to another: of these the first counts."""
     moe = _moe(**kind)
-    config = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, moe=moe)
+    config = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, moe=MoeConfig(**moe.given))
     scores = [[data.draw(st.sampled_from([0.0, 0.25, 0.5])) for _ in range(8)] for _ in range(3)]
     bias = [data.draw(st.sampled_from([0.0, 0.25])) for _ in range(8)] if data.draw(st.booleans()) else None
     scores_ne = torch.tensor(scores)
@@ -52,7 +52,7 @@ def test_experts_are_chosen_as_token_by_token(kind: dict[str, Any], data: st.Dat
 def test_a_hash_table_has_different_experts_of_each_token_and_all_equally_often(
     tokens: int, experts: int, top_k: int
 ) -> None:
-    moe = MoeConfig(num_experts=experts, top_k=top_k)
+    moe = MoeFfnConfig(num_experts=experts, top_k=top_k)
     table = hash_table(tokens, moe, key_of(7, "layers.0.mlp.router.table"), torch.device("cpu"))
     assert all(len(set(row)) == top_k for row in table.tolist())
     counts = table.flatten().bincount(minlength=experts)

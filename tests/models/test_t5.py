@@ -48,7 +48,7 @@ def _compare(model: dict[str, Any], tp: int, sequence_parallel: bool, recompute:
     )  # fmt: skip
     ends = [sum(splits[: i + 1]) for i in range(len(splits))]
     stages = nn.ModuleList(
-        build_stage(config, context, layers=range(end - n, end), positions=1, memory=[MEMORY[recompute]] * n)
+        build_stage(config.spec, context, layers=range(end - n, end), positions=1, memory=[MEMORY[recompute]] * n)
         for end, n in zip(ends, splits)
     )
     whole = randomize(stages, lambda piece: 0.3)

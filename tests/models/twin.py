@@ -645,7 +645,7 @@ def _entries(
 
 def _rotated_end(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Tensor:
     """The last channels rotated."""
-    r = int(config.channels * config.partial_rotary_factor)
+    r = int((config.head_dim or config.hidden_size // config.num_attention_heads) * config.partial_rotary_factor)
     return torch.cat([x_bsd[..., :-r], _interleaved(x_bsd[..., -r:], positions_bs, config)], dim=-1)
 
 
@@ -796,6 +796,21 @@ def _cross_entropy(x: Tensor, w: Weights, config: ModelConfig, labels: Tensor, z
     return log_z - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) + z_loss * log_z**2
 
 
+def _config_of_kind(config: ModelConfig, kind: LayerKind) -> ModelConfig:
+    """Return the config in which the keys of a kind of layer stand where all layers have theirs."""
+    update: dict[str, Any] = {}
+    for part, sections in ((kind.mixer, ("latent_attention", "sparse_attention")), (kind.ffn, ("moe",))):
+        keys = {} if part is None else {key: x for key, x in part.given.items() if key != "norm_eps"}
+        for name in sections:
+            section = getattr(config, name)
+            inside = {
+                key: keys.pop(key) for key in [*keys] if section is not None and key in type(section).model_fields
+            }
+            update |= {name: section.model_copy(update=inside)} if inside else {}
+        update |= keys
+    return config.model_copy(update=update)
+
+
 def twin_loss(
     w: Weights,
     config: ModelConfig,
@@ -821,10 +836,7 @@ def twin_loss(
     """
     kinds = [config.layer_kinds[name] for name in config.pattern] or [LayerKind()]
     kinds = [kinds[i % len(kinds)] for i in range(config.num_layers)]
-    # Keys of a kind of layer stand in the config of its layers.
-    given = [[part.given for part in kind_of if part is not None] for kind_of in ((x.mixer, x.ffn) for x in kinds)]
-    updates = [dict(pair for keys in parts for pair in keys.items() if pair[0] != "norm_eps") for parts in given]
-    configs = [config.model_copy(update=update) for update in updates]
+    configs = [_config_of_kind(config, kind) for kind in kinds]
     windows = [None if i in config.full_attention_layers else x.sliding_window for i, x in enumerate(configs)]
     if positions is None:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -845,7 +857,7 @@ def twin_loss(
     if config.hyper_connections is not None:
         x = torch.stack([x] * config.hyper_connections.streams, 2)
     for layer in range(config.num_layers):
-        sparse, seen = config.moe_of(layer) is not None, allowed[reach[layer]]
+        sparse, seen = config.spec.layers[layer].has_experts, allowed[reach[layer]]
         window = windows[layer]
         x = _block(
             x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, kinds[layer], tokens,

@@ -88,7 +88,7 @@ def test_layernorm_mlp_is_the_norm_and_mlp_of_a_gpt(recipe: str, activation: str
     group = cast(ProcessGroup, PlannedGroup(1))
     context = BuildContext(group, manager, torch.float32, torch.device("cpu"), False)
     norm = RMSNorm("norm", H, context, eps=1e-5, sees_a_slice=False)
-    mlp = MLP("mlp", config.layer(0).ffn, config, context, input=Neighbor("norm", "any"))
+    mlp = MLP("mlp", config.spec.layers[0].ffn, config.spec, context, input=Neighbor("norm", "any"))
     manager.materialize(torch.device("cpu"))
     pairs = {"layer_norm_weight": norm.weight, "fc1_weight": mlp.up.weight, "fc1_bias": mlp.up.bias,
              "fc2_weight": mlp.down.weight, "fc2_bias": mlp.down.bias}  # fmt: skip

@@ -132,7 +132,7 @@ def test_what_updates_each_parameter_of_all_kinds_of_layers() -> None:
     muon, parts, found = OptimizerConfig(name="muon", learning_rate=1e-3), set(), dict[str, bool]()
     for preset in MODELS:
         config = config_of(preset)
-        parts |= {type(part) for spec in config.model.distinct_layers for part in (spec.mixer, spec.ffn)}
+        parts |= {type(part) for spec in config.spec.distinct_layers for part in (spec.mixer, spec.ffn)}
         for spec in map(spec_of, planned_stage(config, 0).parameters()):
             by_muon = isinstance(muon.update(hidden_matrix=is_hidden_matrix(spec)), Muon)
             for piece in spec.shards:

@@ -274,8 +274,10 @@ def _norms_of_models(names: list[str], tp: int, pp: int, ep: int) -> dict[str, t
             sequence_parallel=True, expert=state.expert.group, sequence_group=state.tensor_context.group,
         )  # fmt: skip
         size = config.num_layers // pp
-        ends = [*range(size, config.num_layers, size), config.layers.stop]
-        stages = [GPTStage(config, context, layers=range(i * size, end), positions=8) for i, end in enumerate(ends)]
+        ends = [*range(size, config.num_layers, size), len(config.spec.layers)]
+        stages = [
+            GPTStage(config.spec, context, layers=range(i * size, end), positions=8) for i, end in enumerate(ends)
+        ]
         for stage in stages:
             whole |= randomize(stage, lambda piece: 0.3, experts=config.moe.num_experts if config.moe else 0)
         stage = stages[state.pipeline.rank]

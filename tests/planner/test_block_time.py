@@ -89,7 +89,7 @@ def test_experts_compute_their_tokens() -> None:
     config = config_of(EXPERTS)
     model, t = config.model, config.training
     rows = t.seq_length * t.micro_batch_size * 2 + 8 * 64
-    weights = sum(3 * model.hidden_size * 48 for _ in model.layers)
+    weights = sum(3 * model.hidden_size * 48 for _ in config.spec.layers)
     assert costs_of(config, FLOPS_ONLY)["experts"].total * RATE == pytest.approx(6 * rows * weights)
 
 

@@ -233,9 +233,9 @@ def _measured(overrides: list[list[str]]) -> list[tuple[int, int]]:
         trainer = _trainer(config)
         t = config.parallel.context * (config.parallel.tensor if config.parallel.sequence_parallel else 1)
         training = config.training
-        shape = training.seq_length // t, training.micro_batch_size, config.model.stream_width
+        shape = training.seq_length // t, training.micro_batch_size, config.spec.stream_width
         x = torch.randn(shape, dtype=trainer.strategy.params[0].dtype).requires_grad_()
-        memory = block_memory(config.parallel, len(config.model.layers))
+        memory = block_memory(config.parallel, len(config.spec.layers))
         outline = model_outline(config, trainer.fp8)
         planned = sum(outline.saved(i, own) for i, own in enumerate(memory))
         found.append((_saved(trainer, partial(_blocks, trainer.stages[0], x)), planned))
@@ -484,7 +484,7 @@ def _loss_of_a_teacher(overrides: list[str]) -> tuple[int, int]:
     parallel = initialize_model_parallel(config.parallel.tensor)
     loss = loss_of(config, parallel)
     assert loss is not None
-    t, columns = config.training, config.model.padded_vocab_size // config.parallel.tensor
+    t, columns = config.training, config.spec.stem.rows // config.parallel.tensor
     z_sbv, u_sbv = (torch.randn(t.seq_length, t.micro_batch_size, columns).bfloat16() for _ in range(2))
     labels = torch.zeros(t.micro_batch_size, t.seq_length, dtype=torch.int64)
     reference = loss.of_reference(u_sbv, Batch(labels, labels))

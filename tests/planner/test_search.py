@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from megafp8.config import Config, ModelConfig, check_layout, load_config
+from megafp8.config import Config, check_layout, load_config
 from megafp8.gpus import GPUS
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.predict import Prediction
 from megafp8.planner.search import Candidate, Found, _Search, changed_keys, layouts, search, why_slower
+from megafp8.spec import ModelSpec
 from megafp8.training.fp8_config import build_fp8
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG
@@ -27,9 +28,7 @@ SMALL = [
 ]
 
 
-def tight(
-    config: Config, gpus: int, share: float, teacher: ModelConfig | None = None
-) -> tuple[Cluster, list[Candidate]]:
+def tight(config: Config, gpus: int, share: float, teacher: ModelSpec | None = None) -> tuple[Cluster, list[Candidate]]:
     """A cluster with memory for about this share of all layouts, and what is predicted for each layout."""
     cluster = Cluster(replace(H200, reserved=0), gpus, 2)
     own = _Search(config, build_fp8(config, None), cluster, teacher)
@@ -60,8 +59,8 @@ def test_it_finds_the_fastest_of_all_that_fit(overrides: list[str], gpus: int) -
 DISTILLS = "data.distillation={teacher: none, top_k: 7}"
 
 
-def _teacher() -> ModelConfig:
-    return load_config(CONFIG, [*SMALL, "model.hidden_size=512", "model.num_layers=6"]).model
+def _teacher() -> ModelSpec:
+    return load_config(CONFIG, [*SMALL, "model.hidden_size=512", "model.num_layers=6"]).spec
 
 
 def test_it_finds_the_fastest_with_a_teacher() -> None:

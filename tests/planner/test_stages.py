@@ -42,5 +42,5 @@ def test_output_layer_in_blocks() -> None:
     found = output_layer_in_blocks(config)
     assert found == pytest.approx(2.7, rel=0.05)
     assert output_layer_in_blocks(load_config(LLAMA, ["fp8.recipe=none"])) == pytest.approx(1.74, rel=0.05)
-    wide = {"model": config.model.model_copy(update={"vocab_size": 2 * config.model.padded_vocab_size})}
+    wide = {"model": config.model.model_copy(update={"vocab_size": 2 * config.spec.stem.rows})}
     assert output_layer_in_blocks(config.model_copy(update=wide)) == pytest.approx(2 * found)

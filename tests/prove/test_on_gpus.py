@@ -107,7 +107,7 @@ def test_numbers_for_kernels(name: str) -> None:
     )
     assert {x for x in before if x <= 512} <= after
     assert all(x % 128 == 0 and x <= 1280 for x in after if x > 512)
-    assert small.config.model.channels == config.model.channels
+    assert small.config.spec.attention_widths == config.spec.attention_widths
     assert (small.ranks, small.config.device, small.config.training.seq_length) == (1, "cuda", 256)
     assert small.config.training.precision == config.training.precision
     assert small.config.training.cuda_graphs == config.training.cuda_graphs

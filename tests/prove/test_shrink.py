@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megafp8.config import Config, ConfigError, check_layout, load_config
 from megafp8.config.parts import PARTS
+from megafp8.config.resolve import kind_name
 from megafp8.planner.stages import stages_of
 from megafp8.prove.layers import keep_layers
 from megafp8.prove.layout import Layout, fold
@@ -100,7 +101,7 @@ def test_kinds_and_their_neighbours_stay() -> None:
     kept = keep_layers(load_config("configs/nemotron-3-nano-30b.yaml"), 1)
     assert kept.layers == [*range(kept.layers[0], kept.layers[0] + len(kept.layers))]
     model = load_config("configs/nemotron-3-nano-30b.yaml").model
-    names = [model.kind_name(layer) for layer in range(model.num_layers)]
+    names = [kind_name(model, layer) for layer in range(model.num_layers)]
     pairs = {*pairwise(names)}
     few = [names[layer] for layer in kept.layers]
     assert {*pairwise(few)} == pairs
@@ -115,7 +116,7 @@ def test_uneven_stages_stay_uneven() -> None:
 def test_layers_whose_keys_others_read_stay() -> None:
     small = shrink(config_of(GEMMA4)).config
     assert small.model.layer_kinds["shared"].mixer is not None
-    source = small.model.layer(small.model.num_layers - 1).mixer
+    source = small.spec.layers[small.spec.num_layers - 1].mixer
     assert getattr(source, "kv_layer", None) == 1
 
 
@@ -142,8 +143,8 @@ def test_what_stays_of_a_shipped_config(path: Path) -> None:
     small, ranks, original_ranks, changes = shrink(given_config)
     check_layout(small, ranks)
     assert ranks <= 16
-    kinds = {(x.mixer.kind, x.ffn.kind, x.norm_position) for x in given_config.model.distinct_layers}
-    assert {(x.mixer.kind, x.ffn.kind, x.norm_position) for x in small.model.distinct_layers} == kinds
+    kinds = {(x.mixer.kind, x.ffn.kind, x.norm_position) for x in given_config.spec.distinct_layers}
+    assert {(x.mixer.kind, x.ffn.kind, x.norm_position) for x in small.spec.distinct_layers} == kinds
     before, after = Layout.of(given_config, original_ranks), Layout.of(small, ranks)
     for axis in ("tensor", "context", "pipeline", "data", "expert"):
         assert (getattr(after, axis) > 1) == (getattr(before, axis) > 1), axis

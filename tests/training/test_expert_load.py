@@ -31,7 +31,7 @@ def _collected() -> ExpertLoad:
     moe |= {"aux_loss": 0.1, "aux_loss_scope": "global_batch"}
     trainer, parallel = start(tiny_config(model={"moe": moe, "num_layers": 3}))
     routers = {layer: router for stage in trainer.stages for layer, router in stage.routers.items()}
-    collector = LoadCollector(routers, [1, 2], 4, parallel)
+    collector = LoadCollector(routers, {1: 4, 2: 4}, parallel)
     collector.zero()
     for layer, router in routers.items():
         load: RouterLoad = router.load

@@ -298,7 +298,7 @@ def _packed_and_unpacked(model: dict[str, Any]) -> float:
     state = initialize_model_parallel()
     manager = Fp8Manager(None, amax_group=None)
     context = BuildContext(state.tensor.group, manager, torch.float64, state.device, False)
-    stage = GPTStage(config, context, layers=config.layers, positions=s)
+    stage = GPTStage(config.spec, context, layers=config.spec.indices, positions=s)
     randomize(stage, lambda piece: 0.3)
     rng, objective = np.random.default_rng(1), Answers(s)
     parts = [np.stack([rng.integers(0, 29, n), rng.integers(0, 2, n)]) for n in (9, 2, 7, 5)]

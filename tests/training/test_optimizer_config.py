@@ -39,7 +39,7 @@ def test_what_updates_which_weights() -> None:
 def test_learning_rate_of_hidden_matrices(optimizer: dict[str, Any], expected: float) -> None:
     """In a model 4 times as wide as the base."""
     found = config(model={"mup": {"base_hidden_size": 16}}, optimizer=optimizer)
-    o, width = found.optimizer, found.model.width_multiplier
+    o, width = found.optimizer, found.spec.width_multiplier
     assert o.chosen.hidden_learning_rate_scale(o.learning_rate, width) == pytest.approx(expected)
 
 
@@ -89,9 +89,10 @@ def test_mup_in_a_wider_model() -> None:
     for name, std in _stds(wide).items():
         hidden = name.startswith("layers.") and "norm" not in name
         assert std == pytest.approx(_stds(usual)[name] / (2 if hidden else 1)), name
-    assert wide.model.logits_divisor == 4
-    assert wide.model.score_scale == pytest.approx(math.sqrt(4) / 8)
-    assert config(model={"mup": {"base_hidden_size": 16}}).model.score_scale == pytest.approx(1 / math.sqrt(8))
+    assert wide.spec.head.logits_divisor == 4
+    assert wide.spec.layers[0].mixer.attention_scale == pytest.approx(math.sqrt(4) / 8)
+    more_heads = config(model={"mup": {"base_hidden_size": 16}}).spec.layers[0].mixer
+    assert more_heads.attention_scale is None  # scores are divided by the root of a head's width, as usual
 
 
 def test_a_model_of_mup_as_one_without() -> None:

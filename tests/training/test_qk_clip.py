@@ -58,7 +58,7 @@ def _compare(preset: Preset) -> int:
     plain, calls, no_metric = _weights_after_a_step(preset, None)
     config = config_of(preset)
     m = config.model
-    layers = [i for i in range(m.num_layers) if "attention" in m.layer(i).mixer.kind]
+    layers = [i for i in range(m.num_layers) if "attention" in config.spec.layers[i].mixer.kind]
     largest = [torch.stack(calls[i :: len(layers)]).amax(0) for i in range(len(layers))]
     threshold = float(torch.cat(largest).median())  # so that some heads are clipped
     clipped, same_calls, metric = _weights_after_a_step(preset, threshold)
@@ -75,7 +75,8 @@ def _compare(preset: Preset) -> int:
             rows["q_up"] = [y for x in factor for y in [x**0.5] * n + [x] * r]
             rows["kv_up"] = [y for x in factor for y in [x**0.5] * n + [1.0] * v]
         else:
-            d, shared = m.channels, m.num_attention_heads // m.query_groups
+            mixer = config.spec.layers[layer].mixer
+            d, shared = mixer.channels, mixer.num_attention_heads // mixer.groups
             groups = [min(factor[i : i + shared]) for i in range(0, len(factor), shared)]
             rows["q"] = [x**0.5 for x in groups for _ in range(shared * d)]
             rows["k"] = [x**0.5 for x in groups for _ in range(d)]
