@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megafp8.config.parts import LayerKind
 from megafp8.config.parts.attention import AttentionConfig
@@ -190,10 +190,9 @@ def _stem(model: ModelConfig) -> StemSpec:
 
 def _head(model: ModelConfig, width_multiplier: float) -> HeadSpec:
     """Return the output layer of a model."""
-    activation = None
+    activation: Literal["gelu", "gelu_tanh"] | None = None
     if model.architecture == "bert":
-        default = "gelu_tanh" if model.activation == "gelu_tanh" else "gelu"
-        activation = model.transform_activation or default
+        activation = model.transform_activation or ("gelu_tanh" if model.activation == "gelu_tanh" else "gelu")
     divisor = model.logits_scaling * width_multiplier
     return HeadSpec(
         normalizes=model.norm_position != "post",

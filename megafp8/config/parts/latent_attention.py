@@ -105,7 +105,12 @@ class LatentRecord(PartRecord, LatentAttentionKeys, RotaryKeys):
     def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
         if model.latent_attention is None and "kv_rank" not in self.given:
             rule = "there is no section model.latent_attention, and the width of the latent is not given"
-            yield Problem(f"{path}.kind", self.kind, rule, f"give {path}.kv_rank, or model.latent_attention")
+            yield Problem(
+                f"{path}.kind",
+                type(self).model_fields["kind"].default,
+                rule,
+                f"give {path}.kv_rank, or model.latent_attention",
+            )
             return
         for problem in _latent_rules(self.resolved(model)):
             section, _, key = problem.path.rpartition(".")
