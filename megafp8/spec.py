@@ -258,7 +258,7 @@ class ModelSpec:
     hyper_connections: Any
     stream_width: int
     linear_bias: bool
-    activation: str
+    activation: Any
     hidden_dropout: float
     attention_dropout: float
     init_std: float

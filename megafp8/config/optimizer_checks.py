@@ -46,7 +46,7 @@ def qk_clip(config: Config) -> Iterator[Problem]:
     threshold, m, off = config.optimizer.qk_clip, config.model, "leave it out"
     if threshold is None:
         return
-    reasons = [spec.mixer.no_qk_clip for spec in m.distinct_layers]
+    reasons = [layer.mixer.no_qk_clip for layer in config.spec.distinct_layers]
     rules = [reason for reason in reasons if reason]
     if m.architecture != "gpt":
         rules = [f"model.architecture is {m.architecture}, and it is for gpt"]

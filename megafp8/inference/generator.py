@@ -139,7 +139,6 @@ class Generator:
         cache: CacheOptions = DEFAULT_CACHE,
         live: LiveWeights | None = None,
     ) -> None:
-        config = model.config
         model.check_length(max_length)
         for name, value in cache._asdict().items():
             if isinstance(value, int) and value < 1:
@@ -154,8 +153,7 @@ class Generator:
         tokens = cache.cache_tokens
         if tokens is None:
             tokens = max(min(8 * max_length, _CACHED_TOKENS), max_length)
-        assert config.vocab_size is not None
-        self._vocab_size = config.vocab_size
+        self._vocab_size = model.spec.stem.known_vocab_size
         self.model, self.tokenizer, self.max_length, self.cache = model, tokenizer, max_length, cache
         self.start_tokens, self.end_tokens, self.live = list(start_tokens), frozenset(end_tokens), live
         self.weight_version = 0 if live is None else live.version

@@ -185,7 +185,7 @@ class ModelOutlines:
             # Of experts, the first stands for all.
             selected = [x for x in names[index] if ".experts." not in x or ".experts.0." in x]
             how = tuple((fp8.selects(x), fp8.recipe and fp8.recipe.operands(x)) for x in selected)
-            self._alike[index] = (*config.spec.kinds[index], how)
+            self._alike[index] = (config.spec.kinds[index], how)
 
     def outline(self, config: Config) -> ModelOutline:
         """The model in the layout of `config`."""
@@ -240,7 +240,7 @@ def linear_sites(config: Config) -> Iterator[tuple[str, LinearSite]]:
     """
     # The first rank of one expert-parallel rank has all experts.
     whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"expert": 1})})
-    found: dict[tuple[Any, ...], tuple[int, list[LinearSite]]] = {}
+    found: dict[int, tuple[int, list[LinearSite]]] = {}
     for index in config.spec.indices:
         kind = config.spec.kinds[index]
         if kind not in found:
