@@ -66,7 +66,7 @@ def draws(seed: int, count: int, largest: int) -> list[Draw]:
 def kinds_of(d: Draw) -> list[str]:
     """What a draw has, for the table."""
     checked = config(model=d["model"]).model
-    found = {f"{part} {getattr(spec, part).kind}" for spec in checked.distinct_layers for part in ("mixer", "ffn")}
+    found = {f"{part} {getattr(spec, part).kind}" for spec in checked.spec.distinct_layers for part in ("mixer", "ffn")}
     found |= {f"{key} {d[key]}" for key in ("tp", "cp", "pp", "ep", "etp")}
     found |= {key for key in ("documents", "prefix", "sequence_parallel") if d[key]}
     return sorted(found | {f"recompute {d['recompute']}"})

@@ -296,6 +296,26 @@ MOE_MODELS = {
         "layer_kinds": {"hash": {"ffn": {"kind": "moe", "routing": "hash"}}, "top_k": {"ffn": "moe"}},
         "pattern": ["hash", "top_k"],
     },
+    "two-kinds": LLAMA
+    | {
+        "num_layers": 3,
+        "layer_kinds": {
+            "few": {"ffn": {"kind": "moe", "shared_ffn_hidden_size": 16}},
+            "many": {
+                "ffn": {
+                    "kind": "moe",
+                    "num_experts": 8,
+                    "top_k": 3,
+                    "ffn_hidden_size": 12,
+                    "score": "sigmoid",
+                    "activation": "gelu",
+                    "aux_loss": 0.2,
+                },
+            },
+        },
+        "pattern": ["few", "many"],
+        "moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 20, "z_loss": 0.1},
+    },
     "mixtral": MIXTRAL,
     "qwen-moe": LLAMA | {"qk_norm": True, "moe": QWEN_MOE},
     "deepseek": LLAMA | DROPOUT | {"moe": DEEPSEEK, "latent_attention": LATENT | {"q_rank": None}, "mtp_num_layers": 1},
@@ -395,7 +415,7 @@ def compare(
         stage = GPTStage(
             config.spec, context, layers=range(first, stop), positions=s, memory=memory[: stop - first], z_loss=z_loss
         )
-        whole |= randomize(stage, lambda piece: 0.3, experts=config.moe.num_experts if config.moe else 0)
+        whole |= randomize(stage, lambda piece: 0.3, config.spec)
         for name, values in stage.constants.items():
             if name.endswith(".bias"):
                 values.copy_(torch.linspace(-0.2, 0.2, len(values)))
@@ -657,6 +677,8 @@ def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:
         pytest.param("nemotron", 1, 2, 2, 1, "all_to_all", "none", marks=pytest.mark.slow),
         ("separate-norms", 2, 1, 2, 1, "all_gather", "selective"),
         ("hash", 1, 2, 2, 1, "all_to_all", "full"),
+        ("two-kinds", 2, 1, 2, 1, "all_gather", "none"),
+        pytest.param("two-kinds", 2, 2, 4, 1, "all_to_all", "selective", marks=pytest.mark.slow),
         pytest.param("hash", 2, 2, 2, 1, "all_to_all", "full", marks=pytest.mark.slow),
     ],
 )

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_reduce
 from megafp8.distributed.sharding import Init, ParamShard, shards_of, spec_of
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.random import fill_
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -23,8 +24,8 @@ def _value(piece: ParamShard, std: Std) -> Tensor:
     return centre + fill_(torch.empty(piece.shape, dtype=torch.float64), piece, Init("normal", std(piece)), seed=5)
 
 
-def randomize(module: nn.Module, std: Std, experts: int = 0) -> dict[str, Tensor]:
-    """Fill the module's parameters; the whole weights by name, float64, with those of all `experts` of a layer."""
+def randomize(module: nn.Module, std: Std, model: ModelSpec | None = None) -> dict[str, Tensor]:
+    """Fill the module's parameters, and return whole weights by name, float64, with all experts of layers of `model`."""
     with torch.no_grad():
         for param in module.parameters():
             for piece, local in shards_of(param, param):
@@ -35,10 +36,15 @@ def randomize(module: nn.Module, std: Std, experts: int = 0) -> dict[str, Tensor
         _EXPERT.sub(f".experts.{e}.", name): shape
         for name, shape in shapes.items()
         if _EXPERT.search(name)
-        for e in range(experts)
+        for e in range(_num_experts(model, name))
     }
     wholes = [ParamShard(name, shape, (0,) * len(shape), shape) for name, shape in shapes.items()]
     return {whole.name: _value(whole, std).requires_grad_() for whole in wholes}
+
+
+def _num_experts(model: ModelSpec | None, name: str) -> int:
+    """Return the number of experts of the layer that a tensor belongs to."""
+    return 0 if model is None else int(model.layers[int(name.split(".")[1])].ffn.num_experts)
 
 
 def gradients(

@@ -279,7 +279,7 @@ def _norms_of_models(names: list[str], tp: int, pp: int, ep: int) -> dict[str, t
             GPTStage(config.spec, context, layers=range(i * size, end), positions=8) for i, end in enumerate(ends)
         ]
         for stage in stages:
-            whole |= randomize(stage, lambda piece: 0.3, experts=config.moe.num_experts if config.moe else 0)
+            whole |= randomize(stage, lambda piece: 0.3, config.spec)
         stage = stages[state.pipeline.rank]
         tied = stage.shared_weight if pp > 1 else None
         step = OptimizerStep(

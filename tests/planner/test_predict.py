@@ -174,7 +174,7 @@ def test_flops_of_muon(config: str, overrides: list[str], monkeypatch: pytest.Mo
     layers, experts = model_outline(tree, build_fp8(tree, None)).layers, tree.parallel.expert
     shapes = Counter(
         shape
-        for name, shape in model_tensors(tree.model).items()
+        for name, shape in model_tensors(tree.spec).items()
         if name.startswith("model.layers.") and len(shape) == 2 and not name.endswith("router.weight")
     )
     flops: list[int] = []
