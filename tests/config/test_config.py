@@ -456,7 +456,8 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     (["model.moe={num_experts: 4}", "model.layer_kinds={a: {ffn: {kind: moe, routing: hash}}}", "model.pattern=[a]",
       "model.mtp_num_layers=1"], 1, "model.layer_kinds.a.ffn.routing = 'hash': layers of multi-token prediction are"),
     (["model.layer_kinds={a: {mixer: {kind: sparse_latent_attention}}}", "model.pattern=[a]"], 1,
-     "model.layer_kinds.a.mixer.kind = 'sparse_latent_attention': there is no section model.sparse_attention, and the indexer's"),
+     "model.layer_kinds.a.mixer.kind = 'sparse_latent_attention': there is no section model.sparse_attention, and "
+     "the indexer's heads"),
     ([LATENT, "model.head_dim=8"], 1,
      "model.head_dim = 8: model.latent_attention is set, and its heads have the widths nope_head_dim, rope_head_dim "
      "and value_head_dim; try null, or leave model.latent_attention out"),

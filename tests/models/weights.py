@@ -25,7 +25,7 @@ def _value(piece: ParamShard, std: Std) -> Tensor:
 
 
 def randomize(module: nn.Module, std: Std, model: ModelSpec | None = None) -> dict[str, Tensor]:
-    """Fill the module's parameters, and return whole weights by name, float64, with all experts of layers of `model`."""
+    """Fill the module's parameters, and return whole weights by name, float64; with all experts of `model`'s layers."""
     with torch.no_grad():
         for param in module.parameters():
             for piece, local in shards_of(param, param):
