@@ -56,7 +56,7 @@ from megafp8.checkpoint.errors import join_first, on_all_ranks
 from megafp8.checkpoint.files import read_file
 from megafp8.checkpoint.store import METADATA_FILE
 from megafp8.config import Config, ConfigError, PlannedStage, Problem, config_at, model_spec, stage_at, with_keys
-from megafp8.conversion.flat import differences
+from megafp8.conversion.flat import differences, flat_keys
 from megafp8.conversion.target import TOKENIZER_FOLDER, with_companions
 from megafp8.data.tokenizers import tokenizer_file
 from megafp8.distributed.sharding import Shape, spec_of
