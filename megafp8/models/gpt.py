@@ -190,6 +190,8 @@ class GPTStage(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.context, self.layers = config, context, layers
+        self._cuts_documents, self._num_blocks = config.cuts_documents, config.num_blocks
+        self._has_dropout = config.hidden_dropout > 0
         self.memory = [KEEP_ALL] * len(layers) if memory is None else list(memory)
         first, last = layers.start == 0, layers.stop == config.layers.stop
         self.embedding = Embedding(config, context, positions) if first else None
@@ -292,7 +294,7 @@ class GPTStage(nn.Module):
             group=context.context_parallel,
             cu_seqlens_bn=batch.cu_seqlens,
             prefix_b=batch.prefix,
-            cuts_documents=self.config.cuts_documents,
+            cuts_documents=self._cuts_documents,
         )
         return self.inputs_of(tokens, self._places(s, batch.cu_seqlens, batch.samples))
 
@@ -301,7 +303,7 @@ class GPTStage(nn.Module):
 
         `places`: as in `LayerInputs`.
         """
-        blocks = [(x, tokens.at_depth(max(0, x.index + 1 - self.config.num_blocks))) for x in self.all_blocks[which]]
+        blocks = [(x, tokens.at_depth(max(0, x.index + 1 - self._num_blocks))) for x in self.all_blocks[which]]
         mixers = {block.index: block.mixer.inputs(block.index, read) for block, read in blocks}
         return LayerInputs(mixers, {block.index: block.ffn.inputs(block.index, read) for block, read in blocks}, places)
 
@@ -313,14 +315,14 @@ class GPTStage(nn.Module):
 
     def _places(self, s: int, cu_seqlens_bn: Tensor | None, samples_b: Tensor | None) -> TokenPlaces | None:
         """Of the tokens of this rank's residual stream; None without dropout."""
-        if samples_b is None or not self.config.hidden_dropout:
+        if samples_b is None or not self._has_dropout:
             return None
         context, group = self.context, self.context.context_parallel
         if group is None or group.size() == 1:
             positions_bs = torch.arange(s, device=context.device).unsqueeze(0)
         else:
             ranks = group.size()
-            documents = cu_seqlens_bn if self.config.cuts_documents else None
+            documents = cu_seqlens_bn if self._cuts_documents else None
             positions_bs = shard_positions(documents, s * ranks, group.rank(), ranks, context.device)
         positions_sb = positions_bs.transpose(0, 1)
         if context.sequence_sharded:

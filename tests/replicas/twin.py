@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megafp8.batch import Batch
 from megafp8.optimizer.step import StepResult
-from megafp8.training.trainer import Loss, Trainer
+from megafp8.training.loss import Loss
+from megafp8.training.trainer import Trainer
 from tests.ports import free_port
 from tests.replicas.cluster import fork
 
