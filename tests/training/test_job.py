@@ -1,4 +1,4 @@
-"""The training loop: faulty replicas, skipped steps, divergence, stopping early, and the files of a run.
+"""The training loop: faulty ranks, skipped steps, divergence, stopping early, and the files of a run.
 
 Whole jobs, in worlds of real ranks or as a process. Faults are injected between real steps.
 """
@@ -100,7 +100,7 @@ def log_of(run: Path) -> list[str]:
     ("kind", "name"),
     [("flips", "embedding.word.weight"), pytest.param("nans", "output.weight", marks=pytest.mark.slow)],
 )
-def test_a_faulty_replica_ends_the_job_before_it_is_saved(
+def test_a_faulty_rank_ends_the_job_before_it_is_saved(
     world2: World, tmp_path: Path, quickstart_data: QuickstartData, kind: str, name: str
 ) -> None:
     """A flipped bit is found at the next save, in step 6; a NaN causes step 6 to be skipped."""

@@ -22,10 +22,10 @@ from megafp8.parallel_state import ParallelState
 from megafp8.replicas import Membership, ReplicaLost, share
 from megafp8.replicas.lighthouse import Place, place_of
 from megafp8.replicas.membership import Limits, StateTensors
-from megafp8.training.errors import ReplicasDiffer
+from megafp8.training.consistency import bit_sums, compared_state, rank_state
+from megafp8.training.errors import StateDiffers
 from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.pipeline import plan_pipeline
-from megafp8.training.replicas import bit_sums, compared_state, held_state
 from megafp8.training.trainer import Trainer
 
 
@@ -68,7 +68,7 @@ def log_folder(config: Config, run: Path) -> Path:
 def state_tensors(trainer: Trainer) -> StateTensors:
     """All tensors that a peer of this rank must have to go on as this rank does. Collective."""
     trainer.strategy.wait()
-    held = held_state(trainer)
+    held = rank_state(trainer)
     recorded = [x.values for x in held if x.name.startswith("fp8.")]
     start = [] if trainer.outer is None else trainer.outer.start
     return StateTensors([*(x.values for x in held if not x.name.startswith("fp8.")), *start], recorded)
@@ -115,7 +115,7 @@ def open_membership(
 def check_peers(trainer: Trainer, membership: Membership, step: int) -> None:
     """Compare the state after `step` steps with that of all members of the quorum, bit for bit. Collective.
 
-    Raises ReplicasDiffer on the ranks of replicas that hold other bits than the majority, so that these are started
+    Raises StateDiffers on the ranks of replicas that hold other bits than the majority, so that these are started
     anew and copy it; on all of them where there is no majority. Raises ReplicaLost where a replica does not answer.
     """
     trainer.strategy.wait()
@@ -136,7 +136,7 @@ def check_peers(trainer: Trainer, membership: Membership, step: int) -> None:
         ranks = [rank for rank, names in enumerate(found) if names]
         names = list(dict.fromkeys(name for rank in ranks for name in found[rank]))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise ReplicasDiffer(
+        raise StateDiffers(
             f"after step {step} replica {members[own].index} on {socket.gethostname()} holds other bits than most of "
             f"the {len(members)} replicas in {', '.join(names[:3])}{more} of rank {', '.join(map(str, ranks))}. This "
             "state is given up: the replica is started anew and copies that of another. The cause may be a faulty GPU, "
