@@ -39,7 +39,6 @@ from megafp8.objectives.registry import loss_of
 from megafp8.optimizer.layer_norms import layers_of_model
 from megafp8.optimizer.loss_scale import LossScaler
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
-from megafp8.optimizer.outer import OuterOptimizer
 from megafp8.optimizer.step import OptimizerStep, StepResult
 from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.engine import PipelineEngine, StageFunction
@@ -62,12 +61,7 @@ from megafp8.training.qk_clip import QkClip
 logger = logging.getLogger(__name__)
 
 
-Exchange = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-"""Sums the first tensors and maximizes the others over all replicas of the model, in place. Raises where one is lost;
-then their values are undefined."""
-
-
-class _Passes(NamedTuple):
+class Passes(NamedTuple):
     """Results of a step's forward and backward passes other than gradients.
 
     Attributes:
@@ -75,27 +69,36 @@ class _Passes(NamedTuple):
             the z-loss, and the number of layers without room for all rows of experts. An objective with a loss of its
             own has its metrics in place of further losses and z-loss.
         statistics: Records of the FP8 report.
+        amaxes: Amaxes to renew FP8 scales from, where they are maxima over more than this model's ranks.
     """
 
     report: Tensor
     statistics: Statistics
+    amaxes: Sequence[Tensor] = ()
 
 
 class Trainer:
     """One rank's stages of the model, with optimizer and pipeline engine. Collective: build it on every rank.
 
-    `choice`: earlier choice of fp8.auto_filter in this run; None lets it choose now. `exchange`: with which other
-    replicas combine the gradients of a step, of which this one then has a share (`megafp8.replicas`). `frozen`: no
-    weight is trained, and the model is only for `references`.
+    Args:
+        config: Config of the run, or of a stage of it.
+        parallel: Process groups.
+        choice: Earlier choice of fp8.auto_filter in this run; None lets it choose now.
+        frozen: Train no weight; the model is only for `references`.
 
-    Attributes: `loss`: of the objective, None for cross entropy. `frozen`: the model that the loss compares with, which
-    has the initial values of its config until `megafp8.training.frozen` loads others; None where there is none, or it
-    is this one without its adapters. `known_reference`: what that says of a micro-batch, where it is read. `stages`:
-    one for each chunk of the pipeline placement; `model`: all of them. `strategy`: of data parallelism, which has their
-    parameters and gradients. `outer`: of outer steps, if there are any. `expert_load`, `index_loss`,
-    `max_attention_logit`: of the latest `train_step`. `timeline`: of the step `logging.pipeline_trace_step`, once it is
-    done. `fp8_records`: FP8 health of all stages in the latest `train_step`, on rank 0, if that step was sampled; else
-    empty.
+    Attributes:
+        loss: The objective's own loss; None for cross-entropy.
+        frozen: Model that the loss compares this one with, with the initial values of its config until
+            `megafp8.training.frozen` loads others; None if there is none, or if it is this model without adapters.
+        compared: Config of the model that each step compares this one with; None without one.
+        known_reference: Function that reads what the frozen model says of a micro-batch, if that was computed before.
+        stages: Model stages of this rank, one for each chunk of the pipeline placement.
+        stage_functions: Forward passes of `stages` with the loss, as the pipeline engine calls them.
+        model: All stages.
+        strategy: Data parallelism, which has the parameters and gradients of the stages.
+        expert_load, index_loss, max_attention_logit: Of the latest `train_step`.
+        timeline: Timeline of the step `logging.pipeline_trace_step`, once it is done.
+        fp8_records: FP8 health of all stages in the latest `train_step`, on rank 0, if that step was sampled; else [].
     """
 
     def __init__(
@@ -103,11 +106,10 @@ class Trainer:
         config: Config,
         parallel: ParallelState,
         choice: Choice | None = None,
-        exchange: Exchange | None = None,
         *,
         frozen: bool = False,
     ) -> None:
-        self.config, self.parallel, self._exchange = config, parallel, exchange
+        self.config, self.parallel = config, parallel
         self.loss = None if frozen else loss_of(config, parallel)
         p, t = config.parallel, config.training
         self.schedule = schedule_of(config.optimizer, t.steps)
@@ -179,9 +181,6 @@ class Trainer:
         self.update = self._build_update()
         self.optimizer = self.update.optimizer
         self.strategy.begin(self.optimizer.master_of)
-        self.outer: OuterOptimizer | None = None
-        if (o := config.outer) is not None:
-            self.outer = OuterOptimizer(self.optimizer, self.strategy.owned, o.learning_rate, o.momentum)
         b = t.micro_batch_size
         rows = self.stages[0].stream_rows(t.seq_length // p.context, b, config.decoder_length or 0)
         self.engine = PipelineEngine(
@@ -347,33 +346,52 @@ class Trainer:
         before_update: Callable[[], None] = lambda: None,
         loss_limit: float | None = None,
     ) -> tuple[Loss, StepResult]:
-        """One optimizer step, counted from 0, on this rank's micro-batches of the global batch.
+        """Run one optimizer step on this rank's micro-batches of the global batch.
 
-        With replicas these are a share of it, none while this one gets its state from a peer (`Membership.begin`).
-        `before_update` is called after the backward passes are queued, and before weights and optimizer state change.
-        If the loss is above `loss_limit`, the step is skipped as if its gradients were not finite.
         On return the update is queued, not done: the next step is queued behind it, so that the device does not idle.
+
+        Args:
+            step: Number of the step, counted from 0.
+            batches: Micro-batches `[b, s]` of this data-parallel rank, in host memory.
+            before_update: Called after the backward passes are queued, before weights and optimizer state change.
+            loss_limit: Loss above which the step is skipped as if its gradients were not finite.
+
+        Returns:
+            Losses of the global batch, and the result of the update.
         """
         if self._needs_samples:
             assert all(batch.samples is not None for batch in batches), "dropout is a function of samples' indices"
         batches = self._with_room(batches)
         sampled = self.fp8.begin_step(step + 1)
         activity.enter("forward and backward")
-        if not batches:
-            passes = self._no_passes()
-        elif self._replays(step):
+        if self._replays(step):
             passes = self._replay(batches, sampled, before_update)
         else:
             stopwatch = self._begin_eager(step)
             passes = self.run_passes(self._to_device(batches), stopwatch)
             if stopwatch is not None:
                 self.timeline = stopwatch.timeline()
-        amaxes = [] if self._exchange is None else self._combine(self._exchange, passes)
+        return self._finish_step(
+            step, batches, passes, sampled=sampled, before_update=before_update, loss_limit=loss_limit
+        )
+
+    def _finish_step(
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        passes: Passes,
+        *,
+        sampled: bool,
+        before_update: Callable[[], None],
+        loss_limit: float | None,
+    ) -> tuple[Loss, StepResult]:
+        """Update the weights from the gradients of `passes`, whose results are summed over all ranks: see `train_step`.
+
+        `sampled`: the FP8 report samples this step.
+        """
         total = self._total(passes.report)
         report = total.to("cpu", non_blocking=True)  # complete once the update has waited for the norm
-        # Replicas may train on fewer samples than the batch has, and one without samples must scale as the others do.
-        varies = self.outer is not None or self._exchange is not None or batches[0].loss_mask is not None
-        scale = self.nominal_tokens / total[1].clamp(min=1) if varies else None
+        scale = self.nominal_tokens / total[1].clamp(min=1) if self._varies(batches) else None
         if self.graphs is not None and self.load_collector is not None:  # what is not finite is skipped
             scale = torch.where(total[-1] > 0, torch.nan, 1.0 if scale is None else scale)
         if loss_limit is not None:
@@ -393,47 +411,19 @@ class Trainer:
             self.fp8.discard_step()
             return self.train_step(step, batches, before_update=before_update, loss_limit=loss_limit)
         self.strategy.end_step()
-        self.fp8.end_step(amaxes)
+        self.fp8.end_step(passes.amaxes)
         self.index_loss = None if index_loss is None else index_loss.item()
         self.max_attention_logit = None if largest is None else largest.item()
         if load is not None and load_on_host is not None and self.load_collector is not None:
             self.expert_load = self.load_collector.load(load_on_host)
             if not result.skipped:
                 self.load_collector.update_routers(load)
-        self.fp8_records = self._gather_fp8_records(passes.statistics) if sampled and batches else []
+        self.fp8_records = self._gather_fp8_records(passes.statistics) if sampled else []
         return self._loss.mean(report.tolist()[:-1]), result
 
-    def _no_passes(self) -> _Passes:
-        """What is left of passes without a micro-batch: gradients that are zero, and no losses. Collective."""
-        self._begin_passes()
-        self.strategy.complete()
-        self.strategy.finish()
-        return _Passes(self._sum([]), {})
-
-    def _combine(self, exchange: Exchange, passes: _Passes) -> list[Tensor]:
-        """Combine what the passes of all replicas have left; returns the amaxes of FP8 scaling.
-
-        Nothing else has been changed when this raises; then the step may be begun again.
-        """
-        amaxes = self.fp8.newest_amaxes()
-        counts = [passes.report, *self._index_losses]
-        if self.load_collector is not None:
-            counts += self.load_collector.own_sums
-        maxima = amaxes if self.qk_clip is None else [*amaxes, *self.qk_clip.recorded]
-        packed_counts, packed_maxima = (torch.cat([x.view(-1) for x in xs]) if xs else None for xs in (counts, maxima))
-        try:
-            exchange(
-                [*self.strategy.owned, *([] if packed_counts is None else [packed_counts])],
-                [] if packed_maxima is None else [packed_maxima],
-            )
-        except Exception:
-            self.fp8.discard_step()
-            raise
-        for xs, packed in ((counts, packed_counts), (maxima, packed_maxima)):
-            if packed is not None:
-                for x, values in zip(xs, packed.split([x.numel() for x in xs])):
-                    x.copy_(values.view(x.shape))
-        return amaxes
+    def _varies(self, batches: Sequence[Batch]) -> bool:
+        """Return whether the number of tokens of a global batch may be another than the nominal one."""
+        return batches[0].loss_mask is not None
 
     def _plan_of(self, batches: Sequence[Batch]) -> PipelinePlan:
         """The plan of a pipeline with so many micro-batches."""
@@ -454,7 +444,7 @@ class Trainer:
             self.graphs.drop()
         return Stopwatch(self.parallel.pipeline, self.parallel.device) if self._is_traced(step) else None
 
-    def _replay(self, batches: Sequence[Batch], sampled: bool, before_capture: Callable[[], None]) -> _Passes:
+    def _replay(self, batches: Sequence[Batch], sampled: bool, before_capture: Callable[[], None]) -> Passes:
         """Replay a step's passes from their CUDA graph, which is captured first if there is none."""
         assert self.graphs is not None
         self.strategy.invalidate()  # a graph gathers in every replay, so it must when it is captured
@@ -491,7 +481,7 @@ class Trainer:
 
     def run_passes(
         self, batches: Sequence[Batch], stopwatch: Stopwatch | None = None, *, reduce: bool = True
-    ) -> _Passes:
+    ) -> Passes:
         """Zero the gradients, run all micro-batches forward and backward, and sum over data parallelism. Collective.
 
         Args:
@@ -514,7 +504,7 @@ class Trainer:
         else:
             self.strategy.complete()
         recorder = self.fp8.recorder
-        return _Passes(self._sum(reports), {} if recorder is None else recorder.observed)
+        return Passes(self._sum(reports), {} if recorder is None else recorder.observed)
 
     def _begin_passes(self) -> None:
         """Forget the gradients and counts of the step before."""
@@ -539,12 +529,6 @@ class Trainer:
         grad.fill_(1.0) if self.loss_scaler is None else grad.copy_(self.loss_scaler.scale)
         masks = [batch.loss_mask for batch in batches if batch.loss_mask is not None]
         if masks:
-            if self.config.resilience.replicas is not None:
-                raise ValueError(
-                    "resilience.replicas: auxiliary losses of experts are divided by the number of tokens that count "
-                    "in the global batch, which no replica knows before the backward pass where masks leave out some; "
-                    "set model.moe.aux_loss=0 and balance by moe.bias_update_rate, or train on all tokens"
-                )
             counted = torch.stack([self._loss.count(batch) for batch in batches]).sum()
             grad *= all_reduce(counted, self.parallel.data.group).clamp(min=1) / self.nominal_tokens
             grad *= self.num_microbatches / len(batches)  # sampled texts may fill fewer

@@ -22,9 +22,9 @@ from megafp8.optimizer.step import StepResult
 from megafp8.training.errors import TrainingError
 from megafp8.training.init_from import complete_model
 from megafp8.training.inputs import Inputs, open_inputs
-from megafp8.training.job import train
 from megafp8.training.loss import Loss
 from megafp8.training.metrics import read_metrics
+from megafp8.training.run import train
 from megafp8.training.trainer import Trainer
 from megafp8.training.validate import check_run
 from tests.quickstart_data import CONFIG, QuickstartData

@@ -10,6 +10,7 @@ import torch
 from megafp8.batch import Batch
 from megafp8.replicas import ReplicaLost, share
 from megafp8.training.consistency import rank_state
+from megafp8.training.replicas.trainer import ReplicaTrainer
 from megafp8.training.trainer import Trainer
 from tests.replicas.twin import SharesInTurn
 from tests.training.presets import (
@@ -29,12 +30,12 @@ MEMBERS = [3, 2, 1, 4]
 """Replicas that train each step."""
 
 
-def _started(preset: Preset) -> tuple[Trainer, SharesInTurn, Trainer, list[list[Batch]]]:
+def _started(preset: Preset) -> tuple[ReplicaTrainer, SharesInTurn, Trainer, list[list[Batch]]]:
     """A trainer of shares with its exchange, a trainer of whole batches, and these."""
     config = config_of(preset, training={"global_batch_size": 4})
     whole, parallel = start(config)
     exchange = SharesInTurn()
-    return Trainer(config, parallel, None, exchange), exchange, whole, [batches(i, config, parallel) for i in range(4)]
+    return ReplicaTrainer(config, parallel, exchange), exchange, whole, [batches(i, config, parallel) for i in range(4)]
 
 
 def _compare(preset: Preset, present: int = 4) -> None:

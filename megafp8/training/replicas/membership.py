@@ -26,6 +26,7 @@ from megafp8.training.consistency import bit_sums, compared_state, rank_state
 from megafp8.training.errors import StateDiffers
 from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.pipeline import plan_pipeline
+from megafp8.training.replicas.trainer import ReplicaTrainer
 from megafp8.training.trainer import Trainer
 
 
@@ -65,7 +66,7 @@ def log_folder(config: Config, run: Path) -> Path:
     return run if place is None else run / f"replica-{place.replica}"
 
 
-def state_tensors(trainer: Trainer) -> StateTensors:
+def state_tensors(trainer: ReplicaTrainer) -> StateTensors:
     """All tensors that a peer of this rank must have to go on as this rank does. Collective."""
     trainer.strategy.wait()
     held = rank_state(trainer)
@@ -112,7 +113,7 @@ def open_membership(
     )
 
 
-def check_peers(trainer: Trainer, membership: Membership, step: int) -> None:
+def check_peers(trainer: ReplicaTrainer, membership: Membership, step: int) -> None:
     """Compare the state after `step` steps with that of all members of the quorum, bit for bit. Collective.
 
     Raises StateDiffers on the ranks of replicas that hold other bits than the majority, so that these are started
@@ -151,7 +152,7 @@ _EQUAL_BETWEEN_ROUNDS = ("model.", "optimizer.master.", f"optimizer.{OUTER_MOMEN
 class PeerCheck(Observer):
     """`check_peers` after every `interval` steps, and before the checkpoints of every `save_interval` steps."""
 
-    def __init__(self, trainer: Trainer, membership: Membership, interval: int, save_interval: int) -> None:
+    def __init__(self, trainer: ReplicaTrainer, membership: Membership, interval: int, save_interval: int) -> None:
         self._trainer, self._membership = trainer, membership
         self._intervals = [x for x in (interval, save_interval) if x]
 
