@@ -122,7 +122,7 @@ def _listed(names: Sequence[str], separator: str) -> str:
 def rank_state(trainer: Trainer) -> list[SharedTensor]:
     """Return the tensors of this rank's state, in one order on each rank of its stage. No weight gather may run."""
     strategy = trainer.strategy
-    fp8_data, found = strategy.fp8_data, list[SharedTensor]()
+    fp8_data, state = strategy.fp8_data, list[SharedTensor]()
 
     def add(param: nn.Parameter, name: str, tensors: Iterable[Tensor], axis: str) -> None:
         spec = spec_of(param)
@@ -131,7 +131,7 @@ def rank_state(trainer: Trainer) -> list[SharedTensor]:
         shared_over |= {"tensor"} if spec.replicated_over_tp else set()
         shared_over |= {"embedding"} if any(param is tied for tied in strategy.tied) else set()
         holder = " (last stage)" if spec.is_copy else ""
-        found.extend(
+        state.extend(
             SharedTensor(f"{name}{f' ({i})' if i else ''}", values, frozenset(shared_over), holder)
             for i, values in enumerate(tensors)
         )
@@ -151,16 +151,16 @@ def rank_state(trainer: Trainer) -> list[SharedTensor]:
         if op.gathered_weight is not None:
             shared_over = frozenset({"expert_data"}) if spec_of(param).expert else all_layers
             names = _listed([piece.name for piece in spec_of(param).shards], ", ")
-            found.append(SharedTensor(f"scale_inv of {names}", op.gathered_weight.scale_inv, shared_over))
-    found += [SharedTensor(f"model.{name}", values, all_layers) for name, values in trainer.constants.items()]
-    found += [SharedTensor(name, values, all_layers) for name, values in trainer.loss_scale.items()]
-    of_experts = tuple(f"fp8.{layer.site.name}." for layer in trainer.fp8.layers if layer.site.expert)
-    found += [SharedTensor(name, values, all_layers) for name, values in trainer.router_shares.items()]
+            state.append(SharedTensor(f"scale_inv of {names}", op.gathered_weight.scale_inv, shared_over))
+    state += [SharedTensor(f"model.{name}", values, all_layers) for name, values in trainer.constants.items()]
+    state += [SharedTensor(name, values, all_layers) for name, values in trainer.loss_scale.items()]
+    expert_names = tuple(f"fp8.{layer.site.name}." for layer in trainer.fp8.layers if layer.site.expert)
+    state += [SharedTensor(name, values, all_layers) for name, values in trainer.router_shares.items()]
     for name, values in trainer.fp8.state_dict().items():
-        found.append(
-            SharedTensor(name, values, frozenset({"expert_data"}) if name.startswith(of_experts) else all_layers)
+        state.append(
+            SharedTensor(name, values, frozenset({"expert_data"}) if name.startswith(expert_names) else all_layers)
         )
-    return found
+    return state
 
 
 def shared_state(trainer: Trainer) -> list[SharedTensor]:
@@ -179,9 +179,9 @@ def shared_state(trainer: Trainer) -> list[SharedTensor]:
 def compared_state(trainer: Trainer) -> list[SharedTensor]:
     """Return `rank_state` without what belongs to the running step, and with the number of updates."""
     # Slot 0 of a history is local to the rank and belongs to the current step, in which an evaluation may have run.
-    found = [x._replace(values=x.values[1:]) if x.name.endswith(".amax_history") else x for x in rank_state(trainer)]
+    state = [x._replace(values=x.values[1:]) if x.name.endswith(".amax_history") else x for x in rank_state(trainer)]
     count = torch.tensor(trainer.optimizer.step_count)
-    return [*found, SharedTensor("number of optimizer steps", count, frozenset({"data", "tensor"}))]
+    return [*state, SharedTensor("number of optimizer steps", count, frozenset({"data", "tensor"}))]
 
 
 def check_consistency(trainer: Trainer, step: int) -> None:
@@ -212,16 +212,16 @@ def check_consistency(trainer: Trainer, step: int) -> None:
                 differs[[first, last]] |= (sums[first] != sums[last]).any()
         elif rows:
             differs[rows] |= _differs(sums[rows], group)
-    found = torch.tensor([float(differs.any())])
-    if not all_reduce(found, parallel.world.group, "max").item():
+    any_differs = torch.tensor([float(differs.any())])
+    if not all_reduce(any_differs, parallel.world.group, "max").item():
         return
-    own = [
+    copies = [
         _TensorCopy(x.name, parallel.rank, socket.gethostname(), x.holder, tuple(values))
         for x, values, differing in zip(shared, sums.tolist(), differs.tolist())
         if differing
     ]
-    by_rank = all_gather_objects(own, parallel.world.group)
-    raise StateDiffers(_describe([held for rank in by_rank for held in rank], step))
+    by_rank = all_gather_objects(copies, parallel.world.group)
+    raise StateDiffers(_describe([x for rank in by_rank for x in rank], step))
 
 
 class ConsistencyCheck(Observer):
@@ -267,14 +267,14 @@ class _TensorCopy(NamedTuple):
 def _describe(copies_of_all: Sequence[_TensorCopy], step: int) -> str:
     """The error message: which ranks differ from the majority, or between which ranks there is none."""
     by_name: dict[str, list[_TensorCopy]] = {}
-    for held in copies_of_all:
-        by_name.setdefault(held.name, []).append(held)
+    for copy in copies_of_all:
+        by_name.setdefault(copy.name, []).append(copy)
     verdicts: dict[tuple[str, str], list[str]] = {}  # (wrong ranks, majority): tensors
     for name, copies in by_name.items():
-        (most, count), *_ = Counter(held.sums for held in copies).most_common()
-        agreeing = [held for held in copies if held.sums == most]
+        (most, count), *_ = Counter(copy.sums for copy in copies).most_common()
+        agreeing = [copy for copy in copies if copy.sums == most]
         if 2 * count > len(copies):
-            verdict = _holders([held for held in copies if held.sums != most]), _holders(agreeing, hosts=False)
+            verdict = _holders([copy for copy in copies if copy.sums != most]), _holders(agreeing, hosts=False)
         else:
             verdict = _holders(copies), ""
         verdicts.setdefault(verdict, []).append(name)
@@ -293,7 +293,7 @@ def _describe(copies_of_all: Sequence[_TensorCopy], step: int) -> str:
 
 def _holders(copies: Sequence[_TensorCopy], hosts: bool = True) -> str:
     """`rank 1 on node3, rank 2 on node3`, or `ranks 0, 4`."""
-    shown = sorted({(held.rank, held.host, held.holder) for held in copies})
+    shown = sorted({(copy.rank, copy.host, copy.holder) for copy in copies})
     if hosts:
         return ", ".join(f"rank {rank} on {host}{holder}" for rank, host, holder in shown)
     ranks = [f"{rank}{holder}" for rank, _, holder in shown]

@@ -16,8 +16,9 @@ from megafp8.checkpoint import BackgroundSaver, CheckpointReader, FolderLock, No
 from megafp8.checkpoint.errors import SaveFailed, on_rank0
 from megafp8.object_store import AnyPath
 from megafp8.parallel_state import ParallelState
-from megafp8.replicas import Quorum, ReplicaLost, StopAsked
+from megafp8.replicas import Membership, Quorum, ReplicaLost, StopAsked
 from megafp8.replicas.lighthouse import Place
+from megafp8.replicas.membership import Limits
 from megafp8.replicas.quorum import NEW
 from megafp8.replicas.quorum import share as share_of
 from megafp8.training.inputs import Inputs
@@ -25,10 +26,9 @@ from megafp8.training.job import Job, Shared
 from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.replicas.membership import (
     PeerCheck,
+    mark_state_received,
     micro_batches,
-    open_membership,
     state_tensors,
-    took_over,
 )
 from megafp8.training.replicas.rounds import Rounds
 from megafp8.training.replicas.trainer import ReplicaTrainer
@@ -58,10 +58,14 @@ class ReplicaJob(Job):
         self.replicas = replicas
         self.rounds: Rounds | None = None
         self.writes, self.entered = False, False
-        self.membership = open_membership(
-            inputs.config,
-            parallel,
+        limits = Limits(
+            replicas.exchange_seconds, inputs.config.timeout_seconds, replicas.slow_ratio, replicas.slow_steps
+        )
+        self.membership = Membership(
             place,
+            parallel.world.is_first,
+            parallel.device,
+            limits,
             state=lambda: state_tensors(self.trainer),
             metadata=self._as_metadata,
             restore=self._restore,
@@ -209,15 +213,15 @@ class ReplicaJob(Job):
 
     def _as_metadata(self) -> dict[str, Any]:
         """Return what a peer must know of this replica's state in addition to its tensors. Collective."""
-        data, more = self._records()
-        saved = metadata_of(self.trainer, self.step, self.inputs.fingerprint, data, self.history, more)
+        data, metadata = self._records()
+        saved = metadata_of(self.trainer, self.step, self.inputs.fingerprint, data, self.history, metadata)
         loop = {name: getattr(self, name) for name in ("step", *_LOOP_STATE)}
         updates, rounds = self.trainer.optimizer.step_count, None if self.rounds is None else self.rounds.state()
         return {"saved": saved | {"step": self.step}, "updates": updates, "loop": loop, "round": rounds}
 
     def _restore(self, metadata: Mapping[str, Any]) -> None:
         """Go on with the state of a peer, whose tensors have been received. Collective."""
-        took_over(self.trainer, metadata["updates"])
+        mark_state_received(self.trainer, metadata["updates"])
         for name, value in metadata["loop"].items():
             setattr(self, name, value)
         if self.rounds is not None:
