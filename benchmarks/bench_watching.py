@@ -6,8 +6,8 @@
 With: the record of sections and collectives, the thread that watches for hangs, and the limit for loss spikes, as the
 training loop uses them; each of these is repeated `--repeat` times, and the difference divided by that, as one alone is
 less than steps vary. `--steps` of each kind, in random order. What happens at an interval
-(comparison of the ranks' times, of replicas, a recomputed step) is timed by itself, and its time divided by its default
-interval; 1000 for recomputation, which is off by default.
+(comparison of the ranks' times, consistency check, recomputed step) is timed by itself, and its time divided by its
+default interval; 1000 for recomputation, which is off by default.
 
 CPU time is that of all threads of the process. Other processes only add to times, by the caches and cores that they
 share, so the fastest tenth of the steps is compared: its slowest, with and without. The interval is that of 95%
@@ -36,9 +36,9 @@ from megafp8.config import check_layout, load_config
 from megafp8.distributed import activity
 from megafp8.distributed.activity import Work
 from megafp8.parallel_state import initialize_distributed
+from megafp8.training.consistency import check_consistency
 from megafp8.training.parallel import build_parallel
 from megafp8.training.process import garbage_collected_after_steps
-from megafp8.training.replicas import check_replicas
 from megafp8.training.resilience.hangs import StepMarks, progress_watched
 from megafp8.training.resilience.recompute import check_recompute
 from megafp8.training.resilience.spikes import LossSpikes
@@ -161,7 +161,7 @@ def main() -> int:
             marks = record.marks - marks
             at_intervals = {
                 "comparison of times": (milliseconds(compare_times), 100),
-                "comparison of replicas": (milliseconds(lambda: check_replicas(trainer, steps)), 100),
+                "consistency check": (milliseconds(lambda: check_consistency(trainer, steps)), 100),
                 "recomputed step": (milliseconds(lambda: check_recompute(trainer, steps, batches)), 1000),
             }
     cpu, wall = (statistics.quantiles(figures[name][False], n=10)[0] * 1e3 for name in CLOCKS)

@@ -21,7 +21,7 @@ from megafp8.batch import Batch
 from megafp8.config import Config
 from megafp8.optimizer.step import StepResult
 from megafp8.parallel_state import ParallelState
-from megafp8.training.trainer import Loss
+from megafp8.training.loss import Loss
 
 SIZES = {
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim"),

@@ -34,11 +34,11 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megafp8.config import check_layout, load_config
-from megafp8.training import job
 from megafp8.training.errors import DONE, FAILED, run_and_report
 from megafp8.training.inputs import open_inputs
 from megafp8.training.metrics import read_metrics
 from megafp8.training.resilience import faults
+from megafp8.training.run import train
 from megafp8.training.validate import check_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,7 +100,7 @@ def _rank(rank: int, port: int, options: Sequence[str], output: Path) -> None:
         check_layout(config, RANKS)
         inputs = open_inputs(config, "full_disk")
         check_run(inputs)
-        job.train(inputs)
+        train(inputs)
 
     code = run_and_report(run)
     if code == DONE and dist.is_initialized():

@@ -17,9 +17,10 @@ from megafp8.config import Config
 from megafp8.inference import live
 from megafp8.launched import launched_ranks, on_launched_ranks
 from megafp8.parallel_state import destroy_model_parallel
-from megafp8.training import job, metrics
+from megafp8.training import metrics
 from megafp8.training.command_line import check_config
 from megafp8.training.init_from import complete_model
+from megafp8.training.run import train
 from megafp8.training.validate import run_folder, validate
 
 
@@ -58,7 +59,7 @@ class Trainer:
         uses = live.uses(inputs)
         with _own_signal_handlers():
             try:
-                job.train(inputs, uses)
+                train(inputs, uses)
             except BaseException:
                 # The process may live on. With more ranks it ends: leaving would wait for ranks that wait for this one.
                 if self._world_size == 1:

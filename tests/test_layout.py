@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping, Set
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 
 import grimp
@@ -99,3 +101,15 @@ def test_the_search_finds_cycles() -> None:
     imports = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "e"}, "e": {"f"}, "f": {"g"}, "g": {"e"}}
     assert cycles(imports) == {frozenset("bc"), frozenset("efg")}
     assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == set()
+
+
+def test_the_functions_of_a_step_exist() -> None:
+    """ "How a step flows" names functions and classes with their files."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    section = text[text.index("## How a step flows") : text.index("## Names and prose")]
+    named = re.findall(r"((?:`[A-Z_a-z.]+`(?:, | and )?)+)\s\(`([\w/]+)\.py`\)", section)
+    assert len(named) >= 12
+    for names, path in named:
+        module = import_module("megafp8." + path.replace("/", "."))
+        for name in re.findall(r"`(.+?)`", names):
+            assert attrgetter(name)(module) is not None

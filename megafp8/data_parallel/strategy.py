@@ -6,7 +6,7 @@
     FullySharded    a shard             a shard             a shard             weights of each block, twice; likewise
                     (experts of one rank: as Replicated)
 
-The training loop, checkpoints, the optimizer and the replica check know the interface only (`DataParallelStrategy`).
+The training loop, checkpoints, optimizer and consistency check know the interface only (`DataParallelStrategy`).
 
 *FP8 weights* (`fp8.param_gather`). Where a rank updates a shard of the weights it can quantize the shard, and ranks
 gather FP8 data: half the bytes, the same bits, nothing to quantize in between (`fp8_weight_shards`). These are the

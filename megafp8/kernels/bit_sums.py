@@ -1,4 +1,4 @@
-"""Bit sums of many tensors in one launch. Reference: `megafp8.training.replicas.bit_sums_reference`.
+"""Bit sums of many tensors in one launch. Reference: `megafp8.training.consistency.bit_sums_reference`.
 
 A tensor has `_PROGRAMS` programs, which read blocks of its words in turn and add their two sums to the tensor's by
 atomics. Sums are integers modulo 2^64, so the order of additions makes no difference. Tensors are read in place, by

@@ -130,10 +130,20 @@ class PipelineEngine:
         assert counts[Kind.FORWARD] == work, "a micro-batch for every forward"
         assert counts[Kind.BACKWARD] == (work if backward else 0), "backward=True is for schedules with backward"
         assert self.wgrads is not None or not counts[Kind.WEIGHT], "split backwards need a store for weight gradients"
-        run = _Run(self, split_backwards(actions), stages, microbatches, backward, stopwatch)
+        run = _Run(self, split_backwards(actions), stages, microbatches, backward)
+        compute = {Kind.FORWARD: run.forward, Kind.BACKWARD: run.backward, Kind.WEIGHT: run.weight_gradients}
         with torch.set_grad_enabled(backward):
             for action in actions:
-                run.perform(action)
+                if action.kind in DIRECTION:
+                    run.transfer(action)
+                else:
+                    x = run.take(action)  # waits, which the stopwatch does not count
+                    if stopwatch is not None:
+                        stopwatch.start(action)
+                    compute[action.kind]((action.microbatch, action.chunk), x)
+                    del x  # so that its memory is free
+                    if stopwatch is not None:
+                        stopwatch.stop()
                 activity.mark()
         return run.finish()
 
@@ -151,7 +161,6 @@ class _Run:
     stages: Sequence[StageFunction]
     microbatches: Sequence[Any]
     trains: bool
-    stopwatch: Stopwatch | None
     received: dict[tuple[Kind, Key], tuple[Tensor, Work]] = field(default_factory=dict)  # by the action that needs it
     to_send: dict[tuple[Kind, Key], Tensor] = field(default_factory=dict)
     sending: dict[Kind, tuple[Tensor, Work]] = field(default_factory=dict)  # each direction's last send and its buffer
@@ -159,27 +168,6 @@ class _Run:
     roots: dict[Key, GradientEdge] = field(default_factory=dict)
     wgrads: dict[Key, deque[deferred.Wgrad]] = field(default_factory=dict)
     reports: dict[int, Any] = field(default_factory=dict)
-
-    def perform(self, action: Action) -> None:
-        if action.kind in DIRECTION:
-            self.transfer(action)
-        else:
-            self.compute(action)
-
-    def compute(self, action: Action) -> None:
-        """Wait for the action's input, then compute; the stopwatch does not count the waiting."""
-        x = self.take(action) if action.kind in RECEIVE_BEFORE else None
-        if self.stopwatch is not None:
-            self.stopwatch.start(action)
-        key = (action.microbatch, action.chunk)
-        if action.kind is Kind.FORWARD:
-            self.forward(key, x)
-        elif action.kind is Kind.BACKWARD:
-            self.backward(key, x)
-        else:
-            deferred.run(self.wgrads.pop(key))
-        if self.stopwatch is not None:
-            self.stopwatch.stop()
 
     def forward(self, key: Key, x: Tensor | None) -> None:
         microbatch, chunk = key
@@ -210,6 +198,9 @@ class _Run:
             assert x_gradient is not None, "the stage did not use its input"
             self.pass_on(Kind.BACKWARD, key, x_gradient)
 
+    def weight_gradients(self, key: Key, _: Tensor | None) -> None:
+        deferred.run(self.wgrads.pop(key))
+
     def pass_on(self, direction: Kind, key: Key, x: Tensor) -> bool:
         """Store `x` for its send, or for a neighbouring stage on this rank; False if there is no neighbour."""
         engine = self.engine
@@ -221,8 +212,9 @@ class _Run:
         return target is not None
 
     def take(self, action: Action) -> Tensor | None:
-        """The activation or gradient that a compute action needs, once received; None at the ends of the model."""
-        if self.engine.placement.neighbour(RECEIVE_BEFORE[action.kind], self.engine.rank, action.chunk) is None:
+        """Return the activation or gradient that a compute action needs, once received; None if it needs none."""
+        before = RECEIVE_BEFORE.get(action.kind)
+        if before is None or self.engine.placement.neighbour(before, self.engine.rank, action.chunk) is None:
             return None
         buffer, work = self.received.pop((action.kind, (action.microbatch, action.chunk)))
         work.wait()

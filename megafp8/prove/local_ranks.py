@@ -28,7 +28,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch.distributed", "torch.distributed.checkpoint", "torch._dynamo", "megafp8.training.job"]
+PRELOADED = ["torch.distributed", "torch.distributed.checkpoint", "torch._dynamo", "megafp8.training.run"]
 """Modules that the server imports, so that ranks need not. torch._dynamo takes a second, and many functions need it."""
 _STDOUT_STDERR = (1, 2)
 _DIED = "process died"

@@ -146,7 +146,7 @@ def _dry_run(arguments: argparse.Namespace) -> None:
 def run(description: str | None, live_uses: Callable[[Inputs], LiveUses]) -> None:
     inputs = prepare(parse_arguments(description))
     if inputs is not None:
-        from megafp8.training.job import train
+        from megafp8.training.run import train
 
         train(inputs, live_uses(inputs))
         # Frees the process groups that models hold in reference cycles, and so ends gloo's threads: one that drops the

@@ -50,8 +50,8 @@ class TrainingError(RuntimeError):
     exit_code: ClassVar[int] = FAILED
 
 
-class ReplicasDiffer(TrainingError):
-    """Ranks that must hold equal bits do not."""
+class StateDiffers(TrainingError):
+    """Ranks, or replicas, hold different bits of state that must be equal."""
 
 
 class ComputationDiffers(TrainingError):

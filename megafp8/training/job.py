@@ -1,19 +1,17 @@
-"""The training job on one rank: build, resume, and loop over steps with evaluation, logging and checkpoints."""
+"""The training loop of a stage on one rank: steps with evaluation, logging and checkpoints, from a checkpoint on."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from megafp8.batch import Batch
 from megafp8.checkpoint import (
@@ -24,29 +22,21 @@ from megafp8.checkpoint import (
     MemoryReader,
     NodeMemory,
     Saved,
-    clean_incomplete,
 )
-from megafp8.checkpoint.errors import SaveFailed, on_rank0
 from megafp8.config import end_of_stage, stage_at
 from megafp8.data.loader_processes import describe_overload
-from megafp8.distributed import activity, flight_recorder
+from megafp8.distributed import activity
 from megafp8.fp8 import describe_path
 from megafp8.fp8.health import FILE_NAME
 from megafp8.gpus import peak_flops
+from megafp8.object_store import AnyPath
 from megafp8.parallel_state import (
     ParallelState,
-    destroy_model_parallel,
     host_group,
-    initialize_distributed,
-    rejoin,
 )
 from megafp8.planner.flops import describe_flops, flops_per_token
-from megafp8.replicas import Membership, Quorum, ReplicaLost, StopAsked
-from megafp8.replicas.lighthouse import Place
-from megafp8.replicas.quorum import NEW
-from megafp8.replicas.quorum import share as share_of
 from megafp8.text_file import DiskErrorsLogged
-from megafp8.training import cuda_graphs, notify
+from megafp8.training import cuda_graphs
 from megafp8.training.describe import describe_longrope
 from megafp8.training.determinism import describe_determinism
 from megafp8.training.divergence import diverged
@@ -59,116 +49,44 @@ from megafp8.training.inputs import Inputs, check_ranks_agree, describe_data
 from megafp8.training.metrics import memory_gib, read_metrics, utc_now
 from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.observers import open_observers
-from megafp8.training.parallel import build_parallel
 from megafp8.training.plots import plot_loss, print_loss
 from megafp8.training.process import StopRequest, garbage_collected_after_steps
 from megafp8.training.resilience.faults import Faults
-from megafp8.training.resilience.hangs import progress_watched
-from megafp8.training.resilience.membership import (
-    log_folder,
-    micro_batches,
-    open_membership,
-    own_place,
-    state_tensors,
-    took_over,
-)
-from megafp8.training.resilience.node_memory import find_newest, free_memory, newest_on_disk, open_memory
-from megafp8.training.resilience.rounds import Rounds
+from megafp8.training.resilience.node_memory import free_memory, newest_on_disk
 from megafp8.training.resilience.spikes import LossSpikes
-from megafp8.training.run_log import RunLog, record_launch
+from megafp8.training.run_log import RunLog
 from megafp8.training.state import (
     begin_save,
     checkpoint_folder,
     find_checkpoint,
     load_state,
-    metadata_of,
     save_state,
     saved_choice,
     tensors,
     tokenizer_copy,
 )
 from megafp8.training.trainer import Trainer
-from megafp8.training.validate import choose_device, run_folder
+from megafp8.training.validate import run_folder
 
 logger = logging.getLogger(__name__)
 
 
-def train(inputs: Inputs, live: LiveUses = LiveUses()) -> None:  # noqa: B008 - immutable
-    """Run the job to its last step, or to a clean stop. Call `validate.check_run` first.
-
-    A stage ends with a checkpoint, from which the next one starts with groups and a trainer of its own: a stage is a
-    resumption. `inputs`: of the stage of the newest checkpoint. `live`: what the config has of the live model. Raises
-    FolderInUse if another job uses the run folder, before anything in it is changed; TrainingError, on all ranks, if
-    training cannot continue.
-    """
-    config = inputs.config
-    show_steps = config.logging.progress and not sys.stderr.isatty()
-    with RunLog(int(os.environ.get("RANK", "0")), show_steps=show_steps) as log:
-        if config.profile is not None and "collectives" in config.profile.record:
-            flight_recorder.turn_on()
-        device = initialize_distributed(choose_device(config), config.timeout_seconds)
-        try:
-            run, elsewhere, place = run_folder(config), config.checkpoint.folder, own_place(config)
-            logs = log_folder(config, run)
-            # Of several replicas one writes checkpoints, and locks their folder then.
-            locked = checkpoint_folder(run) if place is None else logs
-            with FolderLock(locked, takes_over=place is not None) as lock, contextlib.ExitStack() as stack:
-                if elsewhere is not None and place is None:
-                    lock = stack.enter_context(FolderLock(checkpoint_folder(run, elsewhere)))
-                shared = Shared(lock, StopRequest(), log, live, place)
-                shared.stop.install()
-                log.open(logs)
-                following = _train_stage(inputs, shared, device, first=True)
-                while following is not None:
-                    gc.collect()  # models have cycles
-                    if device.type == "cuda":
-                        torch.cuda.empty_cache()
-                    rejoin(device.type, config.timeout_seconds)
-                    following = _train_stage(following, shared, device, first=False)
-        except TrainingError:
-            destroy_model_parallel()  # all ranks are here
-            raise
-    destroy_model_parallel()
-
-
 class Shared(NamedTuple):
-    """What all stages of a job share: the lock of the run folder, requests to stop, log, what needs the live model.
+    """Values that all stages of a job share.
 
-    `place`: of this replica, if there are several.
+    Attributes:
+        lock: Lock of the folder of checkpoints.
+        stop: Requests to stop.
+        log: Log of this rank.
+        folder: Folder of the log and the metrics.
+        live: What needs the live model.
     """
 
     lock: FolderLock
     stop: StopRequest
     log: RunLog
+    folder: Path
     live: LiveUses
-    place: Place | None = None
-
-
-def _train_stage(inputs: Inputs, shared: Shared, device: torch.device, *, first: bool) -> Inputs | None:
-    """Train the stage of `inputs`, which is the job's `first` or resumes; returns the next one, if it is to follow.
-
-    If the newest checkpoint is damaged, an older one may be of an earlier stage, which is then the next. Collective.
-    """
-    config = inputs.config
-    parallel = build_parallel(config, device)
-    with progress_watched(config, log_folder(config, run_folder(config)), parallel, shared.log.write_error):
-        return _train_watched_stage(inputs, shared, parallel, first=first)
-
-
-def _train_watched_stage(inputs: Inputs, shared: Shared, parallel: ParallelState, *, first: bool) -> Inputs | None:
-    """Train the stage of `inputs` on the groups of `parallel`: see `_train_stage`. Collective."""
-    config = inputs.config
-    reader, memory = None, open_memory(config, run_folder(config), parallel, first=first)
-    if (config.checkpoint.resume or not first) and shared.place is None:
-        reader = find_newest(inputs.run, run_folder(config), parallel, inputs.fingerprint, memory)
-    step = 0 if reader is None else int(reader.metadata["step"])
-    if stage_at(inputs.run, step) != inputs.stage:
-        return inputs.at(step)
-    if first:
-        record_launch(log_folder(config, run_folder(config)), parallel, step)
-        notify.started(step)
-    job = Job(inputs, parallel, reader, shared, memory)
-    return job.inputs.at(job.step) if job.run() else None
 
 
 def _where(reader: CheckpointReader, memory: NodeMemory | None) -> str:
@@ -176,10 +94,6 @@ def _where(reader: CheckpointReader, memory: NodeMemory | None) -> str:
     if memory is None:
         return ""
     return ", in memory" if isinstance(reader, MemoryReader) else ", on disk: memory has no complete newer checkpoint"
-
-
-_LOOP_STATE = ("skipped_in_a_row", "save_postponed", "saved_step")
-"""Attributes of a `Job` that a replica which rejoins takes over from a peer."""
 
 
 def _is_at(interval: int, step: int) -> bool:
@@ -201,27 +115,17 @@ class Job:
         """`reader`: of the checkpoint to resume from, if there is one. `memory`: for checkpoints in memory."""
         self.inputs, self.config, self.parallel = inputs, inputs.config, parallel
         self.run_folder, self.lock, self.stop = run_folder(self.config), shared.lock, shared.stop
-        self.folder = log_folder(self.config, self.run_folder)
+        self.folder = shared.folder
         self.is_main = parallel.rank == 0
-        keep = self.config.checkpoint
-        self.membership = self._open_membership(shared.place)
-        in_each_step = self.membership is not None and self.config.outer is None
-        exchange = self.membership.exchange if self.membership is not None and in_each_step else None
-        self.trainer = Trainer(self.config, parallel, saved_choice(self.config, reader), exchange)
+        self.trainer = self._build_trainer(reader)
         self.flops_per_token = flops_per_token(self.config, self.trainer.compared)
-        self.rounds = self._open_rounds()
         logger.info(f"run folder: {self.folder}")
         self.step, self.history = 0, History()
         self.spikes = LossSpikes(self.config, self.run_folder, parallel.rank, None)
         self.skipped_in_a_row, self.save_postponed, self.saved_step = 0, False, 0
-        self.writes, self.entered = self.membership is None, self.membership is None
+        self.stopped = False  # before the last step, on request
         self.frozen_record: dict[str, str] = {}
-        if self.membership is None:
-            self._begin_with(reader, memory)
-            self.frozen_record = open_frozen(self.trainer, self.inputs, None if reader is None else reader.metadata)
-        else:
-            # Or later: `_enter` asks the other replicas, one of which may be saving now.
-            self.step = on_rank0(lambda: newest_on_disk(self.config, self.run_folder), parallel.world.group)
+        self._begin(reader, memory)
         self.last_step = end_of_stage(inputs.run, self.step)
         in_memory = None if memory is None else memory.folder
         self.faults = Faults(self.folder, self.config.resilience.inject, self.trainer, parallel.rank, in_memory)
@@ -238,30 +142,17 @@ class Job:
         self.observers: list[Observer] = []  # while the loop runs
         self.tokenizer = tokenizer_copy(self.config) if self.is_main else {}
         self.save_seconds = 0.0
-        self.saver = self._open_saver() if keep.async_save and self.membership is None else None
+        self.saver = self._open_saver()
         self.memory, self.memory_saver = memory, self._open_memory_saver(memory)
         self.savers = [saver for saver in (self.saver, self.memory_saver) if saver is not None]
 
-    def _open_membership(self, place: Place | None) -> Membership | None:
-        """The membership of this replica, if there are several. Collective."""
-        if place is None:
-            return None
-        return open_membership(
-            self.config,
-            self.parallel,
-            place,
-            state=lambda: state_tensors(self.trainer),
-            metadata=self._as_metadata,
-            restore=self._restore,
-            stops=lambda: self.stop.signal is not None,
-        )
+    def _build_trainer(self, reader: CheckpointReader | None) -> Trainer:
+        return Trainer(self.config, self.parallel, saved_choice(self.config, reader))
 
-    def _open_rounds(self) -> Rounds | None:
-        """The rounds between outer steps, if there are any."""
-        replicas, outer = self.config.resilience.replicas, self.config.outer
-        if self.membership is None or replicas is None or outer is None:
-            return None
-        return Rounds(self.trainer, self.membership, replicas, outer)
+    def _begin(self, reader: CheckpointReader | None, memory: NodeMemory | None) -> None:
+        """Load the state from which this process trains. Collective."""
+        self._begin_with(reader, memory)
+        self.frozen_record = open_frozen(self.trainer, self.inputs, None if reader is None else reader.metadata)
 
     def _begin_with(self, reader: CheckpointReader | None, memory: NodeMemory | None = None) -> None:
         """Take the state over that the job begins with: that of a checkpoint, or the initial one. Collective."""
@@ -278,54 +169,17 @@ class Job:
             load_init(self.trainer, init)
             logger.info(f"weights from {init}")
 
-    def _enter(self, membership: Membership) -> Quorum:
-        """Take part in the first quorum: copy the state of replicas that train, or begin with a checkpoint as all do.
-
-        Collective over all replicas that begin.
-        """
-        r, began = self.config.resilience.replicas, time.monotonic()
-        assert r is not None
-        quorum = membership.begin(NEW)
-        while quorum.step == NEW and len(quorum.members) < r.count and time.monotonic() - began < r.start_seconds:
-            time.sleep(0.2)
-            quorum = membership.begin(NEW)
-        if quorum.step != NEW:
-            return quorum
-        reader = None
-        for first in (True, False):  # the first member repairs the folder before the others read it
-            if (quorum.rank == 0) == first:
-                reader = find_newest(self.inputs.run, self.run_folder, self.parallel, self.inputs.fingerprint, None)
-            with contextlib.suppress(ReplicaLost):
-                membership.gather(torch.zeros(1))
-        self._begin_with(reader)
-        return membership.begin(self.step)
-
-    def _as_metadata(self) -> dict[str, Any]:
-        """What a peer must know of this replica's state beside its tensors. Collective."""
-        data, more = self._records()
-        saved = metadata_of(self.trainer, self.step, self.inputs.fingerprint, data, self.history, more)
-        loop = {name: getattr(self, name) for name in ("step", *_LOOP_STATE)}
-        updates, rounds = self.trainer.optimizer.step_count, None if self.rounds is None else self.rounds.state()
-        return {"saved": saved | {"step": self.step}, "updates": updates, "loop": loop, "round": rounds}
-
-    def _restore(self, metadata: Mapping[str, Any]) -> None:
-        """Go on with the state of a peer, whose tensors have been received. Collective."""
-        took_over(self.trainer, metadata["updates"])
-        for name, value in metadata["loop"].items():
-            setattr(self, name, value)
-        if self.rounds is not None:
-            self.rounds.restore(metadata["round"])
-        self._take_position(metadata["saved"])
-
-    def _open_saver(self) -> BackgroundSaver:
-        """Saves checkpoints in the background. Collective."""
+    def _open_saver(self) -> BackgroundSaver | None:
+        """Return the saver of checkpoints in the background; None if they are saved in the foreground. Collective."""
         keep = self.config.checkpoint
+        if not keep.async_save:
+            return None
         group, folder = host_group(self.config.timeout_seconds), checkpoint_folder(self.run_folder, keep.folder)
         to = Destination(folder, group, keep.keep_last, keep.keep_every, self.lock, self.tokenizer)
         return BackgroundSaver(to, self.parallel.device, self._log_saved)
 
     def _take_position(self, saved: Mapping[str, Any]) -> None:
-        """Go on where the state with the metadata `saved` was, of a checkpoint or of a peer."""
+        """Continue from the position of a saved state, given its metadata."""
         self.history = History.resumed(saved, self.config)
         self.inputs, changes = self.inputs.resumed(saved)
         if changes:
@@ -413,167 +267,72 @@ class Job:
         ):
             for saver in self.savers:
                 savers.enter_context(saver)
-            self.writing = savers.enter_context(contextlib.ExitStack())
-            if self.membership is not None:
-                savers.callback(self.membership.close)
-            if self.step >= t.last_step:  # of a replica: on disk, and the others may have ended
+            savers.enter_context(self._taking_part())
+            if self.step >= t.last_step:
                 self._save(ends=True)  # it may be in memory only
                 limit = "training.steps" if t.last_step == t.steps else "training.stop_after"
                 logger.info(f"nothing to do: the run has done {self.step} steps, and {limit} is {t.last_step}")
                 return False
             with contextlib.ExitStack() as stack:
-                observers = open_observers(
-                    self.trainer,
-                    self.inputs,
-                    self.folder,
-                    self.step,
-                    self.last_step,
-                    faults=self.faults,
-                    spikes=self.spikes,
-                    tasks=self.tasks,
-                    membership=self.membership,
-                )
-                self.observers = [stack.enter_context(observer) for observer in observers]
-                stopped = self._train(after_step)
-            if self.step < t.last_step and not stopped:
+                self.observers = [stack.enter_context(observer) for observer in self._open_observers()]
+                self._train(after_step)
+            if self.step < t.last_step and not self.stopped:
                 return True
             if self.is_main:
-                self._report(stopped)
+                self._report()
             return False
 
-    def _train(self, after_step: Callable[[int], None]) -> bool:
-        """Step until the run ends; returns whether it was asked to stop before that."""
-        stream = self._training_batches() if self.membership is None else self._batches_of_share(self.membership)
-        stopped = False
-        while not stopped:
-            try:
-                if self._is_done():
-                    break
-            except StopAsked:  # there are too few replicas to go on
-                self._save(ends=True)
-                return True
-            try:
-                metrics = self._one_step(stream)
-            except ReplicaLost:
-                continue
-            after_step(self.step)
-            for observer in self.observers:
-                observer.write(metrics, self.trainer.fp8_records)
-            self._stop_if_diverged(metrics)
-            self._unless_replaced(self._poll)
-            if self.spikes.rewinds_after(metrics) and self._rewind():
-                stream = self._training_batches()
-                continue
-            if self._in_round:
-                continue
-            if not self.faults.happens("leave_out_collective", self.step):
-                stopped = self.stop.agreed(self.parallel.world.group)
-            ends = stopped or self.step == self.last_step
-            in_memory = _is_at(self.config.checkpoint.memory_interval, self.step)
-            in_memory = in_memory and not ends and not self.skipped_in_a_row
-            save_is_due = self._save_is_due(ends)
-            if save_is_due or in_memory:
-                self._check_state()
-            if save_is_due:
-                self._unless_replaced(partial(self._save, ends))
-            if in_memory:
-                self._save_to_memory()
-        return stopped
+    def _taking_part(self) -> AbstractContextManager[object]:
+        """Return the context of the loop in which this process takes part in the run."""
+        return contextlib.nullcontext()
+
+    def _open_observers(self) -> list[Observer]:
+        trainer, steps = self.trainer, (self.step, self.last_step)
+        return open_observers(
+            trainer, self.inputs, self.folder, *steps, faults=self.faults, spikes=self.spikes, tasks=self.tasks
+        )
+
+    def _train(self, after_step: Callable[[int], None]) -> None:
+        """Step until the run ends or is asked to stop."""
+        self.stream = self._training_batches()
+        while not self.stopped and not self._is_done():
+            self._do_step(after_step)
 
     def _is_done(self) -> bool:
-        """Whether all steps are done; with replicas by all members of the next quorum, which it begins. Collective."""
-        if self.membership is None:
-            return self.step >= self.last_step
-        if self.rounds is not None and self.rounds.running:
-            return False
-        quorum = self.membership.begin(self.step) if self.entered else self._enter(self.membership)
-        self.entered = True
-        if self.rounds is not None and self.rounds.running:  # copied from a replica at the end of its round
-            self._end_round()
-            return self._is_done()
-        while self.step >= self.last_step and quorum.sources:  # somebody still copies the state
-            self.membership.wait_copied()
-            quorum = self.membership.begin(self.step)
-        self._choose_writer(quorum)
-        if self.step >= self.last_step and self.writes:  # the writer before may have been lost while it saved this step
-            self.saved_step = on_rank0(lambda: newest_on_disk(self.config, self.run_folder), self.parallel.world.group)
-            self._save(ends=True)
-        if self.rounds is not None and self.step < self.last_step:
-            self.rounds.begin(self.step, self.last_step)
+        """Return whether all steps of the stage are done."""
         return self.step >= self.last_step
 
-    @property
-    def _in_round(self) -> bool:
-        """Whether this replica has trained by itself since the latest outer step."""
-        return self.rounds is not None and self.rounds.running and self.step > self.rounds.start
+    def _do_step(self, after_step: Callable[[int], None]) -> None:
+        """Train one step, write its metrics, and save it if that is due. Collective."""
+        metrics = self._one_step()
+        after_step(self.step)
+        for observer in self.observers:
+            observer.write(metrics, self.trainer.fp8_records)
+        self._stop_if_diverged(metrics)
+        self._poll()
+        if self.spikes.rewinds_after(metrics) and self._rewind():
+            self.stream = self._training_batches()
+        else:
+            self._stop_and_save()
 
-    def _end_round(self) -> None:
-        """Make the outer step, with the other replicas. Collective."""
-        assert self.rounds is not None
-        assert self.membership is not None
-        self.rounds.finish()
-        self._choose_writer(self.membership.quorum)
-
-    def _batches_of_share(self, membership: Membership) -> Iterator[list[Batch]]:
-        """This replica's share of the batch of each step to come, none in steps in which it has no state."""
-        r, share, position = self.config.resilience.replicas, None, -1
-        stream: Iterator[list[Batch]] = iter(())
-        assert r is not None
-        while True:
-            quorum, count = membership.quorum, self.trainer.num_microbatches
-            if not quorum.trains:
-                yield []
-                continue
-            rank, members = quorum.trainers.index(quorum.rank), len(quorum.trainers)
-            count = micro_batches(r, count, members)
-            if self.consumed_samples != position or share != share_of(count, members, rank):
-                share, position = share_of(count, members, rank), self.consumed_samples
-                # In this process: members change at any step, and new ones would take seconds to start.
-                stream = self.inputs.batches(
-                    self.inputs.train, self.parallel, self.consumed_samples, self.spikes.position_of, 0, share
-                )
-            position += self.config.training.global_batch_size
-            yield next(stream)
-
-    def _choose_writer(self, quorum: Quorum) -> None:
-        """Begin to write checkpoints if `quorum` says so, or cease to. Collective over this replica."""
-        writes = quorum.writer == quorum.rank
-        if writes == self.writes:
-            return
-        self.writes = writes
-        if not writes:  # it was lost for a while
-            self._cease_to_write()
-            return
-        folder = checkpoint_folder(self.run_folder, self.config.checkpoint.folder)
-        self.lock = self.writing.enter_context(FolderLock(folder, takes_over=True))
-        on_rank0(lambda: clean_incomplete(folder), self.parallel.world.group)
-        if self.config.checkpoint.async_save:
-            self.saver = self.writing.enter_context(self._open_saver())
-            self.savers = [self.saver]
-        logger.info(f"this replica writes the checkpoints from step {self.step} on")
-
-    def _cease_to_write(self) -> None:
-        """Leave the folder of checkpoints to another replica."""
-        self.writes, self.savers, self.saver = False, [], None
-        with contextlib.suppress(RuntimeError):  # the folder is another replica's by now
-            self.writing.close()
+    def _stop_and_save(self) -> None:
+        """Stop after this step if a rank was asked to; save the step if that is due. Collective."""
+        if not self.faults.happens("leave_out_collective", self.step):
+            self.stopped = self.stop.agreed(self.parallel.world.group)
+        ends = self.stopped or self.step == self.last_step
+        in_memory = _is_at(self.config.checkpoint.memory_interval, self.step)
+        in_memory = in_memory and not ends and not self.skipped_in_a_row
+        save_is_due = self._save_is_due(ends)
+        if save_is_due or in_memory:
+            self._check_state()
+        if save_is_due:
+            self._save(ends)
+        if in_memory:
+            self._save_to_memory()
 
     def _poll(self) -> None:
         for saver in self.savers:
             saver.poll()
-
-    def _unless_replaced(self, write: Callable[[], None]) -> None:
-        """Write checkpoints; if that fails because another replica does so by now, cease to. Collective.
-
-        Others replace this replica without its knowledge where the lighthouse was lost, too, and heard of them first.
-        """
-        try:
-            write()
-        except SaveFailed as error:
-            if self.membership is None or on_rank0(self.lock.is_ours, self.parallel.world.group):
-                raise
-            logger.warning(f"another replica writes the checkpoints now: {error}")
-            self._cease_to_write()
 
     def _training_batches(self) -> Iterator[list[Batch]]:
         """The batches of the steps to come."""
@@ -617,12 +376,13 @@ class Job:
         self.skipped_in_a_row, self.save_postponed = 0, False
         return True
 
-    def _one_step(self, stream: Iterator[list[Batch]]) -> StepMetrics:
+    def _one_step(self) -> StepMetrics:
+        """Train one step on the next batches and return its metrics. Collective."""
         saving, t = self.save_seconds, self.config.training
         for observer in self.observers:
             observer.before_step(self.step + 1)
         start = time.perf_counter()
-        batches = next(stream)
+        batches = next(self.stream)
         # Texts that the model samples are work of the step.
         data_seconds = time.perf_counter() - start if self.rollouts is None else 0.0
         checking = time.perf_counter()
@@ -633,22 +393,7 @@ class Job:
             self.step, batches, before_update=self._wait_copied, loss_limit=self.spikes.limit
         )
         learning_rate = self.trainer.learning_rate(self.step)
-        ranks, samples = self.parallel.world_size, t.global_batch_size
-        replicas = None if self.membership is None else self.membership.quorum.indices
-        if replicas is not None:
-            r = self.config.resilience.replicas
-            assert r is not None
-            ranks *= len(replicas)
-            if r.batch == "shrink":
-                samples = samples // r.count * len(replicas)
-                self.history = self.history.after(self.step + 1, samples, self.config)
-        trained = samples
-        if self.rollouts is not None:
-            trained = len(batches) * t.micro_batch_size * self.parallel.data.size
-            self.history = self.history.after(self.step + 1, samples, self.config, trained)
-        self.step += 1
-        if self.rounds is not None and self.step == self.rounds.end:
-            self._end_round()
+        trained, ranks = self._count_step(batches)
         seconds = time.perf_counter() - start - (self.save_seconds - saving)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         observed: dict[str, Any] = {}
@@ -683,16 +428,25 @@ class Job:
             max_attention_logit=self.trainer.max_attention_logit,
             layer_norms=result.layer_norms,
             objective=loss.metrics if self.rollouts is None else {**self.rollouts.metrics, **loss.metrics},
-            replicas=replicas,
             **observed,
         )
+
+    def _count_step(self, batches: list[Batch]) -> tuple[int, int]:
+        """Count a step whose update is queued; return how many samples it trained on, and how many ranks did."""
+        t, samples = self.config.training, self.config.training.global_batch_size
+        trained = samples
+        if self.rollouts is not None:
+            trained = len(batches) * t.micro_batch_size * self.parallel.data.size
+            self.history = self.history.after(self.step + 1, samples, self.config, trained)
+        self.step += 1
+        return trained, self.parallel.world_size
 
     def _stop_if_diverged(self, metrics: StepMetrics) -> None:
         t = self.config.training
         if metrics.loss_scale is not None and metrics.loss_scale > t.loss_scale.min_loss_scale:
             return  # it is halved first
         if t.max_skipped_steps and metrics.skipped_in_a_row >= t.max_skipped_steps:
-            self._check_state()  # one wrong replica spoils the gradients of all ranks
+            self._check_state()  # one wrong rank spoils the gradients of all
             raise diverged(self.trainer, metrics, self.saved_step)
 
     def _check_state(self) -> None:
@@ -700,10 +454,7 @@ class Job:
             observer.check_state(self.step)
 
     def _wait_copied(self) -> None:
-        """Before weights are updated, wait until those of a save in progress are copied to the host. `Membership` waits
-        for copies that other replicas get, but for those of a round, which its first step changes."""
-        if self.rounds is not None and self.membership is not None:
-            self.membership.wait_copied()
+        """Before weights are updated, wait until a save in progress has copied them to the host."""
         if self.savers:
             start = time.perf_counter()
             for saver in self.savers:
@@ -732,8 +483,6 @@ class Job:
         if self.saved_step == self.step:
             return
         self.saved_step = self.step
-        if not self.writes:
-            return
         activity.enter("save")
         start = time.perf_counter()
         data, metadata = self._records()
@@ -741,26 +490,26 @@ class Job:
         if self.saver is not None and not ends:
             begin_save(self.trainer, self.saver, self.step, fingerprint, data, self.history, metadata)
         else:
-            keep_all, files = self.skipped_in_a_row > 0, self.tokenizer
-            with contextlib.ExitStack() as stack:
-                if self.membership is not None:  # the others may go on without this replica
-                    stack.enter_context(self.lock.busy())
-                if self.saver is not None:
-                    self.saver.finish()
-                path = save_state(
-                    self.trainer,
-                    self.run_folder,
-                    self.step,
-                    fingerprint,
-                    self.lock,
-                    data=data,
-                    history=self.history,
-                    files=files,
-                    keep_all=keep_all,
-                    more=metadata,
-                )
+            path = self._write(data, metadata)
             logger.info(f"saved {path} in {time.perf_counter() - start:.1f} s")
         self.save_seconds += time.perf_counter() - start
+
+    def _write(self, data: Mapping[str, Any], metadata: Mapping[str, Any]) -> AnyPath:
+        """Write the checkpoint of this step and return its path. Collective."""
+        if self.saver is not None:
+            self.saver.finish()
+        return save_state(
+            self.trainer,
+            self.run_folder,
+            self.step,
+            self.inputs.fingerprint,
+            self.lock,
+            data=data,
+            history=self.history,
+            files=self.tokenizer,
+            keep_all=self.skipped_in_a_row > 0,
+            more=metadata,
+        )
 
     def _save_to_memory(self) -> None:
         """Save this step to the memory of the nodes, in the background."""
@@ -780,13 +529,13 @@ class Job:
     def _log_saved(self, saved: Saved) -> None:
         logger.info(f"saved {saved.path}: stalled {saved.stalled_seconds:.1f} s, {saved.total_seconds:.1f} s in all")
 
-    def _report(self, stopped: bool) -> None:
+    def _report(self) -> None:
         """Draw the loss curve, and print why the run ended and where its results are."""
         records: list[dict[str, Any]] = []
         with DiskErrorsLogged("the loss curve"):
             records = read_metrics(self.folder / "metrics.jsonl")
             plot_loss(records, self.folder / "loss.png", self.config.name)
-        if stopped:
+        if self.stopped:
             logger.info(f"stopped on request after step {self.step}; start the same command again to continue")
             return
         if self.step < self.config.training.steps:

@@ -8,9 +8,9 @@ from pathlib import Path
 import yaml
 
 from megafp8.fp8.health import FILE_NAME as FP8_REPORT
-from megafp8.replicas import Membership
 from megafp8.text_file import DiskErrorsLogged
 from megafp8.training import expert_load
+from megafp8.training.consistency import ConsistencyCheck
 from megafp8.training.evaluation import Evaluation, TaskEvaluation
 from megafp8.training.expert_load import ExpertLoadMetrics
 from megafp8.training.inputs import Inputs
@@ -18,10 +18,8 @@ from megafp8.training.metrics import Fp8ReportWriter, ReopenedToRepeat, UnlessDi
 from megafp8.training.observer import Observer
 from megafp8.training.pipeline_trace import PipelineTrace
 from megafp8.training.profiling import Profiler
-from megafp8.training.replicas import ReplicaCheck
 from megafp8.training.resilience.faults import Faults
 from megafp8.training.resilience.hangs import StepMarks
-from megafp8.training.resilience.membership import PeerCheck
 from megafp8.training.resilience.recompute import RecomputeCheck
 from megafp8.training.resilience.spikes import LossSpikes
 from megafp8.training.resilience.stragglers import Stragglers
@@ -39,11 +37,10 @@ def open_observers(
     faults: Faults,
     spikes: LossSpikes,
     tasks: TaskEvaluation | None,
-    membership: Membership | None = None,
 ) -> list[Observer]:
     """What watches a loop of `trainer` from `step` to `last_step`, in the order in which it is called.
 
-    `tasks`: the evaluation that `training.evaluate` asks for. `membership`: of this replica, if there are several.
+    `tasks`: the evaluation that `training.evaluate` asks for.
     """
     config, parallel = trainer.config, trainer.parallel
     r, is_main, several = config.resilience, parallel.rank == 0, parallel.world_size > 1
@@ -64,10 +61,7 @@ def open_observers(
     if is_main:
         observers += [SectionTimer(parallel.device), *_writers(trainer, folder, step)]
     if config.training.replica_check_interval and several:
-        observers.append(ReplicaCheck(trainer, step, config.training.replica_check_interval))
-    if config.training.replica_check_interval and membership is not None and trainer.outer is None:
-        intervals = config.training.replica_check_interval, config.checkpoint.interval
-        observers.append(PeerCheck(trainer, membership, *intervals))
+        observers.append(ConsistencyCheck(trainer, step, config.training.replica_check_interval))
     return observers
 
 

@@ -1,21 +1,10 @@
 """The trainer of a rank: model, gradients, optimizer and pipeline, built once from the config, and the training step.
 
-The differentiated loss is the sum over a micro-batch's tokens divided by the *nominal* number of tokens in the global
-batch; in fp16, times the loss scale. Gradients summed over micro-batches, data-parallel and context-parallel ranks are
-then those of the mean over the whole batch, in any layout. If masks leave fewer tokens, the true number is known only
-after all ranks have counted, and the gradients are multiplied by nominal / true once, before clipping. So they are with
-outer steps: a replica trains by itself on its share of the batch, and its losses and tokens are those of the share.
+A step runs all micro-batches forward and backward through the pipeline, sums gradients over data parallelism, and
+updates the weights. What is minimized and reported is in `megafp8.training.loss`.
 
-An objective may have a loss of its own (`megafp8.objectives.ObjectiveLoss`), such as that of pairs of answers. Then its
-number takes the place of that of tokens: gradients are those of the mean over the pairs of the whole batch. If it
-compares the model with a frozen one, that one's forward passes over all micro-batches come before those of the model,
-through the pipeline as in an evaluation; what the last stage makes of them is then `Batch.reference`.
-
-The losses of multi-token prediction are divided by the same number (DeepSeek-V3, equation 24), though the last tokens
-of a sample have none. So is that of BERT's binary head, which counts as often as its sample has tokens to predict.
-
-A reported loss is nats per token of the data. Each regularizer is a metric of its own, as it enters the gradient: the
-z-loss of the output layer, the losses of routers, the losses of indexers.
+If the loss compares the model with a frozen one, the frozen model's forward passes over all micro-batches come before
+those of the model, through the pipeline as in an evaluation; the last stage keeps their result in `Batch.reference`.
 
 Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 """
@@ -24,10 +13,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -51,13 +39,11 @@ from megafp8.objectives.registry import loss_of
 from megafp8.optimizer.layer_norms import layers_of_model
 from megafp8.optimizer.loss_scale import LossScaler
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
-from megafp8.optimizer.outer import OuterOptimizer
 from megafp8.optimizer.step import OptimizerStep, StepResult
 from megafp8.parallel_state import ParallelState
-from megafp8.pipeline_parallel.engine import PipelineEngine, StageFunction, StageOutput
+from megafp8.pipeline_parallel.engine import PipelineEngine, StageFunction
 from megafp8.pipeline_parallel.simulate import Timeline
 from megafp8.pipeline_parallel.trace import Stopwatch
-from megafp8.tensor_parallel.cross_entropy import LabelLosses
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.lora import without_adapters
 from megafp8.training.auto_filter import Choice, choose
@@ -67,6 +53,7 @@ from megafp8.training.expert_load import ExpertLoad, LoadCollector
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.frozen_config import frozen_config
 from megafp8.training.learning_rate import schedule_of
+from megafp8.training.loss import LabelLoss, Loss, OwnLoss, ReferenceStage, StepLoss, TrainedStage
 from megafp8.training.overlap import build_expert_overlap, build_tp_overlap
 from megafp8.training.pipeline import PipelinePlan, plan_pipeline
 from megafp8.training.qk_clip import QkClip
@@ -74,12 +61,7 @@ from megafp8.training.qk_clip import QkClip
 logger = logging.getLogger(__name__)
 
 
-Exchange = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-"""Sums the first tensors and maximizes the others over all replicas of the model, in place. Raises where one is lost;
-then their values are undefined."""
-
-
-class _Passes(NamedTuple):
+class Passes(NamedTuple):
     """Results of a step's forward and backward passes other than gradients.
 
     Attributes:
@@ -87,48 +69,36 @@ class _Passes(NamedTuple):
             the z-loss, and the number of layers without room for all rows of experts. An objective with a loss of its
             own has its metrics in place of further losses and z-loss.
         statistics: Records of the FP8 report.
+        amaxes: Amaxes to renew FP8 scales from, where they are maxima over more than this model's ranks.
     """
 
     report: Tensor
     statistics: Statistics
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Losses of a global batch.
-
-    Attributes:
-        mean: Mean cross-entropy of the unmasked tokens in nats; or the mean of an objective's own loss
-            (`megafp8.objectives.ObjectiveLoss`).
-        tokens: Number of unmasked tokens, or of what the objective's loss counts.
-        more: Mean of the model's other losses (`HeadSpec.extra_losses`): the loss of multi-token prediction over the
-            tokens that have one to predict, averaged over depths, or the loss of the binary head.
-        z_loss: z-loss of the output layer per token as it enters the gradient; None without `training.z_loss`.
-        metrics: Means of the metrics of an objective's own loss, by name.
-    """
-
-    mean: float
-    tokens: int
-    more: float | None = None
-    z_loss: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    amaxes: Sequence[Tensor] = ()
 
 
 class Trainer:
     """One rank's stages of the model, with optimizer and pipeline engine. Collective: build it on every rank.
 
-    `choice`: earlier choice of fp8.auto_filter in this run; None lets it choose now. `exchange`: with which other
-    replicas combine the gradients of a step, of which this one then has a share (`megafp8.replicas`). `frozen`: no
-    weight is trained, and the model is only for `references`.
+    Args:
+        config: Config of the run, or of a stage of it.
+        parallel: Process groups.
+        choice: Earlier choice of fp8.auto_filter in this run; None lets it choose now.
+        frozen: Train no weight; the model is only for `references`.
 
-    Attributes: `loss`: of the objective, None for cross entropy. `frozen`: the model that the loss compares with, which
-    has the initial values of its config until `megafp8.training.frozen` loads others; None where there is none, or it
-    is this one without its adapters. `known_reference`: what that says of a micro-batch, where it is read. `stages`:
-    one for each chunk of the pipeline placement; `model`: all of them. `strategy`: of data parallelism, which has their
-    parameters and gradients. `outer`: of outer steps, if there are any. `expert_load`, `index_loss`,
-    `max_attention_logit`: of the latest `train_step`. `timeline`: of the step `logging.pipeline_trace_step`, once it is
-    done. `fp8_records`: FP8 health of all stages in the latest `train_step`, on rank 0, if that step was sampled; else
-    empty.
+    Attributes:
+        loss: The objective's own loss; None for cross-entropy.
+        frozen: Model that the loss compares this one with, with the initial values of its config until
+            `megafp8.training.frozen` loads others; None if there is none, or if it is this model without adapters.
+        compared: Config of the model that each step compares this one with; None without one.
+        known_reference: Function that reads what the frozen model says of a micro-batch, if that was computed before.
+        stages: Model stages of this rank, one for each chunk of the pipeline placement.
+        stage_functions: Forward passes of `stages` with the loss, as the pipeline engine calls them.
+        model: All stages.
+        strategy: Data parallelism, which has the parameters and gradients of the stages.
+        expert_load, index_loss, max_attention_logit: Of the latest `train_step`.
+        timeline: Timeline of the step `logging.pipeline_trace_step`, once it is done.
+        fp8_records: FP8 health of all stages in the latest `train_step`, on rank 0, if that step was sampled; else [].
     """
 
     def __init__(
@@ -136,11 +106,10 @@ class Trainer:
         config: Config,
         parallel: ParallelState,
         choice: Choice | None = None,
-        exchange: Exchange | None = None,
         *,
         frozen: bool = False,
     ) -> None:
-        self.config, self.parallel, self._exchange = config, parallel, exchange
+        self.config, self.parallel = config, parallel
         self.loss = None if frozen else loss_of(config, parallel)
         p, t = config.parallel, config.training
         self.schedule = schedule_of(config.optimizer, t.steps)
@@ -188,6 +157,17 @@ class Trainer:
         if frozen:
             self.model.requires_grad_(False)
         self.fp8.materialize(parallel.device)
+        self._has_loss = parallel.pipeline.rank == self.plan.last_rank
+        self._loss = self._step_loss()
+        self.nominal_tokens = t.global_batch_size * t.seq_length
+        scale = None if self.loss_scaler is None else self.loss_scaler.scale
+        self.stage_functions: list[StageFunction] = [
+            TrainedStage(stage, self._loss, self.nominal_tokens, scale) for stage in self.stages
+        ]
+        model = config.spec
+        self._label_depths, self._cuts_documents = model.num_prediction_layers, model.cuts_documents
+        self._needs_samples = bool(model.hidden_dropout or model.attention_dropout)
+        self._has_auxiliary_loss, self._has_index_loss = model.has_auxiliary_loss, model.has_indexers
         self.load_collector = self._load_collector()
         self.expert_load: ExpertLoad | None = None
         self._index_losses = [x for stage in self.stages for x in stage.index_losses.values()]
@@ -201,21 +181,17 @@ class Trainer:
         self.update = self._build_update()
         self.optimizer = self.update.optimizer
         self.strategy.begin(self.optimizer.master_of)
-        self.outer: OuterOptimizer | None = None
-        if (o := config.outer) is not None:
-            self.outer = OuterOptimizer(self.optimizer, self.strategy.owned, o.learning_rate, o.momentum)
         b = t.micro_batch_size
         rows = self.stages[0].stream_rows(t.seq_length // p.context, b, config.decoder_length or 0)
         self.engine = PipelineEngine(
             parallel.pipeline,
             parallel.pipeline_backward,
             self.plan.placement,
-            (rows, b, config.spec.stream_width),
+            (rows, b, model.stream_width),
             dtype,
             parallel.device,
             wgrads,
         )
-        self.nominal_tokens = t.global_batch_size * t.seq_length
         self.timeline: Timeline | None = None
         self._room = 0  # documents of a sample
         self.why_no_graphs = why_not(config, parallel.device.type)
@@ -228,7 +204,17 @@ class Trainer:
                 module.state.freeze_weight(keep_copies=self.graphs is None)
         other = None if self.loss is None else frozen_config(config)
         self.frozen = None if other is None else Trainer(other, parallel, frozen=True)
+        self.compared: Config | None = None
+        if self.loss is not None and config.data.compares:
+            self.compared = config if self.frozen is None else self.frozen.config
         self.known_reference: Callable[[Batch], Tensor] | None = None
+
+    def _step_loss(self) -> StepLoss:
+        """Return what a step minimizes and reports."""
+        head = self.config.spec.head
+        if self.loss is not None:
+            return OwnLoss(self.loss)
+        return LabelLoss(head.extra_losses, head.extra_losses_factor, self.config.training.z_loss > 0)
 
     def _build_update(self) -> OptimizerStep:
         """The optimizer step, with clipping and reductions."""
@@ -292,17 +278,6 @@ class Trainer:
         return all_reduce(total, self.parallel.pipeline.group)
 
     @property
-    def _has_loss(self) -> bool:
-        return self.parallel.pipeline.rank == self.plan.last_rank
-
-    @property
-    def compared(self) -> Config | None:
-        """The config of the model that each step compares this one with; None without one."""
-        if self.loss is None or not self.config.data.compares:
-            return None
-        return self.config if self.frozen is None else self.frozen.config
-
-    @property
     def constants(self) -> dict[str, Tensor]:
         """By global name, this rank's tensors that belong to the weights but have no gradient."""
         return {name: values for stage in self.stages for name, values in stage.constants.items()}
@@ -321,47 +296,6 @@ class Trainer:
         """The learning rate of update `step`, counted from 0."""
         return self.schedule.at(step)
 
-    def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
-        """Run a micro-batch through a stage; on the last stage the report is `[sum of losses, tokens, ...]`."""
-        if self.loss is not None:
-            y = self._objective_output(stage, x, microbatch, self.loss)
-            if stage.head is None:
-                return StageOutput(y)
-            loss, report = self.loss(y, microbatch)
-        else:
-            output: Tensor | LabelLosses = stage(x, microbatch)
-            if not isinstance(output, LabelLosses):
-                return StageOutput(output)
-            loss, report = self._label_loss(output, microbatch)
-        if self.loss_scaler is not None:
-            loss = loss * self.loss_scaler.scale
-        return StageOutput(loss / self.nominal_tokens, report)
-
-    def _label_loss(self, losses: LabelLosses, microbatch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss of a micro-batch to be differentiated, and its report, float64.
-
-        The report has the sum and the number of the losses of tokens, then of each further loss, and last the z-loss.
-        """
-        mask_sb, b = torch.ones_like(losses.cross_entropy), len(microbatch.tokens)
-        if microbatch.loss_mask is not None:
-            mask_sb = microbatch.loss_mask.transpose(0, 1)
-        masked_losses = (losses.cross_entropy * mask_sb, losses.z_loss * mask_sb)
-        entropies, z_losses, counts = ([part.sum() for part in x.split(b, dim=1)] for x in (*masked_losses, mask_sb))
-        loss, z_loss = self._weighted(entropies), self._weighted(z_losses)
-        sums = [*(x for pair in zip(entropies, counts) for x in pair), z_loss]
-        return loss, torch.stack([x.detach().double() for x in sums])
-
-    def _weighted(self, losses: Sequence[Tensor]) -> Tensor:
-        """Return the model's own loss plus the weighted mean of its further losses."""
-        loss, *later = losses
-        return loss + self.config.spec.head.extra_losses_factor * torch.stack(later).mean() if later else loss
-
-    @staticmethod
-    def _objective_output(stage: GPTStage, x: Tensor | None, microbatch: Batch, loss: ObjectiveLoss) -> Tensor:
-        """Return a stage's output as an objective's own loss reads it from the last stage."""
-        y: Tensor | LabelLosses = stage(x, microbatch, logits=loss.reads_logits)
-        return y.cross_entropy if isinstance(y, LabelLosses) else y
-
     def references(self, batches: Sequence[Batch], loss: ObjectiveLoss) -> list[Tensor]:
         """What `loss` makes of the last stage's output for each micro-batch, on its ranks; [] on others.
 
@@ -369,14 +303,9 @@ class Trainer:
         """
         self.strategy.gather()
         actions = self._plan_of(batches).evaluate[self.parallel.pipeline.rank]
-
-        def forward(stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
-            y = self._objective_output(stage, x, microbatch, loss)
-            return StageOutput(y, None if stage.head is None else loss.of_reference(y, microbatch))
-
         microbatches = [replace(batch, samples=None) for batch in batches]
         with self.fp8.recording(False), batch_invariant(self.config.inference.batch_invariant):
-            functions = [partial(forward, stage) for stage in self.stages]
+            functions = [ReferenceStage(stage, loss) for stage in self.stages]
             return self.engine.run(actions, functions, microbatches, backward=False)
 
     def _with_reference(self, shards: list[Batch]) -> list[Batch]:
@@ -416,26 +345,52 @@ class Trainer:
         before_update: Callable[[], None] = lambda: None,
         loss_limit: float | None = None,
     ) -> tuple[Loss, StepResult]:
-        """One optimizer step, counted from 0, on this rank's micro-batches of the global batch.
+        """Run one optimizer step on this rank's micro-batches of the global batch.
 
-        With replicas these are a share of it, none while this one gets its state from a peer (`Membership.begin`).
-        `before_update` is called after the backward passes are queued, and before weights and optimizer state change.
-        If the loss is above `loss_limit`, the step is skipped as if its gradients were not finite.
         On return the update is queued, not done: the next step is queued behind it, so that the device does not idle.
+
+        Args:
+            step: Number of the step, counted from 0.
+            batches: Micro-batches `[b, s]` of this data-parallel rank, in host memory.
+            before_update: Called after the backward passes are queued, before weights and optimizer state change.
+            loss_limit: Loss above which the step is skipped as if its gradients were not finite.
+
+        Returns:
+            Losses of the global batch, and the result of the update.
         """
-        model = self.config.spec
-        if model.hidden_dropout or model.attention_dropout:
+        if self._needs_samples:
             assert all(batch.samples is not None for batch in batches), "dropout is a function of samples' indices"
         batches = self._with_room(batches)
         sampled = self.fp8.begin_step(step + 1)
         activity.enter("forward and backward")
-        passes = self._run_passes(step, batches, sampled, before_update) if batches else self._no_passes()
-        amaxes = [] if self._exchange is None else self._combine(self._exchange, passes)
+        if self._replays(step):
+            passes = self._replay(batches, sampled, before_update)
+        else:
+            stopwatch = self._begin_eager(step)
+            passes = self.run_passes(self._to_device(batches), stopwatch)
+            if stopwatch is not None:
+                self.timeline = stopwatch.timeline()
+        return self._finish_step(
+            step, batches, passes, sampled=sampled, before_update=before_update, loss_limit=loss_limit
+        )
+
+    def _finish_step(
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        passes: Passes,
+        *,
+        sampled: bool,
+        before_update: Callable[[], None],
+        loss_limit: float | None,
+    ) -> tuple[Loss, StepResult]:
+        """Update the weights from the gradients of `passes`, whose results are summed over all ranks: see `train_step`.
+
+        `sampled`: the FP8 report samples this step.
+        """
         total = self._total(passes.report)
         report = total.to("cpu", non_blocking=True)  # complete once the update has waited for the norm
-        # Replicas may train on fewer samples than the batch has, and one without samples must scale as the others do.
-        varies = self.outer is not None or self._exchange is not None or batches[0].loss_mask is not None
-        scale = self.nominal_tokens / total[1].clamp(min=1) if varies else None
+        scale = self.nominal_tokens / total[1].clamp(min=1) if self._varies(batches) else None
         if self.graphs is not None and self.load_collector is not None:  # what is not finite is skipped
             scale = torch.where(total[-1] > 0, torch.nan, 1.0 if scale is None else scale)
         if loss_limit is not None:
@@ -443,7 +398,7 @@ class Trainer:
             scale = torch.where(spikes, torch.nan, 1.0 if scale is None else scale)
         load = None if self.load_collector is None else self.load_collector.sum()
         load_on_host = None if load is None else load.to("cpu", non_blocking=True)
-        index_loss = self._sum_of_index_losses().to("cpu", non_blocking=True) if model.has_indexers else None
+        index_loss = self._sum_of_index_losses().to("cpu", non_blocking=True) if self._has_index_loss else None
         largest = None if self.qk_clip is None else self.qk_clip.collect().to("cpu", non_blocking=True)
         before_update()
         activity.enter("update")
@@ -455,47 +410,19 @@ class Trainer:
             self.fp8.discard_step()
             return self.train_step(step, batches, before_update=before_update, loss_limit=loss_limit)
         self.strategy.end_step()
-        self.fp8.end_step(amaxes)
+        self.fp8.end_step(passes.amaxes)
         self.index_loss = None if index_loss is None else index_loss.item()
         self.max_attention_logit = None if largest is None else largest.item()
         if load is not None and load_on_host is not None and self.load_collector is not None:
             self.expert_load = self.load_collector.load(load_on_host)
             if not result.skipped:
                 self.load_collector.update_routers(load)
-        self.fp8_records = self._gather_fp8_records(passes.statistics) if sampled and batches else []
-        return self._loss(report), result
+        self.fp8_records = self._gather_fp8_records(passes.statistics) if sampled else []
+        return self._loss.mean(report.tolist()[:-1]), result
 
-    def _no_passes(self) -> _Passes:
-        """What is left of passes without a micro-batch: gradients that are zero, and no losses. Collective."""
-        self._begin_passes()
-        self.strategy.complete()
-        self.strategy.finish()
-        return _Passes(self._sum([]), {})
-
-    def _combine(self, exchange: Exchange, passes: _Passes) -> list[Tensor]:
-        """Combine what the passes of all replicas have left; returns the amaxes of FP8 scaling.
-
-        Nothing else has been changed when this raises; then the step may be begun again.
-        """
-        amaxes = self.fp8.newest_amaxes()
-        counts = [passes.report, *self._index_losses]
-        if self.load_collector is not None:
-            counts += self.load_collector.own_sums
-        maxima = amaxes if self.qk_clip is None else [*amaxes, *self.qk_clip.recorded]
-        packed_counts, packed_maxima = (torch.cat([x.view(-1) for x in xs]) if xs else None for xs in (counts, maxima))
-        try:
-            exchange(
-                [*self.strategy.owned, *([] if packed_counts is None else [packed_counts])],
-                [] if packed_maxima is None else [packed_maxima],
-            )
-        except Exception:
-            self.fp8.discard_step()
-            raise
-        for xs, packed in ((counts, packed_counts), (maxima, packed_maxima)):
-            if packed is not None:
-                for x, values in zip(xs, packed.split([x.numel() for x in xs])):
-                    x.copy_(values.view(x.shape))
-        return amaxes
+    def _varies(self, batches: Sequence[Batch]) -> bool:
+        """Return whether the number of tokens of a global batch may be another than the nominal one."""
+        return batches[0].loss_mask is not None
 
     def _plan_of(self, batches: Sequence[Batch]) -> PipelinePlan:
         """The plan of a pipeline with so many micro-batches."""
@@ -503,23 +430,26 @@ class Trainer:
             self._plans[len(batches)] = plan_pipeline(self.config, len(batches))
         return self._plans[len(batches)]
 
-    def _run_passes(
-        self, step: int, batches: Sequence[Batch], sampled: bool, before_capture: Callable[[], None]
-    ) -> _Passes:
-        """Forward and backward passes of a step, replayed from a CUDA graph where there is one."""
-        traced = step + 1 == self.config.logging.pipeline_trace_step
-        if self.graphs is None or self.fp8.calibrating or traced:
-            if self.graphs is not None:
-                self.graphs.drop()  # two steps' activations may not fit
-            stopwatch = Stopwatch(self.parallel.pipeline, self.parallel.device) if traced else None
-            passes = self._forward_and_backward(self._to_device(batches), stopwatch)
-            if stopwatch is not None:
-                self.timeline = stopwatch.timeline()
-            return passes
+    def _is_traced(self, step: int) -> bool:
+        return step + 1 == self.config.logging.pipeline_trace_step
+
+    def _replays(self, step: int) -> bool:
+        """Return whether a CUDA graph computes the passes of `step`."""
+        return not (self.graphs is None or self.fp8.calibrating or self._is_traced(step))
+
+    def _begin_eager(self, step: int) -> Stopwatch | None:
+        """Free the graphs, as two steps' activations may not fit; return the stopwatch of the step that is traced."""
+        if self.graphs is not None:
+            self.graphs.drop()
+        return Stopwatch(self.parallel.pipeline, self.parallel.device) if self._is_traced(step) else None
+
+    def _replay(self, batches: Sequence[Batch], sampled: bool, before_capture: Callable[[], None]) -> Passes:
+        """Replay a step's passes from their CUDA graph, which is captured first if there is none."""
+        assert self.graphs is not None
         self.strategy.invalidate()  # a graph gathers in every replay, so it must when it is captured
         return self.graphs.run(
             "sampled step" if sampled else "step",
-            self._forward_and_backward,
+            self.run_passes,
             batches,
             eager_runs=1 if sampled else EAGER_STEPS,
             before_capture=before_capture,
@@ -535,7 +465,7 @@ class Trainer:
         if self.graphs is not None:
             self.graphs.drop()  # two steps' activations may not fit
         self.fp8.begin_step(step + 1)
-        passes = self._forward_and_backward(self._to_device(self._with_room(batches)), reduce=False)
+        passes = self.run_passes(self._to_device(self._with_room(batches)), reduce=False)
         self.fp8.discard_step()
         return passes.report, self.strategy.gradients
 
@@ -548,12 +478,15 @@ class Trainer:
         self.graphs.restart()
         return True
 
-    def _forward_and_backward(
+    def run_passes(
         self, batches: Sequence[Batch], stopwatch: Stopwatch | None = None, *, reduce: bool = True
-    ) -> _Passes:
-        """From no gradients to their sums over data parallelism; batches `[b, s]` are on the device.
+    ) -> Passes:
+        """Zero the gradients, run all micro-batches forward and backward, and sum over data parallelism. Collective.
 
-        `reduce=False` leaves out the sums over data parallelism.
+        Args:
+            batches: Micro-batches `[b, s]` of this data-parallel rank, on the device.
+            stopwatch: Times every action of the pipeline.
+            reduce: Sum gradients over data parallelism.
         """
         shards = self._with_reference(self._own_tokens(batches))
         self._begin_passes()
@@ -563,14 +496,14 @@ class Trainer:
             self.strategy.start_overlap(len(batches))
         actions = self._plan_of(batches).train[self.parallel.pipeline.rank]
         with batch_invariant(self.config.inference.batch_invariant):  # backward passes may recompute forward passes
-            reports = self.engine.run(actions, self._stage_functions(), shards, backward=True, stopwatch=stopwatch)
+            reports = self.engine.run(actions, self.stage_functions, shards, backward=True, stopwatch=stopwatch)
         self.strategy.wait()
         if reduce:
             self.strategy.finish()
         else:
             self.strategy.complete()
         recorder = self.fp8.recorder
-        return _Passes(self._sum(reports), {} if recorder is None else recorder.observed)
+        return Passes(self._sum(reports), {} if recorder is None else recorder.observed)
 
     def _begin_passes(self) -> None:
         """Forget the gradients and counts of the step before."""
@@ -590,19 +523,12 @@ class Trainer:
         nominal / true tokens. `batches`: this data-parallel rank's, whole. Collective over data parallelism with masks.
         """
         grad = self.auxiliary_loss_grad
-        if not self.config.spec.has_auxiliary_loss:
+        if not self._has_auxiliary_loss:
             return
         grad.fill_(1.0) if self.loss_scaler is None else grad.copy_(self.loss_scaler.scale)
         masks = [batch.loss_mask for batch in batches if batch.loss_mask is not None]
         if masks:
-            if self.config.resilience.replicas is not None:
-                raise ValueError(
-                    "resilience.replicas: auxiliary losses of experts are divided by the number of tokens that count "
-                    "in the global batch, which no replica knows before the backward pass where masks leave out some; "
-                    "set model.moe.aux_loss=0 and balance by moe.bias_update_rate, or train on all tokens"
-                )
-            count = (lambda batch: batch.loss_mask.sum(dtype=torch.float64)) if self.loss is None else self.loss.count
-            counted = torch.stack([count(batch) for batch in batches]).sum()
+            counted = torch.stack([self._loss.count(batch) for batch in batches]).sum()
             grad *= all_reduce(counted, self.parallel.data.group).clamp(min=1) / self.nominal_tokens
             grad *= self.num_microbatches / len(batches)  # sampled texts may fill fewer
 
@@ -615,22 +541,17 @@ class Trainer:
 
     def _own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
         """The tokens of this context-parallel rank, with the labels of all depths."""
-        context, depths = self.parallel.context, self.config.spec.num_prediction_layers
-        cut = self.config.spec.cuts_documents
-        later = (batch.with_later_labels(depths) for batch in batches)
-        return [batch.shard(context.rank, context.size, cuts_documents=cut) for batch in later]
+        context, cuts = self.parallel.context, self._cuts_documents
+        later = (batch.with_later_labels(self._label_depths) for batch in batches)
+        return [batch.shard(context.rank, context.size, cuts_documents=cuts) for batch in later]
 
     def _sum(self, reports: Sequence[Tensor]) -> Tensor:
         """Return the report of this rank's micro-batches, float64; zeros for all losses if no stage has a loss."""
-        further = 2 * self.config.spec.head.extra_losses + 1 if self.loss is None else len(self.loss.metrics)
-        total = torch.zeros(2 + further + 1, dtype=torch.float64, device=self.parallel.device)
+        total = torch.zeros(self._loss.report_size + 1, dtype=torch.float64, device=self.parallel.device)
         if self._has_loss and reports:
             torch.sum(torch.stack(list(reports)), dim=0, out=total[:-1])
         total[-1] = self.row_bound.exceeded
         return total
-
-    def _stage_functions(self) -> list[StageFunction]:
-        return [partial(self._forward, stage) for stage in self.stages]
 
     def _gather_fp8_records(self, statistics: Statistics) -> list[Record]:
         """The records of this step: those of all stages on rank 0, none elsewhere."""
@@ -656,7 +577,7 @@ class Trainer:
             )
             self.fp8.forget_weights()
         total = self._total(report).cpu()
-        return self.evaluate(batches) if self._exceeded(total) else self._loss(total)
+        return self.evaluate(batches) if self._exceeded(total) else self._loss.mean(total.tolist()[:-1])
 
     def _forward_only(self, batches: Sequence[Batch]) -> Tensor:
         """The report of forward passes; batches `[b, s]` are on the device."""
@@ -665,19 +586,4 @@ class Trainer:
         actions = self._plan_of(batches).evaluate[self.parallel.pipeline.rank]
         shards = self._with_reference(self._own_tokens(batches))
         with self.fp8.recording(False), batch_invariant(self.config.inference.batch_invariant):
-            return self._sum(self.engine.run(actions, self._stage_functions(), shards, backward=False))
-
-    def _loss(self, total: Tensor) -> Loss:
-        loss, tokens, *further, _ = total.tolist()
-        count = max(tokens, 1.0)
-        if self.loss is not None:
-            metrics = {name: x / count for name, x in zip(self.loss.metrics, further, strict=True)}
-            return Loss(loss / count, int(tokens), metrics=metrics)
-        *later, z_loss = further
-        means = [loss_sum / max(number, 1.0) for loss_sum, number in zip(later[::2], later[1::2])]
-        return Loss(
-            loss / count,
-            int(tokens),
-            more=sum(means) / len(means) if means else None,
-            z_loss=z_loss / count if self.config.training.z_loss else None,
-        )
+            return self._sum(self.engine.run(actions, self.stage_functions, shards, backward=False))

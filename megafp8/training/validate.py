@@ -29,7 +29,7 @@ from megafp8.training.history import History
 from megafp8.training.init_from import check_init
 from megafp8.training.inputs import Inputs, open_inputs
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
-from megafp8.training.resilience.membership import check_shares, own_place
+from megafp8.training.replicas.membership import check_shares, own_place
 from megafp8.training.resilience.node_memory import memory_folder
 from megafp8.training.state import check_next_stage, check_resume, checkpoint_folder
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.training.replicas import bit_sums, words_of
-from megafp8.training.replicas import bit_sums_reference as reference
+from megafp8.training.consistency import bit_sums, words_of
+from megafp8.training.consistency import bit_sums_reference as reference
 from tests.kernels import DEVICE
 
 kernels = pytest.importorskip("megafp8.kernels.bit_sums")

@@ -141,12 +141,12 @@ def sampler_shifted_on_resume() -> Iterator[None]:
 @fault
 def rank_hangs() -> Iterator[None]:
     """The last rank waits for a message that nobody sends."""
-    passes = Trainer._forward_and_backward
+    passes = Trainer.run_passes
 
     def hanging(self: Trainer, *args: Any, **options: Any) -> Any:
         if dist.get_rank() == dist.get_world_size() - 1:
             dist.recv(torch.empty(1), src=0, tag=77)
         return passes(self, *args, **options)
 
-    with patch.object(Trainer, "_forward_and_backward", hanging):
+    with patch.object(Trainer, "run_passes", hanging):
         yield

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,24 +89,24 @@ def fork(action: Callable[[], int], log: Path, end_with_parent: bool) -> int:
 
 def audit(folder: Path, replica: int, rank: int, delay: float = 0.0) -> None:
     """Let this process write down its steps. `delay`: seconds that each step takes longer."""
-    from megafp8.training.job import Job
-    from megafp8.training.trainer import Trainer
+    from megafp8.training.replicas.job import ReplicaJob
+    from megafp8.training.replicas.trainer import ReplicaTrainer
 
     file = (folder / f"audit-{replica}-{rank}.jsonl").open("a", buffering=1)
-    train_step, one_step = Trainer.train_step, Job._one_step
+    train_step, one_step = ReplicaTrainer.train_step, ReplicaJob._one_step
     samples: list[int] = []
     flips: list[int] = []
     slower: list[float] = [delay]
     signal.signal(signal.SIGUSR1, lambda *_: flips.append(1))
     signal.signal(signal.SIGRTMIN, lambda *_: slower.append(SLOW_SECONDS))
 
-    def step_with_samples(self: Trainer, step: int, batches: Sequence[Any], **options: Any) -> Any:
+    def step_with_samples(self: ReplicaTrainer, step: int, batches: Sequence[Any], **options: Any) -> Any:
         samples[:] = [x for batch in batches for x in batch.samples.tolist()]
         time.sleep(sum(slower))
         return train_step(self, step, batches, **options)
 
-    def audited(self: Job, stream: Iterator[Any]) -> Any:
-        metrics = one_step(self, stream)
+    def audited(self: ReplicaJob) -> Any:
+        metrics = one_step(self)
         record = {
             "time": time.time(),
             "pid": os.getpid(),
@@ -122,7 +122,8 @@ def audit(folder: Path, replica: int, rank: int, delay: float = 0.0) -> None:
             flip_bit(self.trainer)
         return metrics
 
-    Trainer.train_step, Job._one_step = step_with_samples, audited  # type: ignore[method-assign]
+    ReplicaTrainer.train_step = step_with_samples  # type: ignore[method-assign]
+    ReplicaJob._one_step = audited  # type: ignore[method-assign]
 
 
 def flip_bit(trainer: Any) -> None:
@@ -158,7 +159,7 @@ class Cluster:
         import torchft.coordination  # noqa: F401
 
         import megafp8.inference.live
-        import megafp8.training.job  # noqa: F401
+        import megafp8.training.run  # noqa: F401
         from megafp8.training import command_line  # noqa: F401
 
         gc.collect()

@@ -11,7 +11,7 @@ Faults, each of one replica or of two at once:
     twice             kill_rank of two replicas at once
     during_save       SIGKILL of a rank of the replica that is writing a checkpoint
     during_rejoin     SIGKILL of a rank while another replica, which was killed before, comes back
-    flip_weight       one bit of a weight of one rank, found by the comparison of replicas
+    flip_weight       one bit of a weight of one rank, found by the comparison with other replicas
     kill_lighthouse   SIGKILL of the lighthouse, which is started again
     slow_rank         a rank becomes slow, so that its replica leaves by rule (`slow_steps`)
 

@@ -19,9 +19,11 @@ from torch import Tensor
 from megafp8.checkpoint import CheckpointReader
 from megafp8.config import Config, ConfigError, check_layout
 from megafp8.optimizer.outer import nesterov_
+from megafp8.parallel_state import ParallelState
 from megafp8.replicas import Membership, ReplicaLost
 from megafp8.replicas.quorum import Member, Quorum
-from megafp8.training.resilience.rounds import Rounds
+from megafp8.training.replicas.rounds import Rounds
+from megafp8.training.replicas.trainer import ReplicaTrainer
 from megafp8.training.state import tensor_kinds, tensors
 from megafp8.training.trainer import Trainer
 from tests.quickstart_data import ROOT, QuickstartData
@@ -54,6 +56,13 @@ def _with_outer(config: Config, **outer: float) -> Config:
     return Config.model_validate(settings)
 
 
+def _start_replica(config: Config) -> tuple[ReplicaTrainer, ParallelState]:
+    """Build a trainer of a replica that has no others."""
+    trainer, parallel = start(config, lambda config, parallel: ReplicaTrainer(config, parallel, lambda *_: None))
+    assert isinstance(trainer, ReplicaTrainer)
+    return trainer, parallel
+
+
 def _masters(trainer: Trainer) -> list[Tensor]:
     trainer.strategy.wait()
     return [trainer.optimizer.load_master(shard).clone() for shard in trainer.optimizer.shards]
@@ -75,14 +84,17 @@ def test_outer_step_is_sgd_with_nesterov_momentum() -> None:
 
 def _train_one(config: Config, outer: bool) -> list[Any]:
     """Losses of four steps, each followed by an outer step of one replica; then the weights."""
-    trainer, parallel = start(_with_outer(config, inner_steps=1, learning_rate=1.0, momentum=0.0) if outer else config)
+    settings = _with_outer(config, inner_steps=1, learning_rate=1.0, momentum=0.0)
+    trainer, parallel = _start_replica(settings) if outer else start(config)
     losses: list[Any] = []
     for step in range(4):
-        if trainer.outer is not None:
+        if isinstance(trainer, ReplicaTrainer):
+            assert trainer.outer is not None
             trainer.outer.begin()
         loss, result = trainer.train_step(step, batches(step, config, parallel))
         losses.append((loss.mean, result.grad_norm))
-        if trainer.outer is not None:
+        if isinstance(trainer, ReplicaTrainer):
+            assert trainer.outer is not None
             trainer.outer.sum_weights(lambda tensors: None)
             trainer.outer.step(1)
             trainer.fp8.invalidate_weights()
@@ -104,7 +116,7 @@ def test_one_replica_with_plain_averages_is_plain_training(world2: World, preset
 
 def _two_replicas(config: Config, shares: Sequence[int], rounds: int) -> tuple[list[Tensor], list[Tensor], bool]:
     """Weights of two replicas after outer steps, those of a twin that has none in it, and whether both are equal."""
-    replicas = [start(_with_outer(config))[0] for _ in shares]
+    replicas = [_start_replica(_with_outer(config))[0] for _ in shares]
     alone = []
     for count in shares:
         training = config.training.model_copy(update={"global_batch_size": count})
@@ -179,7 +191,7 @@ class _Unreliable:
 
 def _lose_one(config: Config) -> tuple[list[str], bool, tuple[int, bool, int]]:
     config = _with_outer(config, learning_rate=1.0, momentum=0.0)
-    trainer, parallel = start(config)
+    trainer, parallel = _start_replica(config)
     replicas, outer, fake = config.resilience.replicas, config.outer, _Unreliable()
     assert replicas is not None
     assert outer is not None
@@ -210,7 +222,7 @@ def test_the_exchange_is_made_again_without_a_lost_replica(world2: World) -> Non
 def _copy_instead(config: Config) -> tuple[int, bool, int]:
     """The others have made the outer step without this replica, which learns it when it asks for a new quorum."""
     config = _with_outer(config)
-    trainer, _ = start(config)
+    trainer, _ = _start_replica(config)
     replicas, outer, fake = config.resilience.replicas, config.outer, _Unreliable()
     assert replicas is not None
     assert outer is not None

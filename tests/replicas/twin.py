@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megafp8.batch import Batch
 from megafp8.optimizer.step import StepResult
-from megafp8.training.trainer import Loss, Trainer
+from megafp8.training.loss import Loss
+from megafp8.training.replicas.trainer import ReplicaTrainer
 from tests.ports import free_port
 from tests.replicas.cluster import fork
 
@@ -48,7 +49,7 @@ class SharesInTurn:
         for i, x in enumerate(maxima):
             x.copy_(torch.stack([part[1][i] for part in self._parts]).amax(dim=0))
 
-    def step(self, trainer: Trainer, step: int, shares: Sequence[Sequence[Batch]]) -> tuple[Loss, StepResult]:
+    def step(self, trainer: ReplicaTrainer, step: int, shares: Sequence[Sequence[Batch]]) -> tuple[Loss, StepResult]:
         """A step of `trainer`, whose exchange this is, with the micro-batches of each member."""
         self._parts, self._members = [], len(shares)
         for batches in shares[:-1]:
@@ -98,7 +99,7 @@ def _run(
     config = inputs.config
     parallel = build_parallel(config, initialize_distributed("cpu"))
     exchange = SharesInTurn()
-    trainer = Trainer(config, parallel, None, exchange)
+    trainer = ReplicaTrainer(config, parallel, exchange)
     samples, consumed = config.training.global_batch_size, 0
     with out.open("w") if parallel.rank == 0 else open(os.devnull, "w") as file:
         for step, trained in enumerate(membership):

@@ -41,7 +41,7 @@ from megafp8.objectives.preferences import Preferences
 from megafp8.objectives.prefix_lm import PrefixLM
 from megafp8.objectives.span_corruption import SpanCorruption
 from megafp8.parallel_state import ParallelState, initialize_distributed
-from megafp8.training import job
+from megafp8.training import job, run
 from megafp8.training.cuda_graphs import Graphs
 from megafp8.training.fp8_config import check_recipe
 from megafp8.training.inputs import Inputs, open_inputs
@@ -126,8 +126,8 @@ def check_config(config: Config, ranks: int) -> None:
     check_recipe(checked, "config")
 
 
-def start(config: Config) -> tuple[Trainer, ParallelState]:
-    """A trainer on the ranks that are here, with stand-ins for what needs CUDA; it offloads activations of any size.
+def start(config: Config, build: Callable[[Config, ParallelState], Trainer] = Trainer) -> tuple[Trainer, ParallelState]:
+    """Build a trainer on the ranks that are here, with stand-ins for what needs CUDA, which offloads any activation.
 
     Its CUDA graphs are `RerunGraphs`, its overlap by symmetric memory is `InChunks`.
     """
@@ -140,7 +140,7 @@ def start(config: Config) -> tuple[Trainer, ParallelState]:
     parallel = build_parallel(config, device)
     one_host = patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks))
     with one_host, patch.object(tp_symmetric, "SymmetricMemory", InChunks):
-        trainer = Trainer(config, parallel)
+        trainer = build(config, parallel)
     if graphs:
         trainer.graphs = RerunGraphs()
     for stage in trainer.stages:
@@ -305,9 +305,9 @@ def curve(overrides: list[str], steps: int) -> Curve:
 
 
 def run_job(inputs: Inputs, *evaluation: Any) -> None:
-    """`job.train` without drawing the loss curve, which takes as long as ten steps of a small model."""
+    """Run a job without drawing the loss curve, which takes as long as ten steps of a small model."""
     with patch.object(job, "plot_loss"):
-        job.train(inputs, *evaluation)
+        run.train(inputs, *evaluation)
 
 
 def train_job(overrides: list[str]) -> None:

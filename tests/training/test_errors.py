@@ -29,7 +29,7 @@ from megafp8.training.errors import (
     FAILED,
     NO_RESTART,
     Diverged,
-    ReplicasDiffer,
+    StateDiffers,
     causes,
     lost_connection,
     run_and_report,
@@ -73,8 +73,8 @@ def test_exit_codes_and_messages_without_an_agent(
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     assert run_and_report(lambda: None) == DONE
-    for error in (DataError("a"), FolderInUse("a"), DamagedCheckpoint("a"), Diverged("a"), ReplicasDiffer("a")):
-        assert raising(error) == (FAILED if isinstance(error, ReplicasDiffer) else NO_RESTART)
+    for error in (DataError("a"), FolderInUse("a"), DamagedCheckpoint("a"), Diverged("a"), StateDiffers("a")):
+        assert raising(error) == (FAILED if isinstance(error, StateDiffers) else NO_RESTART)
         assert capsys.readouterr().err == "error: a\n"
     for is_transient, code in ((True, FAILED), (False, NO_RESTART)):  # storage may be reached again later
         assert raising(ObjectStoreError("a", is_transient)) == code

@@ -179,7 +179,7 @@ def _gradients(preset: Preset, other_labels: bool) -> tuple[Tensor, Tensor]:
     found = batches(0, trainer.config, parallel)
     if other_labels:
         found = [replace(x, labels=(x.labels + (x.loss_mask == 0)) % 16) for x in found]
-    passes = trainer._run_passes(0, found, False, lambda: None)
+    passes = trainer.run_passes(found)
     return trainer.strategy.gradients[0].clone(), passes.report
 
 
@@ -255,7 +255,7 @@ def _gradients_and_load(preset: Preset, filling: int) -> tuple[Tensor, Tensor]:
         tokens, labels = x.tokens.masked_fill(x.padding, filling), x.labels.masked_fill(x.label_padding, filling)
         filled.append(replace(x, tokens=tokens, labels=labels))
     assert torch.cat([x.padding for x in filled]).float().mean() > 0.1  # type: ignore[misc]
-    trainer._run_passes(0, filled, False, lambda: None)
+    trainer.run_passes(filled)
     load = None if trainer.load_collector is None else trainer.load_collector.sum()
     return trainer.strategy.gradients[0].clone(), torch.zeros(1) if load is None else load
 

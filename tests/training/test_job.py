@@ -1,4 +1,4 @@
-"""The training loop: faulty replicas, skipped steps, divergence, stopping early, and the files of a run.
+"""The training loop: faulty ranks, skipped steps, divergence, stopping early, and the files of a run.
 
 Whole jobs, in worlds of real ranks or as a process. Faults are injected between real steps.
 """
@@ -22,9 +22,10 @@ from megafp8.optimizer.step import StepResult
 from megafp8.training.errors import TrainingError
 from megafp8.training.init_from import complete_model
 from megafp8.training.inputs import Inputs, open_inputs
-from megafp8.training.job import train
+from megafp8.training.loss import Loss
 from megafp8.training.metrics import read_metrics
-from megafp8.training.trainer import Loss, Trainer
+from megafp8.training.run import train
+from megafp8.training.trainer import Trainer
 from megafp8.training.validate import check_run
 from tests.quickstart_data import CONFIG, QuickstartData
 from tests.training.runs import ONE_RANK, run_job
@@ -99,7 +100,7 @@ def log_of(run: Path) -> list[str]:
     ("kind", "name"),
     [("flips", "embedding.word.weight"), pytest.param("nans", "output.weight", marks=pytest.mark.slow)],
 )
-def test_a_faulty_replica_ends_the_job_before_it_is_saved(
+def test_a_faulty_rank_ends_the_job_before_it_is_saved(
     world2: World, tmp_path: Path, quickstart_data: QuickstartData, kind: str, name: str
 ) -> None:
     """A flipped bit is found at the next save, in step 6; a NaN causes step 6 to be skipped."""

@@ -101,7 +101,7 @@ def _gradients_and_by_hand(preset: Preset) -> tuple[float, float, float, int]:
     trainer, parallel = start(config_of(preset))
     steps_of(trainer, parallel, range(2))  # the model is no longer the reference
     found = batches(2, trainer.config, parallel)
-    passes = trainer._run_passes(2, found, False, lambda: None)
+    passes = trainer.run_passes(found)
     pairs = int(passes.report[1])
     scale = trainer.nominal_tokens / pairs
     gradients = torch.cat([x.flatten() for x in trainer.strategy.gradients]) * scale

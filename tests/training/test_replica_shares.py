@@ -9,7 +9,8 @@ import torch
 
 from megafp8.batch import Batch
 from megafp8.replicas import ReplicaLost, share
-from megafp8.training.replicas import held_state
+from megafp8.training.consistency import rank_state
+from megafp8.training.replicas.trainer import ReplicaTrainer
 from megafp8.training.trainer import Trainer
 from tests.replicas.twin import SharesInTurn
 from tests.training.presets import (
@@ -29,12 +30,12 @@ MEMBERS = [3, 2, 1, 4]
 """Replicas that train each step."""
 
 
-def _started(preset: Preset) -> tuple[Trainer, SharesInTurn, Trainer, list[list[Batch]]]:
+def _started(preset: Preset) -> tuple[ReplicaTrainer, SharesInTurn, Trainer, list[list[Batch]]]:
     """A trainer of shares with its exchange, a trainer of whole batches, and these."""
     config = config_of(preset, training={"global_batch_size": 4})
     whole, parallel = start(config)
     exchange = SharesInTurn()
-    return Trainer(config, parallel, None, exchange), exchange, whole, [batches(i, config, parallel) for i in range(4)]
+    return ReplicaTrainer(config, parallel, exchange), exchange, whole, [batches(i, config, parallel) for i in range(4)]
 
 
 def _compare(preset: Preset, present: int = 4) -> None:
@@ -53,7 +54,7 @@ def _compare(preset: Preset, present: int = 4) -> None:
         if whole.expert_load is not None:
             assert shared.expert_load is not None
             assert shared.expert_load.tokens == whole.expert_load.tokens
-    for a, b in zip(held_state(shared), held_state(whole), strict=True):
+    for a, b in zip(rank_state(shared), rank_state(whole), strict=True):
         assert a.name == b.name
         assert torch.allclose(a.values.double(), b.values.double(), rtol=1e-9, atol=1e-12), a.name
 
@@ -78,7 +79,7 @@ def _without_micro_batches() -> None:
     for step, batch in enumerate(global_batches):
         loss, _ = exchange.step(shared, step, [batch, []])
         assert loss == whole.train_step(step, batch)[0]
-    for a, b in zip(held_state(shared), held_state(whole), strict=True):
+    for a, b in zip(rank_state(shared), rank_state(whole), strict=True):
         assert torch.equal(a.values, b.values), a.name
 
 
@@ -88,10 +89,10 @@ def test_a_replica_without_micro_batches_gets_the_same_state(world2: World) -> N
 
 def _lost() -> None:
     shared, exchange, _, (batch, *_) = _started(FP64 | DEEPSEEK | DELAYED)
-    before = [x.values.clone() for x in held_state(shared)]
+    before = [x.values.clone() for x in rank_state(shared)]
     with patch.object(shared, "_exchange", side_effect=ReplicaLost), pytest.raises(ReplicaLost):
         shared.train_step(0, batch)
-    for x, values in zip(held_state(shared), before, strict=True):
+    for x, values in zip(rank_state(shared), before, strict=True):
         assert torch.equal(x.values, values), x.name
     exchange.step(shared, 0, [batch])
     assert shared.optimizer.step_count == 1

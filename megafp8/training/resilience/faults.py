@@ -24,8 +24,8 @@ import torch
 from megafp8.batch import Batch
 from megafp8.checkpoint import latest
 from megafp8.config import FaultConfig
+from megafp8.training.consistency import words_of
 from megafp8.training.observer import Observer
-from megafp8.training.replicas import words_of
 from megafp8.training.state import checkpoint_folder
 from megafp8.training.trainer import Trainer
 

@@ -1,7 +1,7 @@
 """Check that a rank computes the same bits twice: forward and backward passes of a step, repeated.
 
 Problem: a faulty core, GPU or memory computes a wrong product now and then. The gradient that comes of it is summed
-over all ranks, so all replicas stay equal and the replica check (`training.replicas`) sees nothing.
+over all ranks, so all of them stay equal and the consistency check (`training.consistency`) sees nothing.
 
 Idea: at an interval each rank runs the passes of its micro-batches twice, without summing gradients over data
 parallelism, and compares the loss and the bit sums of all its gradients. Both runs start from the same weights and FP8
@@ -24,9 +24,9 @@ import torch
 from megafp8.batch import Batch
 from megafp8.distributed import activity
 from megafp8.distributed.collectives import all_gather_objects, all_reduce
+from megafp8.training.consistency import bit_sums
 from megafp8.training.errors import ComputationDiffers
 from megafp8.training.observer import Observer
-from megafp8.training.replicas import bit_sums
 from megafp8.training.resilience.faults import Faults
 from megafp8.training.trainer import Trainer
 

@@ -53,7 +53,7 @@ from torch.distributed import ProcessGroup
 from megafp8.distributed.collectives import all_gather_objects, all_reduce
 from megafp8.distributed.sharding import spec_of
 from megafp8.fp8.health import Record
-from megafp8.training.errors import ReplicasDiffer
+from megafp8.training.errors import StateDiffers
 from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.trainer import Trainer
 
@@ -90,11 +90,14 @@ def bit_sums_reference(words: Sequence[Tensor]) -> Tensor:
     return sums
 
 
-class Replica(NamedTuple):
-    """A tensor of this rank that other ranks must hold too.
+class SharedTensor(NamedTuple):
+    """A tensor of this rank's state, and where other ranks must hold the same one.
 
-    `name`: the same on all of them, and unique. `shared_over`: names of the groups whose ranks hold it. `holder`: which
-    of two copies on one rank this is.
+    Attributes:
+        name: Unique name, equal on all ranks that hold the tensor.
+        values: The tensor, of any shape and dtype.
+        shared_over: Names of the groups whose ranks hold it.
+        holder: Which of two copies on one rank this is.
     """
 
     name: str
@@ -116,10 +119,10 @@ def _listed(names: Sequence[str], separator: str) -> str:
     return separator.join(names if len(names) <= _LISTED else [*names[:2], "...", names[-1]])
 
 
-def held_state(trainer: Trainer) -> list[Replica]:
-    """The tensors of this rank's state, in one order on each rank of its stage. No weight gather may be running."""
+def rank_state(trainer: Trainer) -> list[SharedTensor]:
+    """Return the tensors of this rank's state, in one order on each rank of its stage. No weight gather may run."""
     strategy = trainer.strategy
-    fp8_data, found = strategy.fp8_data, list[Replica]()
+    fp8_data, state = strategy.fp8_data, list[SharedTensor]()
 
     def add(param: nn.Parameter, name: str, tensors: Iterable[Tensor], axis: str) -> None:
         spec = spec_of(param)
@@ -128,8 +131,8 @@ def held_state(trainer: Trainer) -> list[Replica]:
         shared_over |= {"tensor"} if spec.replicated_over_tp else set()
         shared_over |= {"embedding"} if any(param is tied for tied in strategy.tied) else set()
         holder = " (last stage)" if spec.is_copy else ""
-        found.extend(
-            Replica(f"{name}{f' ({i})' if i else ''}", values, frozenset(shared_over), holder)
+        state.extend(
+            SharedTensor(f"{name}{f' ({i})' if i else ''}", values, frozenset(shared_over), holder)
             for i, values in enumerate(tensors)
         )
 
@@ -148,19 +151,21 @@ def held_state(trainer: Trainer) -> list[Replica]:
         if op.gathered_weight is not None:
             shared_over = frozenset({"expert_data"}) if spec_of(param).expert else all_layers
             names = _listed([piece.name for piece in spec_of(param).shards], ", ")
-            found.append(Replica(f"scale_inv of {names}", op.gathered_weight.scale_inv, shared_over))
-    found += [Replica(f"model.{name}", values, all_layers) for name, values in trainer.constants.items()]
-    found += [Replica(name, values, all_layers) for name, values in trainer.loss_scale.items()]
-    of_experts = tuple(f"fp8.{layer.site.name}." for layer in trainer.fp8.layers if layer.site.expert)
-    found += [Replica(name, values, all_layers) for name, values in trainer.router_shares.items()]
+            state.append(SharedTensor(f"scale_inv of {names}", op.gathered_weight.scale_inv, shared_over))
+    state += [SharedTensor(f"model.{name}", values, all_layers) for name, values in trainer.constants.items()]
+    state += [SharedTensor(name, values, all_layers) for name, values in trainer.loss_scale.items()]
+    expert_names = tuple(f"fp8.{layer.site.name}." for layer in trainer.fp8.layers if layer.site.expert)
+    state += [SharedTensor(name, values, all_layers) for name, values in trainer.router_shares.items()]
     for name, values in trainer.fp8.state_dict().items():
-        found.append(Replica(name, values, frozenset({"expert_data"}) if name.startswith(of_experts) else all_layers))
-    return found
+        state.append(
+            SharedTensor(name, values, frozenset({"expert_data"}) if name.startswith(expert_names) else all_layers)
+        )
+    return state
 
 
-def replicated_state(trainer: Trainer) -> list[Replica]:
-    """Those of `held_state` that other ranks must hold too, as they are between two steps."""
-    parallel, found = trainer.parallel, compared_state(trainer)
+def shared_state(trainer: Trainer) -> list[SharedTensor]:
+    """Return the tensors that other ranks must hold too, as they are between two steps."""
+    parallel = trainer.parallel
     sizes = {
         "data": parallel.data_context.size,
         "expert_data": parallel.expert_data.size,
@@ -168,29 +173,29 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
         "tensor": parallel.tensor.size,
         "embedding": parallel.pipeline.size,
     }
-    return [replica for replica in found if any(sizes[axis] > 1 for axis in replica.shared_over)]
+    return [x for x in compared_state(trainer) if any(sizes[axis] > 1 for axis in x.shared_over)]
 
 
-def compared_state(trainer: Trainer) -> list[Replica]:
-    """`held_state` without what belongs to the running step, and with the number of updates."""
+def compared_state(trainer: Trainer) -> list[SharedTensor]:
+    """Return `rank_state` without what belongs to the running step, and with the number of updates."""
     # Slot 0 of a history is local to the rank and belongs to the current step, in which an evaluation may have run.
-    found = [x._replace(values=x.values[1:]) if x.name.endswith(".amax_history") else x for x in held_state(trainer)]
+    state = [x._replace(values=x.values[1:]) if x.name.endswith(".amax_history") else x for x in rank_state(trainer)]
     count = torch.tensor(trainer.optimizer.step_count)
-    return [*found, Replica("number of optimizer steps", count, frozenset({"data", "tensor"}))]
+    return [*state, SharedTensor("number of optimizer steps", count, frozenset({"data", "tensor"}))]
 
 
-def check_replicas(trainer: Trainer, step: int) -> None:
-    """Compare replicated state after `step` steps. Collective; call it between training steps.
+def check_consistency(trainer: Trainer, step: int) -> None:
+    """Compare the state that ranks share after `step` steps. Collective; call it between training steps.
 
-    Raises ReplicasDiffer on all ranks, naming tensors, ranks and hosts, if any bit differs on any rank.
+    Raises StateDiffers on all ranks, naming tensors, ranks and hosts, if any bit differs on any rank.
     """
     parallel, strategy = trainer.parallel, trainer.strategy
     if parallel.world_size == 1:
         return
     strategy.wait()
-    replicas = replicated_state(trainer)
-    sums = bit_sums([replica.values for replica in replicas], parallel.device)
-    differs = torch.zeros(len(replicas), dtype=torch.bool, device=parallel.device)
+    shared = shared_state(trainer)
+    sums = bit_sums([x.values for x in shared], parallel.device)
+    differs = torch.zeros(len(shared), dtype=torch.bool, device=parallel.device)
     embedding = None if parallel.embedding is None else parallel.embedding.group
     groups = {
         "data": parallel.data_context.group,
@@ -200,33 +205,33 @@ def check_replicas(trainer: Trainer, step: int) -> None:
         "embedding": embedding,
     }
     for axis, group in groups.items():
-        rows = [i for i, replica in enumerate(replicas) if axis in replica.shared_over]
+        rows = [i for i, x in enumerate(shared) if axis in x.shared_over]
         if axis == "embedding" and len(strategy.tied) == 2:  # one rank holds both ends
-            for name in {replicas[i].name for i in rows}:
-                first, last = (i for i in rows if replicas[i].name == name)
+            for name in {shared[i].name for i in rows}:
+                first, last = (i for i in rows if shared[i].name == name)
                 differs[[first, last]] |= (sums[first] != sums[last]).any()
         elif rows:
             differs[rows] |= _differs(sums[rows], group)
-    found = torch.tensor([float(differs.any())])
-    if not all_reduce(found, parallel.world.group, "max").item():
+    any_differs = torch.tensor([float(differs.any())])
+    if not all_reduce(any_differs, parallel.world.group, "max").item():
         return
-    own = [
-        _Held(replica.name, parallel.rank, socket.gethostname(), replica.holder, tuple(values))
-        for replica, values, differing in zip(replicas, sums.tolist(), differs.tolist())
+    copies = [
+        _TensorCopy(x.name, parallel.rank, socket.gethostname(), x.holder, tuple(values))
+        for x, values, differing in zip(shared, sums.tolist(), differs.tolist())
         if differing
     ]
-    by_rank = all_gather_objects(own, parallel.world.group)
-    raise ReplicasDiffer(_describe([held for rank in by_rank for held in rank], step))
+    by_rank = all_gather_objects(copies, parallel.world.group)
+    raise StateDiffers(_describe([x for rank in by_rank for x in rank], step))
 
 
-class ReplicaCheck(Observer):
-    """`check_replicas` before the first step, every `interval` steps, at saves and once in a row of skipped steps."""
+class ConsistencyCheck(Observer):
+    """Run `check_consistency` before the first step, every `interval` steps, at saves and at the first skipped step."""
 
     def __init__(self, trainer: Trainer, step: int, interval: int) -> None:
         self._trainer, self._begin, self._interval = trainer, step, interval
         self._checked = False  # since the latest step
 
-    def __enter__(self) -> ReplicaCheck:
+    def __enter__(self) -> ConsistencyCheck:
         self.check_state(self._begin)
         return self
 
@@ -239,7 +244,7 @@ class ReplicaCheck(Observer):
 
     def check_state(self, step: int) -> None:
         if not self._checked:
-            check_replicas(self._trainer, step)
+            check_consistency(self._trainer, step)
         self._checked = True
 
 
@@ -249,7 +254,7 @@ def _differs(sums_t2: Tensor, group: ProcessGroup | None) -> Tensor:
     return (extremes[0] != ~extremes[1]).any(dim=1)
 
 
-class _Held(NamedTuple):
+class _TensorCopy(NamedTuple):
     """One rank's copy of a tensor that differs between ranks."""
 
     name: str
@@ -259,17 +264,17 @@ class _Held(NamedTuple):
     sums: tuple[int, ...]
 
 
-def _describe(copies_of_all: Sequence[_Held], step: int) -> str:
+def _describe(copies_of_all: Sequence[_TensorCopy], step: int) -> str:
     """The error message: which ranks differ from the majority, or between which ranks there is none."""
-    by_name: dict[str, list[_Held]] = {}
-    for held in copies_of_all:
-        by_name.setdefault(held.name, []).append(held)
+    by_name: dict[str, list[_TensorCopy]] = {}
+    for copy in copies_of_all:
+        by_name.setdefault(copy.name, []).append(copy)
     verdicts: dict[tuple[str, str], list[str]] = {}  # (wrong ranks, majority): tensors
     for name, copies in by_name.items():
-        (most, count), *_ = Counter(held.sums for held in copies).most_common()
-        agreeing = [held for held in copies if held.sums == most]
+        (most, count), *_ = Counter(copy.sums for copy in copies).most_common()
+        agreeing = [copy for copy in copies if copy.sums == most]
         if 2 * count > len(copies):
-            verdict = _holders([held for held in copies if held.sums != most]), _holders(agreeing, hosts=False)
+            verdict = _holders([copy for copy in copies if copy.sums != most]), _holders(agreeing, hosts=False)
         else:
             verdict = _holders(copies), ""
         verdicts.setdefault(verdict, []).append(name)
@@ -286,9 +291,9 @@ def _describe(copies_of_all: Sequence[_Held], step: int) -> str:
     return "\n".join(lines)
 
 
-def _holders(copies: Sequence[_Held], hosts: bool = True) -> str:
+def _holders(copies: Sequence[_TensorCopy], hosts: bool = True) -> str:
     """`rank 1 on node3, rank 2 on node3`, or `ranks 0, 4`."""
-    shown = sorted({(held.rank, held.host, held.holder) for held in copies})
+    shown = sorted({(copy.rank, copy.host, copy.holder) for copy in copies})
     if hosts:
         return ", ".join(f"rank {rank} on {host}{holder}" for rank, host, holder in shown)
     ranks = [f"{rank}{holder}" for rank, _, holder in shown]

@@ -20,8 +20,8 @@ from typing import Any
 from megafp8.config import OuterConfig, ReplicasConfig
 from megafp8.replicas import Membership, ReplicaLost
 from megafp8.replicas.quorum import share
-from megafp8.training.resilience.membership import check_peers, micro_batches
-from megafp8.training.trainer import Trainer
+from megafp8.training.replicas.membership import check_peers, micro_batches
+from megafp8.training.replicas.trainer import ReplicaTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,9 @@ class Rounds:
     it is false, the next one has not begun.
     """
 
-    def __init__(self, trainer: Trainer, membership: Membership, replicas: ReplicasConfig, outer: OuterConfig) -> None:
+    def __init__(
+        self, trainer: ReplicaTrainer, membership: Membership, replicas: ReplicasConfig, outer: OuterConfig
+    ) -> None:
         assert trainer.outer is not None
         self._trainer, self._outer, self._membership = trainer, trainer.outer, membership
         self._replicas, self._inner_steps = replicas, outer.inner_steps

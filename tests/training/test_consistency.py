@@ -1,4 +1,4 @@
-"""The replica check: no false alarms, and every fault is found and its rank named.
+"""The consistency check: no false alarms, and every fault is found and its rank named.
 
 Real steps of real layouts. A fault changes one rank's memory after the update, as a failing GPU would: one bit of a
 weight, of the FP8 data of a weight or of optimizer state, or a NaN.
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megafp8.checkpoint.rectangles import as_rectangles
 from megafp8.config import Config
-from megafp8.training.errors import ReplicasDiffer
-from megafp8.training.replicas import check_replicas, replicated_state
+from megafp8.training.consistency import check_consistency, shared_state
+from megafp8.training.errors import StateDiffers
 from megafp8.training.state import tensors
 from tests.marks import slow_but
 from tests.training.presets import DEEPSEEK_EXPERTS, config
@@ -88,17 +88,17 @@ Part = tuple[str, tuple[int, ...], tuple[int, ...]]
 def _compared(settings: Config, steps: int) -> dict[Part, bool]:
     """The checkpoint's tensors that this rank holds, and whether they are compared; asserts that no check fails."""
     trainer, parallel = start(settings)
-    check_replicas(trainer, 0)
+    check_consistency(trainer, 0)
     for step in range(steps):
         trainer.train_step(step, batches(step, settings, parallel))
-        check_replicas(trainer, step + 1)
+        check_consistency(trainer, step + 1)
         before = {name: tensor.clone() for name, tensor in trainer.fp8.state_dict().items()}
         trainer.evaluate(batches(1000, settings, parallel))
         for name, tensor in trainer.fp8.state_dict().items():  # the running step's amaxes too, which are rank-local
             assert torch.equal(tensor, before[name]), name
-        check_replicas(trainer, step + 1)
+        check_consistency(trainer, step + 1)
     trainer.strategy.wait()
-    spans = [(r.values.data_ptr(), r.values.data_ptr() + r.values.nbytes) for r in replicated_state(trainer)]
+    spans = [(r.values.data_ptr(), r.values.data_ptr() + r.values.nbytes) for r in shared_state(trainer)]
 
     def is_compared(view: Tensor) -> bool:
         last = view.data_ptr() + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride())) * view.itemsize
@@ -112,8 +112,8 @@ def _compared(settings: Config, steps: int) -> dict[Part, bool]:
 
 
 @pytest.mark.parametrize("case", slow_but(CASES, "dp2-zero-param-gather"))
-def test_all_replicated_state_is_compared_without_false_alarms(world8: World, case: str) -> None:
-    """Replicated state is known from checkpoints alone: the same rectangle of the same tensor on several ranks."""
+def test_all_shared_state_is_compared_without_false_alarms(world8: World, case: str) -> None:
+    """Shared state is known from checkpoints alone: the same rectangle of the same tensor on several ranks."""
     by_rank = world8.run(_compared, settings(case), 3, ranks=CASES[case][0])
     holders = Counter(part for parts in by_rank for part in parts)
     shared = {part for part, count in holders.items() if count > 1}
@@ -132,7 +132,7 @@ def _faults(settings: Config, faults: list[tuple[int, str, int, str]]) -> list[s
     trainer.strategy.wait()
     messages = []
     for rank, name, element, kind in faults:
-        found = [replica.values for replica in replicated_state(trainer) if replica.name == name]
+        found = [x.values for x in shared_state(trainer) if x.name == name]
         values = found[0] if rank == parallel.rank else None
         if values is not None:
             before = values.clone()
@@ -141,12 +141,12 @@ def _faults(settings: Config, faults: list[tuple[int, str, int, str]]) -> list[s
             else:
                 values.view(-1)[element : element + 1].view(torch.uint8)[0] ^= 1 << int(kind)
         try:
-            check_replicas(trainer, 1)
-        except ReplicasDiffer as error:
+            check_consistency(trainer, 1)
+        except StateDiffers as error:
             messages.append(str(error))
         if values is not None:
             values.copy_(before)
-        check_replicas(trainer, 1)  # and with the value put right nothing differs
+        check_consistency(trainer, 1)  # and with the value put right nothing differs
     return messages
 
 
@@ -189,7 +189,7 @@ FAULTS: dict[str, list[tuple[int, str, int, str, str]]] = {  # and what the mess
 
 
 @pytest.mark.parametrize("case", slow_but(FAULTS, *QUICK))
-def test_a_fault_in_one_replica_is_found_and_its_rank_named(world4: World, case: str) -> None:
+def test_a_fault_on_one_rank_is_found_and_its_rank_named(world4: World, case: str) -> None:
     faults = FAULTS[case]
     by_rank = world4.run(_faults, settings(case), [fault[:4] for fault in faults], ranks=CASES[case][0])
     for messages in by_rank:

@@ -9,23 +9,22 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from megafp8.config import Config, ConfigError, Problem, ReplicasConfig
 from megafp8.distributed.collectives import all_gather_objects
 from megafp8.fp8.health import Record
 from megafp8.optimizer.mixed_precision import OUTER_MOMENTUM
-from megafp8.parallel_state import ParallelState
 from megafp8.replicas import Membership, ReplicaLost, share
 from megafp8.replicas.lighthouse import Place, place_of
-from megafp8.replicas.membership import Limits, StateTensors
-from megafp8.training.errors import ReplicasDiffer
+from megafp8.replicas.membership import StateTensors
+from megafp8.training.consistency import bit_sums, compared_state, rank_state
+from megafp8.training.errors import StateDiffers
 from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.pipeline import plan_pipeline
-from megafp8.training.replicas import bit_sums, compared_state, held_state
+from megafp8.training.replicas.trainer import ReplicaTrainer
 from megafp8.training.trainer import Trainer
 
 
@@ -60,62 +59,36 @@ def check_shares(config: Config, micro_batches: int) -> None:
 
 
 def log_folder(config: Config, run: Path) -> Path:
-    """The folder of this process's log and metrics: that of the run, or of its replica below it."""
+    """Return the folder of this process's log and metrics: the folder of the run, or of the replica below it."""
     place = own_place(config)
     return run if place is None else run / f"replica-{place.replica}"
 
 
-def state_tensors(trainer: Trainer) -> StateTensors:
-    """All tensors that a peer of this rank must have to go on as this rank does. Collective."""
+def state_tensors(trainer: ReplicaTrainer) -> StateTensors:
+    """Return all tensors that a peer of this rank must have to continue as this rank does. Collective."""
     trainer.strategy.wait()
-    held = held_state(trainer)
-    recorded = [x.values for x in held if x.name.startswith("fp8.")]
+    state = rank_state(trainer)
+    recorded = [x.values for x in state if x.name.startswith("fp8.")]
     start = [] if trainer.outer is None else trainer.outer.start
-    return StateTensors([*(x.values for x in held if not x.name.startswith("fp8.")), *start], recorded)
+    return StateTensors([*(x.values for x in state if not x.name.startswith("fp8.")), *start], recorded)
 
 
-def took_over(trainer: Trainer, updates: int) -> None:
-    """The tensors of `state_tensors` are those of a peer, which has made so many updates."""
+def mark_state_received(trainer: Trainer, updates: int) -> None:
+    """Forget what was derived from the state, since `state_tensors` now hold a peer's, after so many updates."""
     trainer.optimizer.step_count = updates
     trainer.fp8.invalidate_weights()
     trainer.strategy.invalidate()
 
 
 def micro_batches(replicas: ReplicasConfig, count: int, members: int) -> int:
-    """The micro-batches of a data-parallel rank that `members` share, of `count` of the whole batch."""
+    """Return how many of a data-parallel rank's `count` micro-batches `members` replicas share."""
     return count // replicas.count * members if replicas.batch == "shrink" else count
 
 
-def open_membership(
-    config: Config,
-    parallel: ParallelState,
-    place: Place,
-    *,
-    state: Callable[[], StateTensors],
-    metadata: Callable[[], Mapping[str, Any]],
-    restore: Callable[[Mapping[str, Any]], None],
-    stops: Callable[[], bool],
-) -> Membership:
-    """The membership of this rank's replica. Collective over its ranks."""
-    r = config.resilience.replicas
-    assert r is not None
-    limits = Limits(r.exchange_seconds, config.timeout_seconds, r.slow_ratio, r.slow_steps)
-    return Membership(
-        place,
-        parallel.world.is_first,
-        parallel.device,
-        limits,
-        state=state,
-        metadata=metadata,
-        restore=restore,
-        stops=stops,
-    )
+def check_peers(trainer: ReplicaTrainer, membership: Membership, step: int) -> None:
+    """Compare the state after `step` steps bit for bit with the state of all members of the quorum. Collective.
 
-
-def check_peers(trainer: Trainer, membership: Membership, step: int) -> None:
-    """Compare the state after `step` steps with that of all members of the quorum, bit for bit. Collective.
-
-    Raises ReplicasDiffer on the ranks of replicas that hold other bits than the majority, so that these are started
+    Raises StateDiffers on the ranks of replicas that hold other bits than the majority, so that these are started
     anew and copy it; on all of them where there is no majority. Raises ReplicaLost where a replica does not answer.
     """
     trainer.strategy.wait()
@@ -124,21 +97,21 @@ def check_peers(trainer: Trainer, membership: Membership, step: int) -> None:
         state = [x for x in state if x.name.startswith(_EQUAL_BETWEEN_ROUNDS)]
     sums = bit_sums([x.values for x in state], trainer.parallel.device).cpu()
     rows_mt2 = membership.gather(sums.view(-1)).view(-1, *sums.shape)
-    members, own = membership.quorum.members, membership.quorum.rank
+    members, rank = membership.quorum.members, membership.quorum.rank
     wrong: list[str] = []
     for i, x in enumerate(state):
         by_member = [tuple(row[i].tolist()) for row in rows_mt2]
         (most, count), *_ = Counter(by_member).most_common()
-        if by_member[own] != most or (count < len(by_member) and 2 * count <= len(by_member)):
+        if by_member[rank] != most or (count < len(by_member) and 2 * count <= len(by_member)):
             wrong.append(x.name)
-    found = all_gather_objects(wrong, trainer.parallel.world.group)
-    if any(found):
-        ranks = [rank for rank, names in enumerate(found) if names]
-        names = list(dict.fromkeys(name for rank in ranks for name in found[rank]))
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise ReplicasDiffer(
-            f"after step {step} replica {members[own].index} on {socket.gethostname()} holds other bits than most of "
-            f"the {len(members)} replicas in {', '.join(names[:3])}{more} of rank {', '.join(map(str, ranks))}. This "
+    wrong_by_rank = all_gather_objects(wrong, trainer.parallel.world.group)
+    if any(wrong_by_rank):
+        ranks = [i for i, names in enumerate(wrong_by_rank) if names]
+        names = list(dict.fromkeys(name for i in ranks for name in wrong_by_rank[i]))
+        others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise StateDiffers(
+            f"after step {step} replica {members[rank].index} on {socket.gethostname()} holds other bits than most of "
+            f"the {len(members)} replicas in {', '.join(names[:3])}{others} of rank {', '.join(map(str, ranks))}. This "
             "state is given up: the replica is started anew and copies that of another. The cause may be a faulty GPU, "
             "memory or link: test that host (nvidia-smi -q -d ECC; dcgmi diag -r 3)"
         )
@@ -149,9 +122,9 @@ _EQUAL_BETWEEN_ROUNDS = ("model.", "optimizer.master.", f"optimizer.{OUTER_MOMEN
 
 
 class PeerCheck(Observer):
-    """`check_peers` after every `interval` steps, and before the checkpoints of every `save_interval` steps."""
+    """Run `check_peers` every `interval` steps, and before the checkpoints of every `save_interval` steps."""
 
-    def __init__(self, trainer: Trainer, membership: Membership, interval: int, save_interval: int) -> None:
+    def __init__(self, trainer: ReplicaTrainer, membership: Membership, interval: int, save_interval: int) -> None:
         self._trainer, self._membership = trainer, membership
         self._intervals = [x for x in (interval, save_interval) if x]
 
