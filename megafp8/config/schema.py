@@ -629,11 +629,6 @@ class Fp8Config(Section):
     else false."""
     amax_epsilon: NonNegative = 0.0
     """current, rowwise, blockwise: lower bound for amaxes."""
-    smooth_swiglu: bool = False
-    """delayed, current, static: multiply each channel of SwiGLU's output by a power of two, computed from the amaxes of
-    the last step, before it is quantized, and divide the columns of the next weight by it (Fishman et al. 2024,
-    arXiv:2409.12517). For runs in which single channels grow until one scale no longer fits all. With custom it applies
-    to layers whose input has one of these recipes."""
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     """Run (fprop, dgrad, wgrad) in high precision; [false, false, true] is usual with rowwise."""
     fast_accumulation: tuple[bool, bool, bool] = (True, False, False)

@@ -232,8 +232,7 @@ def _saved_format_under(recipe: Fp8Recipe, name: str) -> str:
 
 def _recording(state: LinearState) -> list[AmaxRecording]:
     """The quantizers of the layer that can record amaxes."""
-    quantizers = (*state.own_quantizers, state.smoothing)
-    return [quantizer for quantizer in quantizers if isinstance(quantizer, AmaxRecording)]
+    return [quantizer for quantizer in state.own_quantizers if isinstance(quantizer, AmaxRecording)]
 
 
 class _Part(NamedTuple):

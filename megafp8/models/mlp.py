@@ -59,11 +59,7 @@ class MLP(FeedForward):
             f,
             config.hidden_size,
             init=Init("normal", config.output_init_std),
-            site=context.site(
-                before=neighbor,
-                recompute_input=memory.activation,
-                smoothable=f if self.activation.smoothable else None,
-            ),
+            site=context.site(before=neighbor, recompute_input=memory.activation),
             **common,
         )
 

@@ -128,7 +128,7 @@ def test_a_layer_on_blackwell(case: str, gpu: pytest.MonkeyPatch) -> None:
 
     _, op = managed(CASES[case].recipe)
     own = (replace(q, tensor=replace(q.tensor, block_scaled=True)) for q in op.state.quantizers)  # type: ignore[type-var]
-    op.state.complete(Quantizers(*own), Fp8Gemm("auto", CUDA), None, None)
+    op.state.complete(Quantizers(*own), Fp8Gemm("auto", CUDA), None)
     gpu.setattr(F, "scaled_mm", counted)
     x, weight, dy = tensors()
     results = run(op, x, weight, dy)

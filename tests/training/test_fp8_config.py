@@ -124,16 +124,12 @@ def test_custom_has_the_options_of_the_recipes_it_names() -> None:
         check_recipe(configured(**mixed, interval=3), "run.yaml")
 
 
-FINER_INPUT, FINER_WEIGHTS = "finer scales for an MLP's input than one per tensor", "finer scales for weights than one"
+FINER_WEIGHTS = "finer scales for weights than one"
 
 
 @pytest.mark.parametrize(
     ("switch", "fp8", "message"),
     [
-        ("smooth_swiglu", {"recipe": "static"}, None),
-        ("smooth_swiglu", {"recipe": "blockwise"}, FINER_INPUT),
-        ("smooth_swiglu", {"recipe": "custom", "custom": [rule("*", "rowwise", "rowwise", "rowwise")]}, FINER_INPUT),
-        ("smooth_swiglu", {"recipe": "custom", "custom": [rule("*", "current", "mxfp8", "nvfp4")]}, None),
         ("param_gather", {"recipe": "delayed"}, None),
         ("param_gather", {"recipe": "rowwise"}, FINER_WEIGHTS),
         ("param_gather", {"recipe": "custom", "custom": [rule("*", "current", "mxfp8", "current")]}, FINER_WEIGHTS),
