@@ -600,8 +600,8 @@ class Fp8Config(Section):
     """How scales are computed. none: no FP8. delayed: one scale per tensor from its amax history. current: one scale
     per tensor from its current amax. rowwise: one scale per row of each operand. blockwise: one scale per 128
     neighbours, per 128 × 128 block of weights. static: given or calibrated scales. mxfp8: a power of two per 32
-    neighbours. nvfp4: 4 bits, a scale per 16 neighbours. mxfp8 and nvfp4 are multiplied in bf16, with the same
-    values, except on Blackwell, where they have not been run yet. custom: by layer and operand."""
+    neighbours. nvfp4: 4 bits, a scale per 16 neighbours. mxfp8 and nvfp4 are multiplied in bf16 with the same
+    values, also on Blackwell, since megafp8 does not use its tensor cores for them. custom: by layer and operand."""
     format: Literal["hybrid", "e4m3"] | None = None
     """hybrid: E4M3 in forward, E5M2 for gradients. e4m3: E4M3 for both. Default: hybrid for delayed, current and
     static, else e4m3."""

@@ -248,7 +248,6 @@ class Fp8Manager:
                     groups[layer][operand],
                     None if operand == "weight" else self._layers[layer].token_group,
                     self._amax_groups.get(layer),
-                    gemm.block_scaled,
                 )
                 for layer, operand in operands
             ]
