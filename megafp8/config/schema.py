@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from megafp8.config.errors import Problem
@@ -46,11 +46,6 @@ from megafp8.section import (
     Tokens,
     UserPath,
 )
-
-
-def _placement(value: object) -> object:
-    """`value`, except that "turns", which earlier versions wrote for "loop", is read as that."""
-    return "loop" if value == "turns" else value
 
 
 @lru_cache(maxsize=16)
@@ -487,7 +482,7 @@ class ParallelConfig(Section):
     """Pipeline schedule: a built-in one (README has a table; one file each in megafp8/pipeline_parallel/schedules), the
     path of a .csv file with one row per rank and cells such as F3, B3, W3, F3.1 for micro-batch 3 and chunk 1, or
     module:function, called with placement and number of micro-batches. megafp8 plot-schedule draws them."""
-    placement: Annotated[Literal["loop", "v"], BeforeValidator(_placement)] | None = None
+    placement: Literal["loop", "v"] | None = None
     """Rank of each stage. loop: stage s is on rank s mod pipeline; v: down the ranks and back, so that the last stage
     is on the first rank. Default: that of the schedule, and loop for one of your own."""
     context: PositiveInt = 1
@@ -675,18 +670,6 @@ class Fp8Config(Section):
         named = [value for rule in rules if isinstance(rule, dict) for value in rule.values()]
         names = {recipe, *(named if recipe == "custom" else ())} & RECIPES.keys()
         return keys_of(names) | per_tensor_keys_of(names)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _wgrad_in_bf16(cls, tree: Any) -> Any:
-        """`wgrad_in_bf16`, which earlier versions wrote, is read as the third of override_linear_precision."""
-        if not isinstance(tree, dict) or not isinstance(tree.get("wgrad_in_bf16"), bool):
-            return tree
-        tree = dict(tree)
-        if tree.pop("wgrad_in_bf16"):
-            fprop, dgrad, _ = tree.get("override_linear_precision", (False, False, False))
-            tree["override_linear_precision"] = (fprop, dgrad, True)
-        return tree
 
 
 class LossScaleConfig(Section):

@@ -195,13 +195,6 @@ def test_custom_gives_each_recipe_its_options() -> None:
     assert fp8_recipe(config) == CustomScaling(rules=rules)
 
 
-def test_a_key_of_earlier_versions_is_read() -> None:
-    """The config of a finished run has it, false or true."""
-    assert configured(recipe="rowwise", wgrad_in_bf16=False) == configured(recipe="rowwise")
-    found = configured(recipe="rowwise", wgrad_in_bf16=True, override_linear_precision=[False, True, False])
-    assert found.fp8.override_linear_precision == (False, True, True)
-
-
 def fp8_layers(config: Config) -> list[str]:
     manager = build_fp8(config, None)
     return [name for name, _ in linear_sites(config) if manager.linear(LinearSite(name)).plan.fp8]
