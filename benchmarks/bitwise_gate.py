@@ -75,7 +75,6 @@ RECIPES: dict[str, list[str]] = {
         *DELAYED, "fp8.margin=1", "fp8.interval=2", "fp8.amax_compute_algo=most_recent", "fp8.format=e4m3",
         "fp8.power_of_two_scale=true",
     ],
-    "delayed-smooth": [*DELAYED, "fp8.smooth_swiglu=true"],
     "current": ["fp8.recipe=current"],
     "rowwise": ["fp8.recipe=rowwise"],
     "rowwise-wgrad-bf16": [
@@ -130,7 +129,6 @@ MORE: dict[str, tuple[int, list[str]]] = {
     "recompute-full-one": (1, ["parallel.recompute=full", "parallel.recompute_blocks=1"]),
     "recompute-selective": (2, [*DELAYED, *SELECTIVE, "parallel.tensor=2"]),
     "recompute-selective-blockwise": (1, ["fp8.recipe=blockwise", "parallel.recompute=selective"]),
-    "recompute-selective-smooth": (1, [*DELAYED, "fp8.smooth_swiglu=true", "parallel.recompute=selective"]),
     "offload": (1, [*DELAYED, "parallel.offload=2"]),
     "reduce-bf16": (2, [*DELAYED, "optimizer.reduce_dtype=bf16"]),
     "moments-bf16": (2, [*DELAYED, "parallel.zero=1", "optimizer.moments_dtype=bf16"]),

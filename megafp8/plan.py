@@ -78,11 +78,11 @@ class LinearSite:
     `parallel`: how the weight is sharded over `tensor_parallel` ranks; None for a whole one. `tokens`: of a micro-batch
     on this rank outside the layer, None where they vary (then slices are assumed to be aligned). `adds_bias`: the layer
     adds its bias itself. `gathers_output`: a column-parallel layer's output is gathered. `recompute_input`: what wgrad
-    needs of the input is recomputed in backward. `smoothable`: channels over all ranks of a SwiGLU that makes the
-    input. `weight_storage`: where the weight is between steps; `param_gather`: it may be gathered in FP8.
-    `gathers_values`: why it is gathered in high precision nevertheless; empty where it need not be. `expert`: one of
-    the experts of a layer, whose tokens are whole on this rank however those of the layer are cut. `inputs`, `outputs`:
-    of this rank's part; 0 where nobody asks. `high_precision`: why the layer must not be FP8; empty where it may be.
+    needs of the input is recomputed in backward. `weight_storage`: where the weight is between steps; `param_gather`:
+    it may be gathered in FP8. `gathers_values`: why it is gathered in high precision nevertheless; empty where it need
+    not be. `expert`: one of the experts of a layer, whose tokens are whole on this rank however those of the layer are
+    cut. `inputs`, `outputs`: of this rank's part; 0 where nobody asks. `high_precision`: why the layer must not be FP8;
+    empty where it may be.
     """
 
     name: str = ""
@@ -98,7 +98,6 @@ class LinearSite:
     before: Neighbor = UNKNOWN
     after: Neighbor = UNKNOWN
     recompute_input: bool = False
-    smoothable: int | None = None
     weight_storage: WeightStorage = "resident"
     param_gather: bool = False
     gathers_values: str = ""
@@ -117,8 +116,7 @@ class LinearPlan:
     shard"), the values ("high"), or nothing ("recompute"). `grad_output`: quantized by the operation after the layer in
     its backward ("fused"), by the layer ("layer"), by the layer before tokens are gathered ("layer, then gather"), or
     not ("high"). `weight`: "resident"; "zero fp8" and "fsdp fp8" where FP8 data is gathered; "fsdp" where values are.
-    `smoothed`: channels of the input are scaled before they are quantized (smooth SwiGLU). `calibrating`: runs in high
-    precision and records amaxes. `reasons`: why the fast way is not taken, one each.
+    `calibrating`: runs in high precision and records amaxes. `reasons`: why the fast way is not taken, one each.
     """
 
     name: str
@@ -130,7 +128,6 @@ class LinearPlan:
     weight: Literal["resident", "zero fp8", "fsdp fp8", "fsdp"]
     input_neighbor: str = ""
     output_neighbor: str = ""
-    smoothed: bool = False
     calibrating: bool = False
     reasons: tuple[str, ...] = ()
 
@@ -155,7 +152,6 @@ def plan_linear(
     *,
     high_reason: str = "",
     calibrating: bool = False,
-    smooth: bool = False,
 ) -> LinearPlan:
     """The plan of the layer at `site`; `precision` None, for `high_reason`, keeps it in high precision."""
     sharded = site.sequence_parallel and site.tensor_parallel > 1
@@ -241,7 +237,6 @@ def plan_linear(
         weight,
         site.before.name if fused_input else "",
         site.after.name if grad_output == "fused" else "",
-        smoothed=smooth and fused_input and site.smoothable is not None and precision.input.per_tensor,
         reasons=tuple(reasons),
     )
 
@@ -289,7 +284,7 @@ def plans_table(plans: Iterable[LinearPlan]) -> str:
         rows.append((
             label,
             *plan.gemms,
-            _fused(plan.input, plan.input_neighbor) + (", smoothed" if plan.smoothed else ""),
+            _fused(plan.input, plan.input_neighbor),
             plan.gather or "-",
             plan.saved,
             _fused(plan.grad_output, plan.output_neighbor),

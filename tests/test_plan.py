@@ -37,7 +37,6 @@ DOWN = LinearSite(
     sequence_parallel=True,
     tokens=256,
     before=Neighbor("swiglu", "any"),
-    smoothable=64,
 )
 NONE, ALL = PerGemm(False, False, False), PerGemm(True, True, True)
 
@@ -52,9 +51,8 @@ def test_everything_is_fused_where_it_can_be() -> None:
     assert (plan.input, plan.gather, plan.saved) == ("fused", "fp8", "columnwise")
     assert (plan.grad_output, plan.weight, plan.reasons) == ("fused", "resident", ())
     assert (plan.input_neighbor, plan.output_neighbor) == ("norm", "rotary embedding")
-    plan = plan_linear(DOWN, of_(PER_TENSOR), smooth=True)
+    plan = plan_linear(DOWN, of_(PER_TENSOR))
     assert (plan.input, plan.gather, plan.grad_output) == ("fused", None, "layer, then gather")
-    assert plan.smoothed
     assert plan.reasons == ()
 
 
@@ -104,9 +102,8 @@ def test_what_is_not_fused_has_a_reason(
 )
 def test_a_layer_in_high_precision_says_why(options: dict[str, Any], saved: str, reason: str) -> None:
     of = of_(PER_TENSOR) if "calibrating" in options else None
-    plan = plan_linear(replace(DOWN, recompute_input=True), of, smooth=True, **options)
+    plan = plan_linear(replace(DOWN, recompute_input=True), of, **options)
     assert (plan.gemms, plan.fp8, plan.saved) == (("high",) * 3, False, saved)
-    assert not plan.smoothed
     assert reason in plan.reasons[0]
 
 

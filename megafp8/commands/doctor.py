@@ -34,7 +34,7 @@ EXTRAS = {
     "gpu": "FP8 GEMMs by torch's scaled_mm, slower and without accumulation in place; attention by torch's kernels; "
     "blockwise experts by Triton's",
     "recurrent": "linear attention by slower kernels (Gated DeltaNet's FlashQLA, for Hopper)",
-    "hf": "no tokenizers of kind huggingface, no chat templates",
+    "hf": "no tokenizers of kind huggingface, no chat templates, no adapters with alpha_pattern",
     "data": "no Parquet files, no tokenizers of kind tiktoken",
     "s3": "no data sets or checkpoints at s3:// URLs",
     "server": "no megafp8 serve",

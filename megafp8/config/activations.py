@@ -40,11 +40,6 @@ class Activation:
         """Adds the first linear layer's bias itself."""
         return self.fused and not self.gated
 
-    @property
-    def smoothable(self) -> bool:
-        """Has the outliers that `fp8.smooth_swiglu` is for, and a kernel that scales channels."""
-        return self.fused and self.gated
-
     def up_width(self, ffn: int) -> int:
         """Outputs of the MLP's first linear layer for an MLP `ffn` wide."""
         return 2 * ffn if self.gated else ffn

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megafp8.config import encoder_checks, optimizer_checks, resilience_checks
-from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.parts.attention import attention_heads, attention_keys, shared_keys
 from megafp8.config.parts.hyper_connections import HyperConnectionsConfig, hyper_connections
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, latent_attention
@@ -56,7 +55,6 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         optimizer_checks.average,
         optimizer_checks.mup,
         _fp8,
-        _smooth_swiglu,
         _overlap,
         _fsdp,
         _param_gather,
@@ -154,10 +152,8 @@ def _lora(config: Config) -> Iterator[Problem]:
         rule += "" if m.moe is None else "; adapters of experts are not offered"
         known = [x for x in config.spec.lora_targets if x in config.lora_targets] or list(config.spec.lora_targets)
         yield Problem("lora.targets", list(config.lora_targets), rule, f"try [{', '.join(known)}]")
-    works = "try false"
-    for key, on in (("param_gather", config.fp8.param_gather), ("smooth_swiglu", config.fp8.smooth_swiglu)):
-        if on:
-            yield Problem(f"fp8.{key}", True, "with lora, weights are frozen and not gathered or rescaled", works)
+    if config.fp8.param_gather:
+        yield Problem("fp8.param_gather", True, "with lora, weights are frozen and not gathered", "try false")
 
 
 def _tokenizer(config: Config) -> Iterator[Problem]:
@@ -575,26 +571,6 @@ def _fp8(config: Config) -> Iterator[Problem]:
             "fp8.custom", f.custom, "fp8.recipe custom needs a rule",
             'try [{layers: "*", input: delayed, weight: current, grad_output: delayed}]',
         )  # fmt: skip
-
-
-def _smooth_swiglu(config: Config) -> Iterator[Problem]:
-    f, activation = config.fp8, config.model.activation
-    if not f.smooth_swiglu:
-        return
-    if not ACTIVATIONS[activation].smoothable:
-        why = "is not computed by a kernel" if ACTIVATIONS[activation].gated else "has no such outliers"
-        rule = f"model.activation is {activation}, which {why}"
-    elif f.recipe == "none":
-        rule = "fp8.recipe is none, and only a cast needs it"
-    elif any(f.override_linear_precision):
-        yield Problem(
-            "fp8.smooth_swiglu", True, "it changes what all three GEMMs of a layer multiply, so all must be FP8",
-            "try fp8.override_linear_precision=[false, false, false], or fp8.smooth_swiglu=false",
-        )  # fmt: skip
-        return
-    else:
-        return
-    yield Problem("fp8.smooth_swiglu", True, rule, "try fp8.smooth_swiglu=false")
 
 
 def _fsdp(config: Config) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from megafp8.config.parts import LayerKind
@@ -47,11 +47,6 @@ from megafp8.section import (
     UserPath,
 )
 from megafp8.spec import ModelSpec
-
-
-def _placement(value: object) -> object:
-    """`value`, except that "turns", which earlier versions wrote for "loop", is read as that."""
-    return "loop" if value == "turns" else value
 
 
 class MupConfig(Section):
@@ -202,7 +197,7 @@ class ParallelConfig(Section):
     """Pipeline schedule: a built-in one (README has a table; one file each in megafp8/pipeline_parallel/schedules), the
     path of a .csv file with one row per rank and cells such as F3, B3, W3, F3.1 for micro-batch 3 and chunk 1, or
     module:function, called with placement and number of micro-batches. megafp8 plot-schedule draws them."""
-    placement: Annotated[Literal["loop", "v"], BeforeValidator(_placement)] | None = None
+    placement: Literal["loop", "v"] | None = None
     """Rank of each stage. loop: stage s is on rank s mod pipeline; v: down the ranks and back, so that the last stage
     is on the first rank. Default: that of the schedule, and loop for one of your own."""
     context: PositiveInt = 1
@@ -315,8 +310,8 @@ class Fp8Config(Section):
     """How scales are computed. none: no FP8. delayed: one scale per tensor from its amax history. current: one scale
     per tensor from its current amax. rowwise: one scale per row of each operand. blockwise: one scale per 128
     neighbours, per 128 × 128 block of weights. static: given or calibrated scales. mxfp8: a power of two per 32
-    neighbours. nvfp4: 4 bits, a scale per 16 neighbours. mxfp8 and nvfp4 are multiplied in bf16, with the same
-    values, except on Blackwell, where they have not been run yet. custom: by layer and operand."""
+    neighbours. nvfp4: 4 bits, a scale per 16 neighbours. mxfp8 and nvfp4 are multiplied in bf16 with the same
+    values, also on Blackwell, since megafp8 does not use its tensor cores for them. custom: by layer and operand."""
     format: Literal["hybrid", "e4m3"] | None = None
     """hybrid: E4M3 in forward, E5M2 for gradients. e4m3: E4M3 for both. Default: hybrid for delayed, current and
     static, else e4m3."""
@@ -344,11 +339,6 @@ class Fp8Config(Section):
     else false."""
     amax_epsilon: NonNegative = 0.0
     """current, rowwise, blockwise: lower bound for amaxes."""
-    smooth_swiglu: bool = False
-    """delayed, current, static: multiply each channel of SwiGLU's output by a power of two, computed from the amaxes of
-    the last step, before it is quantized, and divide the columns of the next weight by it (Fishman et al. 2024,
-    arXiv:2409.12517). For runs in which single channels grow until one scale no longer fits all. With custom it applies
-    to layers whose input has one of these recipes."""
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     """Run (fprop, dgrad, wgrad) in high precision; [false, false, true] is usual with rowwise."""
     fast_accumulation: tuple[bool, bool, bool] = (True, False, False)
@@ -395,18 +385,6 @@ class Fp8Config(Section):
         named = [value for rule in rules if isinstance(rule, dict) for value in rule.values()]
         names = {recipe, *(named if recipe == "custom" else ())} & RECIPES.keys()
         return keys_of(names) | per_tensor_keys_of(names)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _wgrad_in_bf16(cls, tree: Any) -> Any:
-        """`wgrad_in_bf16`, which earlier versions wrote, is read as the third of override_linear_precision."""
-        if not isinstance(tree, dict) or not isinstance(tree.get("wgrad_in_bf16"), bool):
-            return tree
-        tree = dict(tree)
-        if tree.pop("wgrad_in_bf16"):
-            fprop, dgrad, _ = tree.get("override_linear_precision", (False, False, False))
-            tree["override_linear_precision"] = (fprop, dgrad, True)
-        return tree
 
 
 class LossScaleConfig(Section):

@@ -29,7 +29,7 @@ from megafp8.conversion.adapters import AdaptedSource, MergedSource
 from megafp8.conversion.base import Source
 from megafp8.conversion.hf_names import Location
 from megafp8.conversion.hf_source import HfSource
-from megafp8.conversion.patterns import matches
+from megafp8.conversion.patterns import matches_end
 from megafp8.conversion.safetensors_format import DTYPES, Entry, read_header, read_rows
 from megafp8.conversion.target import TOKENIZER_NAMES, own_files
 from megafp8.data.hub import NotOnThisMachine, is_hub_name, local_folder
@@ -215,6 +215,5 @@ def _modules(path: Path, config: Mapping[str, Any]) -> dict[str, _Module]:
 
 
 def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """The value for `module`, as PEFT finds it: of the first pattern that is the end of its name."""
-    starts = [0, *(dot.end() for dot in re.finditer(r"\.", module))]
-    return next((value for pattern, value in patterns.items() if matches(pattern, module, starts)), default)
+    """Return the value of the first pattern that matches the end of the module's name, as PEFT does."""
+    return next((value for pattern, value in patterns.items() if matches_end(pattern, module)), default)

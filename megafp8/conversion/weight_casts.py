@@ -179,8 +179,6 @@ def _why_unknown(state: LinearState) -> str:
     """Why it cannot be said how training casts a layer's weight; empty where it can."""
     if state.plan.calibrating:
         return "its static scales are still being calibrated"
-    if state.smoothing is not None:
-        return "smooth_swiglu scales the columns, which the format has no place for"
     quantizer = state.own_quantizers.weight
     if not isinstance(quantizer, RecipeQuantizer):
         return "its recipe is none whose scales the format has a place for"
@@ -191,7 +189,7 @@ def _why_unknown(state: LinearState) -> str:
 
 
 def _input_scale_inv(state: LinearState, trained: str) -> Tensor | None:
-    if trained or state.plan.calibrating or state.smoothing is not None:
+    if trained or state.plan.calibrating:
         return None
     quantizer = state.own_quantizers.input
     known = quantizer.known_scale if isinstance(quantizer, RecipeQuantizer) else None

@@ -68,17 +68,11 @@ class WeightShard(NamedTuple):
     rows_before: int = 0
 
     def source(self) -> Plain:
-        """The shard in the model's dtype, its columns divided where the layer's input is smoothed.
+        """Return the shard in the model's dtype.
 
-        A matrix because kernels take matrices; its shape means nothing.
+        It is a matrix because kernels take matrices; its shape means nothing.
         """
-        x_f, k = self.master_f.to(self.dtype), self.fp8_data_nk.shape[1]
-        smoothing = states_of(self.state)[0].smoothing
-        if smoothing is not None:
-            before = self.start % k
-            rows = -(-(before + len(x_f)) // k)
-            column_scale_f = smoothing.scale_inv_f.repeat(rows)[before : before + len(x_f)]
-            x_f = x_f.to(torch.promote_types(x_f.dtype, torch.float32)) * column_scale_f
+        x_f = self.master_f.to(self.dtype)
         return Plain(x_f.view(-1, math.gcd(len(x_f), 1024)))
 
     def parts(self) -> list[_Part]:

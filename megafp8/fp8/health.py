@@ -310,7 +310,7 @@ def _advice(
     if last.layer.endswith("mlp.down") and last.operand == "input" and growth > AMAX_GROWTH:
         reason = (
             f"amax grew {growth:.3g} times since step {history[0].step}: SwiGLU's known outlier late in training, "
-            "which ends in divergence; keep the layer in bf16, or set fp8.smooth_swiglu"
+            "which ends in divergence; keep the layer in bf16"
         )
         return advised(reason, "exclude", last.layer)
     if saturated > SATURATED_SHARE:

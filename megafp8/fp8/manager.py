@@ -25,7 +25,6 @@ from megafp8.linear.group_state import GroupState
 from megafp8.linear.state import LinearState, Quantizers
 from megafp8.numerics.quantizers import AmaxRecording, Quantizer, recording_amaxes
 from megafp8.numerics.recipes.base import OPERANDS, Fp8Recipe, Fp8Tensor, OperandName, by_recipe, no_match
-from megafp8.numerics.smoothing import SmoothingState
 from megafp8.numerics.step import State
 from megafp8.numerics.step import end_step as end_step_of_states
 from megafp8.numerics.stochastic_rounding import NoiseClock
@@ -58,8 +57,8 @@ class Fp8Manager:
     patterns of layer names; a layer is FP8 if some of the first and none of the second match. `recorder`: looks at what
     FP8 layers quantize, in the steps it samples. `seed` and `data_parallel`, this rank and how many there are, decide
     the noise of stochastic rounding. `context`: None where each rank has whole sequences; an amax is that of a whole
-    micro-batch, however its tokens are cut. `smooth_swiglu`: smooth the inputs that `smooth_input` names
-    (`megafp8.numerics.smoothing`). `watches_weights`: layers see for themselves whether their weights have changed.
+    micro-batch, however its tokens are cut. `watches_weights`: layers see for themselves whether their weights have
+    changed.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class Fp8Manager:
         seed: int = 0,
         data_parallel: tuple[int, int] = (0, 1),
         context: ContextGroups | None = None,
-        smooth_swiglu: bool = False,
         watches_weights: bool = False,
     ) -> None:
         self.recipe = recipe
@@ -86,7 +84,6 @@ class Fp8Manager:
         self.seed, self.data_parallel = seed, data_parallel
         self.context = context
         self._left_out: frozenset[str] = frozenset()
-        self.smooth_swiglu = smooth_swiglu
         self._watches_weights = watches_weights
         self._all_layers: dict[str, LinearState] = {}
         self._layers: dict[str, LinearState] = {}  # those in FP8
@@ -122,7 +119,6 @@ class Fp8Manager:
             site,
             precision,
             high_reason=reason,
-            smooth=self.smooth_swiglu,
             group=tp_group,
             sharded_group=sharded,
             token_group=tokens,
@@ -153,7 +149,6 @@ class Fp8Manager:
             include=self.include,
             exclude=self.exclude,
             gemm_backend=self.gemm_backend,
-            smooth_swiglu=self.smooth_swiglu,
         )
         manager.leave_out(self._left_out)
         return manager
@@ -253,7 +248,6 @@ class Fp8Manager:
                     groups[layer][operand],
                     None if operand == "weight" else self._layers[layer].token_group,
                     self._amax_groups.get(layer),
-                    gemm.block_scaled,
                 )
                 for layer, operand in operands
             ]
@@ -261,29 +255,16 @@ class Fp8Manager:
             quantizers |= made
             if state is not None and state not in self._states:
                 self._states.append(state)
-        smoothing = self._smoothing(device)
-        if smoothing is not None:
-            self._states.append(smoothing)
         for name, layer in self._layers.items():
             x, w, dy = (quantizers[f"{name}.{operand}"] for operand in Quantizers._fields)
-            scales = None if smoothing is None else smoothing.channel_scales.get(name)
             own = Quantizers(x, w, dy)
-            layer.complete(own, gemm, scales, None if self.recorder is None else _observed(own, self.recorder, name))
-            self._recording += [q for q in (x, w, dy, scales) if isinstance(q, AmaxRecording)]
+            layer.complete(own, gemm, None if self.recorder is None else _observed(own, self.recorder, name))
+            self._recording += [q for q in own if isinstance(q, AmaxRecording)]
 
     @property
     def states(self) -> Sequence[State]:
         """What recipes remember between steps."""
         return self._states or ()
-
-    def _smoothing(self, device: torch.device) -> SmoothingState | None:
-        """The channel scales of the layers whose input is smoothed, all of equally many channels."""
-        smoothed = {name: state for name, state in self._layers.items() if state.plan.smoothed}
-        if not smoothed:
-            return None
-        (channels,) = {state.site.smoothable for state in smoothed.values()}
-        assert channels is not None
-        return SmoothingState({name: state.group for name, state in smoothed.items()}, channels, device)
 
     def replan(self) -> None:
         """Replace the plans of layers whose calibration has ended or begun."""
@@ -315,8 +296,8 @@ class Fp8Manager:
         """End a training step, after the optimizer changed the weights: renew scales, forget the weights' FP8 copies.
 
         `of_replicas`: `newest_amaxes` before the update, reduced by maximum over other replicas of the model.
-        Collective over `amax_group`: one all-reduce with delayed scaling, with static scaling while it calibrates, and
-        for smoothing; purely local otherwise.
+        Collective over `amax_group`: one all-reduce with delayed scaling, and with static scaling while it calibrates;
+        purely local otherwise.
         """
         end_step([self], of_replicas)
 
@@ -356,7 +337,7 @@ class Fp8Manager:
         """What must be saved, as views that may be read into in place (then call `invalidate_weights`).
 
         For each FP8 tensor that is scaled by something remembered `fp8.<layer>.<input|weight|grad_output>.<what>`, see
-        `DelayedState`, `StaticState` and `SmoothingState`; and `fp8.noise_step` with stochastic rounding. Save after
+        `DelayedState` and `StaticState`; and `fp8.noise_step` with stochastic rounding. Save after
         `end_step`: the values are then the same on every rank of `amax_group`.
         """
         return {name: tensor for state in self.states for name, tensor in state.state_dict().items()}

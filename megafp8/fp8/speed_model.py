@@ -93,7 +93,7 @@ def granularities(recipes: PerOperand[Fp8Recipe], operands: tuple[OperandName, O
     """The granularities of the two operands of a GEMM, as in `Ceilings.fp8`."""
     if is_dequantized(recipes, operands):
         names = " and ".join(dict.fromkeys(getattr(recipes, operand).name for operand in operands))
-        raise ValueError(f"the speed of {names} cannot be predicted: without Blackwell its GEMMs are those of bf16")
+        raise ValueError(f"the speed of {names} cannot be predicted: its GEMMs run in bf16")
     return "·".join(getattr(recipes, operand).granularity(operand).name for operand in operands)
 
 

@@ -45,7 +45,7 @@ from megafp8.numerics.quantizers import AmaxRecording, recording_amaxes
 from megafp8.numerics.recipes import DelayedScaling, Fp8Recipe
 from megafp8.numerics.recipes.base import Fp8Tensor, RecipeQuantizer
 from megafp8.numerics.sources import Plain
-from megafp8.numerics.tensor import QuantizedTensor, on_hopper
+from megafp8.numerics.tensor import QuantizedTensor, as_cast
 from megafp8.plan import LinearSite
 
 _STEP_IS_OVER = "step_is_over"
@@ -68,10 +68,8 @@ class StandaloneLinear:
         self.tp_group: ProcessGroup | None = None
         self.gathered_in_fp8 = False
         self.saved_format, self.input_key = dict[str, str](), dict[str, str]()
-        operands = layers.own_recipe.operands(site.name)
-        if operands is None or on_hopper(operands.input.granularity("input")):  # else by what the device multiplies
-            self.saved_format[""] = _saved_format_under(layers.own_recipe, site.name)
-            self.input_key[""] = self._input_key(layers.own_recipe, block_scaled=False)
+        self.saved_format[""] = _saved_format_under(layers.own_recipe, site.name)
+        self.input_key[""] = self._input_key(layers.own_recipe)
         self._reset()
 
     def _reset(self) -> None:
@@ -92,14 +90,14 @@ class StandaloneLinear:
         vars(self).update(state, saved_format={}, input_key={})
         self._reset()
 
-    def _input_key(self, recipe: Fp8Recipe, *, block_scaled: bool) -> str:
+    def _input_key(self, recipe: Fp8Recipe) -> str:
         operands = recipe.operands(self.site.name)
         if operands is None or any(recipe.override_linear_precision) or self.tp_group is not None:
             return ""
         own = operands.input
         if type(own).build is not Fp8Recipe.build or any(each.calibrates for each in operands):
             return ""
-        return _input_keys.setdefault((own, block_scaled), str(len(_input_keys) + 1))
+        return _input_keys.setdefault(own, str(len(_input_keys) + 1))
 
     @contextmanager
     def running(self, device: torch.device, *, training: bool) -> Iterator[LinearState | None]:
@@ -124,10 +122,7 @@ class StandaloneLinear:
             self.layers.begin_forward(context)
         self.saved_format[context.recipe_key] = _saved_format(state)
         if context.recipe_key not in self.input_key:
-            self.input_key[context.recipe_key] = self._input_key(
-                context.recipe or self.layers.own_recipe,
-                block_scaled=state.precision is not None and state.gemm.block_scaled,
-            )
+            self.input_key[context.recipe_key] = self._input_key(context.recipe or self.layers.own_recipe)
         if state.precision is None:
             self.last_state = None
             yield None
@@ -206,13 +201,13 @@ def layer_of(handle: Tensor) -> StandaloneLinear:
     return _by_handle[int(handle)]
 
 
-_input_keys: dict[tuple[Fp8Recipe, bool], str] = {}
+_input_keys: dict[Fp8Recipe, str] = {}
 
 
 def input_quantizer(key: str) -> RecipeQuantizer:
     """Quantizes inputs of the layers with this `input_key`."""
-    ((recipe, block_scaled),) = (made_of for made_of, own in _input_keys.items() if own == key)
-    return RecipeQuantizer(recipe, Fp8Tensor("", "input", None, None, block_scaled=block_scaled))
+    (recipe,) = (recipe for recipe, own in _input_keys.items() if own == key)
+    return RecipeQuantizer(recipe, Fp8Tensor("", "input", None, None))
 
 
 def _saved_format(state: LinearState) -> str:
@@ -227,13 +222,12 @@ def _saved_format_under(recipe: Fp8Recipe, name: str) -> str:
     operands = recipe.operands(name)
     if operands is None or recipe.override_linear_precision[2] or any(own.calibrates for own in operands):
         return VALUES
-    return operands.input.granularity("input").name
+    return as_cast(operands.input.granularity("input")).name
 
 
 def _recording(state: LinearState) -> list[AmaxRecording]:
     """The quantizers of the layer that can record amaxes."""
-    quantizers = (*state.own_quantizers, state.smoothing)
-    return [quantizer for quantizer in quantizers if isinstance(quantizer, AmaxRecording)]
+    return [quantizer for quantizer in state.own_quantizers if isinstance(quantizer, AmaxRecording)]
 
 
 class _Part(NamedTuple):

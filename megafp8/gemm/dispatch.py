@@ -10,9 +10,8 @@ Backends for FP8:
     emulated   the same product with fp32 operands, anywhere: exact products (FP8 × FP8 fits fp32), fp32 sums;
                for a float64 result float64 sums, which lets layouts be compared without the noise of their order
 
-Blocks of 32 and 16 (mxfp8, nvfp4) are Blackwell's. Where its tensor cores are found to multiply them, scaled_mm does,
-under every backend but emulated (`megafp8.gemm.scaled_mm`). For others the casts dequantize them, and GEMMs in bf16
-multiply them. Pairs of granularities that the device's tensor cores do not take are emulated.
+Blocks of 32 and 16 (mxfp8, nvfp4) belong to Blackwell's tensor cores, which no backend uses: the casts dequantize such
+operands, and GEMMs in bf16 multiply them. Pairs of granularities that Hopper's tensor cores do not take are emulated.
 
 cuBLASLt wants n and k to be multiples of 16. Others are padded with zeros, which adds nothing to any sum and costs a
 copy; layer sizes and tokens per micro-batch that are multiples of 16 never pay it.
@@ -33,8 +32,6 @@ from torch.nn import functional as F
 
 from megafp8.gemm.cublaslt import CublasLt, available
 from megafp8.gemm.cublaslt_problem import ALIGNMENT, adds_bias, arranged
-from megafp8.gemm.scaled_mm import block_scaled_mm, multiplies
-from megafp8.gemm.scaled_mm_check import why_not_block_scaled
 from megafp8.numerics.tensor import (
     BLOCK_1X128,
     BLOCK_128X128,
@@ -75,7 +72,6 @@ def _shared_cublaslt(index: int, autotune: bool) -> CublasLt:
 class Fp8Gemm:
     """FP8 products with one backend on one device. `backend` "auto" is the fastest there is on the device.
 
-    `block_scaled`: the device multiplies blocks of 32 and 16; where it does not, operands are to be dequantized.
     `autotune`: let cuBLASLt's algorithms be timed when a shape is first met. ValueError where a backend is asked for by
     name and is not there.
     """
@@ -90,7 +86,6 @@ class Fp8Gemm:
         if backend == "auto":
             backend = ("cublaslt" if has_cublaslt else "scaled_mm") if device.type == "cuda" else "emulated"
         self.backend = backend
-        self.block_scaled = backend != "emulated" and why_not_block_scaled(device) is None
         self._cublaslt: CublasLt | None = None
         if backend == "cublaslt":
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -113,8 +108,6 @@ class Fp8Gemm:
         """
         if bias is not None and not self._adds(a_mk, b_nk, out_dtype, bias):
             return self.tn(a_mk, b_nk, out_dtype, use_fast_accum=use_fast_accum, out=out).add_(bias)
-        if self.block_scaled and multiplies(a_mk, b_nk, out_dtype):
-            return _into(out, block_scaled_mm(a_mk, b_nk, out_dtype))
         if self.backend != "emulated" and _in_bf16(a_mk, b_nk, out_dtype):
             return self._bf16(a_mk, b_nk, out_dtype, out)
         if self._cublaslt is not None and _fits(a_mk, b_nk):

@@ -25,7 +25,6 @@ from megafp8.numerics.sources import (
     Normalized,
     Plain,
     QKVGrad,
-    ScaledColumns,
     Source,
     Ungated,
     UngatedGrad,
@@ -125,11 +124,11 @@ def inputs_of(source: Source) -> Inputs:
         return Inputs("gathered", (x, source.rows_r, source.factor_r, x, None, None), c)
     dy, suffix = (kernel_input(source.dy_rf), "_grad") if isinstance(source, (UngatedGrad, GatedGrad)) else (x, "")
     if isinstance(source, (Gated, GatedGrad)):
-        return Inputs(f"gated{suffix}", (x, dy, x, x, source.scale_f, None), c // 2, source.function)
+        return Inputs(f"gated{suffix}", (x, dy, x, x, x, None), c // 2, source.function)
     if isinstance(source, (Ungated, UngatedGrad)):
         bias = None if source.bias_f is None else kernel_input(source.bias_f)
         return Inputs(f"activation{suffix}", (x, dy, x, x, x, bias), c, source.function)
-    return Inputs("plain", (x, x, x, x, source.scale_c if isinstance(source, ScaledColumns) else None, None), c)
+    return Inputs("plain", (x, x, x, x, x, None), c)
 
 
 class _CastConstants(NamedTuple):
@@ -157,7 +156,7 @@ class _NoConstants(NamedTuple):
     """Constants of a kernel that needs none."""
 
 
-_VALUES, _WHOLE, _COLUMNS = _CastConstants("none", True, False), _AmaxConstants(True), _AmaxConstants(COLUMNS=True)
+_VALUES, _WHOLE = _CastConstants("none", True, False), _AmaxConstants(True)
 _Constants = _CastConstants | _AmaxConstants | _NoConstants
 
 
@@ -234,12 +233,6 @@ def amax(source: Source) -> Tensor:
         bits = result.view(torch.int32)
         _launch(amax_kernel, "amax", source, (bits,) * 3, _WHOLE)
     return result
-
-
-def raise_column_amax(source: Source, amax_c: Tensor) -> None:
-    if 0 not in source.shape:
-        bits = amax_c.view(torch.int32)
-        _launch(amax_kernel, "vector_amax", source, (bits,) * 3, _COLUMNS)
 
 
 def column_sums(source: Source) -> Tensor:

@@ -1,6 +1,6 @@
 """Reductions of a source: amaxes, needed before it can be quantized, and the sums of its columns.
 
-References: `amax`, `amaxes`, `raise_column_amax` and `column_sums` of `megafp8.numerics.reference`. Only a few numbers
+References: `amax`, `amaxes` and `column_sums` of `megafp8.numerics.reference`. Only a few numbers
 are stored, so a program takes a tile as it lies in memory and computes it as the cast will.
 
 Sums are float64, one row for each row of tiles; the caller adds these and rounds once. Amaxes, of the whole or of all

@@ -4,14 +4,14 @@ Reference: `values` of each source in `megafp8.numerics.sources`. No multiply-ad
 nearest. All kernels that read a source take the same six pointers, as a tuple `inputs`; SOURCE says what they are. What
 is None is left out of the computation, and what is not listed is not read:
 
-    plain             x, and as weight the columns' scales
+    plain             x
     gathered          x, numbers of its rows, and as rstd their factors
     rmsnorm           x, -, rstd, -, weight
     layernorm         x, -, rstd, mean, weight, bias
     activation        x, and its bias
     activation_grad   x, dy, and the bias
-    gated             [gate | up], and as weight the channels' scales
-    gated_grad        [gate | up], dy, and as weight the channels' scales
+    gated             [gate | up]
+    gated_grad        [gate | up], dy
     qkv_grad          dq, dk, cos, sin, dv, and x where q and k have norms
 
 FUNCTION is the activation's; of norms "zero_centered" if they multiply by 1 + weight. The last two have two parts,
@@ -116,14 +116,10 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
             up = tl.clamp(up, -10.0, 10.0, propagate_nan=tl.PropagateNan.ALL)
         if SOURCE == "gated":
             y = activated * up
-            if weight_c is not None:
-                y = y * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
             y2 = y
         else:
             second_rc += i0.to(tl.int64) * c + j0
             dy = tl.load(second_rc + (i[:, None] * c + j[None, :]), mask=inside, other=0.0).to(tl.float32)
-            if weight_c is not None:
-                dy = dy * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
             y = dy * up * derivative
             y2 = dy * activated
             if FUNCTION == "clamped_silu":
@@ -156,8 +152,6 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
             if SOURCE == "activation_grad":
                 second_rc += i0.to(tl.int64) * c + j0
                 y = tl.load(second_rc + at, mask=inside, other=0.0).to(tl.float32) * derivative
-        elif weight_c is not None:
-            y = y * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
         if bias_c is not None:  # a bias would change the zeros outside
             y = tl.where(inside, y, 0.0)
         y2 = y

@@ -134,18 +134,14 @@ def dgrad(state: LinearState, dy: Operand, w: Operand, dtype: torch.dtype, *, ou
 
 
 def wgrad(state: LinearState, weight: Tensor, dy: Operand, x: Operand) -> Tensor | None:
-    """dw `[n, k]` added to its sink or written there, by the GEMM itself where possible, and None; or dw.
-
-    Not by the GEMM with smoothing, where dw is that of the quantized weight, whose columns are divided.
-    """
-    smoothing, found = state.smoothing, in_place(weight)
-    if found is None or smoothing is not None:
-        dw_nk = _wgrad(state, dy, x, wgrad_dtype(weight))
-        return deliver(weight, dw_nk if smoothing is None else dw_nk.mul_(smoothing.scale_inv_f))
-    if found.accumulate:
-        add_wgrad(state, dy, x, found.main_grad)
+    """Add dw `[n, k]` to its sink, by the GEMM itself where possible; return it if the weight has no sink."""
+    buffer = in_place(weight)
+    if buffer is None:
+        return deliver(weight, _wgrad(state, dy, x, wgrad_dtype(weight)))
+    if buffer.accumulate:
+        add_wgrad(state, dy, x, buffer.main_grad)
     else:
-        _wgrad(state, dy, x, torch.float32, found.main_grad)
+        _wgrad(state, dy, x, torch.float32, buffer.main_grad)
     was_added(weight)
     return None
 

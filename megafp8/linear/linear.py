@@ -8,9 +8,6 @@ How a layer runs is its `LinearPlan` (`megafp8.plan`). The input may have been q
 layer, and the output's gradient by the one after (`megafp8.linear.fusion`). A GEMM in high precision keeps its operands
 unquantized.
 
-With smooth SwiGLU (`megafp8.numerics.smoothing`) the weight's columns are divided before they are quantized, and so is
-dw.
-
 dw goes where `megafp8.linear.grad_sink` says. Communication at the two ends of a tensor-parallel layer (`TPComm`)
 overlaps with the GEMMs: dx is reduced while wgrad is computed (`megafp8.distributed.tp_overlap`). A layer without any
 has a Function of its own, which costs the host less.
@@ -77,7 +74,6 @@ def linear(
     if state.packed_weight is not None:
         return _packed_linear(values, state.packed_weight, bias, comm)
     plan = state.plan
-    assert not plan.smoothed or quantized is not None, "a smoothed layer cannot quantize its input itself"
     assert bias is None or handoff is None
     if comm != LOCAL_COMM:
         y = _ShardedLinear.apply(values, weight, state, quantized, recompute, handoff, torch.is_grad_enabled(), comm)

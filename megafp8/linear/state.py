@@ -21,8 +21,7 @@ from megafp8.linear.packed_weight import PackedWeight
 from megafp8.linear.weight_forms import TransientWeight, WeightCopies, WeightForm, stored_copies
 from megafp8.numerics.quantizers import AmaxRecording, Calibrating, Observing, Quantizer
 from megafp8.numerics.recipes.base import RecipeQuantizer
-from megafp8.numerics.smoothing import ChannelScales
-from megafp8.numerics.sources import Plain, ScaledColumns
+from megafp8.numerics.sources import Plain
 from megafp8.numerics.tensor import QuantizedTensor, ScaledTensor
 from megafp8.plan import LinearPlan, LinearPrecision, LinearSite, PerGemm, plan_linear
 
@@ -39,14 +38,13 @@ class InputFormat(NamedTuple):
     """In which form a linear layer takes its input from the operation before it.
 
     `quantizer`: quantizes it, None for values; `columnwise`: in both orientations, else rowwise alone. `alignment`: of
-    its rows (tokens). `smoothing`: what its channels are multiplied by before. `recompute`: the layer keeps what the
+    its rows (tokens). `recompute`: the layer keeps what the
     input was computed from instead of the input; `group`: the ranks whose slices of the tokens are then gathered.
     """
 
     quantizer: Quantizer | None
     columnwise: bool = True
     alignment: int = 1
-    smoothing: ChannelScales | None = None
     recompute: bool = False
     group: ProcessGroup | None = None
 
@@ -79,17 +77,15 @@ class LinearState:
         precision: LinearPrecision | None,
         *,
         high_reason: str = "",
-        smooth: bool = False,
         group: ProcessGroup | None = None,
         sharded_group: ProcessGroup | None = None,
         token_group: ProcessGroup | None = None,
         watches_weight: bool = False,
     ) -> None:
         self.site, self.precision = site, precision
-        self._high_reason, self._smooth = high_reason, smooth
+        self._high_reason = high_reason
         self.group, self.sharded_group, self.token_group = group, sharded_group, token_group
         self.plan = self._planned(calibrating=False)
-        self.smoothing: ChannelScales | None = None  # multiplies channels of the input, divides columns of the weight
         self._quantizers: Quantizers | None = None
         self._own_quantizers: Quantizers | None = None  # as the recipe made them, without what records them
         self._calibrated: list[Calibrating] = []  # of these; `isinstance` of a protocol takes too long for each pass
@@ -109,14 +105,12 @@ class LinearState:
         if precision is None:
             self._follow_plan()
 
-    def complete(
-        self, quantizers: Quantizers, gemm: Fp8Gemm, smoothing: ChannelScales | None, observed: Quantizers | None
-    ) -> None:
+    def complete(self, quantizers: Quantizers, gemm: Fp8Gemm, observed: Quantizers | None) -> None:
         """Set what is known once the whole model has been built; `observed`: the same quantizers with an observer.
 
         Called by `Fp8Manager.materialize`.
         """
-        self._gemm, self.smoothing, self._own_quantizers = gemm, smoothing, quantizers
+        self._gemm, self._own_quantizers = gemm, quantizers
         self._weight_recording = quantizers.weight if isinstance(quantizers.weight, AmaxRecording) else None
         self._quantizers = observed or quantizers
         self._calibrated = [quantizer for quantizer in quantizers if isinstance(quantizer, Calibrating)]
@@ -138,9 +132,7 @@ class LinearState:
         return any(quantizer.calibrating for quantizer in self._calibrated)
 
     def _planned(self, *, calibrating: bool) -> LinearPlan:
-        return plan_linear(
-            self.site, self.precision, high_reason=self._high_reason, calibrating=calibrating, smooth=self._smooth
-        )
+        return plan_linear(self.site, self.precision, high_reason=self._high_reason, calibrating=calibrating)
 
     def _follow_plan(self) -> None:
         plan, group = self.plan, self.group if self.plan.gather else None
@@ -158,7 +150,7 @@ class LinearState:
                 quantizer = self.quantizers.input.for_sharded_input(self.sharded_group)
                 assert quantizer is not None
                 alignment, columnwise = quantizer.shard_alignment, not quantizer.per_tensor
-            self.input_format = InputFormat(quantizer, columnwise, alignment, self.smoothing, recompute, group)
+            self.input_format = InputFormat(quantizer, columnwise, alignment, recompute, group)
         if plan.grad_output == "layer, then gather":
             assert self.sharded_group is not None
             self.shard_grad_quantizer = self.quantizers.grad_output.for_sharded_input(self.sharded_group)
@@ -241,9 +233,7 @@ class LinearState:
         data = self.gathered_weight
         if data is not None:
             return stored_copies(data, rowwise=rowwise, columnwise=columnwise)
-        w = weight.detach()
-        source = Plain(w) if self.smoothing is None else ScaledColumns(w, self.smoothing.scale_inv_f)
-        return self.quantizers.weight(source, rowwise=rowwise, columnwise=columnwise)
+        return self.quantizers.weight(Plain(weight.detach()), rowwise=rowwise, columnwise=columnwise)
 
     def _check_stored(self, data: ScaledTensor) -> None:
         wanted = self.own_quantizers.weight

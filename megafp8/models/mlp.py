@@ -60,11 +60,7 @@ class MLP(FeedForward):
             f,
             model.hidden_size,
             init=Init("normal", model.output_init_std),
-            site=context.site(
-                before=neighbor,
-                recompute_input=memory.activation,
-                smoothable=f if self.activation.smoothable else None,
-            ),
+            site=context.site(before=neighbor, recompute_input=memory.activation),
             **common,
         )
 

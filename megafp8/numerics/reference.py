@@ -27,13 +27,6 @@ def amax(source: Source) -> Tensor:
     return largest(source.values())
 
 
-def raise_column_amax(source: Source, amax_c: Tensor) -> None:
-    """Raise `amax_c`, fp32 `[c]`, to the largest magnitudes of the columns, infinite where these are not finite."""
-    if 0 not in source.shape:
-        largest_c = source.values().abs().amax(dim=0).float().nan_to_num(nan=torch.inf, posinf=torch.inf)
-        torch.maximum(amax_c, largest_c, out=amax_c)
-
-
 def column_sums(source: Source) -> Tensor:
     """Sums of the columns `[c]`, fp32 or wider: taken in float64 and rounded once, so no order of summation shows."""
     values = source.values()

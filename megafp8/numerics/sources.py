@@ -162,17 +162,6 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class ScaledColumns(Plain):
-    """`x` with each column multiplied by a scale of its own, `scale_c` `[c]` fp32."""
-
-    scale_c: Tensor
-    kind: ClassVar[str] = "scaled_columns"
-
-    def values(self) -> Tensor:
-        return wide(self.x_rc) * self.scale_c
-
-
-@dataclass(frozen=True)
 class Gathered(Plain):
     """Rows `rows_r`, int64, of `x` `[n, c]`, each times its `factor_r`, fp32 or wider, if there are any.
 
@@ -287,12 +276,7 @@ class SquaredReLUGrad(UngatedGrad):
 
 @dataclass(frozen=True)
 class Gated(Activation):
-    """`f(gate) · up` `[r, f]` of x = [gate | up] `[r, 2f]` (Shazeer 2020, arXiv:2002.05202).
-
-    `scale_f`, fp32 powers of two `[f]`, multiplies the channels, see `megafp8.numerics.smoothing`.
-    """
-
-    scale_f: Tensor | None = None
+    """`f(gate) · up` `[r, f]` of x = [gate | up] `[r, 2f]` (Shazeer 2020, arXiv:2002.05202)."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -300,22 +284,18 @@ class Gated(Activation):
 
     def values(self) -> Tensor:
         gate, up = wide(self.x_rc).chunk(2, dim=-1)
-        y = FUNCTIONS[self.function](gate)[0] * _factor(self.function, up)
-        return y if self.scale_f is None else y * self.scale_f
+        return FUNCTIONS[self.function](gate)[0] * _factor(self.function, up)
 
 
 @dataclass(frozen=True)
 class GatedGrad(Activation):
-    """The gradient `[r, 2f]` of [gate | up], `x_rc` `[r, 2f]`, from dy `[r, f]`; `scale_f` as for `Gated`."""
+    """The gradient `[r, 2f]` of [gate | up], `x_rc` `[r, 2f]`, from dy `[r, f]`."""
 
     dy_rf: Tensor
-    scale_f: Tensor | None = None
 
     def values(self) -> Tensor:
         gate, up = wide(self.x_rc).chunk(2, dim=-1)
         dy = wide(self.dy_rf)
-        if self.scale_f is not None:
-            dy = dy * self.scale_f
         y, derivative = FUNCTIONS[self.function](gate)
         of_up = dy * y
         if self.function in LIMITS:

@@ -7,8 +7,8 @@ A GEMM sums over the last dim of both operands ("TN"), and a tensor takes part i
 dims. So it is wanted rowwise `[r, c]` and columnwise `[c, r]`, its transpose; a `QuantizedTensor` has both or either.
 With one scale per tensor the second is a transposed copy of the first; with blocks they are two different casts.
 
-Blocks of 32 and 16 are Blackwell's. For other tensor cores a matrix is `dequantized`: its block scales are multiplied
-into the data, which bf16 holds exactly, as a value has at most four significant bits and a scale four.
+Only Blackwell's tensor cores multiply blocks of 32 and 16. Such a matrix is `dequantized`: its block scales are
+multiplied into the data, which bf16 holds exactly, as a value has at most four significant bits and a scale four.
 
     mxfp8    E4M3 or E5M2 · 2^(e - 127)    4 bits        exact from 2^-130 on; what is smaller, within 2^-134
     nvfp4    E2M1 · E4M3                   2 + 4 bits    exact: 0, or 2^-10 to 2688
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -70,13 +69,16 @@ HOPPER_PAIRS = (
     (BLOCK_128X128, BLOCK_1X128),
 )
 """Granularities of the two operands of a GEMM that Hopper's tensor cores compute."""
-BLACKWELL_PAIRS = ((BLOCK_1X32, BLOCK_1X32), *product((BLOCK_1X16, BLOCK_16X16), repeat=2))
-"""Pairs that only Blackwell's tensor cores compute; elsewhere both are dequantized. Other pairs are emulated."""
 
 
 def on_hopper(granularity: Granularity) -> bool:
-    """Whether Hopper's tensor cores take operands of this granularity."""
+    """Return whether Hopper's tensor cores take operands of this granularity."""
     return any(granularity in pair for pair in HOPPER_PAIRS)
+
+
+def as_cast(granularity: Granularity) -> Granularity:
+    """Return the granularity of operands after their cast: their own, or `DEQUANTIZED` for blocks of 32 and 16."""
+    return granularity if on_hopper(granularity) else DEQUANTIZED
 
 
 class ScaledTensor(NamedTuple):

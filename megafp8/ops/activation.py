@@ -41,27 +41,27 @@ _OF_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
 """Activations by PyTorch's ops in the dtype of their input, where `runs_unfused`."""
 
 
+def _given(bias: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the bias as an argument of a source; gated sources take none."""
+    return () if bias is None else (bias,)
+
+
 class _Activation(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, bias: Tensor | None, kind: str, handoff: QuantizedGradHandoff | None, fused: FusedOutput
     ) -> Tensor:
         source, ctx.gradient_source = ACTIVATION_SOURCES[kind]
-        x_rc, vector_f, smoothing = as_matrix(x), bias, None if fused.format is None else fused.format.smoothing
-        if smoothing is not None:
-            assert bias is None
-            smoothing.note(source(x_rc))
-            vector_f = smoothing.scale_f
-        ctx.save_for_backward(x, vector_f)
+        ctx.save_for_backward(x, bias)
         ctx.handoff = handoff
-        return fused.compute(source(x_rc, vector_f), x.shape[:-1], x)
+        return fused.compute(source(as_matrix(x), *_given(bias)), x.shape[:-1], x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, vector_f = ctx.saved_tensors
-        source = ctx.gradient_source(as_matrix(x), as_matrix(dy), vector_f)
-        dbias = casts(source).column_sums(source).to(vector_f.dtype) if ctx.needs_input_grad[1] else None
+        x, bias = ctx.saved_tensors
+        source = ctx.gradient_source(as_matrix(x), as_matrix(dy), *_given(bias))
+        dbias = casts(source).column_sums(source).to(bias.dtype) if ctx.needs_input_grad[1] else None
         return fused_gradient(source, x.shape[:-1], x, ctx.handoff), dbias, None, None, None
 
 

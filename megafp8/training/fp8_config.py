@@ -81,17 +81,10 @@ def _operand_recipes(f: Fp8Config, *operands: OperandName) -> set[str]:
 
 
 def _finer_scales(config: Config) -> Iterator[Problem]:
-    """What is for one scale per tensor, under recipes that have more."""
+    """Yield a problem if weights that are to be gathered in FP8 have more than one scale."""
     f = config.fp8
-
-    def per_tensor(operand: OperandName) -> bool:
-        recipes = [RECIPES[name] for name in _operand_recipes(f, operand)]
-        return any(getattr(recipe.capabilities.granularity, operand) is TENSOR for recipe in recipes)
-
-    if f.smooth_swiglu and not per_tensor("input"):
-        rule = f"fp8.recipe {f.recipe} has finer scales for an MLP's input than one per tensor, which it is for"
-        yield Problem("fp8.smooth_swiglu", True, rule, "try fp8.smooth_swiglu=false")
-    if f.param_gather and not per_tensor("weight"):
+    recipes = [RECIPES[name] for name in _operand_recipes(f, "weight")]
+    if f.param_gather and not any(recipe.capabilities.granularity.weight is TENSOR for recipe in recipes):
         rule = (
             f"fp8.recipe {f.recipe} has finer scales for weights than one per tensor: the shards of ranks cut through "
             "its blocks, or both orientations would have to travel, which is no less than bf16"
@@ -146,7 +139,6 @@ def build_fp8(config: Config, parallel: ParallelState | None) -> Fp8Manager:
         recorder=Recorder(interval) if interval and config.fp8.recipe != "none" else None,
         seed=config.seed,
         data_parallel=(0, 1) if parallel is None else (parallel.data.rank, parallel.data.size),
-        smooth_swiglu=config.fp8.smooth_swiglu,
     )
     manager.check_patterns([name for name, _ in linear_sites(config)])
     return manager

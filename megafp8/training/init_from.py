@@ -28,8 +28,8 @@ from megafp8.config import Config, ConfigError, Problem, model_spec
 from megafp8.conversion import upcycle
 from megafp8.conversion.adapters import adapted_of, lora_of
 from megafp8.conversion.base import MasterWeights, Source
-from megafp8.conversion.formats import open_source
 from megafp8.conversion.flat import differences, flat_keys
+from megafp8.conversion.formats import open_source
 from megafp8.conversion.hf_tokenizer import find_tokenizer
 from megafp8.conversion.load import load_weights
 from megafp8.conversion.model import is_mtp

@@ -49,12 +49,12 @@ def quantized_export(
 
 
 def config_of_run(source: Source) -> Config | None:
-    """The config of the run that saved the source; None where that is not known."""
+    """Return the config of the run that saved the source, without keys that no longer exist; None if not known."""
     settings = source.about.get("config") or {}
     if "training" not in settings:
         return None
     try:
-        return Config.model_validate(settings)
+        return Config.model_validate(settings, extra="ignore")
     except ValidationError as error:
         wrong = " ".join(str(error).split())
         raise ValueError(f"{source.path} holds no config of a run that this version knows: {wrong}") from None

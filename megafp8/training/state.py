@@ -7,7 +7,6 @@
     optimizer.average.<name>                       fp32, the moving average of the weight, with optimizer.average_decay
     optimizer.outer_momentum.<name>                fp32, with resilience.replicas.outer
     fp8.<layer>.<operand>.{amax_history,scale}     state of delayed scaling; {amax,calibrated_steps} of static scaling
-    fp8.<layer>.input.channel_scale                of smooth SwiGLU, for all channels
     <router>.shares                                of the choices of the step before (moe.aux_loss_scope: global_batch)
     loss_scale.{scale,growth_tracker,hysteresis_tracker}    fp32, with training.precision fp16
 
@@ -450,9 +449,12 @@ def find_checkpoint(
 def saved_choice(config: Config, reader: CheckpointReader | None) -> Choice | None:
     """The choice of fp8.auto_filter when the run of checkpoint `reader` began.
 
-    None if there is no checkpoint, the choice was not saved, or the fp8 section has changed.
+    None if there is no checkpoint, the choice was not saved, or a key of the fp8 section has changed.
     """
-    if reader is None or reader.metadata["config"].get("fp8") != config.model_dump(mode="json")["fp8"]:
+    if reader is None:
+        return None
+    saved = reader.metadata["config"]["fp8"]
+    if any(saved.get(key) != value for key, value in config.model_dump(mode="json")["fp8"].items()):
         return None
     layers = reader.metadata.get("fp8_left_out")
     return None if layers is None else kept_choice(layers)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 import yaml
+from megafp8.conversion.flat import differences
 
 from megafp8.config import (
     Config,
@@ -20,7 +21,6 @@ from megafp8.config import (
     load_config,
     model_spec,
 )
-from megafp8.conversion.flat import differences
 from megafp8.pipeline_parallel.registry import SCHEDULES
 from megafp8.section import Section
 
@@ -629,11 +629,6 @@ CASES: list[tuple[list[str], int, str]] = [
     (["model.rope_scaling={low_freq_factor: 4}"], 1,
      "model.rope_scaling.high_freq_factor = 4.0: not above low_freq_factor (4.0), so there is no band"),
     (["fp8.recipe=custom"], 1, "fp8.custom = []: fp8.recipe custom needs a rule; try [{layers: "),
-    (["fp8.smooth_swiglu=true"], 1, "fp8.smooth_swiglu = True: fp8.recipe is none, and only a cast needs it; try"),
-    (["fp8.smooth_swiglu=true", "fp8.recipe=delayed", "model.activation=gelu_tanh"], 1,
-     "fp8.smooth_swiglu = True: model.activation is gelu_tanh, which has no such outliers"),
-    (["fp8.smooth_swiglu=true", "fp8.recipe=current", "fp8.override_linear_precision=[false, false, true]"], 1,
-     "fp8.smooth_swiglu = True: it changes what all three GEMMs of a layer multiply, so all must be FP8; try"),
     (["fp8.recipe=current", "fp8.first_blocks_bf16=3", "fp8.last_blocks_bf16=1"], 1,
      "fp8.first_blocks_bf16 = 3: with fp8.last_blocks_bf16 (1) all of model.num_layers (4): nothing is left for "
      "FP8; try at most 3 blocks in both together"),

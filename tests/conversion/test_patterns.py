@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 import time
 
 import pytest
 
-from megafp8.conversion.patterns import matches
+from megafp8.conversion.patterns import matches_end
 
 
 def _random_pattern(r: random.Random, depth: int = 0) -> str:
@@ -27,9 +28,8 @@ def test_random_patterns_match_as_in_peft() -> None:
     outcomes = set()
     for _ in range(3000):
         pattern, text = _random_pattern(r), "".join(r.choice("ab1.") for _ in range(r.randrange(9)))
-        starts = [0, *(at + 1 for at, character in enumerate(text) if character == ".")]
         expected = re.match(rf"(.*\.)?({pattern})$", text) is not None
-        assert matches(pattern, text, starts) == expected, (pattern, text)
+        assert matches_end(pattern, text) == expected, (pattern, text)
         outcomes.add(expected)
     assert outcomes == {True, False}
 
@@ -43,18 +43,31 @@ def test_random_patterns_match_as_in_peft() -> None:
     ],
 )
 def test_patterns_of_adapters(pattern: str, text: str) -> None:
-    assert matches(pattern, text)
-    assert not matches(pattern, text + "x.y") or pattern.endswith(".*")
+    assert matches_end(pattern, text)
+    assert matches_end(pattern, f"model.{text}")
+    assert not matches_end(pattern, text + "x.y") or pattern.endswith(".*")
 
 
-@pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)*b", ".*.*.*.*.*.*b", "(a{1,50}){1,50}b"])
+@pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)*b", ".*.*.*.*.*.*b", "((a+)+)+b"])
 def test_patterns_in_which_re_does_not_end(pattern: str) -> None:
     start = time.process_time()
-    assert not matches(pattern, "a" * 500)
+    assert not matches_end(pattern, "a" * 500)
     assert time.process_time() - start < 2
 
 
-@pytest.mark.parametrize("pattern", ["(?=a)a", r"(a)\1", "(?i)a", "((a+)+)+", "[", "a" * 1001])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(?=a)a", r"(a)\2", "(?i)a", "(a{1,50}){1,50}b", "[", "a" * 1001, "a{,3}",
+        "[[:alpha:]]", "\udc80",
+    ],
+)  # fmt: skip
 def test_patterns_that_are_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"cannot be matched|more than 1000 characters"):
-        matches(pattern, "aa")
+        matches_end(pattern, "aa")
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "re2", None)
+    with pytest.raises(ValueError, match=r"patterns need google-re2, which is not installed: pip install .*hf"):
+        matches_end("a", "a")

@@ -81,7 +81,7 @@ def _from_checkpoint(folder: str, layout: dict[str, int]) -> tuple[Texts, Texts,
 
 LIVE = [
     FSDP | DP2 | GEMMA,
-    ZB_V | PP2 | LAYERS_4 | DELAYED | SMOOTH,
+    ZB_V | PP2 | LAYERS_4 | DELAYED,
     TP2 | CHUNKS | SAMPLES_3,
     TP2 | NO_SP | BLOOM,
     ZERO | DP2 | FP8_GATHER | CURRENT,

@@ -61,10 +61,6 @@ KINDS: dict[str, tuple[Quantizer, Callable[[Tensor], ScaledTensor]]] = {
         RecipeQuantizer(BlockwiseScaling(), INPUT),
         lambda x: quantize_blocks(x, E4M3, BLOCK_1X128, power_of_two=True, eps=0.0),
     ),
-    "1x32": (
-        RecipeQuantizer(MXFP8Scaling(), Fp8Tensor("layer", "input", None, None, block_scaled=True)),
-        quantize_mxfp8,
-    ),
     "dequantized": (RecipeQuantizer(MXFP8Scaling(), INPUT), lambda x: quantize_mxfp8(x).dequantized()),
     "current": (RecipeQuantizer(CurrentScaling(), GRADIENT), _one),
     "delayed": (DelayedQuantizer(DelayedScaling(), INPUT, *SCALE), _given),
@@ -140,7 +136,7 @@ def _gathered(
         ("row", 3, 16, torch.float32),  # neither words of eight tokens nor of four
         ("row-pow2", 24, 300, torch.float32),
         ("1x128", 256, 300, torch.float32),
-        ("1x32", 32, 40, torch.float32),
+        ("dequantized", 32, 40, torch.float32),
     ],
 )
 @pytest.mark.parametrize("ranks", slow_but([1, 2, 4], 4))

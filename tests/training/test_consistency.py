@@ -54,7 +54,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         8, {"parallel": {"tensor": 2, **HSDP}, "training": BF16, "optimizer": {"moments_dtype": "fp8"}},
     ),
     "pp2-dp4-hsdp-tied": (8, {"parallel": {"pipeline": 2, **HSDP}, **TIED}),
-    "dp2-smooth": (2, {"fp8": {**DELAYED, "smooth_swiglu": True}}),
+    "dp2-delayed": (2, {"fp8": DELAYED}),
     "tp2-dp2-ep2-experts": (
         4, {"parallel": {"tensor": 2, "expert": 2}, "model": {"moe": DEEPSEEK_EXPERTS}, "fp8": DELAYED}
     ),

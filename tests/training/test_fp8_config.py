@@ -124,16 +124,12 @@ def test_custom_has_the_options_of_the_recipes_it_names() -> None:
         check_recipe(configured(**mixed, interval=3), "run.yaml")
 
 
-FINER_INPUT, FINER_WEIGHTS = "finer scales for an MLP's input than one per tensor", "finer scales for weights than one"
+FINER_WEIGHTS = "finer scales for weights than one"
 
 
 @pytest.mark.parametrize(
     ("switch", "fp8", "message"),
     [
-        ("smooth_swiglu", {"recipe": "static"}, None),
-        ("smooth_swiglu", {"recipe": "blockwise"}, FINER_INPUT),
-        ("smooth_swiglu", {"recipe": "custom", "custom": [rule("*", "rowwise", "rowwise", "rowwise")]}, FINER_INPUT),
-        ("smooth_swiglu", {"recipe": "custom", "custom": [rule("*", "current", "mxfp8", "nvfp4")]}, None),
         ("param_gather", {"recipe": "delayed"}, None),
         ("param_gather", {"recipe": "rowwise"}, FINER_WEIGHTS),
         ("param_gather", {"recipe": "custom", "custom": [rule("*", "current", "mxfp8", "current")]}, FINER_WEIGHTS),
@@ -197,13 +193,6 @@ def test_custom_gives_each_recipe_its_options() -> None:
         Rule(layers="*", input=delayed, weight=static, grad_output=delayed),
     )
     assert fp8_recipe(config) == CustomScaling(rules=rules)
-
-
-def test_a_key_of_earlier_versions_is_read() -> None:
-    """The config of a finished run has it, false or true."""
-    assert configured(recipe="rowwise", wgrad_in_bf16=False) == configured(recipe="rowwise")
-    found = configured(recipe="rowwise", wgrad_in_bf16=True, override_linear_precision=[False, True, False])
-    assert found.fp8.override_linear_precision == (False, True, True)
 
 
 def fp8_layers(config: Config) -> list[str]:

@@ -113,7 +113,7 @@ SLOW_CASES = [
     DP2 | ANSWERS, LORA | TP2, DEEPSEEK | DP2 | EP2, NEMOTRON | TP2 | PP2 | EP2 | DOCUMENTS,
     MUON | GROUPS | TP2 | DP2 | ZERO,
     *product([DROPOUT | TP2 | CP2, MTP | TP2 | PP2, HYBRID | TP2 | PP2, SPARSE | TP2 | PP2], [DOCUMENTS]),
-    PREFIX | LAYERS_4 | PP2 | FULL, TP2 | CP2 | FP64 | CALIBRATED | SMOOTH, DP2 | PP2 | FP16 | ZERO | DELAYED,
+    PREFIX | LAYERS_4 | PP2 | FULL, TP2 | CP2 | FP64 | CALIBRATED, DP2 | PP2 | FP16 | ZERO | DELAYED,
     UNEVEN[1] | GPT2 | TIED, MTP | DROPOUT | TP2 | PP2 | DOCUMENTS, PREFIX | LAYERS_4 | TP2 | PP2 | MASKED,
     LORA | TP2 | DP2 | ZERO | ANSWERS, MOE | DROPOUT | FP64 | CURRENT | TP2 | CP2 | ETP2,
     DEEPSEEK | TP2 | DP2 | EP4 | ZERO | DELAYED | FP8_GATHER, CP2 | FP64 | WIDE | SEQ256 | BLOCKWISE,
@@ -281,7 +281,6 @@ OPTIONS: list[dict[str, Preset]] = [  # those of one group exclude each other
     {"full": FULL, "selective": SELECTIVE},
     {"offload": OFFLOAD},
     {"graphs": GRAPHS},
-    {"smooth": FP64 | DELAYED | SMOOTH},
     {"fp8-gather": DP2 | ZERO | FP64 | CURRENT | FP8_GATHER},
     {"delayed": FP64 | DELAYED, "current": FP64 | CURRENT, "blockwise": FP64 | BLOCKWISE},
 ]  # fmt: skip
@@ -290,13 +289,12 @@ PAIRS = [pair for one, other in itertools.combinations(OPTIONS, 2) for pair in i
 REFUSED = {
     **{
         ("remainders", name): "it is for bf16 weights, and training.precision is fp64"
-        for name in ("delayed", "current", "blockwise", "smooth", "fp8-gather")
+        for name in ("delayed", "current", "blockwise", "fp8-gather")
     },
     **{("hsdp", name): "it leaves weight gradients for later" for name in ("zb-h1", "zb-v", "dualpipev")},
     ("hsdp", "remainders"): "parallel.fsdp stores fp32 masters only",
     ("tensor", "tensor-overlap"): "parallel.sequence_parallel is false, so every rank has all tokens",
     ("graphs", "offload"): "parallel.offload copies activations to memory of the host, which a graph cannot allocate",
-    ("blockwise", "smooth"): "fp8.recipe blockwise has finer scales for an MLP's input than one per tensor",
     ("blockwise", "fp8-gather"): "fp8.recipe blockwise has finer scales for weights than one per tensor",
 }
 REASONS = {frozenset(pair): reason for pair, reason in REFUSED.items()}
@@ -316,7 +314,7 @@ def preset_of(*names: str) -> Preset:
     return joined([LAYERS_4 if chunks else NONE, MASKED, *parts])
 
 
-QUICK_OPTIONS = ["hsdp", "fp8-moments", "smooth"]
+QUICK_OPTIONS = ["hsdp", "fp8-moments", "delayed"]
 
 
 @pytest.mark.parametrize("name", slow_but(OPTION, *QUICK_OPTIONS))
@@ -393,16 +391,15 @@ SLOW_BITS: dict[Preset, list[Preset]] = {
     FP8_GATHER: [
         FSDP | DP2 | BF16 | DELAYED, ZERO | DP2 | CUSTOM,
         LAYERS_4 | ZERO | PP2 | DP2 | ZB_V | CURRENT, ZERO | DP2 | DELAYED | SOME_LAYERS,
-        ZERO | DP2 | DELAYED | SMOOTH,
-        FSDP | DP2 | DELAYED | TIED, DP4 | HSDP | DELAYED, ZERO | TP2 | NO_SP | DP2 | DELAYED | SMOOTH,
+        FSDP | DP2 | DELAYED | TIED, DP4 | HSDP | DELAYED, ZERO | TP2 | NO_SP | DP2 | DELAYED,
         FSDP | DP3 | CURRENT, ZERO | CURRENT, ZERO | DP2 | CURRENT | TIED, ZERO | DP2 | DELAYED | GPT2,
         ZERO | DP2 | BF16 | DELAYED,
         ZERO | TP2 | DP2 | CURRENT, FSDP | CURRENT, FSDP | DP2 | CURRENT, FSDP | DP2 | STATIC,
-        FSDP | DP2 | DELAYED | SMOOTH,
+        FSDP | DP2 | DELAYED,
         FSDP | DP2 | CURRENT | SOME_LAYERS, FSDP | PP2 | DP2 | DELAYED, FSDP | DP2 | DELAYED | FULL,
         TP2 | DP4 | HSDP | CURRENT | TIED,
         PP2 | DP4 | SAMPLES_8 | HSDP | DELAYED, ZERO | DP2 | DELAYED_2, ZERO | DP2 | STATIC,
-        ZERO | DP2 | CURRENT | WGRAD_BF16 | POWER_OF_TWO, ZERO | DP2 | CURRENT | SMOOTH,
+        ZERO | DP2 | CURRENT | WGRAD_BF16 | POWER_OF_TWO,
         ZERO | DP2 | BF16 | CURRENT | BF16_MOMENTS, ZERO | DP2 | DELAYED | FULL, ZERO | CP2 | CURRENT,
         ZERO | PP2 | DP2 | DELAYED | TIED,
         FSDP | MOE | DP4 | EP2 | CURRENT, FSDP | TP2 | DP2 | CURRENT,
@@ -415,7 +412,7 @@ SLOW_BITS: dict[Preset, list[Preset]] = {
         FSDP | MOE_6 | PP2 | DP2 | DELAYED,
     ],
     ZB_H1: [
-        PP2 | CALIBRATED, PP2 | DELAYED | SMOOTH, PP2 | NVFP4, PP2 | DELAYED | WGRAD_BF16, PP2 | DELAYED | DGRAD_BF16,
+        PP2 | CALIBRATED, PP2 | DELAYED, PP2 | NVFP4, PP2 | DELAYED | WGRAD_BF16, PP2 | DELAYED | DGRAD_BF16,
     ],
     ZB_V | FULL: [LAYERS_4 | TP2 | PP2 | SAMPLES_3 | NO_CLIP | more for more in (DELAYED, WIDE | SEQ256 | BLOCKWISE)],
     **{mode: [TP2, PP2, TP2 | DELAYED, TP2 | DELAYED | DROPOUT, PP2 | DELAYED, MTP | PP2 | DELAYED,
@@ -428,7 +425,7 @@ SLOW_MODES = [
     PP2 | DELAYED | REPORT, DELAYED | QK_NORM,
     TP2 | WIDE | SEQ256 | BLOCKWISE, TP2 | NVFP4, CP2 | CURRENT, TP2 | GPT2 | DELAYED, TP2 | DELAYED | DROPOUT,
     MOE | TP2 | EP2,
-    TP2 | NO_SP, TP2 | ROWWISE, TP2 | DELAYED | SMOOTH, CP2, PP2 | ZB_H1, TP2 | GPT2,
+    TP2 | NO_SP, TP2 | ROWWISE, CP2, PP2 | ZB_H1, TP2 | GPT2,
     TP2 | ROWWISE | WGRAD_BF16, TP2 | CALIBRATED, PP2 | NVFP4, CP2 | DELAYED,
     LAYERS_4 | PP2 | INTERLEAVED | CURRENT, TP2 | GELU | CURRENT, TP2 | PARALLEL_BLOCK | DELAYED,
 ]  # fmt: skip

@@ -199,7 +199,6 @@ REFUSED: list[tuple[Preset, str]] = [
     (LORA_Q_DOWN | DEEPSEEK, "the model has no down, q that can be adapted"),
     (LORA | MTP, "lora = 'set': the model has model.mtp_num_layers"),
     (LORA | BERT, "lora = 'set': model.architecture is bert"),
-    (LORA | DELAYED | SMOOTH, "fp8.smooth_swiglu = True: with lora"),
     (LORA | DELAYED | ZERO | FP8_GATHER, "fp8.param_gather = True: with lora"),
 ]
 

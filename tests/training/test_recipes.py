@@ -66,9 +66,6 @@ RECIPES = {
     "custom": [
         "fp8.recipe=custom", f"fp8.custom=[{MIXED}]", "fp8.calibration_steps=2", "fp8.power_of_two_scale=true"
     ],
-    "smooth": ["fp8.recipe=delayed", "fp8.smooth_swiglu=true"],
-    "smooth-current": ["fp8.recipe=current", "fp8.smooth_swiglu=true"],
-    "smooth-static": ["fp8.recipe=static", "fp8.calibration_steps=2", "fp8.margin=1", "fp8.smooth_swiglu=true"],
     "kept-blocks": ["fp8.recipe=current", "fp8.first_blocks_bf16=1"],
 }  # fmt: skip
 NONE = ("fp8.recipe=none",)
@@ -93,9 +90,7 @@ def runs(world2: World, quickstart_data: QuickstartData) -> Runs:
     return Runs(world2, quickstart_data)
 
 
-OF_ONE_KIND = {
-    "rowwise-wgrad", "rowwise-pow2", "blockwise-gathered", "nvfp4-whole", "smooth", "smooth-current", "smooth-static"
-}  # fmt: skip
+OF_ONE_KIND = {"rowwise-wgrad", "rowwise-pow2", "blockwise-gathered", "nvfp4-whole"}
 
 
 @pytest.mark.parametrize("recipe", slow_but(RECIPES, *[recipe for recipe in RECIPES if recipe not in OF_ONE_KIND]))
@@ -126,10 +121,6 @@ def largest_distance(found: Curve, expected: Curve) -> float:
         pytest.param("nvfp4", "pp2", STEPS, marks=pytest.mark.slow),
         pytest.param("nvfp4-whole", "tp2-sp", STEPS, marks=pytest.mark.slow),
         pytest.param("custom", "tp2-sp", 2, marks=pytest.mark.slow),
-        pytest.param("smooth", "tp2-sp", STEPS, marks=pytest.mark.slow),
-        pytest.param("smooth-current", "tp2-sp", STEPS, marks=pytest.mark.slow),
-        pytest.param("smooth-static", "tp2-sp", STEPS, marks=pytest.mark.slow),
-        pytest.param("smooth-static", "pp2", STEPS, marks=pytest.mark.slow),
         ("kept-blocks", "pp2", STEPS),
     ],
 )
@@ -145,7 +136,7 @@ def test_two_ranks_train_what_one_trains(runs: Runs, recipe: str, layout: str, s
     assert largest_distance(found, expected) <= 2 * math.sqrt(2) * roundings
 
 
-@pytest.mark.parametrize("recipe", slow_but(["static", "nvfp4", "smooth"], "static"))
+@pytest.mark.parametrize("recipe", slow_but(["static", "nvfp4"], "static"))
 def test_data_parallelism_starts_the_same(runs: Runs, recipe: str) -> None:
     """Two steps, as in test_layouts.py; nvfp4's micro-batches round alike wherever they are."""
     ranks, options = LAYOUTS["dp2"]
@@ -184,30 +175,12 @@ def _saved_after(overrides: list[str], folder: Path, steps: int) -> tuple[list[f
     return straight, [resumed.train_step(step, given[step])[0].mean for step in range(steps, STEPS)]
 
 
-@pytest.mark.parametrize("recipe", slow_but(["static", "nvfp4", "custom", "smooth"], "nvfp4"))
+@pytest.mark.parametrize("recipe", slow_but(["static", "nvfp4", "custom"], "nvfp4"))
 def test_a_checkpoint_continues_bit_for_bit(runs: Runs, recipe: str, tmp_path: Path) -> None:
     """Saved in the middle of calibration, and of the steps whose noise is to differ."""
     overrides = [*TINY, *runs.data.overrides, *RECIPES[recipe], *ONE_RANK]
     ((straight, resumed),) = runs.world.run(_saved_after, overrides, tmp_path, 1, ranks=1)
     assert straight == resumed
-
-
-def _continued(overrides: list[str], folder: Path, steps: int) -> list[float]:
-    """Losses of a run's later steps, from the checkpoint after `steps`."""
-    trainer, stream = _trainer(overrides)
-    given = [next(stream) for _ in range(STEPS)]
-    assert load_latest(trainer, folder) == steps
-    return [trainer.train_step(step, given[step])[0].mean for step in range(steps, STEPS)]
-
-
-@pytest.mark.slow
-def test_smooth_swiglu_continues_on_two_ranks(runs: Runs, tmp_path: Path) -> None:
-    """Each takes its channels' factors from a checkpoint of one."""
-    overrides = [*TINY, *runs.data.overrides, *RECIPES["smooth"], "training.precision=fp64"]
-    ((straight, _),) = runs.world.run(_saved_after, [*overrides, *ONE_RANK], tmp_path, 3, ranks=1)
-    ranks, options = LAYOUTS["tp2-sp"]
-    for losses in runs.world.run(_continued, [*overrides, *options], tmp_path, 3, ranks=ranks):
-        assert losses == pytest.approx(straight, rel=1e-8)
 
 
 def _histories(overrides: list[str], steps: int) -> list[tuple[float, dict[str, Any], dict[str, float]]]:
@@ -227,7 +200,7 @@ PIPELINE = ["parallel.tensor=1", "parallel.pipeline=2", "training.micro_batch_si
 
 
 @pytest.mark.slow  # in test_layouts.py too
-@pytest.mark.parametrize("recipe", ["delayed", "static", "nvfp4", "smooth"])
+@pytest.mark.parametrize("recipe", ["delayed", "static", "nvfp4"])
 def test_pipeline_with_recompute_and_eight_microbatches(runs: Runs, recipe: str) -> None:
     """The state advances once a step, and recompute changes nothing, to the bit."""
     steps, length = 3, 5

@@ -30,10 +30,9 @@ def keys_of(names: Collection[str]) -> set[str]:
 
 
 def per_tensor_keys_of(names: Collection[str]) -> set[str]:
-    """Keys of that section for operands with one scale per tensor, as far as one of these recipes has such operands."""
+    """Return the keys of that section that need one scale per weight, if one of these recipes has it."""
     scales = [RECIPES[name].capabilities.granularity for name in names if name != CustomScaling.name]
-    operands = {"smooth_swiglu": "input", "param_gather": "weight"}
-    return {key for key, operand in operands.items() if any(getattr(of, operand) is TENSOR for of in scales)}
+    return {"param_gather"} if any(granularity.weight is TENSOR for granularity in scales) else set()
 
 
 __all__ = [

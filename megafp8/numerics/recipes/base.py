@@ -30,7 +30,7 @@ from megafp8.numerics.quantizers import Quantizer
 from megafp8.numerics.sources import Source
 from megafp8.numerics.step import NewestAmaxes, State
 from megafp8.numerics.stochastic_rounding import NoiseClock
-from megafp8.numerics.tensor import DEQUANTIZED, TENSOR, Granularity, QuantizedTensor, on_hopper
+from megafp8.numerics.tensor import TENSOR, Granularity, QuantizedTensor, as_cast
 from megafp8.plan import PerGemm
 
 OperandName = Literal["input", "weight", "grad_output"]
@@ -59,13 +59,12 @@ class Capabilities:
 
     `granularity`: which elements of an operand share a scale, rowwise and columnwise. `shard_alignment`: a shard of the
     tokens can be quantized alone, and then gathered in FP8, if its length is a multiple of this; None: only the whole
-    tensor can be. `cast_passes`: times a cast on CUDA reads the tensor. `bits`: of an element.
+    tensor can be. `cast_passes`: times a cast on CUDA reads the tensor.
     """
 
     granularity: PerOperand[Granularity]
     shard_alignment: int | None
     cast_passes: int = 1
-    bits: int = 8
 
     @property
     def per_tensor(self) -> bool:
@@ -205,8 +204,7 @@ class Fp8Tensor:
 
     `group`: the ranks that hold shards of it, None where each has all of it. `token_group`: those over which its tokens
     are sharded; None where this rank has all, and for weights. `amax_group`: the ranks over which an amax of it that is
-    remembered is reduced; None: those that run the same layers. `block_scaled`: tensor cores of the device multiply
-    blocks of 32 and 16; where they do not, a tensor with such blocks is dequantized.
+    remembered is reduced; None: those that run the same layers.
     """
 
     layer: str
@@ -214,7 +212,6 @@ class Fp8Tensor:
     group: ProcessGroup | None
     token_group: ProcessGroup | None
     amax_group: ProcessGroup | None = None
-    block_scaled: bool = False
 
     @property
     def name(self) -> str:
@@ -269,9 +266,8 @@ class RecipeQuantizer:
 
     @property
     def granularity(self) -> Granularity:
-        """The granularity of the scales of what it makes."""
-        own = self.recipe.granularity(self.tensor.operand)
-        return own if self.tensor.block_scaled or on_hopper(own) else DEQUANTIZED
+        """Granularity of the scales of a cast."""
+        return as_cast(self.recipe.granularity(self.tensor.operand))
 
     @property
     def per_tensor(self) -> bool:

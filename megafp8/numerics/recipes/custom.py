@@ -10,7 +10,7 @@ An operand takes part in two GEMMs and meets another operand in each, so not eve
 
 Operands whose granularities both are Hopper's must be a pair that its tensor cores compute: one scale per tensor with
 the same, one per row with the same, blocks of 128 with blocks of 128. Any other granularity goes with all: two such are
-Blackwell's or multiplied in bf16, and one with one of Hopper's is emulated. A GEMM in high precision makes no demand.
+multiplied in bf16, and one with one of Hopper's is emulated. A GEMM in high precision makes no demand.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """MXFP8: one power of two for each block of 32 neighbours (OCP microscaling formats 1.0).
 
-Blackwell's tensor cores multiply such matrices (`megafp8.gemm.scaled_mm`); for others the cast multiplies by the scales
-already, and GEMMs are in bf16 (`megafp8.numerics.tensor`). scale_inv is one byte, E8M0: the byte e stands for
+Only Blackwell's tensor cores multiply such matrices, and megafp8 does not use them: the cast multiplies by the scales,
+and GEMMs are in bf16 (`megafp8.numerics.tensor`). scale_inv is one byte, E8M0: the byte e stands for
 2^(e-127), there is no sign and no zero, and 255 is NaN.
 
 The scale is that of NVIDIA's recipe (Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8", arXiv:2506.08027;
@@ -65,15 +65,10 @@ def quantize_mxfp8(x_rc: Tensor, fmt: Format = E4M3) -> ScaledTensor:
     return ScaledTensor(data, e8m0_decode(byte), BLOCK_1X32)
 
 
-def block_scaled_mxfp8(source: Source, fmt: Format, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-    """Cast the rows, and the columns."""
-    cast = partial(quantize_mxfp8, fmt=fmt)
-    return QuantizedTensor.cast_both(source.values(), cast, rowwise=rowwise, columnwise=columnwise)
-
-
 def cast_mxfp8(source: Source, fmt: Format, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-    """`block_scaled_mxfp8`, dequantized."""
-    return block_scaled_mxfp8(source, fmt, rowwise=rowwise, columnwise=columnwise).dequantized()
+    """Cast the rows, and the columns, and dequantize both."""
+    cast = partial(quantize_mxfp8, fmt=fmt)
+    return QuantizedTensor.cast_both(source.values(), cast, rowwise=rowwise, columnwise=columnwise).dequantized()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,5 +83,5 @@ class MXFP8Scaling(Fp8Recipe):
     fp8_format: Literal["hybrid", "e4m3"] = format_option("e4m3")
 
     def cast(self, source: Source, tensor: Fp8Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        cast = block_scaled_mxfp8 if tensor.block_scaled else implementation(cast_mxfp8, source, "fine_blocks")
+        cast = implementation(cast_mxfp8, source, "fine_blocks")
         return cast(source, self.format_of(tensor.operand), rowwise=rowwise, columnwise=columnwise)

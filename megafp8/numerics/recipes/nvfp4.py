@@ -7,9 +7,9 @@ in fp32, which puts the largest block scale at E4M3's maximum. With S = 448·6 /
 
 S / 6 and S / b are computed first, and multiply in fp32, as in the paper.
 
-A matrix has b as its scale_inv, and 1 / S beside it. Blackwell's tensor cores multiply such matrices
-(`megafp8.gemm.scaled_mm`). For others the cast multiplies by b already, which bf16 holds exactly, and GEMMs in bf16
-multiply their sums by 1 / S (`megafp8.numerics.tensor`).
+A matrix has b as its scale_inv, and 1 / S as its `tensor_scale_inv`. Only Blackwell's tensor cores multiply such
+matrices, and megafp8 does not use them: the cast multiplies by b, which bf16 holds exactly, and GEMMs in bf16 multiply
+their sums by 1 / S (`megafp8.numerics.tensor`).
 
 Three measures keep training stable at four bits, each where it helps:
   squares of 16×16 on weights, whose forward and backward casts then are transposes of each other, so that the gradient
@@ -25,7 +25,7 @@ is subnormal) and saturate, under stochastic rounding too, which is unbiased wit
 Edges. A tensor of zeros, or one that is not finite, has S = 1; S is at most 2^118, so that S / b is finite. A block
 whose scale rounds to zero (about 459,000 times smaller than the tensor's amax) is zeros. A block with an infinity or a
 NaN has the largest scale, 448: infinities saturate, and a NaN stays a NaN. Hardware's E2M1 cannot hold one, E4M3 can,
-and a broken step should show: on tensor cores the block's scale becomes the NaN (`megafp8.gemm.scaled_mm`).
+and a broken step should show.
 
 Shapes: r rows, c columns of a matrix.
 """
@@ -121,38 +121,34 @@ def nvfp4_amaxes(source: Source, *, transformed: bool) -> Tensor:
     return torch.stack([of_rows, amax(hadamard_sums(x_rc.t().contiguous()))])
 
 
-def block_scaled_nvfp4(
-    source: Source, amaxes: Tensor, noise: TensorNoise | None, *, weight: bool, rowwise: bool, columnwise: bool
-) -> QuantizedTensor:
-    """Cast the rows, and the columns; those of an input or a gradient are transformed.
-
-    `amaxes`: `nvfp4_amaxes`, of the tensor that the source is all or a shard of. `noise`: round stochastically.
-    """
-    x_rc, cast = source.values(), partial(quantize_nvfp4, weight=weight)
-    by_rows, by_columns = (None, None) if noise is None else (noise.rowwise, noise.columnwise)
-    made = cast(x_rc, amaxes[0], stochastic=by_rows) if rowwise else None
-    if not columnwise:
-        return QuantizedTensor(made, None)
-    x_cr = x_rc.t().contiguous()
-    if weight:
-        return QuantizedTensor(made, cast(x_cr, amaxes[0], stochastic=None))
-    sums = cast(hadamard_sums(x_cr), amaxes[1], stochastic=by_columns)
-    assert sums.tensor_scale_inv is not None
-    return QuantizedTensor(made, sums._replace(tensor_scale_inv=sums.tensor_scale_inv * _POINTS**-0.5))
-
-
 def cast_nvfp4(
     source: Source, amaxes: Tensor, noise: TensorNoise | None, *, weight: bool, rowwise: bool, columnwise: bool
 ) -> QuantizedTensor:
-    """`block_scaled_nvfp4`, dequantized; a weight's columns are a view of its rows. A zero may have either sign."""
-    made = block_scaled_nvfp4(
-        source, amaxes, noise, weight=weight, rowwise=rowwise or weight, columnwise=columnwise and not weight
-    ).dequantized()
-    if not weight:
-        return made
-    by_rows = made.required_rowwise
-    by_columns = by_rows._replace(data=by_rows.data.t())
-    return QuantizedTensor(by_rows if rowwise else None, by_columns if columnwise else None)
+    """Cast the rows, and the columns, and dequantize both. A zero may have either sign.
+
+    Columns of an input or a gradient are transformed; those of a weight are a view of its rows.
+
+    Args:
+        source: The matrix.
+        amaxes: `nvfp4_amaxes` of the tensor that the source is all or a shard of.
+        noise: Noise for stochastic rounding; None rounds to nearest.
+        weight: Whether the source is a weight, with blocks of 16×16.
+        rowwise: Return the rows.
+        columnwise: Return the columns.
+    """
+    x_rc, cast = source.values(), partial(quantize_nvfp4, weight=weight)
+    row_noise, column_noise = (None, None) if noise is None else (noise.rowwise, noise.columnwise)
+    by_rows = cast(x_rc, amaxes[0], stochastic=row_noise) if rowwise or weight else None
+    if weight:
+        dequantized = QuantizedTensor(by_rows, None).dequantized().required_rowwise
+        transposed = dequantized._replace(data=dequantized.data.t())
+        return QuantizedTensor(dequantized if rowwise else None, transposed if columnwise else None)
+    by_columns = None
+    if columnwise:
+        sums = cast(hadamard_sums(x_rc.t().contiguous()), amaxes[1], stochastic=column_noise)
+        assert sums.tensor_scale_inv is not None
+        by_columns = sums._replace(tensor_scale_inv=sums.tensor_scale_inv * _POINTS**-0.5)
+    return QuantizedTensor(by_rows, by_columns).dequantized()
 
 
 @dataclass(eq=False)
@@ -166,11 +162,8 @@ class NVFP4Quantizer(RecipeQuantizer):
     recording: bool = True
 
     def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        if self.tensor.block_scaled:
-            amaxes_of, cast = nvfp4_amaxes, block_scaled_nvfp4
-        else:
-            amaxes_of = implementation(nvfp4_amaxes, source, "fine_blocks")
-            cast = implementation(cast_nvfp4, source, "fine_blocks")
+        amaxes_of = implementation(nvfp4_amaxes, source, "fine_blocks")
+        cast = implementation(cast_nvfp4, source, "fine_blocks")
         weight = self.tensor.operand == "weight"
         amaxes = all_reduce(amaxes_of(source, transformed=columnwise and not weight), self.tensor.group, "max")
         made = cast(source, amaxes, self.noise, weight=weight, rowwise=rowwise, columnwise=columnwise)
@@ -194,7 +187,6 @@ class NVFP4Scaling(Fp8Recipe):
         granularity=PerOperand(input=BLOCK_1X16, weight=BLOCK_16X16, grad_output=BLOCK_1X16),
         shard_alignment=None,  # noise and tensor scale are those of the whole
         cast_passes=2,
-        bits=4,
     )
 
     fp8_format: Literal["hybrid", "e4m3"] = option(
