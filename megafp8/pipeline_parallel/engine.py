@@ -54,11 +54,12 @@ from megafp8.pipeline_parallel.trace import Stopwatch
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What a stage's forward returns.
+    """Results of a stage's forward pass.
 
-    `output`: the activation for the next stage (the engine's shape and dtype), or on the last stage the scalar to
-    differentiate, already divided by what the gradients are averaged over. `report`: returned by `run` on the rank of
-    the last stage; a loss to log, logits, anything.
+    Attributes:
+        output: Activation for the next stage, of the engine's shape and dtype; or on the last stage the scalar to
+            differentiate, already divided by what the gradients are averaged over.
+        report: Value that `run` returns on the rank of the last stage: a loss to log, logits, anything.
     """
 
     output: Tensor
@@ -66,7 +67,7 @@ class StageOutput:
 
 
 class StageFunction(Protocol):
-    """The forward of a stage. `x` is the activation of the stage before, None on the first stage."""
+    """Forward pass of a stage. `x` is the previous stage's activation, None on the first stage."""
 
     def __call__(self, x: Tensor | None, microbatch: Any) -> StageOutput: ...
 
@@ -118,11 +119,17 @@ class PipelineEngine:
         backward: bool,
         stopwatch: Stopwatch | None = None,
     ) -> list[Any]:
-        """Run this rank's `actions`; return the reports in micro-batch order on the last stage's rank, [] elsewhere.
+        """Run this rank's `actions`. Gradients accumulate into the parameters' `.grad`. Collective over the pipeline.
 
-        `stages[c]` is chunk c of this rank and is called with `microbatches[i]` for micro-batch i; every rank passes a
-        list of the same length. Gradients accumulate into the parameters' `.grad`. `backward=False` runs without
-        autograd and is for schedules without backwards. `stopwatch` times every compute action.
+        Args:
+            actions: Actions in the order in which they run.
+            stages: Forward functions of this rank's chunks, called with `microbatches[i]` for micro-batch i.
+            microbatches: Micro-batches; every rank passes a list of the same length.
+            backward: Record for autograd; False for schedules without backward passes.
+            stopwatch: Times every compute action.
+
+        Returns:
+            Reports in micro-batch order on the last stage's rank, [] on others.
         """
         counts = {kind: sum(action.kind is kind for action in actions) for kind in COMPUTE}
         work = len(microbatches) * len(stages)

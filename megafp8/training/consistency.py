@@ -255,7 +255,7 @@ def _differs(sums_t2: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 class _TensorCopy(NamedTuple):
-    """One rank's copy of a tensor that differs between ranks."""
+    """Copy of a tensor on one rank, where ranks differ."""
 
     name: str
     rank: int

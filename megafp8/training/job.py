@@ -90,19 +90,27 @@ class Shared(NamedTuple):
 
 
 def _where(reader: CheckpointReader, memory: NodeMemory | None) -> str:
-    """Where the checkpoint of `reader` is, if it may be in memory."""
+    """Describe where the checkpoint of `reader` is, if it may be in memory."""
     if memory is None:
         return ""
     return ", in memory" if isinstance(reader, MemoryReader) else ", on disk: memory has no complete newer checkpoint"
 
 
 def _is_at(interval: int, step: int) -> bool:
-    """Whether `step` is a multiple of `interval`; never if that is 0."""
+    """Return whether `step` is a multiple of `interval`; False if the interval is 0."""
     return interval > 0 and step % interval == 0
 
 
 class Job:
-    """The training loop around a `Trainer`. Collective: build it on every rank."""
+    """Training loop of a stage, around a `Trainer`. Collective: build it on every rank.
+
+    Args:
+        inputs: Tokenizer and data of the stage.
+        parallel: Process groups.
+        reader: Checkpoint to resume from, or None.
+        shared: Values of all stages.
+        memory: Place of checkpoints in the memory of the nodes, or None.
+    """
 
     def __init__(
         self,
@@ -112,7 +120,6 @@ class Job:
         shared: Shared,
         memory: NodeMemory | None = None,
     ) -> None:
-        """`reader`: of the checkpoint to resume from, if there is one. `memory`: for checkpoints in memory."""
         self.inputs, self.config, self.parallel = inputs, inputs.config, parallel
         self.run_folder, self.lock, self.stop = run_folder(self.config), shared.lock, shared.stop
         self.folder = shared.folder
@@ -155,7 +162,7 @@ class Job:
         self.frozen_record = open_frozen(self.trainer, self.inputs, None if reader is None else reader.metadata)
 
     def _begin_with(self, reader: CheckpointReader | None, memory: NodeMemory | None = None) -> None:
-        """Take the state over that the job begins with: that of a checkpoint, or the initial one. Collective."""
+        """Load the state that the job begins with, from a checkpoint or from initial weights. Collective."""
         init = self.config.checkpoint.init_from
         if reader is not None:
             self.saved_step = self.step = load_state(self.trainer, reader)
@@ -335,7 +342,7 @@ class Job:
             saver.poll()
 
     def _training_batches(self) -> Iterator[list[Batch]]:
-        """The batches of the steps to come."""
+        """Return an iterator over the batches of the steps to come."""
         if self.rollouts is not None:
             train, position_of = self.inputs.train, self.spikes.position_of
             return self.rollouts.batches(train, self.step, self.consumed_samples, position_of)

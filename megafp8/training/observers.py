@@ -38,7 +38,7 @@ def open_observers(
     spikes: LossSpikes,
     tasks: TaskEvaluation | None,
 ) -> list[Observer]:
-    """What watches a loop of `trainer` from `step` to `last_step`, in the order in which it is called.
+    """Return the observers of a loop from `step` to `last_step`, in the order in which the loop calls them.
 
     `tasks`: the evaluation that `training.evaluate` asks for.
     """

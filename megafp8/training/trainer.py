@@ -78,7 +78,7 @@ class Passes(NamedTuple):
 
 
 class Trainer:
-    """One rank's stages of the model, with optimizer and pipeline engine. Collective: build it on every rank.
+    """Model stages of one rank, with optimizer and pipeline engine. Collective: build it on every rank.
 
     Args:
         config: Config of the run, or of a stage of it.
@@ -217,7 +217,7 @@ class Trainer:
         return LabelLoss(head.extra_losses, head.extra_losses_factor, self.config.training.z_loss > 0)
 
     def _build_update(self) -> OptimizerStep:
-        """The optimizer step, with clipping and reductions."""
+        """Return the optimizer step, with clipping and reductions."""
         parallel, o, strategy = self.parallel, self.config.optimizer, self.strategy
         measures_layers = self.config.logging.layer_norms_interval > 0
         return OptimizerStep(
@@ -270,7 +270,7 @@ class Trainer:
         return LoadCollector(routers, layers, self.parallel)
 
     def _sum_of_index_losses(self) -> Tensor:
-        """Of all layers and tokens of a step, float64 `[1]`. Collective."""
+        """Return the sum over all layers and tokens of a step, float64 `[1]`. Collective."""
         total = torch.zeros(1, dtype=torch.float64, device=self.parallel.device)
         for index_loss in self._index_losses:
             total += index_loss
@@ -279,27 +279,28 @@ class Trainer:
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """By global name, this rank's tensors that belong to the weights but have no gradient."""
+        """Tensors of this rank that belong to the weights but have no gradient, by global name."""
         return {name: values for stage in self.stages for name, values in stage.constants.items()}
 
     @property
     def router_shares(self) -> dict[str, Tensor]:
-        """By global name, what routers remember of the step before (`Router.shares`)."""
+        """Choices of the previous step that routers remember (`Router.shares`), by global name."""
         return {name: values for stage in self.stages for name, values in stage.router_shares.items()}
 
     @property
     def loss_scale(self) -> dict[str, Tensor]:
-        """By name, the state of the loss scale, if there is one; the same on all ranks."""
+        """State of the loss scale by name, equal on all ranks; empty without one."""
         return {} if self.loss_scaler is None else self.loss_scaler.state_dict()
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of update `step`, counted from 0."""
+        """Return the learning rate of update `step`, counted from 0."""
         return self.schedule.at(step)
 
     def references(self, batches: Sequence[Batch], loss: ObjectiveLoss) -> list[Tensor]:
-        """What `loss` makes of the last stage's output for each micro-batch, on its ranks; [] on others.
+        """Run this model forward and return what `loss` keeps of each micro-batch's output; [] before the last stage.
 
-        `batches`: on the device, this context-parallel rank's tokens. Without gradients or dropout. Collective.
+        Runs without gradients or dropout. Collective. `batches`: on the device, with this context-parallel rank's
+        tokens.
         """
         self.strategy.gather()
         actions = self._plan_of(batches).evaluate[self.parallel.pipeline.rank]
@@ -309,7 +310,7 @@ class Trainer:
             return self.engine.run(actions, functions, microbatches, backward=False)
 
     def _with_reference(self, shards: list[Batch]) -> list[Batch]:
-        """With what the frozen model says of each micro-batch, on the ranks of the last stage. Collective."""
+        """Attach the frozen model's outputs to each micro-batch, on the ranks of the last stage. Collective."""
         if self.known_reference is not None:
             known = self.known_reference
             return [replace(batch, reference=known(batch)) for batch in shards] if self._has_loss else shards
@@ -321,7 +322,7 @@ class Trainer:
         return [replace(batch, reference=x) for batch, x in zip(shards, references)] if references else shards
 
     def _total(self, report: Tensor) -> Tensor:
-        """The sum of all ranks' reports: `[sum of losses, tokens, ...]` of the global batch. Does not wait.
+        """Return the sum of all ranks' reports, `[sum of losses, tokens, ...]` of the global batch. Does not wait.
 
         All ranks of a model take part: on none of them does later work begin before all have finished earlier work,
         which replayed graphs rely on (`cuda_graphs`).
@@ -333,7 +334,7 @@ class Trainer:
         return all_reduce(total, self.parallel.model.group)
 
     def _with_room(self, batches: Sequence[Batch]) -> list[Batch]:
-        """With room for as many documents as any batch so far has had, so that shapes hardly ever change."""
+        """Give batches room for as many documents as any batch so far has had, so that shapes hardly ever change."""
         self._room = max([self._room, *(batch.room for batch in batches)])
         return [batch.with_room(self._room) for batch in batches]
 
@@ -425,7 +426,7 @@ class Trainer:
         return batches[0].loss_mask is not None
 
     def _plan_of(self, batches: Sequence[Batch]) -> PipelinePlan:
-        """The plan of a pipeline with so many micro-batches."""
+        """Return the plan of a pipeline with this number of micro-batches."""
         if len(batches) not in self._plans:
             self._plans[len(batches)] = plan_pipeline(self.config, len(batches))
         return self._plans[len(batches)]
@@ -457,7 +458,7 @@ class Trainer:
         )
 
     def local_passes(self, step: int, batches: Sequence[Batch]) -> tuple[Tensor, list[Tensor]]:
-        """Passes of `step`, counted from 0, whose gradients are not summed over data parallelism, and no update.
+        """Run the passes of `step`, counted from 0, without a sum over data parallelism and without an update.
 
         Returns this rank's report and the flat gradients of its micro-batches, which stay in the buffer. Leaves
         FP8 scaling as it was. Not with FSDP, which sums them in the backward pass.
@@ -470,7 +471,10 @@ class Trainer:
         return passes.report, self.strategy.gradients
 
     def _exceeded(self, report: Tensor) -> bool:
-        """Whether a replayed graph had no room for all rows of experts; drops all graphs then. `report`: on host."""
+        """Return whether a replayed graph had no room for all rows of experts, and drop all graphs if so.
+
+        `report`: on the host.
+        """
         if not report[-1]:
             return False
         assert self.graphs is not None
@@ -536,11 +540,11 @@ class Trainer:
         return [batch.to(self.parallel.device) for batch in batches]
 
     def own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The tokens of this context-parallel rank of micro-batches, on the device."""
+        """Return the tokens of this context-parallel rank of micro-batches, on the device."""
         return self._own_tokens(self._to_device(self._with_room(batches)))
 
     def _own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The tokens of this context-parallel rank, with the labels of all depths."""
+        """Return the tokens of this context-parallel rank, with the labels of all depths."""
         context, cuts = self.parallel.context, self._cuts_documents
         later = (batch.with_later_labels(self._label_depths) for batch in batches)
         return [batch.shard(context.rank, context.size, cuts_documents=cuts) for batch in later]
@@ -554,7 +558,7 @@ class Trainer:
         return total
 
     def _gather_fp8_records(self, statistics: Statistics) -> list[Record]:
-        """The records of this step: those of all stages on rank 0, none elsewhere."""
+        """Return the records of this step: of all stages on rank 0, none elsewhere."""
         assert self.fp8.recorder is not None
         self.fp8.recorder.observed = statistics  # of the graph that was replayed, else its own
         own_records, parallel = self.fp8.recorder.end_step(), self.parallel
@@ -565,7 +569,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Loss:
-        """Loss of a global batch without training or dropout; does not update FP8 statistics."""
+        """Return the loss of a global batch without training or dropout; FP8 statistics stay as they are."""
         batches = [replace(batch, samples=None) for batch in batches]
         if self.graphs is None or self.fp8.calibrating:
             report = self._forward_only(self._to_device(batches))
@@ -580,7 +584,7 @@ class Trainer:
         return self.evaluate(batches) if self._exceeded(total) else self._loss.mean(total.tolist()[:-1])
 
     def _forward_only(self, batches: Sequence[Batch]) -> Tensor:
-        """The report of forward passes; batches `[b, s]` are on the device."""
+        """Run forward passes and return this rank's report; batches `[b, s]` are on the device."""
         self.row_bound.exceeded.zero_()
         self.strategy.gather()
         actions = self._plan_of(batches).evaluate[self.parallel.pipeline.rank]

@@ -18,10 +18,10 @@ from torch import Tensor
 from megafp8.batch import Batch
 from megafp8.expert_parallel.own_rows import own_rows
 from megafp8.models.context import BuildContext
-from megafp8.models.gpt import GPTStage
 from megafp8.optimizer.step import OptimizerStep
 from megafp8.pipeline_parallel.engine import StageOutput
 from megafp8.training.history import History
+from megafp8.training.loss import TrainedStage
 from megafp8.training.trainer import Trainer
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {}
@@ -43,16 +43,16 @@ def no_all_reduce_of_replicated() -> Iterator[None]:
 @fault
 def average_per_microbatch() -> Iterator[None]:
     """Gradients are those of the mean of micro-batches' mean losses, however many tokens each has."""
-    forward = Trainer._forward
+    forward = TrainedStage.__call__
 
-    def averaged(self: Trainer, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
-        output = forward(self, stage, x, microbatch)
+    def averaged(self: TrainedStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
+        output = forward(self, x, microbatch)
         if output.report is None:
             return output
         counted = output.report[1] / len(microbatch.tokens) / microbatch.labels.shape[1]
         return StageOutput(output.output / counted, output.report)
 
-    with patch.object(Trainer, "_forward", averaged):
+    with patch.object(TrainedStage, "__call__", averaged):
         yield
 
 

@@ -49,7 +49,7 @@ class Rounds:
         return min((self.start // self._inner_steps + 1) * self._inner_steps, self._last_step)
 
     def state(self) -> Sequence[Any]:
-        """What a replica that copies this one's state must know of its round."""
+        """Return what a replica that copies this one's state must know of its round."""
         return [self.start, self.running, self._last_step]
 
     def restore(self, state: Sequence[Any]) -> None:

@@ -27,7 +27,7 @@ then their values are undefined."""
 
 
 class ReplicaTrainer(Trainer):
-    """One rank of one replica. Collective: build it on every rank of the replica.
+    """Trainer of a rank of one replica. Collective: build it on every rank of the replica.
 
     Args:
         config: Config of the run.
