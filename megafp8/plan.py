@@ -118,7 +118,8 @@ class LinearPlan:
     its backward ("fused"), by the layer ("layer"), by the layer before tokens are gathered ("layer, then gather"), or
     not ("high"). `weight`: "resident"; "zero fp8" and "fsdp fp8" where FP8 data is gathered; "fsdp" where values are.
     `smoothed`: channels of the input are scaled before they are quantized (smooth SwiGLU). `calibrating`: runs in high
-    precision and records amaxes. `reasons`: why the fast way is not taken, one each.
+    precision and records amaxes. `batch_invariant`: fprop sums in an order that does not depend on the number of rows.
+    `reasons`: why the fast way is not taken, one each.
     """
 
     name: str
@@ -132,6 +133,7 @@ class LinearPlan:
     output_neighbor: str = ""
     smoothed: bool = False
     calibrating: bool = False
+    batch_invariant: bool = False
     reasons: tuple[str, ...] = ()
 
     @cached_property
@@ -156,6 +158,7 @@ def plan_linear(
     high_reason: str = "",
     calibrating: bool = False,
     smooth: bool = False,
+    batch_invariant: bool = False,
 ) -> LinearPlan:
     """The plan of the layer at `site`; `precision` None, for `high_reason`, keeps it in high precision."""
     sharded = site.sequence_parallel and site.tensor_parallel > 1
@@ -171,6 +174,7 @@ def plan_linear(
             "high",
             "fsdp" if site.weight_storage == "fsdp" else "resident",
             calibrating=calibrating,
+            batch_invariant=batch_invariant,
             reasons=(f"all GEMMs in high precision: {why}",),
         )
     reasons = []
@@ -242,6 +246,7 @@ def plan_linear(
         site.before.name if fused_input else "",
         site.after.name if grad_output == "fused" else "",
         smoothed=smooth and fused_input and site.smoothable is not None and precision.input.per_tensor,
+        batch_invariant=batch_invariant,
         reasons=tuple(reasons),
     )
 

@@ -60,6 +60,7 @@ class Fp8Manager:
     the noise of stochastic rounding. `context`: None where each rank has whole sequences; an amax is that of a whole
     micro-batch, however its tokens are cut. `smooth_swiglu`: smooth the inputs that `smooth_input` names
     (`megafp8.numerics.smoothing`). `watches_weights`: layers see for themselves whether their weights have changed.
+    `batch_invariant`: the model is (`megafp8.numerics.batch_invariance`).
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Fp8Manager:
         context: ContextGroups | None = None,
         smooth_swiglu: bool = False,
         watches_weights: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.recipe = recipe
         self.amax_group = amax_group
@@ -87,7 +89,7 @@ class Fp8Manager:
         self.context = context
         self._left_out: frozenset[str] = frozenset()
         self.smooth_swiglu = smooth_swiglu
-        self._watches_weights = watches_weights
+        self._watches_weights, self.batch_invariant = watches_weights, batch_invariant
         self._all_layers: dict[str, LinearState] = {}
         self._layers: dict[str, LinearState] = {}  # those in FP8
         self._groups_of_layers: list[GroupState] = []
@@ -127,6 +129,7 @@ class Fp8Manager:
             sharded_group=sharded,
             token_group=tokens,
             watches_weight=self._watches_weights,
+            batch_invariant=self.batch_invariant,
         )
         self._all_layers[site.name] = state
         if amax_group is not None:
@@ -154,6 +157,7 @@ class Fp8Manager:
             exclude=self.exclude,
             gemm_backend=self.gemm_backend,
             smooth_swiglu=self.smooth_swiglu,
+            batch_invariant=self.batch_invariant,
         )
         manager.leave_out(self._left_out)
         return manager
@@ -254,6 +258,7 @@ class Fp8Manager:
                     None if operand == "weight" else self._layers[layer].token_group,
                     self._amax_groups.get(layer),
                     gemm.block_scaled,
+                    self.batch_invariant,
                 )
                 for layer, operand in operands
             ]

@@ -70,7 +70,8 @@ class LinearState:
     `token_group`: those over which the tokens of other activations are cut, None where this rank has all. The FP8
     copies of the weight live from first use to `invalidate_weight`; under FSDP they are made anew for backward.
     `frozen_weight`: no step changes the weight, so steps do not invalidate it. `watches_weight`: no caller tells
-    it by `invalidate_weight`, and the state sees for itself whether the weight has changed.
+    it by `invalidate_weight`, and the state sees for itself whether the weight has changed. `batch_invariant`: as in
+    `LinearPlan`.
     """
 
     def __init__(
@@ -84,9 +85,10 @@ class LinearState:
         sharded_group: ProcessGroup | None = None,
         token_group: ProcessGroup | None = None,
         watches_weight: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.site, self.precision = site, precision
-        self._high_reason, self._smooth = high_reason, smooth
+        self._high_reason, self._smooth, self.batch_invariant = high_reason, smooth, batch_invariant
         self.group, self.sharded_group, self.token_group = group, sharded_group, token_group
         self.plan = self._planned(calibrating=False)
         self.smoothing: ChannelScales | None = None  # multiplies channels of the input, divides columns of the weight
@@ -139,8 +141,9 @@ class LinearState:
 
     def _planned(self, *, calibrating: bool) -> LinearPlan:
         return plan_linear(
-            self.site, self.precision, high_reason=self._high_reason, calibrating=calibrating, smooth=self._smooth
-        )
+            self.site, self.precision, high_reason=self._high_reason, calibrating=calibrating, smooth=self._smooth,
+            batch_invariant=self.batch_invariant,
+        )  # fmt: skip
 
     def _follow_plan(self) -> None:
         plan, group = self.plan, self.group if self.plan.gather else None

@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_reduce
 from megafp8.numerics import groups
-from megafp8.numerics.batch_invariance import is_batch_invariant
 from megafp8.numerics.groups import RowGroups
 from megafp8.numerics.implementations import kernels
 from megafp8.numerics.quantizers import AmaxRecording, Quantizer
@@ -92,7 +91,7 @@ class GroupQuantizer:
                 source, first.fmt, row_groups, rowwise=rowwise, columnwise=columnwise, power_of_two=rule.power_of_two,
                 eps=rule.eps,
             )  # fmt: skip
-        if rowwise and first.known_scale is None and first.tensor.operand == "input" and is_batch_invariant():
+        if rowwise and first.known_scale is None and first.tensor.token_scales:
             rule = first.rule  # a scale for each token, as `CurrentScaling.cast`
             by_token = module.cast_groups_rows(
                 source, first.fmt, row_groups, rowwise=True, columnwise=False, power_of_two=rule.power_of_two,

@@ -147,6 +147,7 @@ def build_fp8(config: Config, parallel: ParallelState | None) -> Fp8Manager:
         seed=config.seed,
         data_parallel=(0, 1) if parallel is None else (parallel.data.rank, parallel.data.size),
         smooth_swiglu=config.fp8.smooth_swiglu,
+        batch_invariant=config.inference.batch_invariant,
     )
     manager.check_patterns([name for name, _ in linear_sites(config)])
     return manager

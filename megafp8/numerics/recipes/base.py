@@ -206,7 +206,7 @@ class Fp8Tensor:
     `group`: the ranks that hold shards of it, None where each has all of it. `token_group`: those over which its tokens
     are sharded; None where this rank has all, and for weights. `amax_group`: the ranks over which an amax of it that is
     remembered is reduced; None: those that run the same layers. `block_scaled`: tensor cores of the device multiply
-    blocks of 32 and 16; where they do not, a tensor with such blocks is dequantized.
+    blocks of 32 and 16; where they do not, a tensor with such blocks is dequantized. `batch_invariant`: the model is.
     """
 
     layer: str
@@ -215,6 +215,12 @@ class Fp8Tensor:
     token_group: ProcessGroup | None
     amax_group: ProcessGroup | None = None
     block_scaled: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def token_scales(self) -> bool:
+        """Whether each token has a scale where other inputs of layers have one from the amax of the tensor at hand."""
+        return self.batch_invariant and self.operand == "input"
 
     @property
     def name(self) -> str:

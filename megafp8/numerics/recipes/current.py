@@ -3,8 +3,8 @@
 Exact, at the cost of one pass more over the data, and of a reduction wherever ranks hold shards of a tensor, since a
 shard has another maximum than the whole.
 
-A token's scale then depends on the other tokens. Where forward passes are to be batch-invariant
-(`megafp8.numerics.batch_invariance`), each token of a layer's input has a scale of its own in fprop; all other casts
+A token's scale then depends on the other tokens. In batch-invariant models
+(`megafp8.numerics.batch_invariance`) each token of a layer's input has a scale of its own in fprop; all other casts
 stay as they are.
 """
 
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megafp8.distributed.collectives import all_reduce
-from megafp8.numerics.batch_invariance import is_batch_invariant
 from megafp8.numerics.quantizers import casts, implementation
 from megafp8.numerics.recipes.base import PER_TENSOR, AmaxOptions, Capabilities, Fp8Tensor, fast_accumulation
 from megafp8.numerics.recipes.rowwise import cast_rows
@@ -32,7 +31,7 @@ class CurrentScaling(AmaxOptions):
     use_fast_accum: tuple[bool, bool, bool] = fast_accumulation()
 
     def cast(self, source: Source, tensor: Fp8Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        if rowwise and tensor.operand == "input" and is_batch_invariant():
+        if rowwise and tensor.token_scales:
             rule = self.scale_rule(self.format_of(tensor.operand))
             by_token = implementation(cast_rows, source)(
                 source, self.format_of(tensor.operand), rowwise=True, columnwise=False,
