@@ -209,10 +209,10 @@ def layer_of(handle: Tensor) -> StandaloneLinear:
 _input_keys: dict[tuple[Fp8Recipe, bool], str] = {}
 
 
-def input_quantizer(key: str) -> RecipeQuantizer:
-    """Quantizes inputs of the layers with this `input_key`."""
+def input_quantizer(key: str, device: torch.device) -> RecipeQuantizer:
+    """Return what quantizes inputs on `device` of the layers with this `input_key`."""
     ((recipe, block_scaled),) = (made_of for made_of, own in _input_keys.items() if own == key)
-    return RecipeQuantizer(recipe, Fp8Tensor("", "input", None, None, block_scaled=block_scaled))
+    return RecipeQuantizer(recipe, Fp8Tensor("", "input", None, None, block_scaled=block_scaled), device)
 
 
 def _saved_format(state: LinearState) -> str:

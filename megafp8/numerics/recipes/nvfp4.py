@@ -165,15 +165,17 @@ class NVFP4Quantizer(RecipeQuantizer):
     noise: TensorNoise | None
     recording: bool = True
 
-    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+    def __post_init__(self) -> None:
         if self.tensor.block_scaled:
-            amaxes_of, cast = nvfp4_amaxes, block_scaled_nvfp4
+            self._amaxes, self._cast_nvfp4 = nvfp4_amaxes, block_scaled_nvfp4
         else:
-            amaxes_of = implementation(nvfp4_amaxes, source, "fine_blocks")
-            cast = implementation(cast_nvfp4, source, "fine_blocks")
+            self._amaxes = implementation(nvfp4_amaxes, self.device, "fine_blocks")
+            self._cast_nvfp4 = implementation(cast_nvfp4, self.device, "fine_blocks")
+
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         weight = self.tensor.operand == "weight"
-        amaxes = all_reduce(amaxes_of(source, transformed=columnwise and not weight), self.tensor.group, "max")
-        made = cast(source, amaxes, self.noise, weight=weight, rowwise=rowwise, columnwise=columnwise)
+        amaxes = all_reduce(self._amaxes(source, transformed=columnwise and not weight), self.tensor.group, "max")
+        made = self._cast_nvfp4(source, amaxes, self.noise, weight=weight, rowwise=rowwise, columnwise=columnwise)
         self.skip()
         return made
 
@@ -203,4 +205,4 @@ class NVFP4Scaling(Fp8Recipe):
 
     def build(self, tensors: Sequence[Fp8Tensor], device: torch.device, clock: NoiseClock) -> Built:
         noise = {t: clock.tensor(t.name, t.group) if t.operand == "grad_output" else None for t in tensors}
-        return Built({t.name: NVFP4Quantizer(self, t, noise[t]) for t in tensors}, clock)
+        return Built({t.name: NVFP4Quantizer(self, t, device, noise[t]) for t in tensors}, clock)
