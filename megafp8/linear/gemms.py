@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megafp8.gemm import invariant
 from megafp8.gemm.dispatch import gemm
-from megafp8.linear.grad_sink import deliver, in_place, was_added, wgrad_dtype
+from megafp8.linear.grad_sink import deliver, in_place, wgrad_dtype
 from megafp8.linear.state import LinearState, Quantizers
 from megafp8.linear.weight_forms import WeightForm
 from megafp8.numerics.sources import Plain
@@ -151,7 +151,7 @@ def wgrad(state: LinearState, weight: Tensor, dy: Operand, x: Operand) -> Tensor
         add_wgrad(state, dy, x, found.main_grad)
     else:
         _wgrad(state, dy, x, torch.float32, found.main_grad)
-    was_added(weight)
+    found.added()
     return None
 
 

@@ -96,7 +96,7 @@ class LinearState:
         self._own_quantizers: Quantizers | None = None  # as the recipe made them, without what records them
         self._calibrated: list[Calibrating] = []  # of these; `isinstance` of a protocol takes too long for each pass
         self._observing: list[Observing] = []
-        self._gemm: Fp8Gemm | None = None
+        self.gemm: Fp8Gemm  # once it is complete
         self.watches_weight = watches_weight
         self._copies: WeightCopies | None = None
         self._weight_recording: AmaxRecording | None = None
@@ -118,7 +118,7 @@ class LinearState:
 
         Called by `Fp8Manager.materialize`.
         """
-        self._gemm, self.smoothing, self._own_quantizers = gemm, smoothing, quantizers
+        self.gemm, self.smoothing, self._own_quantizers = gemm, smoothing, quantizers
         self._weight_recording = quantizers.weight if isinstance(quantizers.weight, AmaxRecording) else None
         self._quantizers = observed or quantizers
         self._calibrated = [quantizer for quantizer in quantizers if isinstance(quantizer, Calibrating)]
@@ -132,7 +132,7 @@ class LinearState:
 
     def replan_if_calibrated(self) -> None:
         """Replace the plan where one of the layer's tensors began or ended its calibration."""
-        if self.plan.calibrating != self._calibrating:
+        if self._calibrated and self.plan.calibrating != self._calibrating:
             self.replan()
 
     @property
@@ -186,11 +186,6 @@ class LinearState:
     def observed(self) -> bool:
         """Whether the recorder wants to see the next tensors that the layer quantizes."""
         return any(quantizer.wanted for quantizer in self._observing)
-
-    @property
-    def gemm(self) -> Fp8Gemm:
-        assert self._gemm is not None
-        return self._gemm
 
     def record_amax(self, operand: str, x: Tensor) -> None:
         """Take the amax of an operand, of any shape, for later scales, as calibration does."""
