@@ -35,7 +35,6 @@ from megafp8.inference.generator import CacheOptions, Generator
 from megafp8.inference.load import Layout, build_model, config_of
 from megafp8.inference.model import Model
 from megafp8.inference.sampling import SamplingOptions
-from megafp8.numerics.batch_invariance import batch_invariant
 from megafp8.parallel_state import destroy_model_parallel
 from megafp8.tensor_parallel.random import initialize_parameters
 
@@ -89,7 +88,7 @@ def trained_logprobs(model: Model, texts: Sequence[Sequence[int]], order: random
         for row, i in zip(ids, chosen, strict=True):
             row[: len(texts[i])] = torch.tensor(texts[i])
         ids = ids.to(model.parallel.device)
-        with batch_invariant(model.batch_invariant), model.fp8.recording(False):
+        with model.fp8.recording(False):
             loss_sb = stage(None, Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())).cross_entropy
         for column, i in enumerate(chosen):
             found[i] = -loss_sb.detach()[: len(texts[i]) - 1, column].double().cpu()
@@ -165,10 +164,9 @@ def training_milliseconds(recipe: str, *, invariant: bool, tokens: int = 8192) -
     for _ in range(6):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         events[0].record()
-        with batch_invariant(invariant):
-            loss = stage(None, batch).cross_entropy.mean()
-            events[1].record()
-            loss.backward()
+        loss = stage(None, batch).cross_entropy.mean()
+        events[1].record()
+        loss.backward()
         events[2].record()
         torch.cuda.synchronize()
         forward.append(events[0].elapsed_time(events[1]))

@@ -94,7 +94,8 @@ class Operands:
             values = self.a_rs if which == "a" else self.b_sc.t()
             tensor = Fp8Tensor(which, operand, None, None)
             source = Plain(values.contiguous())
-            quantized = _RECIPES[granularity].cast(source, tensor, rowwise=True, columnwise=False)
+            cast = _RECIPES[granularity].bound_cast(tensor, values.device)
+            quantized = cast(source, rowwise=True, columnwise=False)
             self._cast[key] = quantized.required_rowwise
         return self._cast[key]
 

@@ -116,7 +116,8 @@ class LinearPlan:
     shard"), the values ("high"), or nothing ("recompute"). `grad_output`: quantized by the operation after the layer in
     its backward ("fused"), by the layer ("layer"), by the layer before tokens are gathered ("layer, then gather"), or
     not ("high"). `weight`: "resident"; "zero fp8" and "fsdp fp8" where FP8 data is gathered; "fsdp" where values are.
-    `calibrating`: runs in high precision and records amaxes. `reasons`: why the fast way is not taken, one each.
+    `calibrating`: runs in high precision and records amaxes. `batch_invariant`: fprop sums in an order that does not
+    depend on the number of rows. `reasons`: why the fast way is not taken, one each.
     """
 
     name: str
@@ -129,6 +130,7 @@ class LinearPlan:
     input_neighbor: str = ""
     output_neighbor: str = ""
     calibrating: bool = False
+    batch_invariant: bool = False
     reasons: tuple[str, ...] = ()
 
     @cached_property
@@ -152,6 +154,7 @@ def plan_linear(
     *,
     high_reason: str = "",
     calibrating: bool = False,
+    batch_invariant: bool = False,
 ) -> LinearPlan:
     """The plan of the layer at `site`; `precision` None, for `high_reason`, keeps it in high precision."""
     sharded = site.sequence_parallel and site.tensor_parallel > 1
@@ -167,6 +170,7 @@ def plan_linear(
             "high",
             "fsdp" if site.weight_storage == "fsdp" else "resident",
             calibrating=calibrating,
+            batch_invariant=batch_invariant,
             reasons=(f"all GEMMs in high precision: {why}",),
         )
     reasons = []
@@ -237,6 +241,7 @@ def plan_linear(
         weight,
         site.before.name if fused_input else "",
         site.after.name if grad_output == "fused" else "",
+        batch_invariant=batch_invariant,
         reasons=tuple(reasons),
     )
 

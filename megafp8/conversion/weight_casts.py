@@ -109,7 +109,7 @@ AMAX_RECIPES: Mapping[Granularity, Fp8Recipe] = {
 def amax_cast(read: Callable[[str], Tensor], matrix: Matrix, granularity: Granularity) -> WeightCast:
     """The cast of a weight of `matrix` by the rule `amax`; `read` gives weights by name."""
     tensor = Fp8Tensor(matrix.layer, "weight", None, None)
-    return _cast(read, matrix, RecipeQuantizer(AMAX_RECIPES[granularity], tensor))
+    return _cast(read, matrix, RecipeQuantizer(AMAX_RECIPES[granularity], tensor, torch.device("cpu")))
 
 
 def weight_casts(

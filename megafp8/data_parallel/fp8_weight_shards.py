@@ -120,7 +120,7 @@ class _Part:
         if self._groups is None:
             amax_e = casts(source).amax(source).view(1)
         else:
-            amax_e = implementation(amax_of_groups, source, "grouped_cast")(source, self._groups)
+            amax_e = implementation(amax_of_groups, source.device, "grouped_cast")(source, self._groups)
         torch.maximum(amax_t, amax_e, out=amax_t)
 
     def cast(self, scale_e: Tensor, scale_inv_e: Tensor, fmt: Format, newest_amax_e: Tensor) -> None:
@@ -131,7 +131,7 @@ class _Part:
                 source, scale_e[0], scale_inv_e[0], fmt, rowwise=True, columnwise=False, newest_amax=newest_amax_e[0]
             )
         else:
-            made = implementation(cast_groups, source, "grouped_cast")(
+            made = implementation(cast_groups, source.device, "grouped_cast")(
                 source, scale_e, scale_inv_e, fmt, self._groups, rowwise=True, columnwise=False,
                 newest_amax_e=newest_amax_e,
             )  # fmt: skip

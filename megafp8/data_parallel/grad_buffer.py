@@ -31,7 +31,7 @@ at the end of the backward pass, where activations have been freed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -48,17 +48,20 @@ from megafp8.linear.grad_sink import deliver, set_grad_sink
 
 @dataclass(eq=False)
 class BufferSink:
-    """The `GradSink` of a parameter: its fp32 sum, which counts gradients by `count`."""
+    """The `GradSink` of parameter `index` of a `buffer`, which counts gradients: its fp32 sum."""
 
     main_grad: Tensor
-    count: Callable[[], None]
+    buffer: weakref.ref[GradBuffer]
+    index: int
     wgrads: WgradStore | None
     pair: WgradPair | None
     is_empty: bool = False
 
     def added(self) -> None:
         self.is_empty = False
-        self.count()
+        buffer = self.buffer()
+        if buffer is not None:
+            buffer.count(self.index)
 
     def clear(self) -> None:
         """Forget the sum, and what would be added to it."""
@@ -152,17 +155,12 @@ class GradBuffer:
         slot = self.layout.slots[index]
         buffer = weakref.ref(self)  # a strong one would close a cycle through autograd's hooks, which gc cannot see
 
-        def count() -> None:
-            owner = buffer()
-            if owner is not None:
-                owner._count(index)
-
         def is_last() -> bool:
             owner = buffer()
             return owner is not None and owner._overlap and owner._expected[index] <= 1
 
         pair = WgradPair(is_last) if in_pairs else None
-        sink = BufferSink(self.flat[slot.start : slot.end].view(param.shape), count, wgrads, pair)
+        sink = BufferSink(self.flat[slot.start : slot.end].view(param.shape), buffer, index, wgrads, pair)
 
         def take_autograd_gradient(param: nn.Parameter) -> None:
             if param.grad is not None:  # None: every layer that used it passed its gradient to the sink
@@ -213,7 +211,7 @@ class GradBuffer:
         self._works = []
         self._overlap = False
 
-    def _count(self, index: int) -> None:
+    def count(self, index: int) -> None:
         """Parameter `index` received a gradient."""
         bucket = self._bucket_of[index]
         assert bucket >= self._started, f"a gradient of {self._name(index)} came after its bucket was reduced"

@@ -75,7 +75,8 @@ def own_slice(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 def all_reduce(x: Tensor, group: ProcessGroup | None, op: ReduceOp = "sum") -> Tensor:
     """Reduce `x` over `group` in place and return it."""
-    all_reduce_async(x, group, op).wait()
+    if size(group) > 1:
+        all_reduce_async(x, group, op).wait()
     return x
 
 

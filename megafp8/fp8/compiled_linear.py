@@ -71,7 +71,7 @@ def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Stand
 @torch.library.custom_op("megafp8::quantize_input", mutates_args=())
 def _quantize(x: Tensor, key: str, columnwise: bool) -> list[Tensor]:
     """x rowwise, and columnwise if wanted: of each data, scale_inv, and a tensor's scale, if any."""
-    quantizer, x_mk = input_quantizer(key), as_matrix(x)
+    quantizer, x_mk = input_quantizer(key, x.device), as_matrix(x)
     if not x.numel():
         return [torch.ones_like(own) for own in _quantized_like(x_mk, quantizer.granularity.name, columnwise)]
     with torch.autocast(x.device.type, enabled=False):
@@ -87,7 +87,7 @@ def _quantize(x: Tensor, key: str, columnwise: bool) -> list[Tensor]:
 
 @_quantize.register_fake
 def _(x: Tensor, key: str, columnwise: bool) -> list[Tensor]:
-    return _quantized_like(x.reshape(-1, x.shape[-1]), input_quantizer(key).granularity.name, columnwise)
+    return _quantized_like(x.reshape(-1, x.shape[-1]), input_quantizer(key, x.device).granularity.name, columnwise)
 
 
 def _quantized_like(x_mk: Tensor, granularity: str, columnwise: bool) -> list[Tensor]:

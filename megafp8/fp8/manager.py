@@ -58,7 +58,7 @@ class Fp8Manager:
     FP8 layers quantize, in the steps it samples. `seed` and `data_parallel`, this rank and how many there are, decide
     the noise of stochastic rounding. `context`: None where each rank has whole sequences; an amax is that of a whole
     micro-batch, however its tokens are cut. `watches_weights`: layers see for themselves whether their weights have
-    changed.
+    changed. `batch_invariant`: the model is (`megafp8.numerics.batch_invariance`).
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Fp8Manager:
         data_parallel: tuple[int, int] = (0, 1),
         context: ContextGroups | None = None,
         watches_weights: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.recipe = recipe
         self.amax_group = amax_group
@@ -84,7 +85,7 @@ class Fp8Manager:
         self.seed, self.data_parallel = seed, data_parallel
         self.context = context
         self._left_out: frozenset[str] = frozenset()
-        self._watches_weights = watches_weights
+        self._watches_weights, self.batch_invariant = watches_weights, batch_invariant
         self._all_layers: dict[str, LinearState] = {}
         self._layers: dict[str, LinearState] = {}  # those in FP8
         self._groups_of_layers: list[GroupState] = []
@@ -123,6 +124,7 @@ class Fp8Manager:
             sharded_group=sharded,
             token_group=tokens,
             watches_weight=self._watches_weights,
+            batch_invariant=self.batch_invariant,
         )
         self._all_layers[site.name] = state
         if amax_group is not None:
@@ -149,6 +151,7 @@ class Fp8Manager:
             include=self.include,
             exclude=self.exclude,
             gemm_backend=self.gemm_backend,
+            batch_invariant=self.batch_invariant,
         )
         manager.leave_out(self._left_out)
         return manager
@@ -248,6 +251,7 @@ class Fp8Manager:
                     groups[layer][operand],
                     None if operand == "weight" else self._layers[layer].token_group,
                     self._amax_groups.get(layer),
+                    self.batch_invariant,
                 )
                 for layer, operand in operands
             ]

@@ -204,10 +204,10 @@ def layer_of(handle: Tensor) -> StandaloneLinear:
 _input_keys: dict[Fp8Recipe, str] = {}
 
 
-def input_quantizer(key: str) -> RecipeQuantizer:
-    """Quantizes inputs of the layers with this `input_key`."""
+def input_quantizer(key: str, device: torch.device) -> RecipeQuantizer:
+    """Return what quantizes inputs on `device` of the layers with this `input_key`."""
     (recipe,) = (recipe for recipe, own in _input_keys.items() if own == key)
-    return RecipeQuantizer(recipe, Fp8Tensor("", "input", None, None))
+    return RecipeQuantizer(recipe, Fp8Tensor("", "input", None, None), device)
 
 
 def _saved_format(state: LinearState) -> str:

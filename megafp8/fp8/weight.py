@@ -79,8 +79,8 @@ class WeightFormat(NamedTuple):
         """The values in E4M3, rowwise."""
         source, options = Plain(values_nk.detach().contiguous()), {"rowwise": True, "columnwise": False}
         if self.blocks:
-            power_of_two, eps = self.rule.power_of_two, self.rule.eps
-            blocks = implementation(cast_128x128, source)(source, E4M3, **options, power_of_two=power_of_two, eps=eps)
+            cast, rule = implementation(cast_128x128, source.device), self.rule
+            blocks = cast(source, E4M3, **options, power_of_two=rule.power_of_two, eps=rule.eps)
             return blocks.required_rowwise
         scale = self.rule.scale(casts(source).amax(source))
         made = casts(source).cast_tensor(source, scale, scale.reciprocal(), E4M3, **options, newest_amax=None)

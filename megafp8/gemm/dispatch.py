@@ -53,6 +53,7 @@ _SCALING = {
     BLOCK_1X128: F.ScalingType.BlockWise1x128,
     BLOCK_128X128: F.ScalingType.BlockWise128x128,
 }
+_ONE_SCALE = (TENSOR, DEQUANTIZED)
 _BLOCK_SCALED_ROWS = 4
 """cuBLASLt multiplies rows with scales of 1×128 blocks in multiples of this."""
 
@@ -108,7 +109,10 @@ class Fp8Gemm:
         """
         if bias is not None and not self._adds(a_mk, b_nk, out_dtype, bias):
             return self.tn(a_mk, b_nk, out_dtype, use_fast_accum=use_fast_accum, out=out).add_(bias)
-        if self.backend != "emulated" and _in_bf16(a_mk, b_nk, out_dtype):
+        if self.backend == "emulated":
+            y_mn = emulated(a_mk, b_nk, out_dtype)
+            return y_mn if out is None else out.copy_(y_mn)
+        if _in_bf16(a_mk, b_nk, out_dtype):
             return self._bf16(a_mk, b_nk, out_dtype, out)
         if self._cublaslt is not None and _fits(a_mk, b_nk):
             if out is None:
@@ -116,7 +120,7 @@ class Fp8Gemm:
                 out = torch.empty(a8.shape[0], b_nk.data.shape[0], dtype=out_dtype, device=a8.device)
             self._cublaslt.matmul_tn(a_mk, b_nk, out, accumulate=False, use_fast_accum=use_fast_accum, bias=bias)
             return out
-        if self.backend == "emulated" or (a_mk.granularity, b_nk.granularity) not in HOPPER_PAIRS:
+        if (a_mk.granularity, b_nk.granularity) not in HOPPER_PAIRS:
             return _into(out, emulated(a_mk, b_nk, out_dtype))
         assert a_mk.data.is_contiguous()
         assert b_nk.data.is_contiguous()
@@ -193,12 +197,14 @@ def emulated(
     multiply: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """`Fp8Gemm.tn` in fp32 or wider. `multiply`: a · bᵀ of such matrices; None: torch's."""
-    multiply = multiply or (lambda a, b: a @ b.t())
     wide = torch.promote_types(out_dtype, torch.float32)
-    if all(x.granularity in (TENSOR, DEQUANTIZED) for x in (a_mk, b_nk)):  # scale_inv multiplies the finished sum
-        y_mn = multiply(a_mk.data.to(wide), b_nk.data.to(wide))
-        return y_mn.mul_(a_mk.scale_inv).mul_(b_nk.scale_inv).to(out_dtype)
-    return multiply(a_mk.dequantize(wide), b_nk.dequantize(wide)).to(out_dtype)
+    one_scale = a_mk.granularity in _ONE_SCALE and b_nk.granularity in _ONE_SCALE  # they multiply the finished sum
+    if one_scale:
+        a, b = a_mk.data.to(wide), b_nk.data.to(wide)
+    else:
+        a, b = a_mk.dequantize(wide), b_nk.dequantize(wide)
+    y_mn = a @ b.t() if multiply is None else multiply(a, b)
+    return (y_mn.mul_(a_mk.scale_inv).mul_(b_nk.scale_inv) if one_scale else y_mn).to(out_dtype)
 
 
 def _scaled_mm(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
@@ -245,4 +251,5 @@ def gemm(
         a_mk, b_kn = a_mk.to(wide), b_kn.to(wide)
     elif a_mk.dtype != wide and out_dtype == wide:
         return torch.mm(a_mk, b_kn, out_dtype=wide, out=out)
-    return _into(out, (a_mk @ b_kn).to(out_dtype))
+    y_mn = (a_mk @ b_kn).to(out_dtype)
+    return y_mn if out is None else out.copy_(y_mn)

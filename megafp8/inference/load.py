@@ -226,8 +226,7 @@ def build_model(
         for stage in placement.stages[parallel.pipeline.rank]
     ]
     fp8.materialize(device)
-    why_eager, invariant = _why_eager(config), config.inference.batch_invariant
-    return Model(config.spec, stages, placement, parallel, fp8, trained_length, why_eager, batch_invariant=invariant)
+    return Model(config.spec, stages, placement, parallel, fp8, trained_length, _why_eager(config))
 
 
 def _why_eager(config: Config) -> str:
@@ -251,8 +250,7 @@ def live_model(trainer: Trainer, layout: Layout | None = None, *, own_texts: boo
         why_eager = "copies of weights, which change, have other addresses after each step"
         shared = (config.spec, trainer.stages, placement, trainer.parallel, trainer.fp8, length, why_eager)
         own_texts = own_texts and _computes_alone(trainer)
-        invariant = config.inference.batch_invariant
-        model = Model(*shared, in_training=True, batch_invariant=invariant, own_texts=own_texts)
+        model = Model(*shared, in_training=True, own_texts=own_texts)
         return model, LiveWeights(trainer)
     check_decoder(config.spec)
     world_size, ranks = trainer.parallel.world_size, layout.tensor * layout.pipeline

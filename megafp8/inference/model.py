@@ -28,7 +28,6 @@ from megafp8.linear.quantized_weight import WeightFormat
 from megafp8.models.gpt import GPTStage
 from megafp8.models.mixer import StateCache, TokenCache, Tokens
 from megafp8.models.rotary import RotaryEmbedding
-from megafp8.numerics.batch_invariance import batch_invariant
 from megafp8.ops.attention import CoreAttention
 from megafp8.ops.recurrence import Recurrence
 from megafp8.parallel_state import Group, ParallelState
@@ -48,8 +47,7 @@ class Model:
     decode steps are not replayed from CUDA graphs; empty where they are. `in_training`: its weights change, and what it
     makes of them is used with gradients. `weights`: the format that weights of linear layers are quantized to.
     `stored_fp8`: where there are any, the only weights that are, those of a folder in FP8 (`quantized_weights`).
-    `batch_invariant`: forward passes are (`megafp8.numerics.batch_invariance`). `own_texts`: the ranks of
-    `parallel.model` generate texts of their own, else all ranks the same.
+    `own_texts`: the ranks of `parallel.model` generate texts of their own, else all ranks the same.
     """
 
     spec: ModelSpec
@@ -62,8 +60,12 @@ class Model:
     in_training: bool = False
     weights: WeightFormat | None = None
     stored_fp8: frozenset[str] = frozenset()
-    batch_invariant: bool = False
     own_texts: bool = False
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether forward passes are batch-invariant (`megafp8.numerics.batch_invariance`)."""
+        return self.fp8.batch_invariant
 
     @property
     def ranks(self) -> Group:
@@ -174,7 +176,7 @@ class PackedModel:
         x_sbh: Tensor | None = None
         # torch.inference_mode(False) would allow gradients.
         without_gradients = torch.inference_mode if self._inference_mode else torch.no_grad
-        with without_gradients(), model.fp8.recording(False), batch_invariant(model.batch_invariant):
+        with without_gradients(), model.fp8.recording(False):
             for index, (home, chunk) in enumerate(model.placement.homes):
                 if home != pipeline.rank:
                     continue

@@ -16,7 +16,6 @@ from torch import Tensor
 from megafp8.kernels.limits import LARGEST_HEAD
 from megafp8.models.mixer import TokenCache
 from megafp8.numerics.attention_scores import Scores
-from megafp8.numerics.batch_invariance import is_batch_invariant
 from megafp8.numerics.formats import E4M3
 from megafp8.ops.attention import with_sink
 
@@ -114,9 +113,9 @@ class PagedCache:
     ) -> Tensor:  # fmt: skip
         """Attention of one query of each sequence, where `in_place`: `kernels.paged_attention.attend`.
 
-        Where forward passes are batch-invariant by `kernels.invariant_attention`.
+        In batch-invariant models by `kernels.invariant_attention`.
         """
-        if is_batch_invariant():
+        if scores.batch_invariant:
             return self._attend_invariant(layer, q_nad, table_nm, positions_n, window, chunk, sink_a, scores)
         from megafp8.kernels import paged_attention  # needs Triton, which comes with torch's CUDA builds
 
@@ -138,7 +137,7 @@ class PagedCache:
         )
         if sink_a is None:
             return o_naw
-        return with_sink(o_naw.unsqueeze(1), lse_na.unsqueeze(1), sink_a)[0].squeeze(1)
+        return with_sink(o_naw.unsqueeze(1), lse_na.unsqueeze(1), sink_a, batch_invariant=True)[0].squeeze(1)
 
     def read(self, layer: int, table_bp: Tensor) -> tuple[Tensor, Tensor]:
         """Keys `[t, b, g, d]` and values `[t, b, g, w]` in the pages of b sequences, int32 or int64; views of `[b, t,

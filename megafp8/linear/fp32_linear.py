@@ -23,27 +23,26 @@ from megafp8.gemm import invariant
 from megafp8.gemm.dispatch import gemm
 from megafp8.linear.autograd import once_differentiable
 from megafp8.linear.grad_sink import deliver, now_or_later, wgrad_dtype
-from megafp8.numerics.batch_invariance import is_batch_invariant
 
 
-def fp32_linear(x_mk: Tensor, weight: nn.Parameter) -> Tensor:
-    """`x wᵀ`, `[m, n]`, in fp32, or float64 if x is."""
-    return _Fp32Linear.apply(x_mk, weight)
+def fp32_linear(x_mk: Tensor, weight: nn.Parameter, *, batch_invariant: bool = False) -> Tensor:
+    """Return `x wᵀ`, `[m, n]`, in fp32, or float64 if x is; `batch_invariant`: by `megafp8.gemm.invariant`."""
+    return _Fp32Linear.apply(x_mk, weight, batch_invariant)
 
 
 class _Fp32Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x_mk: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x_mk: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
         ctx.save_for_backward(x_mk, weight)
         ctx.weight = weight  # saved tensors may come back as other objects, without their sink
         w_nk, wide = weight.to(x_mk.dtype), torch.promote_types(x_mk.dtype, torch.float32)
-        return invariant.product(x_mk, w_nk, wide) if is_batch_invariant() else gemm(x_mk, w_nk.t(), wide)
+        return invariant.product(x_mk, w_nk, wide) if batch_invariant else gemm(x_mk, w_nk.t(), wide)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_mn: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, dy_mn: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_mk, weight = ctx.saved_tensors
-        needs_dx, needs_dw = ctx.needs_input_grad
+        needs_dx, needs_dw, _ = ctx.needs_input_grad
         # [m, 3n] of 16 bits, or [m, n] as it is
         terms = bf16_terms(dy_mn) if x_mk.is_cuda and x_mk.dtype == torch.bfloat16 else [dy_mn]
         dy = torch.cat(terms, dim=1) if len(terms) > 1 else dy_mn
@@ -53,7 +52,7 @@ class _Fp32Linear(Function):
             dx = gemm(dy, w_nk.repeat(len(terms), 1), w_nk.dtype).to(x_mk.dtype)
         if needs_dw:
             dw = now_or_later(ctx.weight, partial(_wgrad, ctx.weight, dy, x_mk, len(terms)))
-        return dx, dw
+        return dx, dw, None
 
 
 def _wgrad(weight: Tensor, dy: Tensor, x_mk: Tensor, terms: int) -> Tensor | None:

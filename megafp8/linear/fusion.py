@@ -136,7 +136,8 @@ class FusedOutput:
 
         ValueError where the rows are no multiple of the format's alignment.
         """
-        shape, form = (*lead, source.shape[1]), self.format
+        rows, columns = source.shape
+        shape, form = (*lead, columns), self.format
         if form is None:
             return casts(source).materialize(source).view(shape)
         recompute = form.recompute and self.grad_enabled
@@ -145,7 +146,8 @@ class FusedOutput:
             self.recompute = RecomputedInput(tensors, Recompute(type(source), form.quantizer, form.group))
         if form.quantizer is None:
             return casts(source).materialize(source).view(shape)
-        check_alignment(source.shape[0], form.alignment)
+        if form.alignment > 1:
+            check_alignment(rows, form.alignment)
         columnwise = form.columnwise and self.grad_enabled and not recompute
         self.quantized = form.quantizer(source, rowwise=True, columnwise=columnwise)
         return placeholder(like, shape)

@@ -26,10 +26,9 @@ from torch import Tensor
 
 from megafp8.gemm import invariant
 from megafp8.gemm.dispatch import gemm
-from megafp8.linear.grad_sink import deliver, in_place, was_added, wgrad_dtype
+from megafp8.linear.grad_sink import deliver, in_place, wgrad_dtype
 from megafp8.linear.state import LinearState, Quantizers
 from megafp8.linear.weight_forms import WeightForm
-from megafp8.numerics.batch_invariance import is_batch_invariant
 from megafp8.numerics.sources import Plain
 from megafp8.numerics.tensor import Granularity, QuantizedTensor, ScaledTensor
 from megafp8.plan import LinearSite, PerGemm
@@ -49,13 +48,19 @@ class Layer(Protocol):
     def fast_accum(self) -> PerGemm: ...
 
     @property
+    def batch_invariant(self) -> bool: ...
+
+    @property
     def quantizers(self) -> Quantizers: ...
 
     def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> WeightForm: ...
 
 
-HIGH_PRECISION = LinearState(LinearSite(), None, high_reason="called without a state")
-"""State of layers that are called without one of their own."""
+HIGH_PRECISION, INVARIANT_HIGH_PRECISION = (
+    LinearState(LinearSite(), None, high_reason="called without a state", batch_invariant=invariant)
+    for invariant in (False, True)
+)
+"""States of layers that are called without one of their own, in models that are not batch-invariant and that are."""
 
 
 def tensors_of(x: Operand | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -114,7 +119,7 @@ def fprop(
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`x wᵀ + bias`, `[m, n]` in `dtype`; into `out` if given."""
-    if is_batch_invariant():
+    if state.batch_invariant:
         w = w if isinstance(w, ScaledTensor) or isinstance(x, ScaledTensor) else in_dtype(w, x.dtype)
         return invariant.product(x, w, dtype, fast=state.fast_accum.fprop, out=out, bias=bias)
     if isinstance(x, ScaledTensor):
@@ -142,7 +147,7 @@ def wgrad(state: LinearState, weight: Tensor, dy: Operand, x: Operand) -> Tensor
         add_wgrad(state, dy, x, buffer.main_grad)
     else:
         _wgrad(state, dy, x, torch.float32, buffer.main_grad)
-    was_added(weight)
+    buffer.added()
     return None
 
 

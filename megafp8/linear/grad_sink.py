@@ -80,19 +80,23 @@ def deliver(weight: Tensor, dw: Tensor) -> Tensor | None:
 
 
 class InPlace(NamedTuple):
-    """The fp32 memory of a weight's gradient, which a kernel adds to; not `accumulate`: which it writes."""
+    """The fp32 memory of a weight's gradient, which a kernel adds to; not `accumulate`: which it writes.
+
+    `added` is to be called then.
+    """
 
     main_grad: Tensor
     accumulate: bool
+    added: Callable[[], None]
 
 
 def in_place(weight: Tensor) -> InPlace | None:
-    """Where a kernel is to write the weight's gradient, or add it, if it can; then call `was_added`."""
+    """Return where a kernel is to write the weight's gradient, or add it; None where it cannot."""
     sink = grad_sink(weight)
     if sink is None or weight.dtype == torch.float64:
         return None
     main_grad = sink.main_grad
-    return InPlace(main_grad, not sink.is_empty) if main_grad.dtype == torch.float32 else None
+    return InPlace(main_grad, not sink.is_empty, sink.added) if main_grad.dtype == torch.float32 else None
 
 
 def summed_in_place(weight: Tensor) -> Tensor | None:
@@ -104,7 +108,7 @@ def summed_in_place(weight: Tensor) -> Tensor | None:
 
 
 def was_added(weight: Tensor) -> None:
-    """Tell the weight's sink that a gradient has been written or added to what `in_place` returned."""
+    """Tell the weight's sink that a gradient has been written or added to what `summed_in_place` returned."""
     sink = grad_sink(weight)
     assert sink is not None
     sink.added()
@@ -144,7 +148,7 @@ def wgrad_by(weight: Tensor, experts: int, compute: Callable[..., None]) -> Tens
     compute(dw.view(experts, -1, weight.shape[1]), accumulate=found is not None and found.accumulate)
     if found is None:
         return deliver(weight, dw)
-    was_added(weight)
+    found.added()
     return None
 
 

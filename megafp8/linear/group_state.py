@@ -45,6 +45,7 @@ class JointLayer(NamedTuple):
     state: GroupState
     high_precision: PerGemm
     fast_accum: PerGemm
+    batch_invariant: bool
     quantizers: Quantizers
 
     def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> WeightForm:
@@ -126,7 +127,8 @@ class GroupState:
         """All experts as one layer whose tokens are the rows of `groups`; where there are `joint_quantizers`."""
         assert self._quantizers is not None
         first, (x, w, dy) = self.states[0], (RowsQuantizer(quantizer, groups) for quantizer in self._quantizers)
-        return JointLayer(self, first.high_precision, first.fast_accum, Quantizers(x, w, dy))
+        quantizers = Quantizers(x, w, dy)
+        return JointLayer(self, first.high_precision, first.fast_accum, first.batch_invariant, quantizers)
 
     def input_format(self, x: Tensor, weight: Tensor, groups: RowGroups) -> InputFormat | None:
         """In which form the layer takes the rows of `groups` from the operation before it; None for values.

@@ -44,10 +44,9 @@ from megafp8.linear.gemms import (
     tensors_of,
 )
 from megafp8.linear.grad_sink import deliver, now_or_later, paired_wgrad_by, wgrad_by, wgrad_dtype
-from megafp8.linear.group_state import GroupState
+from megafp8.linear.group_state import GroupState, JointLayer
 from megafp8.linear.state import LinearState, QuantizedGradHandoff
 from megafp8.linear.weight_forms import WeightForm, parts_of
-from megafp8.numerics.batch_invariance import is_batch_invariant
 from megafp8.numerics.groups import RowGroups, row_slices
 from megafp8.numerics.tensor import BLOCK_1X128, TENSOR, Granularity, QuantizedTensor, ScaledTensor
 from megafp8.plan import PerGemm
@@ -68,13 +67,14 @@ def grouped_linear(
     """
     values, quantized = (x_mk, None) if isinstance(x_mk, Tensor) else (x_mk.tensor, x_mk.quantized)
     experts, grad_enabled = len(groups.ends_e), torch.is_grad_enabled()
-    if state is None or state.high_precision:
-        state, joint = None, group_state.has_kernels(values, len(weight) // experts, weight.shape[1])
-    else:
-        joint = state.joint_quantizers(values, weight) is not None
-    if joint:
-        return _JointLinear.apply(values, weight, quantized, groups, state, handoff, grad_enabled)
     states = [HIGH_PRECISION] * experts if state is None else state.states
+    layer: LinearState | JointLayer = states[0]
+    if state is None or state.high_precision:
+        joint = group_state.has_kernels(values, len(weight) // experts, weight.shape[1])
+    elif joint := state.joint_quantizers(values, weight) is not None:
+        layer = state.as_layer(groups)
+    if joint:
+        return _JointLinear.apply(values, weight, quantized, groups, layer, handoff, grad_enabled)
     return _OneByOneLinear.apply(values, weight, groups.ends_e, states, grad_enabled)
 
 
@@ -85,24 +85,20 @@ def _kernels() -> ModuleType:
 
 
 class _JointLinear(Function):
-    """All experts at once, by kernels; their layers are alike. With `x8` the values of `x_mk` are not read.
-
-    `state`: None in high precision.
-    """
+    """All experts at once, by kernels, as one `layer`. With `x8` the values of `x_mk` are not read."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_mk: Tensor, weight: Tensor, x8: QuantizedTensor | None, groups: RowGroups, state: GroupState | None,
-        handoff: QuantizedGradHandoff | None, grad_enabled: bool,
+        ctx: Any, x_mk: Tensor, weight: Tensor, x8: QuantizedTensor | None, groups: RowGroups,
+        layer: LinearState | JointLayer, handoff: QuantizedGradHandoff | None, grad_enabled: bool,
     ) -> Tensor:  # fmt: skip
         needs_dx, needs_dw, *_ = (needed and grad_enabled for needed in ctx.needs_input_grad)
-        layer = HIGH_PRECISION if state is None else state.as_layer(groups)
         high, ends_e = layer.high_precision, groups.ends_e
         n, k = len(weight) // len(ends_e), weight.shape[1]
         if x8 is None:
             x8 = quantize_input(layer, x_mk, for_wgrad=needs_dw)
         w8 = fp8_weight(layer, weight, needs_dx=needs_dx)
-        if high.fprop and is_batch_invariant():
+        if high.fprop and layer.batch_invariant:
             y_mn = _kernels().values_times_matrices(x_mk, in_dtype(weight, x_mk.dtype), ends_e, n)
         elif high.fprop:
             y_mn = grouped_mm(x_mk, in_dtype(weight, x_mk.dtype).view(-1, n, k).transpose(1, 2), offs=ends_e)

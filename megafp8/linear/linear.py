@@ -32,6 +32,7 @@ from megafp8.linear.autograd import once_differentiable
 from megafp8.linear.fusion import LinearInput, RecomputedInput, as_matrix, check_alignment
 from megafp8.linear.gemms import (
     HIGH_PRECISION,
+    INVARIANT_HIGH_PRECISION,
     NOTHING,
     Operand,
     detached,
@@ -84,9 +85,11 @@ def linear(
     return with_bias(_Linear.apply(values, weight, None, state, given), bias)  # rounded twice
 
 
-def high_precision_linear(x: Tensor | LinearInput, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
-    """`x wᵀ + bias` in x's dtype; a weight of another dtype is converted first."""
-    return linear(x, weight, HIGH_PRECISION, bias=bias)
+def high_precision_linear(
+    x: Tensor | LinearInput, weight: nn.Parameter, bias: Tensor | None = None, *, batch_invariant: bool = False
+) -> Tensor:
+    """Return `x wᵀ + bias` in x's dtype; a weight of another dtype is converted first."""
+    return linear(x, weight, INVARIANT_HIGH_PRECISION if batch_invariant else HIGH_PRECISION, bias=bias)
 
 
 def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, comm: TPComm) -> Tensor:

@@ -68,7 +68,8 @@ class LinearState:
     `token_group`: those over which the tokens of other activations are cut, None where this rank has all. The FP8
     copies of the weight live from first use to `invalidate_weight`; under FSDP they are made anew for backward.
     `frozen_weight`: no step changes the weight, so steps do not invalidate it. `watches_weight`: no caller tells
-    it by `invalidate_weight`, and the state sees for itself whether the weight has changed.
+    it by `invalidate_weight`, and the state sees for itself whether the weight has changed. `batch_invariant`: as in
+    `LinearPlan`.
     """
 
     def __init__(
@@ -81,16 +82,17 @@ class LinearState:
         sharded_group: ProcessGroup | None = None,
         token_group: ProcessGroup | None = None,
         watches_weight: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.site, self.precision = site, precision
-        self._high_reason = high_reason
+        self._high_reason, self.batch_invariant = high_reason, batch_invariant
         self.group, self.sharded_group, self.token_group = group, sharded_group, token_group
         self.plan = self._planned(calibrating=False)
         self._quantizers: Quantizers | None = None
         self._own_quantizers: Quantizers | None = None  # as the recipe made them, without what records them
         self._calibrated: list[Calibrating] = []  # of these; `isinstance` of a protocol takes too long for each pass
         self._observing: list[Observing] = []
-        self._gemm: Fp8Gemm | None = None
+        self.gemm: Fp8Gemm  # once it is complete
         self.watches_weight = watches_weight
         self._copies: WeightCopies | None = None
         self._weight_recording: AmaxRecording | None = None
@@ -110,7 +112,7 @@ class LinearState:
 
         Called by `Fp8Manager.materialize`.
         """
-        self._gemm, self._own_quantizers = gemm, quantizers
+        self.gemm, self._own_quantizers = gemm, quantizers
         self._weight_recording = quantizers.weight if isinstance(quantizers.weight, AmaxRecording) else None
         self._quantizers = observed or quantizers
         self._calibrated = [quantizer for quantizer in quantizers if isinstance(quantizer, Calibrating)]
@@ -124,7 +126,7 @@ class LinearState:
 
     def replan_if_calibrated(self) -> None:
         """Replace the plan where one of the layer's tensors began or ended its calibration."""
-        if self.plan.calibrating != self._calibrating:
+        if self._calibrated and self.plan.calibrating != self._calibrating:
             self.replan()
 
     @property
@@ -132,7 +134,10 @@ class LinearState:
         return any(quantizer.calibrating for quantizer in self._calibrated)
 
     def _planned(self, *, calibrating: bool) -> LinearPlan:
-        return plan_linear(self.site, self.precision, high_reason=self._high_reason, calibrating=calibrating)
+        return plan_linear(
+            self.site, self.precision, high_reason=self._high_reason, calibrating=calibrating,
+            batch_invariant=self.batch_invariant,
+        )  # fmt: skip
 
     def _follow_plan(self) -> None:
         plan, group = self.plan, self.group if self.plan.gather else None
@@ -175,11 +180,6 @@ class LinearState:
     def observed(self) -> bool:
         """Whether the recorder wants to see the next tensors that the layer quantizes."""
         return any(quantizer.wanted for quantizer in self._observing)
-
-    @property
-    def gemm(self) -> Fp8Gemm:
-        assert self._gemm is not None
-        return self._gemm
 
     def record_amax(self, operand: str, x: Tensor) -> None:
         """Take the amax of an operand, of any shape, for later scales, as calibration does."""

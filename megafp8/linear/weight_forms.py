@@ -132,11 +132,15 @@ class WeightCopies:
 
     @property
     def required_rowwise(self) -> ScaledTensor:
-        return self.make(columnwise=False).required_rowwise
+        made = self.made
+        return self.make(columnwise=False).required_rowwise if made is None or made.rowwise is None else made.rowwise
 
     @property
     def required_columnwise(self) -> ScaledTensor:
-        return self.make(columnwise=True).required_columnwise
+        made = self.made
+        if made is None or made.columnwise is None:
+            return self.make(columnwise=True).required_columnwise
+        return made.columnwise
 
 
 def _with_own_scales(quantized: QuantizedTensor) -> QuantizedTensor:

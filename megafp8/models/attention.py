@@ -219,7 +219,8 @@ class Attention(Mixer):
         """How scores of whole sequences of so many tokens are computed, without dropout."""
         record = self.record
         bias_ar = self._alibi_bias(tokens) if record.position_embedding == "alibi" else learned_bias_ar
-        return Scores(record.attention_scale, record.attention_softcap, bias_ar)
+        options = {"batch_invariant": self.context.batch_invariant}
+        return Scores(record.attention_scale, record.attention_softcap, bias_ar, **options)
 
     def _alibi_bias(self, s: int) -> Tensor:
         """`Scores.distance_bias_ar` of this rank's heads, `[a, 2s - 1]`, fp32 or wider."""
@@ -403,7 +404,7 @@ class Attention(Mixer):
         scale_sb11 = inputs.query_scale_sb11
         q = q if scale_sb11 is None else q * scale_sb11
         y = inputs.core(q, k, v, self.sink, inputs.scores)
-        return (y if gate is None else recomputed(_gated, y, gate)).flatten(-2)
+        return (y if gate is None else recomputed(_gated, y, gate, self.context.batch_invariant)).flatten(-2)
 
     def _placed(self, x_sbad: Tensor, norm: Norm | None, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Queries or keys, normed and rotated where the model has that."""
@@ -412,5 +413,5 @@ class Attention(Mixer):
         return F.rms_norm(x_sbad, (self.d,), eps=self.norm_eps) if self.norms_rotated else x_sbad
 
 
-def _gated(y: Tensor, gate: Tensor) -> Tensor:
-    return y * sigmoid(gate)
+def _gated(y: Tensor, gate: Tensor, batch_invariant: bool) -> Tensor:
+    return y * sigmoid(gate, batch_invariant=batch_invariant)

@@ -110,10 +110,6 @@ class Block(nn.Module):
         total_sbh = x_sbh if branch_sbh is None else dropouts.add(x_sbh, branch_sbh, dropout)
         return total_sbh, total_sbh
 
-    def _mixed(self, x_sbh: Tensor | LinearInput, inputs: LayerInputs) -> Tensor:
-        """What the mixer adds to the residual stream."""
-        return self._output(self.mixer(x_sbh, inputs.mixers[self.index]), self.attention_output_norm)
-
     def _output(self, y_sbh: Tensor, norm: Norm | None) -> Tensor:
         """What a part whose output is `y_sbh` adds to the residual stream."""
         y_sbh = y_sbh if norm is None else normalized(norm, y_sbh)
@@ -210,7 +206,9 @@ class SequentialBlock(Block):
     ) -> tuple[Tensor, Tensor | None]:
         if self.mixes:
             x_sbh, normed = self._read(self.attention_norm, x_sbh, branch_sbh, self.mixer.input_format, dropout)
-            branch_sbh, dropout = self._mixed(normed, inputs), self.attention_branch_dropout.at(inputs.places)
+            y_sbh = self.mixer(normed, inputs.mixers[self.index])
+            branch_sbh = self._output(y_sbh, self.attention_output_norm)
+            dropout = self.attention_branch_dropout.at(inputs.places)
         if self.feeds:
             x_sbh, normed = self._read(self.mlp_norm, x_sbh, branch_sbh, self.ffn.input_format, dropout)
             branch_sbh = self._output(self.ffn(normed, inputs.ffns[self.index]), self.mlp_output_norm)
@@ -231,7 +229,8 @@ class ParallelBlock(Block):
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
     ) -> tuple[Tensor, Tensor | None]:
         x_sbh, normed = self._read(self.attention_norm, x_sbh, branch_sbh, self.mixer.input_format, dropout)
-        mixed, own = self._mixed(normed, inputs), self.attention_branch_dropout.at(inputs.places)
+        mixed = self._output(self.mixer(normed, inputs.mixers[self.index]), self.attention_output_norm)
+        own = self.attention_branch_dropout.at(inputs.places)
         x_sbh, normed = self._read(self.mlp_norm, x_sbh, None, self.ffn.input_format, None)
         y_sbh = self._output(self.ffn(normed, inputs.ffns[self.index]), self.mlp_output_norm)
         if own is None:
@@ -248,7 +247,8 @@ class PostNormBlock(Block):
         assert branch_sbh is None
         own, of_ffn = (x.at(inputs.places) for x in (self.attention_branch_dropout, self.mlp_branch_dropout))
         if self.attention_norm is not None:
-            x_sbh = normalized(self.attention_norm, x_sbh, self._mixed(x_sbh, inputs), own)
+            y_sbh = self._output(self.mixer(x_sbh, inputs.mixers[self.index]), None)
+            x_sbh = normalized(self.attention_norm, x_sbh, y_sbh, own)
         if self.mlp_norm is not None:
             y_sbh = self._output(self.ffn(x_sbh, inputs.ffns[self.index]), None)
             x_sbh = normalized(self.mlp_norm, x_sbh, y_sbh, of_ffn)
@@ -279,7 +279,8 @@ class HyperBlock(Block):
         if self.attention_connection is not None:
             y_sbh, kept = self.attention_connection.read(x_sbh)
             _, normed = self._read(self.attention_norm, y_sbh, None, self.mixer.input_format, None)
-            x_sbh = self.attention_connection.write(dropouts.add(None, self._mixed(normed, inputs), own), kept)
+            y_sbh = self._output(self.mixer(normed, inputs.mixers[self.index]), self.attention_output_norm)
+            x_sbh = self.attention_connection.write(dropouts.add(None, y_sbh, own), kept)
         if self.mlp_connection is not None:
             y_sbh, kept = self.mlp_connection.read(x_sbh)
             _, normed = self._read(self.mlp_norm, y_sbh, None, self.ffn.input_format, None)

@@ -79,6 +79,11 @@ class BuildContext:
         return self.real_device or self.device
 
     @property
+    def batch_invariant(self) -> bool:
+        """Whether the model is batch-invariant (`megafp8.numerics.batch_invariance`)."""
+        return self.fp8.batch_invariant
+
+    @property
     def sequence_sharded(self) -> bool:
         """Activations between tensor-parallel regions hold only this rank's slice of the sequence."""
         return self.sequence_parallel and self.tensor.size() > 1

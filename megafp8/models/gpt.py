@@ -343,7 +343,10 @@ class GPTStage(nn.Module):
         for block, memory in zip(list(self.blocks)[which], self.memory[which]):
             if memory.full and torch.is_grad_enabled() and branch_sbh is not None:
                 x_sbh, branch_sbh = dropouts.add(x_sbh, branch_sbh, dropout), None  # one tensor is kept, not two
-            x_sbh, branch_sbh = self._run(memory, offload, block, x_sbh, branch_sbh, inputs, dropout)
+            if memory.full or memory.offload:
+                x_sbh, branch_sbh = self._run(memory, offload, block, x_sbh, branch_sbh, inputs, dropout)
+            else:
+                x_sbh, branch_sbh = block(x_sbh, branch_sbh, inputs, dropout)
             assert isinstance(block, Block)
             dropout = block.branch_dropout(inputs)
         return x_sbh, branch_sbh

@@ -167,7 +167,8 @@ class LatentAttention(Mixer):
         return batch.tokens * self.heads * (self.n + self.r + self.v) * batch.element
 
     def inputs(self, layer: int, tokens: Tokens) -> AttentionInputs:
-        scores = recording(self.dropout.added_to(Scores(), tokens.samples_b), self.largest_logits_a)
+        scores = self.dropout.added_to(Scores(batch_invariant=self.context.batch_invariant), tokens.samples_b)
+        scores = recording(scores, self.largest_logits_a)
         core = tokens.attention(layer, self.window, causal=self.causal, positions=scores.depend_on_positions)
         scale = query_scale(self.query_scaling, tokens, self.context.dtype)
         return AttentionInputs(None if self.rope is None else tokens.rotary(self.rope), core, scores, scale)

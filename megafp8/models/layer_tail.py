@@ -23,7 +23,7 @@ from megafp8.models.costs import MicroBatch, Work
 from megafp8.models.mixer import LayerInputs
 from megafp8.models.norms import RMSNorm, block_norm, normalized
 from megafp8.ops.activation import activation
-from megafp8.ops.mlp import UNFUSED
+from megafp8.ops.mlp import unfused
 from megafp8.plan import LinearSite
 from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.layers import VocabParallelEmbedding
@@ -78,6 +78,7 @@ class LayerTail(nn.Module):
         super().__init__()
         name, h = f"layers.{index}", model.hidden_size
         self.index, self.hidden_size, self.kind = index, h, model.activation
+        self.batch_invariant = context.batch_invariant
         self.width = model.stem.per_layer_width
         if self.width:
             self.gate = WholeLinear(f"{name}.per_layer_gate", h, self.width, context, model.hidden_init_std)
@@ -108,8 +109,10 @@ class LayerTail(nn.Module):
         if self.width:
             assert inputs.per_layer_sblp is not None, "a stage without the embedding"
             both = torch.cat([self.gate(x_sbh), inputs.per_layer_sblp[:, :, self.index]], dim=-1)
-            fused = ACTIVATIONS[self.kind].fused
-            gated = activation(self.kind, both, None, None, None) if fused else UNFUSED[self.kind](both)
+            if ACTIVATIONS[self.kind].fused:
+                gated = activation(self.kind, both, None, None, None)
+            else:
+                gated = unfused(self.kind, batch_invariant=self.batch_invariant)(both)
             assert isinstance(gated, Tensor)
             x_sbh = x_sbh + normalized(self.norm, self.projection(gated))
         return x_sbh if self.scalar is None else x_sbh * self.scalar.to(x_sbh.dtype)

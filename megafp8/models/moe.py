@@ -55,7 +55,7 @@ from megafp8.models.router import Router
 from megafp8.numerics.batch_invariance import sigmoid
 from megafp8.numerics.groups import RowGroups
 from megafp8.ops.activation import activation
-from megafp8.ops.mlp import UNFUSED
+from megafp8.ops.mlp import unfused
 from megafp8.ops.permute import Permutation, by_expert, combine, expert_input, permute, scale_rows
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.spec import ModelSpec
@@ -75,6 +75,7 @@ class Experts(nn.Module):
         ranks, rank = collectives.size(context.expert) // parts, collectives.rank(context.expert) // parts
         count, h, f = record.num_experts // ranks, record.latent_size or model.hidden_size, record.width
         self.kind, self.activation = record.activation, ACTIVATIONS[record.activation]
+        self.batch_invariant = context.batch_invariant
         self.own = own = range(rank * count, (rank + 1) * count)
         first = ("gate", "up") if self.activation.gated else ("up",)
         into = [shard_dim(f"{name}.{e}.{layer}.weight", (f, h), 0, part, parts) for e in own for layer in first]
@@ -150,7 +151,7 @@ class Experts(nn.Module):
             form = self.down_state.input_format(like, self.down, groups)
             activated = activation(self.kind, y, None, form, up_handoff)
         else:
-            activated = UNFUSED[self.kind](y)
+            activated = unfused(self.kind, batch_invariant=self.batch_invariant)(y)
         results = grouped_linear(activated, self.down, groups, self.down_state, handoff)
         return _biased(results, self.down_bias, expert_me)
 
@@ -193,6 +194,7 @@ class SharedExpert(nn.Module):
         super().__init__()
         before = Neighbor("mlp_norm", "none", "the router and the experts read the norm's output too")
         self.mlp = MLP(name, record, model, context, input=before, memory=replace(memory, norms=False))
+        self.batch_invariant = context.batch_invariant
         self.gate: nn.Parameter | None = None
         if gated:
             shards = unsharded(f"{name}_gate.weight", (1, model.hidden_size))
@@ -202,7 +204,8 @@ class SharedExpert(nn.Module):
         y_sbh = self.mlp(x_sbh)
         if self.gate is None:
             return y_sbh
-        return sigmoid(high_precision_linear(x_sbh, self.gate)) * y_sbh
+        options = {"batch_invariant": self.batch_invariant}
+        return sigmoid(high_precision_linear(x_sbh, self.gate, **options), **options) * y_sbh
 
 
 class LatentProjection(nn.Module):

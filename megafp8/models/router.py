@@ -60,12 +60,14 @@ class _SqrtSoftplus(Function):
         return torch.where(y > 0, dy * -torch.expm1(-y.square()) / (2 * y), 0.0)
 
 
-SCORES: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax": partial(torch.softmax, dim=1),
-    "sigmoid": sigmoid,
-    "sqrtsoftplus": _SqrtSoftplus.apply,
-}
-"""Scores of experts, from logits `[n, e]`, by `model.moe.score`."""
+def _score_function(score: str, *, batch_invariant: bool) -> Callable[[Tensor], Tensor]:
+    """Return what computes scores of experts from logits `[n, e]`, by `model.moe.score`."""
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "softmax": partial(torch.softmax, dim=1),
+        "sigmoid": partial(sigmoid, batch_invariant=batch_invariant),
+        "sqrtsoftplus": _SqrtSoftplus.apply,
+    }
+    return functions[score]
 
 
 class RouterLoad:
@@ -216,7 +218,8 @@ class Router(nn.Module):
         biased: bool = False, hashed: int | None = None, norm_eps: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.name, self.moe = name, moe
+        self.name, self.moe, self.batch_invariant = name, moe, context.batch_invariant
+        self.score = _score_function(moe.score, batch_invariant=context.batch_invariant)
         self.group: ProcessGroup | None = context.sequence_group
         self.global_batch, self.global_tokens = context.global_batch, context.global_tokens
         self.loss_grad = context.auxiliary_loss_grad
@@ -258,10 +261,10 @@ class Router(nn.Module):
         if self.scale is not None:
             h = len(self.scale)
             x_nh = F.rms_norm(x_nh, (h,), eps=self.norm_eps) * (self.scale * h**-0.5)
-        logits_ne = fp32_linear(x_nh, self.weight)
+        logits_ne = fp32_linear(x_nh, self.weight, batch_invariant=self.batch_invariant)
         if self.logit_bias is not None:
             logits_ne = logits_ne + self.logit_bias.to(logits_ne.dtype)
-        scores_ne = SCORES[self.moe.score](logits_ne)
+        scores_ne = self.score(logits_ne)
         if self.table is None:
             experts_nk = choose(scores_ne, self.moe, self.bias)
         else:

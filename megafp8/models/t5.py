@@ -200,7 +200,8 @@ class DecoderBlock(SequentialBlock):
         assert self.attention_norm is not None
         assert self.mlp_norm is not None
         x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.mixer.input_format, dropout)
-        attention, own = self._mixed(normed, inputs), self.attention_branch_dropout.at(inputs.places)
+        attention = self._output(self.mixer(normed, inputs.mixers[self.index]), self.attention_output_norm)
+        own = self.attention_branch_dropout.at(inputs.places)
         x_sbh, normed = self.cross_norm.residual(x_sbh, attention, self.cross.input_format, own)
         cross = self.cross(normed, inputs.encoder_sbh, inputs.samples_b)
         own = self.cross_branch_dropout.at(inputs.places)

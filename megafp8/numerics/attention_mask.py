@@ -78,8 +78,11 @@ class AttentionMask:
 
     def is_plain(self, s: int, t: int) -> bool:
         """Whether s queries attend to all t keys, or to a causal triangle of as many keys."""
-        parts = (self.cu_seqlens_q, self.window, self.chunk, self.prefix_b, self.visible)
-        return all(part is None for part in parts) and (not self.causal or (s == t and self.positions_bs is None))
+        if self.cu_seqlens_q is not None or self.window is not None or self.chunk is not None:
+            return False
+        if self.prefix_b is not None or self.visible is not None:
+            return False
+        return not self.causal or (s == t and self.positions_bs is None)
 
 
 CAUSAL = AttentionMask()

@@ -55,6 +55,7 @@ class Scores:
     j - i + s_total - 1 is added to the score of query position i and key position j. s_total and t_total are the
     numbers of queries and keys of the whole sequence.
     `largest_a`: `[a]`, fp32 or wider, is raised to each head's largest score; without softcap and bias.
+    `batch_invariant`: sums over keys have an order that does not depend on the other queries.
     """
 
     scale: float | None = None
@@ -62,6 +63,7 @@ class Scores:
     distance_bias_ar: Tensor | None = None
     dropout: AttentionDropout | None = None
     largest_a: Tensor | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.softcap is not None and not self.softcap > 0:

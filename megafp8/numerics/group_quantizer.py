@@ -19,10 +19,8 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_reduce
 from megafp8.numerics import groups
-from megafp8.numerics.batch_invariance import is_batch_invariant
 from megafp8.numerics.groups import RowGroups
-from megafp8.numerics.implementations import kernels
-from megafp8.numerics.quantizers import AmaxRecording, Quantizer
+from megafp8.numerics.quantizers import AmaxRecording, Quantizer, implementation
 from megafp8.numerics.recipes.base import RecipeQuantizer
 from megafp8.numerics.sources import Source
 from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, QuantizedTensor
@@ -58,6 +56,9 @@ class GroupQuantizer:
 
     def __init__(self, quantizers: Sequence[RecipeQuantizer]) -> None:
         self._first, self._quantizers = quantizers[0], quantizers
+        bound = partial(implementation, device=quantizers[0].device, module="grouped_cast")
+        self._amax_of_groups, self._cast_groups = bound(groups.amax_of_groups), bound(groups.cast_groups)
+        self._cast_rows, self._cast_blocks = bound(groups.cast_groups_rows), bound(groups.cast_groups_1x128)
 
     @classmethod
     def join(cls, quantizers: Sequence[Quantizer]) -> GroupQuantizer | None:
@@ -81,20 +82,20 @@ class GroupQuantizer:
         return together([q.recorded_amax for q in self._quantizers if q.recorded_amax is not None])
 
     def __call__(self, source: Source, row_groups: RowGroups, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        first, module = self._first, kernels("grouped_cast") if source.device.type == "cuda" else groups
+        first = self._first
         if first.granularity is BLOCK_128X128:  # of weights, whose rows are multiples of 128: no block has two experts
             return first(source, rowwise=rowwise, columnwise=columnwise)
         if first.granularity is not TENSOR:
-            cast, rule = module.cast_groups_1x128, first.rule
+            cast, rule = self._cast_blocks, first.rule
             if first.granularity is ROW:
-                cast = partial(module.cast_groups_rows, token_group=first.tensor.token_group)
+                cast = partial(self._cast_rows, token_group=first.tensor.token_group)
             return cast(
                 source, first.fmt, row_groups, rowwise=rowwise, columnwise=columnwise, power_of_two=rule.power_of_two,
                 eps=rule.eps,
             )  # fmt: skip
-        if rowwise and first.known_scale is None and first.tensor.operand == "input" and is_batch_invariant():
-            rule = first.rule  # a scale for each token, as `CurrentScaling.cast`
-            by_token = module.cast_groups_rows(
+        if rowwise and first.known_scale is None and first.tensor.token_scales:
+            rule = first.rule  # a scale for each token, as under `CurrentScaling`
+            by_token = self._cast_rows(
                 source, first.fmt, row_groups, rowwise=True, columnwise=False, power_of_two=rule.power_of_two,
                 eps=rule.eps, token_group=None,
             )  # fmt: skip
@@ -105,7 +106,7 @@ class GroupQuantizer:
         recording = first.recorded_amax is not None and isinstance(first, AmaxRecording) and first.recording
         newest_amax_e = self._recorded_amaxes if recording else None
         if first.known_scale is None:
-            amax_e = all_reduce(module.amax_of_groups(source, row_groups), first.tensor.group, "max")
+            amax_e = all_reduce(self._amax_of_groups(source, row_groups), first.tensor.group, "max")
             if newest_amax_e is not None:
                 newest_amax_e.copy_(torch.maximum(newest_amax_e, amax_e))
                 newest_amax_e = None
@@ -113,7 +114,7 @@ class GroupQuantizer:
             scale_inv_e = scale_e.reciprocal()
         else:
             scale_e, scale_inv_e = self._known_scales
-        return module.cast_groups(
+        return self._cast_groups(
             source, scale_e, scale_inv_e, first.fmt, row_groups, rowwise=rowwise, columnwise=columnwise,
             newest_amax_e=newest_amax_e,
         )  # fmt: skip

@@ -1,7 +1,8 @@
 """The interface of quantizers, which cast one operand of a linear layer, and the choice of a cast's implementation.
 
-A cast runs as a fused Triton kernel on CUDA and as its reference in plain PyTorch elsewhere, with the same bits. How a
-recipe casts is in its file in `megafp8.numerics.recipes`.
+A cast runs as a fused Triton kernel on CUDA and as its reference in plain PyTorch elsewhere, with the same bits. A
+quantizer is made for a device, and chooses then (`implementation`). How a recipe casts is in its file in
+`megafp8.numerics.recipes`.
 
 A tensor whose tokens are sharded over ranks is quantized where its shards are, so that FP8 travels and not bf16
 (`megafp8.linear.quantized_gather`).
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,7 +29,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Quantizer(Protocol):
+class Cast(Protocol):
+    """Casts a source `[r, c]` to FP8: rowwise, and columnwise (`[c, r]`), whichever are asked for."""
+
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor: ...
+
+
+class Quantizer(Cast, Protocol):
     """Casts a source `[r, c]` to FP8: rowwise, and columnwise (`[c, r]`), whichever are asked for.
 
     `per_tensor`: one scale for the tensor, the same on all ranks that hold shards of it. `shard_alignment`: columnwise
@@ -46,8 +54,6 @@ class Quantizer(Protocol):
         Each shard has a multiple of `shard_alignment` tokens. None where shards cannot be quantized alone.
         """
         ...
-
-    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor: ...
 
 
 @runtime_checkable
@@ -87,17 +93,26 @@ class Calibrating(Protocol):
     def record(self, x: Tensor) -> None: ...
 
 
-def _kernels(source: Source, module: str = "quantize") -> ModuleType | None:
-    fused = source.device.type == "cuda" and source.dtype != torch.float64
-    return kernels(module) if fused else None
-
-
 def casts(source: Source) -> ModuleType:
-    """The implementation for `source`: `megafp8.kernels.quantize`, or `megafp8.numerics.reference`."""
-    return _kernels(source) or reference
+    """Return the implementation for `source`: `megafp8.kernels.quantize`, or `megafp8.numerics.reference`."""
+    fused = source.device.type == "cuda" and source.dtype != torch.float64
+    return kernels("quantize") if fused else reference
 
 
-def implementation(cast: Callable[P, T], source: Source, module: str = "quantize") -> Callable[P, T]:
-    """`cast`, which is a reference, or where a kernel can cast `source` the one of that name in `module`."""
-    fused: Any = _kernels(source, module)
-    return cast if fused is None else getattr(fused, cast.__name__)
+@dataclass(frozen=True)
+class KernelCast(Generic[T]):
+    """A cast by `kernel`; values in float64, which kernels do not take, are cast by `reference`."""
+
+    kernel: Callable[..., T]
+    reference: Callable[..., T]
+
+    def __call__(self, source: Source, *args: Any, **options: Any) -> T:
+        cast = self.reference if source.dtype == torch.float64 else self.kernel
+        return cast(source, *args, **options)
+
+
+def implementation(cast: Callable[P, T], device: torch.device, module: str = "quantize") -> Callable[P, T]:
+    """Return `cast`, a reference, as it runs on `device`: on CUDA by the kernel of that name in `module`."""
+    if device.type != "cuda":
+        return cast
+    return KernelCast(getattr(kernels(module), cast.__name__), cast)

@@ -55,7 +55,7 @@ from megafp8.linear.grad_sink import deliver, wgrad_dtype
 from megafp8.numerics import attention_reference, invariant_attention_reference
 from megafp8.numerics.attention_mask import CAUSAL, AttentionMask, one_segment
 from megafp8.numerics.attention_scores import PLAIN, Scores
-from megafp8.numerics.batch_invariance import is_batch_invariant, sigmoid
+from megafp8.numerics.batch_invariance import sigmoid
 from megafp8.numerics.onnx_export import in_onnx_export
 from megafp8.ops import cpu_attention, cudnn_attention
 from megafp8.shipped import install_command
@@ -72,7 +72,7 @@ def attention(
     ValueError if bias or dropout of `scores` do not fit the shapes.
     """
     record_largest(q_sbad, k_tbgd, mask, scores)
-    if is_batch_invariant():
+    if scores.batch_invariant:
         return _Attention.apply(q_sbad, k_tbgd, v_tbgd, sink_a, scores.distance_bias_ar, mask, scores)
     wide = q_sbad.is_cuda and q_sbad.shape[-1] > LARGEST_HEAD  # for which torch has but one with a matrix of scores
     plain = sink_a is None and scores.only_scales and mask.is_plain(q_sbad.shape[0], k_tbgd.shape[0])
@@ -150,7 +150,7 @@ class _Attention(Function):
     ) -> Tensor:  # fmt: skip
         o, lse = forward(q_sbad.contiguous(), k_tbgd.contiguous(), v_tbgd.contiguous(), mask, scores)
         if sink_a is not None:
-            o, lse = with_sink(o, lse, sink_a)
+            o, lse = with_sink(o, lse, sink_a, batch_invariant=scores.batch_invariant)
         ctx.save_for_backward(q_sbad, k_tbgd, v_tbgd, o, lse, bias_ar)  # views: their base is kept anyway
         ctx.mask, ctx.sink_a, ctx.scores = mask, sink_a, replace(scores, distance_bias_ar=None)
         return o
@@ -168,10 +168,12 @@ class _Attention(Function):
         return dq, dk, dv, dsink, None if dbias is None else dbias.to(bias_ar.dtype), None, None
 
 
-def with_sink(o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp with sinks, from those of the keys alone."""
+def with_sink(
+    o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor, *, batch_invariant: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp with sinks, from output and log-sum-exp of the keys alone."""
     sink = sink_a.detach().to(lse_sba.dtype)
-    key_share = sigmoid(lse_sba - sink).unsqueeze(-1)
+    key_share = sigmoid(lse_sba - sink, batch_invariant=batch_invariant).unsqueeze(-1)
     return (o_sbad * key_share).to(o_sbad.dtype), torch.logaddexp(lse_sba, sink)
 
 
@@ -320,7 +322,7 @@ def forward(
     All dense. A query without any key has the output 0 and the log-sum-exp -inf.
     """
     _check_shapes(q_sbad, k_tbgd, mask, scores)
-    if is_batch_invariant():
+    if scores.batch_invariant:
         return _invariant_forward(q_sbad, k_tbgd, v_tbgd, mask, scores)
     choice, w = _choice(q_sbad, k_tbgd, v_tbgd, mask, scores), v_tbgd.shape[-1]
     if w == q_sbad.shape[-1] or choice.narrow_values:

@@ -1,7 +1,7 @@
 """What is between the two linear layers of an MLP: the activation, fused with the casts on both sides where it can be.
 
 `ACTIVATION_SOURCES` of `megafp8.numerics.sources` are the activations that kernels compute while they quantize. The
-others are PyTorch's ops in the dtype of their input, `UNFUSED`; the layer after them quantizes.
+others are PyTorch's ops in the dtype of their input, `unfused`; the layer after them quantizes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,6 @@ def _squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * sigmoid(1.702 * x)
-
-
 def _gated(function: _Function) -> _Function:
     def of_gate_times_up(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
@@ -40,17 +36,27 @@ def _gated(function: _Function) -> _Function:
     return of_gate_times_up
 
 
-UNFUSED: dict[str, _Function] = {
-    "gelu": F.gelu,
-    "qgelu": _quick_gelu,
-    "silu": F.silu,
-    "geglu": _gated(F.gelu),
-    "reglu": _gated(F.relu),
-    "sreglu": _gated(_squared_relu),
-    "qgeglu": _gated(_quick_gelu),
-    "glu": _gated(sigmoid),
-}
-"""What activations without a kernel compute: of x, or of [gate | up]."""
+def _unfused_functions(*, batch_invariant: bool) -> dict[str, _Function]:
+    logistic = partial(sigmoid, batch_invariant=batch_invariant)
+
+    def quick_gelu(x: Tensor) -> Tensor:
+        return x * logistic(1.702 * x)
+
+    return {
+        "gelu": F.gelu,
+        "qgelu": quick_gelu,
+        "silu": F.silu,
+        "geglu": _gated(F.gelu),
+        "reglu": _gated(F.relu),
+        "sreglu": _gated(_squared_relu),
+        "qgeglu": _gated(quick_gelu),
+        "glu": _gated(logistic),
+    }
+
+
+_UNFUSED = {invariant: _unfused_functions(batch_invariant=invariant) for invariant in (False, True)}
+UNFUSED = frozenset(_UNFUSED[False])
+"""Activations without a kernel."""
 
 
 def is_fused(kind: str) -> bool:
@@ -58,8 +64,13 @@ def is_fused(kind: str) -> bool:
     return kind in ACTIVATION_SOURCES
 
 
-def _unfused_source(x: Tensor, kind: str) -> Plain:
-    return Plain(UNFUSED[kind](x).flatten(0, -2))
+def unfused(kind: str, *, batch_invariant: bool) -> _Function:
+    """Return what an activation without a kernel computes of x, or of [gate | up]."""
+    return _UNFUSED[batch_invariant][kind]
+
+
+def _unfused_source(x: Tensor, function: _Function) -> Plain:
+    return Plain(function(x).flatten(0, -2))
 
 
 def mlp(
@@ -81,8 +92,9 @@ def mlp(
         return down(activation(kind, y, bias, form, handoff))
     y, bias = up(None)
     assert bias is None
-    activated = UNFUSED[kind](y)
+    function = unfused(kind, batch_invariant=up_state.batch_invariant)
+    activated = function(y)
     if form is None or not torch.is_grad_enabled():
         return down(activated)
-    how = Recompute(partial(_unfused_source, kind=kind), None, None)
+    how = Recompute(partial(_unfused_source, function=function), None, None)
     return down(LinearInput(activated, None, RecomputedInput((y,), how)))

@@ -139,6 +139,7 @@ def build_fp8(config: Config, parallel: ParallelState | None) -> Fp8Manager:
         recorder=Recorder(interval) if interval and config.fp8.recipe != "none" else None,
         seed=config.seed,
         data_parallel=(0, 1) if parallel is None else (parallel.data.rank, parallel.data.size),
+        batch_invariant=config.inference.batch_invariant,
     )
     manager.check_patterns([name for name, _ in linear_sites(config)])
     return manager

@@ -33,7 +33,6 @@ from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext, lora_of, tokens_per_rank, weight_storage
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
-from megafp8.numerics.batch_invariance import batch_invariant
 from megafp8.objectives import ObjectiveLoss
 from megafp8.objectives.registry import loss_of
 from megafp8.optimizer.layer_norms import layers_of_model
@@ -305,7 +304,7 @@ class Trainer:
         self.strategy.gather()
         actions = self._plan_of(batches).evaluate[self.parallel.pipeline.rank]
         microbatches = [replace(batch, samples=None) for batch in batches]
-        with self.fp8.recording(False), batch_invariant(self.config.inference.batch_invariant):
+        with self.fp8.recording(False):
             functions = [ReferenceStage(stage, loss) for stage in self.stages]
             return self.engine.run(actions, functions, microbatches, backward=False)
 
@@ -499,8 +498,7 @@ class Trainer:
         if reduce and self.config.parallel.overlap_grad_reduce:
             self.strategy.start_overlap(len(batches))
         actions = self._plan_of(batches).train[self.parallel.pipeline.rank]
-        with batch_invariant(self.config.inference.batch_invariant):  # backward passes may recompute forward passes
-            reports = self.engine.run(actions, self.stage_functions, shards, backward=True, stopwatch=stopwatch)
+        reports = self.engine.run(actions, self.stage_functions, shards, backward=True, stopwatch=stopwatch)
         self.strategy.wait()
         if reduce:
             self.strategy.finish()
@@ -589,5 +587,5 @@ class Trainer:
         self.strategy.gather()
         actions = self._plan_of(batches).evaluate[self.parallel.pipeline.rank]
         shards = self._with_reference(self._own_tokens(batches))
-        with self.fp8.recording(False), batch_invariant(self.config.inference.batch_invariant):
+        with self.fp8.recording(False):
             return self._sum(self.engine.run(actions, self.stage_functions, shards, backward=False))

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from megafp8.batch import Batch
 from megafp8.config import Config, ConfigError, check_layout
@@ -17,9 +18,9 @@ from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.load import live_model
 from megafp8.inference.options import CacheOptions
 from megafp8.inference.scoring import Request, Scorer
-from megafp8.numerics.batch_invariance import batch_invariant
-from megafp8.parallel_state import destroy_model_parallel
+from megafp8.parallel_state import ParallelState, destroy_model_parallel
 from megafp8.training.state import save_state
+from megafp8.training.trainer import Trainer
 from tests.conversion.families import make_theirs, tokens
 from tests.marks import slow_but
 from tests.training.presets import *  # noqa: F403
@@ -30,6 +31,7 @@ from tests.world import World
 FAMILIES = ["llama3", "qwen3-moe", "gemma2", "deepseek-v3", "gpt-oss", "llama4", "bloom"]
 BATCHES = (1, 2, 3, 8, 64)
 NEW = 6
+INVARIANT = {"batch_invariant": True}
 CACHES = {
     "whole prompts": CacheOptions(page_size=16, cache_tokens=2048),
     "chunks, preemption": CacheOptions(page_size=4, cache_tokens=96, max_batch_tokens=5, max_sequences=12),
@@ -51,7 +53,7 @@ def trained_logprobs(generator: Generator, texts: Sequence[list[int]]) -> list[l
     for length in {len(text) for text in texts}:
         rows = [i for i, text in enumerate(texts) if len(text) == length]
         ids = torch.tensor([texts[i] for i in rows])
-        with batch_invariant(), generator.model.fp8.recording(False):
+        with generator.model.fp8.recording(False):
             loss_sb = stage(None, Batch(ids[:, :-1], ids[:, 1:].contiguous())).cross_entropy
         assert loss_sb.requires_grad
         for i, logprobs in zip(rows, (-loss_sb.detach()).t().tolist(), strict=True):
@@ -115,7 +117,7 @@ def _of_live_and_checkpoint(config: Config, folder: str) -> tuple[list[tuple[lis
     for batch in batches(2, config, parallel) if parallel.world_size == 1 else ():
         (stage,) = trainer.stages
         before()
-        with batch_invariant(), trainer.fp8.recording(False):
+        with trainer.fp8.recording(False):
             losses_bs = stage(None, batch).cross_entropy.t()
         assert losses_bs.requires_grad
         for i, (ids, labels) in enumerate(zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True)):
@@ -125,6 +127,41 @@ def _of_live_and_checkpoint(config: Config, folder: str) -> tuple[list[tuple[lis
                 (score,) = scorer.score([Request(text[:1], text[1:])])
                 pairs.append((score.logprobs, (-losses_bs[i, begin:end]).tolist()))
     return pairs, waited
+
+
+def _gradients(trainers: Sequence[Trainer], config: Config, parallel: ParallelState) -> list[list[Tensor]]:
+    """Losses of a micro-batch and gradients of each model; all forward passes come before all backward passes."""
+    batch = batches(0, config, parallel)[0]
+    losses_sb = []
+    for trainer in trainers:
+        trainer.strategy.clear()
+        losses_sb.append(trainer.stages[0](None, batch).cross_entropy)
+    for loss_sb in losses_sb:
+        loss_sb.sum().backward()
+    for trainer in trainers:
+        trainer.strategy.complete()
+    pairs = zip(trainers, losses_sb, strict=True)
+    return [[loss_sb.detach(), *(x.clone() for x in trainer.strategy.gradients)] for trainer, loss_sb in pairs]
+
+
+def _of_two_models(config: Config) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """`_gradients` of a usual and a batch-invariant model, each alone and both in one process at a time."""
+    usual, parallel = start(config)
+    invariant_config = config.model_copy(update={"inference": config.inference.model_copy(update=INVARIANT)})
+    alone = _gradients([usual], config, parallel)
+    invariant = Trainer(invariant_config, parallel)
+    alone += _gradients([invariant], config, parallel)
+    return alone, _gradients([usual, invariant], config, parallel)
+
+
+@pytest.mark.parametrize("preset", [CURRENT | FULL, FEW_ROWS | FULL], ids=str)
+def test_models_of_one_process_do_not_share_the_choice(world2: World, preset: Preset) -> None:
+    """Blocks are recomputed in backward, when the other model has run last."""
+    ((alone, together),) = world2.run(_of_two_models, config_of(preset), ranks=1)
+    assert all(torch.equal(x, y) for model in zip(alone, together, strict=True) for x, y in zip(*model, strict=True))
+    (usual, *_), (invariant, *_) = alone
+    assert not torch.equal(usual, invariant)
+    torch.testing.assert_close(usual, invariant, atol=0.05, rtol=0.05)
 
 
 RUNS = [
@@ -145,7 +182,7 @@ RUNS = [
 def test_a_run_and_its_checkpoint(world2: World, tmp_path: Path, preset: Preset) -> None:
     """In every recipe: texts of the live model and of its checkpoint have the numbers of scored texts, and those of
     packed training samples, documents too."""
-    config = config_of(preset, inference={"batch_invariant": True})
+    config = config_of(preset, inference=INVARIANT)
     for pairs, waited in world2.run(_of_live_and_checkpoint, config, str(tmp_path), ranks=preset.ranks):
         assert waited > 0
         for scored, generated in pairs:
@@ -166,7 +203,7 @@ def test_a_run_and_its_checkpoint(world2: World, tmp_path: Path, preset: Preset)
     ],
 )
 def test_what_cannot_be_is_refused(preset: Preset, key: str) -> None:
-    config = config_of(preset, inference={"batch_invariant": True})
+    config = config_of(preset, inference=INVARIANT)
     with pytest.raises(ConfigError) as error:
         check_layout(config, preset.ranks)
     assert key in str(error.value)

@@ -47,24 +47,25 @@ def _given(x: Tensor) -> ScaledTensor:
 
 
 SCALE = (torch.tensor(3.0), torch.tensor(3.0).reciprocal(), torch.zeros(()))
+CPU = torch.device("cpu")
 INPUT, _, GRADIENT = (Fp8Tensor("layer", operand, None, None) for operand in OPERANDS)
 KINDS: dict[str, tuple[Quantizer, Callable[[Tensor], ScaledTensor]]] = {
     "row": (
-        RecipeQuantizer(RowwiseScaling(), INPUT),
+        RecipeQuantizer(RowwiseScaling(), INPUT, CPU),
         lambda x: quantize_blocks(x, E4M3, ROW, power_of_two=False, eps=0.0),
     ),
     "row-pow2": (
-        RecipeQuantizer(RowwiseScaling(fp8_format="hybrid", amax_epsilon=1e-3, power_of_two=True), GRADIENT),
+        RecipeQuantizer(RowwiseScaling(fp8_format="hybrid", amax_epsilon=1e-3, power_of_two=True), GRADIENT, CPU),
         lambda x: quantize_blocks(x, E5M2, ROW, power_of_two=True, eps=1e-3),
     ),
     "1x128": (
-        RecipeQuantizer(BlockwiseScaling(), INPUT),
+        RecipeQuantizer(BlockwiseScaling(), INPUT, CPU),
         lambda x: quantize_blocks(x, E4M3, BLOCK_1X128, power_of_two=True, eps=0.0),
     ),
-    "dequantized": (RecipeQuantizer(MXFP8Scaling(), INPUT), lambda x: quantize_mxfp8(x).dequantized()),
-    "current": (RecipeQuantizer(CurrentScaling(), GRADIENT), _one),
-    "delayed": (DelayedQuantizer(DelayedScaling(), INPUT, *SCALE), _given),
-    "static": (StaticQuantizer(StaticScaling(), INPUT, *SCALE), _given),
+    "dequantized": (RecipeQuantizer(MXFP8Scaling(), INPUT, CPU), lambda x: quantize_mxfp8(x).dequantized()),
+    "current": (RecipeQuantizer(CurrentScaling(), GRADIENT, CPU), _one),
+    "delayed": (DelayedQuantizer(DelayedScaling(), INPUT, CPU, *SCALE), _given),
+    "static": (StaticQuantizer(StaticScaling(), INPUT, CPU, *SCALE), _given),
 }
 
 
@@ -153,7 +154,7 @@ def test_factors_as_the_kernels_write_them(world2: World) -> None:
 def _no_slices() -> None:
     world = group.WORLD
     assert isinstance(world, ProcessGroup)
-    assert NVFP4Quantizer(NVFP4Scaling(), INPUT, None).for_sharded_input(world) is None
+    assert NVFP4Quantizer(NVFP4Scaling(), INPUT, CPU, None).for_sharded_input(world) is None
 
 
 def test_four_bits_are_cast_whole(world2: World) -> None:

@@ -25,6 +25,7 @@ from megafp8.models.context import BuildContext, PlannedGroup
 from megafp8.models.mlp import MLP
 from megafp8.models.norms import RMSNorm
 from megafp8.nn.base import default_device
+from megafp8.numerics.recipes.base import RecipeQuantizer
 from megafp8.plan import Neighbor
 from tests.fp8.linear_layer import LinearLayer
 from tests.fp8.reference import decode, encode, scale_of
@@ -112,13 +113,13 @@ def test_layernorm_mlp_is_the_norm_and_mlp_of_a_gpt(recipe: str, activation: str
 
 def test_casts_are_fused_with_norm_and_activation(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[str] = []
-    cast_to_fp8 = fp8.CurrentScaling.cast
+    cast_to_fp8 = RecipeQuantizer.__call__
 
-    def spy(self: Any, source: Any, tensor: Any, **options: Any) -> Any:
-        kinds.append(f"{tensor.name} {source.kind}")
-        return cast_to_fp8(self, source, tensor, **options)
+    def spy(self: RecipeQuantizer, source: Any, **options: Any) -> Any:
+        kinds.append(f"{self.tensor.name} {source.kind}")
+        return cast_to_fp8(self, source, **options)
 
-    monkeypatch.setattr(fp8.CurrentScaling, "cast", spy)
+    monkeypatch.setattr(RecipeQuantizer, "__call__", spy)
     layer = nn.TransformerLayer(
         H, F, 4, bias=False, activation="swiglu", fuse_qkv_params=True, hidden_dropout=0.0, attention_dropout=0.0, **CPU
     )
@@ -203,14 +204,14 @@ def _rejoined(results: list[Tensor], parts: int) -> list[Tensor]:
 def test_weights_are_quantized_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of several parameters; and again when one of these has changed, or a first micro-batch says so."""
     count = 0
-    cast_to_fp8 = fp8.CurrentScaling.cast
+    cast_to_fp8 = RecipeQuantizer.__call__
 
-    def counted(self: Any, source: Any, tensor: Any, **options: Any) -> Any:
+    def counted(self: RecipeQuantizer, source: Any, **options: Any) -> Any:
         nonlocal count
-        count += tensor.operand == "weight"
-        return cast_to_fp8(self, source, tensor, **options)
+        count += self.tensor.operand == "weight"
+        return cast_to_fp8(self, source, **options)
 
-    monkeypatch.setattr(fp8.CurrentScaling, "cast", counted)
+    monkeypatch.setattr(RecipeQuantizer, "__call__", counted)
     for copied in (False, True):
         layer = nn.Linear(H, F, parameters_split=("a", "b"), **CPU)
         layer = copy.deepcopy(layer) if copied else layer

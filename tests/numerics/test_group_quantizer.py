@@ -24,7 +24,7 @@ def _cast() -> tuple[Tensor, Tensor]:
     x_mk[3, 5], x_mk[20, 60] = 300.0, -900.0
     group = dist.group.WORLD if ranks > 1 else None
     tensors = [Fp8Tensor(f"experts.{e}.down", "input", group, None) for e in range(3)]
-    joined = GroupQuantizer.join([RecipeQuantizer(CurrentScaling(), tensor) for tensor in tensors])
+    joined = GroupQuantizer.join([RecipeQuantizer(CurrentScaling(), tensor, torch.device("cpu")) for tensor in tensors])
     assert joined is not None
     row_groups = RowGroups(torch.tensor([16, 40, 48], dtype=torch.int32), 384)
     own = x_mk.chunk(ranks, dim=1)[rank].contiguous()

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.numerics.formats import E4M3, E5M2, Format
 from megafp8.numerics.quantize import ScaleRule
-from megafp8.numerics.quantizers import Quantizer
+from megafp8.numerics.quantizers import Cast, Quantizer
 from megafp8.numerics.sources import Source
 from megafp8.numerics.step import NewestAmaxes, State
 from megafp8.numerics.stochastic_rounding import NoiseClock
@@ -173,10 +173,10 @@ class Fp8Recipe:
 
     def build(self, tensors: Sequence[Fp8Tensor], device: torch.device, clock: NoiseClock) -> Built:
         """Quantizers of `tensors`, and their state on `device`; `clock` has the noise for those that need it."""
-        return Built({tensor.name: RecipeQuantizer(self, tensor) for tensor in tensors})
+        return Built({tensor.name: RecipeQuantizer(self, tensor, device) for tensor in tensors})
 
-    def cast(self, source: Source, tensor: Fp8Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        """Cast values of `tensor`; for recipes that remember nothing of it."""
+    def bound_cast(self, tensor: Fp8Tensor, device: torch.device) -> Cast:
+        """Return the cast of `tensor` on `device`; for recipes that remember nothing of it."""
         raise NotImplementedError(f"{type(self).__name__} scales no tensor itself")
 
     def scale_rule(self, fmt: Format) -> ScaleRule:
@@ -204,7 +204,7 @@ class Fp8Tensor:
 
     `group`: the ranks that hold shards of it, None where each has all of it. `token_group`: those over which its tokens
     are sharded; None where this rank has all, and for weights. `amax_group`: the ranks over which an amax of it that is
-    remembered is reduced; None: those that run the same layers.
+    remembered is reduced; None: those that run the same layers. `batch_invariant`: the model is.
     """
 
     layer: str
@@ -212,6 +212,12 @@ class Fp8Tensor:
     group: ProcessGroup | None
     token_group: ProcessGroup | None
     amax_group: ProcessGroup | None = None
+    batch_invariant: bool = False
+
+    @property
+    def token_scales(self) -> bool:
+        """Whether each token has a scale where other inputs of layers have one from the amax of the tensor at hand."""
+        return self.batch_invariant and self.operand == "input"
 
     @property
     def name(self) -> str:
@@ -252,13 +258,17 @@ class TensorScales:
 
 @dataclass(eq=False)
 class RecipeQuantizer:
-    """Casts `tensor` as `recipe` does.
+    """Casts `tensor` on `device` as `recipe` does, by a function that is bound when the quantizer is made.
 
     Where there is one scale per tensor, its weights can also be cast in flat shards, by `known_scale` or `rule`.
     """
 
     recipe: Fp8Recipe
     tensor: Fp8Tensor
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._cast = self.recipe.bound_cast(self.tensor, self.device)
 
     @cached_property
     def fmt(self) -> Format:
@@ -313,7 +323,7 @@ class RecipeQuantizer:
         return replace(self, tensor=replace(self.tensor, group=group, token_group=group))
 
     def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        return self.recipe.cast(source, self.tensor, rowwise=rowwise, columnwise=columnwise)
+        return self._cast(source, rowwise=rowwise, columnwise=columnwise)
 
 
 class Built(NamedTuple):

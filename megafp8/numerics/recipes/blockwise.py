@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
+import torch
+
 from megafp8.numerics.formats import Format
 from megafp8.numerics.quantize import quantize_blocks
-from megafp8.numerics.quantizers import implementation
+from megafp8.numerics.quantizers import Cast, implementation
 from megafp8.numerics.recipes.base import AmaxOptions, Capabilities, Fp8Tensor, PerOperand, format_option, option
 from megafp8.numerics.sources import Source
 from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, Granularity, QuantizedTensor
@@ -58,8 +60,7 @@ class BlockwiseScaling(AmaxOptions):
     fp8_format: Literal["hybrid", "e4m3"] = format_option("e4m3")
     power_of_two: bool = option(True, key="power_of_two_scale")
 
-    def cast(self, source: Source, tensor: Fp8Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        return implementation(cast_128x128 if tensor.operand == "weight" else cast_1x128, source)(
-            source, self.format_of(tensor.operand), rowwise=rowwise, columnwise=columnwise,
-            power_of_two=self.power_of_two, eps=self.amax_epsilon,
-        )  # fmt: skip
+    def bound_cast(self, tensor: Fp8Tensor, device: torch.device) -> Cast:
+        cast = implementation(cast_128x128 if tensor.operand == "weight" else cast_1x128, device)
+        fmt = self.format_of(tensor.operand)
+        return partial(cast, fmt=fmt, power_of_two=self.power_of_two, eps=self.amax_epsilon)

@@ -3,19 +3,25 @@
 Exact, at the cost of one pass more over the data, and of a reduction wherever ranks hold shards of a tensor, since a
 shard has another maximum than the whole.
 
-A token's scale then depends on the other tokens. Where forward passes are to be batch-invariant
-(`megafp8.numerics.batch_invariance`), each token of a layer's input has a scale of its own in fprop; all other casts
+A token's scale then depends on the other tokens. In batch-invariant models
+(`megafp8.numerics.batch_invariance`) each token of a layer's input has a scale of its own in fprop; all other casts
 stay as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
 from megafp8.distributed.collectives import all_reduce
-from megafp8.numerics.batch_invariance import is_batch_invariant
-from megafp8.numerics.quantizers import casts, implementation
+from megafp8.numerics import reference
+from megafp8.numerics.quantizers import Cast, implementation
 from megafp8.numerics.recipes.base import PER_TENSOR, AmaxOptions, Capabilities, Fp8Tensor, fast_accumulation
 from megafp8.numerics.recipes.rowwise import cast_rows
 from megafp8.numerics.sources import Source
@@ -31,19 +37,31 @@ class CurrentScaling(AmaxOptions):
 
     use_fast_accum: tuple[bool, bool, bool] = fast_accumulation()
 
-    def cast(self, source: Source, tensor: Fp8Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        if rowwise and tensor.operand == "input" and is_batch_invariant():
-            rule = self.scale_rule(self.format_of(tensor.operand))
-            by_token = implementation(cast_rows, source)(
-                source, self.format_of(tensor.operand), rowwise=True, columnwise=False,
-                power_of_two=rule.power_of_two, eps=rule.eps,
-            )  # fmt: skip
-            if not columnwise:
-                return by_token
-            return by_token._replace(columnwise=self.cast(source, tensor, rowwise=False, columnwise=True).columnwise)
-        module = casts(source)
-        whole_amax = all_reduce(module.amax(source), tensor.group, "max")
-        return module.cast_current(
-            source, whole_amax, self.format_of(tensor.operand), rowwise=rowwise, columnwise=columnwise,
-            power_of_two=self.power_of_two, eps=self.amax_epsilon,
-        )  # fmt: skip
+    def bound_cast(self, tensor: Fp8Tensor, device: torch.device) -> Cast:
+        rule, fmt = self.scale_rule(self.format_of(tensor.operand)), self.format_of(tensor.operand)
+        amax, cast = implementation(reference.amax, device), implementation(reference.cast_current, device)
+        options = {"fmt": fmt, "power_of_two": rule.power_of_two, "eps": rule.eps}
+        by_amax = partial(_cast_by_amax, amax=amax, cast=partial(cast, **options), group=tensor.group)
+        if not tensor.token_scales:
+            return by_amax
+        return partial(_cast_by_token, by_amax=by_amax, cast=partial(implementation(cast_rows, device), **options))
+
+
+def _cast_by_amax(
+    source: Source, *, rowwise: bool, columnwise: bool, amax: Callable[[Source], Tensor],
+    cast: Callable[..., QuantizedTensor], group: ProcessGroup | None,
+) -> QuantizedTensor:  # fmt: skip
+    """Cast by the amax of the tensor, of which the ranks of `group` hold shards."""
+    whole_amax = all_reduce(amax(source), group, "max")
+    return cast(source, whole_amax, rowwise=rowwise, columnwise=columnwise)
+
+
+def _cast_by_token(
+    source: Source, *, rowwise: bool, columnwise: bool, by_amax: Cast, cast: Cast
+) -> QuantizedTensor:  # fmt: skip
+    """Cast rowwise by a scale of each token, and columnwise by the amax of the tensor."""
+    made = cast(source, rowwise=True, columnwise=False) if rowwise else None
+    if made is not None and not columnwise:
+        return made
+    by_tensor = by_amax(source, rowwise=False, columnwise=columnwise)
+    return by_tensor if made is None else made._replace(columnwise=by_tensor.columnwise)

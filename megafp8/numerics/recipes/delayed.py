@@ -30,10 +30,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_reduce
+from megafp8.numerics import reference
 from megafp8.numerics.formats import Format
 from megafp8.numerics.implementations import kernels
 from megafp8.numerics.quantize import ScaleRule, amax, scale_from_amax
-from megafp8.numerics.quantizers import casts
+from megafp8.numerics.quantizers import implementation
 from megafp8.numerics.recipes.base import (
     PER_TENSOR,
     Built,
@@ -90,22 +91,31 @@ class DelayedQuantizer(RecipeQuantizer):
             torch.maximum(self.newest_amax, amax(x), out=self.newest_amax)
 
     def for_sharded_input(self, group: ProcessGroup) -> DelayedShardQuantizer:
-        return DelayedShardQuantizer(self.recipe, replace(self.tensor, group=group), self)
+        return DelayedShardQuantizer(self.recipe, replace(self.tensor, group=group), self.device, self)
+
+    def __post_init__(self) -> None:
+        self._amax = implementation(reference.amax, self.device)
+        self._cast_tensor = implementation(reference.cast_tensor, self.device)
 
     def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        return self.cast(source, self.tensor.group, rowwise=rowwise, columnwise=columnwise)
+        if self.fresh:
+            return self.cast_by_own_amax(source, self.tensor.group, rowwise=rowwise, columnwise=columnwise)
+        newest_amax = self.newest_amax if self.recording else None
+        return self._cast_tensor(
+            source, self.scale, self.scale_inv, self.fmt, rowwise=rowwise, columnwise=columnwise,
+            newest_amax=newest_amax,
+        )  # fmt: skip
 
-    def cast(self, source: Source, group: ProcessGroup | None, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        """Cast the tensor, or the shard of it that this rank of `group` holds."""
-        implementation, newest, known = casts(source), self.newest_amax if self.recording else None, self.known_scale
-        if known is None:
-            whole_amax = all_reduce(implementation.amax(source), group, "max")
-            if newest is not None:
-                torch.maximum(newest, whole_amax, out=newest)
-            scale = self.rule.scale(whole_amax)
-            known, newest = (scale, scale.reciprocal()), None
-        return implementation.cast_tensor(
-            source, *known, self.fmt, rowwise=rowwise, columnwise=columnwise, newest_amax=newest
+    def cast_by_own_amax(
+        self, source: Source, group: ProcessGroup | None, *, rowwise: bool, columnwise: bool
+    ) -> QuantizedTensor:
+        """Cast the tensor, or the shard of it that this rank of `group` holds, by the amax of the tensor at hand."""
+        whole_amax = all_reduce(self._amax(source), group, "max")
+        if self.recording:
+            torch.maximum(self.newest_amax, whole_amax, out=self.newest_amax)
+        scale = self.rule.scale(whole_amax)
+        return self._cast_tensor(
+            source, scale, scale.reciprocal(), self.fmt, rowwise=rowwise, columnwise=columnwise, newest_amax=None
         )
 
 
@@ -115,8 +125,13 @@ class DelayedShardQuantizer(RecipeQuantizer):
 
     whole: DelayedQuantizer
 
+    def __post_init__(self) -> None:
+        """Bind nothing: `whole` casts."""
+
     def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        return self.whole.cast(source, self.tensor.group, rowwise=rowwise, columnwise=columnwise)
+        if self.whole.fresh:
+            return self.whole.cast_by_own_amax(source, self.tensor.group, rowwise=rowwise, columnwise=columnwise)
+        return self.whole(source, rowwise=rowwise, columnwise=columnwise)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +178,7 @@ class DelayedState(TensorScales):
         self.step = torch.zeros((), dtype=torch.int64)  # on the host: it decides what end_step launches
         views = zip(self.scale_t, self.scale_inv_t, self.history_tl[:, 0])
         self.quantizers = {
-            tensor.name: DelayedQuantizer(recipe, tensor, *tensor_views, fresh=True)
+            tensor.name: DelayedQuantizer(recipe, tensor, device, *tensor_views, fresh=True)
             for tensor, tensor_views in zip(tensors, views, strict=True)
         }
 

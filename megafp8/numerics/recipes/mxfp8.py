@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megafp8.numerics.formats import E4M3, Format
 from megafp8.numerics.quantize import block_amax, quantize
-from megafp8.numerics.quantizers import implementation
+from megafp8.numerics.quantizers import Cast, implementation
 from megafp8.numerics.recipes.base import Capabilities, Fp8Recipe, Fp8Tensor, PerOperand, format_option
 from megafp8.numerics.sources import Source
 from megafp8.numerics.tensor import BLOCK_1X32, QuantizedTensor, ScaledTensor, expand
@@ -82,6 +82,5 @@ class MXFP8Scaling(Fp8Recipe):
 
     fp8_format: Literal["hybrid", "e4m3"] = format_option("e4m3")
 
-    def cast(self, source: Source, tensor: Fp8Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        cast = implementation(cast_mxfp8, source, "fine_blocks")
-        return cast(source, self.format_of(tensor.operand), rowwise=rowwise, columnwise=columnwise)
+    def bound_cast(self, tensor: Fp8Tensor, device: torch.device) -> Cast:
+        return partial(implementation(cast_mxfp8, device, "fine_blocks"), fmt=self.format_of(tensor.operand))

@@ -161,12 +161,14 @@ class NVFP4Quantizer(RecipeQuantizer):
     noise: TensorNoise | None
     recording: bool = True
 
+    def __post_init__(self) -> None:
+        self._amaxes = implementation(nvfp4_amaxes, self.device, "fine_blocks")
+        self._cast_nvfp4 = implementation(cast_nvfp4, self.device, "fine_blocks")
+
     def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        amaxes_of = implementation(nvfp4_amaxes, source, "fine_blocks")
-        cast = implementation(cast_nvfp4, source, "fine_blocks")
         weight = self.tensor.operand == "weight"
-        amaxes = all_reduce(amaxes_of(source, transformed=columnwise and not weight), self.tensor.group, "max")
-        made = cast(source, amaxes, self.noise, weight=weight, rowwise=rowwise, columnwise=columnwise)
+        amaxes = all_reduce(self._amaxes(source, transformed=columnwise and not weight), self.tensor.group, "max")
+        made = self._cast_nvfp4(source, amaxes, self.noise, weight=weight, rowwise=rowwise, columnwise=columnwise)
         self.skip()
         return made
 
@@ -195,4 +197,4 @@ class NVFP4Scaling(Fp8Recipe):
 
     def build(self, tensors: Sequence[Fp8Tensor], device: torch.device, clock: NoiseClock) -> Built:
         noise = {t: clock.tensor(t.name, t.group) if t.operand == "grad_output" else None for t in tensors}
-        return Built({t.name: NVFP4Quantizer(self, t, noise[t]) for t in tensors}, clock)
+        return Built({t.name: NVFP4Quantizer(self, t, device, noise[t]) for t in tensors}, clock)

@@ -14,16 +14,19 @@ Shapes: r rows, c columns of a matrix.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_reduce
 from megafp8.numerics.formats import Format
 from megafp8.numerics.quantize import block_amax, quantize_blocks
-from megafp8.numerics.quantizers import implementation
+from megafp8.numerics.quantizers import Cast, implementation
 from megafp8.numerics.recipes.base import (
     AmaxOptions,
     Capabilities,
@@ -72,12 +75,21 @@ class RowwiseScaling(AmaxOptions):
     fp8_format: Literal["hybrid", "e4m3"] = format_option("e4m3")
     use_fast_accum: tuple[bool, bool, bool] = fast_accumulation()
 
-    def cast(self, source: Source, tensor: Fp8Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        whole_amaxes = None
-        if columnwise and tensor.token_group is not None:  # a column's amax is over the tokens of all its ranks
-            whole_amaxes = implementation(amaxes, source)(source)
-            all_reduce(whole_amaxes[1], tensor.token_group, "max")
-        return implementation(cast_rows, source)(
-            source, self.format_of(tensor.operand), rowwise=rowwise, columnwise=columnwise,
-            power_of_two=self.power_of_two, eps=self.amax_epsilon, amaxes=whole_amaxes,
-        )  # fmt: skip
+    def bound_cast(self, tensor: Fp8Tensor, device: torch.device) -> Cast:
+        fmt, options = self.format_of(tensor.operand), {"power_of_two": self.power_of_two, "eps": self.amax_epsilon}
+        cast = partial(implementation(cast_rows, device), fmt=fmt, **options)
+        if tensor.token_group is None:
+            return cast
+        return partial(_cast_shard, amaxes=implementation(amaxes, device), cast=cast, group=tensor.token_group)
+
+
+def _cast_shard(
+    source: Source, *, rowwise: bool, columnwise: bool, amaxes: Callable[[Source], tuple[Tensor, Tensor]],
+    cast: Callable[..., QuantizedTensor], group: ProcessGroup,
+) -> QuantizedTensor:  # fmt: skip
+    """Cast a shard of the tokens: a column's amax is over the tokens of all ranks of `group`."""
+    whole_amaxes = None
+    if columnwise:
+        whole_amaxes = amaxes(source)
+        all_reduce(whole_amaxes[1], group, "max")
+    return cast(source, rowwise=rowwise, columnwise=columnwise, amaxes=whole_amaxes)

@@ -18,15 +18,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megafp8.numerics import reference
 from megafp8.numerics.formats import Format
 from megafp8.numerics.quantize import ScaleRule, amax, scale_from_amax
-from megafp8.numerics.quantizers import casts
+from megafp8.numerics.quantizers import implementation
 from megafp8.numerics.recipes.base import (
     PER_TENSOR,
     Built,
@@ -39,10 +41,8 @@ from megafp8.numerics.recipes.base import (
     no_match,
     option,
 )
-from megafp8.numerics.sources import Source
 from megafp8.numerics.step import NewestAmaxes
 from megafp8.numerics.stochastic_rounding import NoiseClock
-from megafp8.numerics.tensor import QuantizedTensor
 
 
 @dataclass(eq=False)
@@ -75,10 +75,9 @@ class StaticQuantizer(RecipeQuantizer):
         if self.calibrating and self.recording:
             torch.maximum(self.calibration_amax, amax(x), out=self.calibration_amax)
 
-    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        return casts(source).cast_tensor(
-            source, *self.known_scale, self.fmt, rowwise=rowwise, columnwise=columnwise, newest_amax=None
-        )
+    def __post_init__(self) -> None:
+        cast = implementation(reference.cast_tensor, self.device)
+        self._cast = partial(cast, scale=self.scale, scale_inv=self.scale_inv, fmt=self.fmt, newest_amax=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +145,7 @@ class StaticState(TensorScales):
         self.calibrated = {tensor.name: i for i, tensor in enumerate(tensors) if given[i] is None}
         views = zip(self.scale_t, self.scale_inv_t, self.newest_t)
         self.quantizers = {
-            tensor.name: StaticQuantizer(recipe, tensor, *tensor_views)
+            tensor.name: StaticQuantizer(recipe, tensor, device, *tensor_views)
             for tensor, tensor_views in zip(tensors, views, strict=True)
         }
         self.refresh()

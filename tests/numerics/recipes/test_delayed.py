@@ -177,7 +177,7 @@ def test_a_rank_without_fp8_layers_takes_no_part() -> None:
 def test_casts_with_the_given_scale_and_raises_the_amax() -> None:
     scale, newest = torch.tensor(2.0), torch.tensor(3.0)
     quantizer = DelayedQuantizer(
-        DelayedScaling(), Fp8Tensor("a", "input", None, None), scale, scale.reciprocal(), newest
+        DelayedScaling(), Fp8Tensor("a", "input", None, None), CPU, scale, scale.reciprocal(), newest
     )
     made = quantizer(Plain(torch.tensor([[1.0, -2.5]])), rowwise=True, columnwise=False).required_rowwise
     assert made.data.float().tolist() == [[2.0, -5.0]]
