@@ -3,7 +3,7 @@
 from megafp8.config.checks import canonical_streams_problem, check_layout, fewest_ranks
 from megafp8.config.json_schema import json_schema
 from megafp8.config.load import config_and_overrides, load_config
-from megafp8.config.model_keys import model_spec, with_keys
+from megafp8.config.model_keys import model_problems, model_spec, with_keys
 from megafp8.config.parts.attention import AttentionConfig, LongRopeConfig, RopeScaling, RotaryKeys, YarnConfig
 from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
 from megafp8.config.parts.latent_attention import LatentAttentionConfig, LatentMixerConfig
@@ -87,6 +87,7 @@ __all__ = [
     "is_text",
     "json_schema",
     "load_config",
+    "model_problems",
     "model_spec",
     "planned_stages",
     "stage_at",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megafp8.config.checks import network_problems
 from megafp8.config.schema import ModelConfig
+from megafp8.problems import Problem
 from megafp8.spec import ModelSpec
 
 
@@ -21,3 +23,8 @@ def model_spec(keys: Mapping[str, Any]) -> ModelSpec:
 def with_keys(model: ModelSpec, **keys: Any) -> ModelSpec:
     """Return the network with other values of some keys."""
     return model_spec({**model.keys, **keys})
+
+
+def model_problems(model: ModelSpec) -> Iterator[Problem]:
+    """Yield the rules about the network that its keys break in any run."""
+    return network_problems(ModelConfig.model_validate(model.keys))

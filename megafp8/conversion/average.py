@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megafp8.conversion.base import Source, is_weight, of_optimizer
-from megafp8.conversion.hf_config import differences
+from megafp8.conversion.flat import differences
 from megafp8.optimizer.mixed_precision import AVERAGE
 
 _OF_A_RUN = (

@@ -23,8 +23,8 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 from megafp8.checkpoint.rectangles import TensorInfo
-from megafp8.config import ModelConfig
 from megafp8.messages import value_text
+from megafp8.spec import ModelSpec
 
 
 class Source(Protocol):
@@ -35,7 +35,7 @@ class Source(Protocol):
     """
 
     path: Path
-    model: ModelConfig
+    model: ModelSpec
     tensors: Mapping[str, TensorInfo]
     about: Mapping[str, Any]
     tokenizer_files: Collection[Path]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.files import parse_object, read_file, to_json, write_at, write_file
 from megafp8.checkpoint.torch_file import as_bytes
-from megafp8.config import ModelConfig
+from megafp8.config import model_spec
 from megafp8.conversion.base import Source, TensorInfo
 from megafp8.conversion.safetensors_format import DTYPES, header, read_header, read_rows
 from megafp8.conversion.target import Sink, tokenizer_files
@@ -38,7 +38,7 @@ class ConsolidatedSource(Source):
         try:
             if described["format_version"] > FORMAT_VERSION:
                 raise ValueError(f"format version {described['format_version']}, and this is for {FORMAT_VERSION}")
-            self.model = ModelConfig.model_validate(described["model"])
+            self.model = model_spec(described["model"])
             self.about, self._crcs = described["about"], described["crc32"]
             if not isinstance(self.about, dict) or not isinstance(self._crcs, dict):
                 raise TypeError("about and crc32 are mappings")
@@ -86,7 +86,7 @@ class ConsolidatedSink(Sink):
         self._stream.close()
         described = {
             "format_version": FORMAT_VERSION,
-            "model": self._source.model.model_dump(mode="json"),
+            "model": dict(self._source.model.keys),
             "crc32": self._crcs,
             "about": {**self._source.about, "converted_from": str(self._source.path)},
         }

@@ -27,11 +27,11 @@ from tqdm import tqdm
 
 from megafp8.checkpoint.files import reading_once
 from megafp8.checkpoint.torch_file import as_bytes
-from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo, is_weight
-from megafp8.conversion.hf_config import canonical, differences
+from megafp8.conversion.flat import differences, flat_keys
 from megafp8.conversion.model import is_mtp, training_dtypes, without_mtp
 from megafp8.conversion.target import Sink, is_taken
+from megafp8.spec import ModelSpec
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
 _AHEAD_BYTES = 1 << 29
@@ -139,7 +139,7 @@ def verify(source: Source, target: Source) -> Moved:
     """
     start = time.monotonic()
     if fields := differences(source.model, target.model):
-        written, expected = canonical(target.model), canonical(source.model)
+        written, expected = flat_keys(target.model), flat_keys(source.model)
         changes = ", ".join(f"{field} is {written[field]}, not {expected[field]}" for field in fields)
         raise ValueError(f"{target.path} describes another model than {source.path}: {changes}")
     missing = [name for name in source.tensors if is_weight(name) and name not in target.tensors]
@@ -184,9 +184,9 @@ def _files_digest(path: Path) -> str:
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()
 
 
-def _fingerprint(name: str, tensor: Tensor, model: ModelConfig) -> str:
+def _fingerprint(name: str, tensor: Tensor, model: ModelSpec) -> str:
     """Shape, dtype and SHA-256 of the bits, without rows past the vocabulary."""
     if name.endswith((".embedding.word.weight", ".output.weight")):
-        tensor = tensor[: model.vocab_size]
+        tensor = tensor[: model.stem.vocab_size]
     info = TensorInfo(tuple(tensor.shape), tensor.dtype)
     return f"{info} with SHA-256 {hashlib.sha256(as_bytes(tensor)).hexdigest()[:16]}…"

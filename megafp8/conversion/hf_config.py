@@ -1,4 +1,4 @@
-"""Hugging Face config.json <-> ModelConfig.
+"""Hugging Face config.json <-> `ModelSpec`.
 
 `families` has a record of each `model_type`. No value is ignored unless it cannot change the logits. Every key of a
 config.json is one of these:
@@ -19,40 +19,18 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-from pydantic import BaseModel
-
-from megafp8.config import LatentAttentionConfig, ModelConfig, MoeConfig
-from megafp8.config.checks import network_problems
-from megafp8.config.parts.attention import AttentionKeys
-from megafp8.config.parts.hyper_connections import HyperConnectionsConfig
-from megafp8.config.parts.mlp import MlpKeys
-from megafp8.config.parts.per_layer_embedding import PerLayerEmbeddingConfig
-from megafp8.config.parts.sparse_attention import SparseAttentionConfig
+from megafp8.config import model_problems, model_spec
 from megafp8.conversion import families
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
-from megafp8.conversion.hf_layers import by_layer, is_by_layer, pattern_of
-from megafp8.conversion.keys import MOST_LAYERS, HfConfig
+from megafp8.conversion.flat import SECTIONS, differing, flat_keys, flattened, has_mixed_experts, is_by_layer
+from megafp8.conversion.hf_layers import pattern_of
+from megafp8.conversion.keys import MOST_LAYERS, Fields, HfConfig
 from megafp8.messages import join_first, join_names, name_text, value_text
 from megafp8.registry import records_of
+from megafp8.spec import ModelSpec
 
-_SECTIONS: Mapping[str, type[BaseModel]] = {
-    "moe": MoeConfig, "latent_attention": LatentAttentionConfig, "sparse_attention": SparseAttentionConfig,
-    "per_layer_embedding": PerLayerEmbeddingConfig,
-    "hyper_connections": HyperConnectionsConfig,
-}  # fmt: skip
 _LARGEST_NUMBER = 1 << 40
-_OF_LAYERS = {*AttentionKeys.model_fields, *MlpKeys.model_fields, "norm_position"}
-"""Fields of the model that its layers may have other values of."""
-_PATTERNS = (
-    "layer_kinds",
-    "pattern",
-    "full_attention_layers",
-    "rope_local_theta",
-    "moe.first_dense_layers",
-    "moe.layer_interval",
-)
-"""Fields of the model that say which layers have which."""
 
 
 def _discover() -> dict[str, Family]:
@@ -105,7 +83,7 @@ _HARMLESS_FOR: Mapping[str, str] = {
 _HARMLESS = frozenset(key for keys in _HARMLESS_FOR.values() for key in keys.split())
 
 
-def read_config(hf: HfConfig) -> tuple[Family, ModelConfig]:
+def read_config(hf: HfConfig) -> tuple[Family, ModelSpec]:
     """The family and model that a config.json describes. Raises ValueError where megafp8 has no such model."""
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -128,7 +106,7 @@ def _check_numbers(hf: HfConfig) -> None:
             refuse(key, value, f"up to {MOST_LAYERS:,}")
 
 
-def _read(hf: HfConfig, family: Family) -> tuple[Family, ModelConfig]:
+def _read(hf: HfConfig, family: Family) -> tuple[Family, ModelSpec]:
     kind = family.model_type
     several = any("architectures" in trait.keys for trait in family.traits)
     if not several and hf.get("architectures") not in (None, [], [family.architecture], [family.also]):
@@ -152,175 +130,82 @@ def _read(hf: HfConfig, family: Family) -> tuple[Family, ModelConfig]:
     return family, build_model(fields)
 
 
-def build_model(fields: Mapping[str, Any]) -> ModelConfig:
-    """The model of `fields`, with those of sections as moe.top_k. Raises ValueError where there is no such model.
-
-    Fields of layers' parts, such as mixer.sliding_window, are lists with the value of each layer.
-    """
+def build_model(fields: Mapping[str, Any]) -> ModelSpec:
+    """Return the model of flat keys, for parts of layers of lists. Raises ValueError where there is no such model."""
     tree = {key: value for key, value in fields.items() if not is_by_layer(key)}
     if lists := {key: value for key, value in fields.items() if is_by_layer(key)}:
         tree |= pattern_of(lists)
-    for section in _SECTIONS:
+    for section in SECTIONS:
         values = {key: tree.pop(key) for key in fields if key.startswith(f"{section}.")}
         tree |= {section: {key.removeprefix(f"{section}."): value for key, value in values.items()}} if values else {}
     try:
-        model = ModelConfig(**tree)
+        model = model_spec(tree)
     except ValueError as error:  # pydantic's, of a value that is no number
         raise ValueError(" ".join(str(error).split())) from None
-    check_model(model)
-    return model.without_pattern
+    _check_model(model)
+    return flattened(model)
 
 
-def check_model(model: ModelConfig) -> None:
+def _check_model(model: ModelSpec) -> None:
     """Raise ValueError for attention or experts that neither transformers nor megafp8 can build."""
-    if problems := [*map(str, network_problems(model))]:
+    if problems := [*map(str, model_problems(model))]:
         raise ValueError("; ".join(problems))
 
 
-def write_config(family: Family, model: ModelConfig) -> dict[str, Any]:
-    """config.json of `model` as one of `family`; complete only if `choose` allows that family."""
-    fields = canonical(model)
+def write_config(family: Family, model: ModelSpec) -> dict[str, Any]:
+    """Return config.json of `model` as one of `family`; it is complete only if `choose` allows that family."""
+    return _written(family, flat_keys(model))
+
+
+def _written(family: Family, fields: Fields) -> dict[str, Any]:
+    """Return config.json of a model with these flat keys."""
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     for trait in family.traits:
         written |= trait.write(fields)
     return written
 
 
-def choose(model: ModelConfig) -> Family:
-    """The first family that can express `model`. Raises ValueError naming what the nearest one cannot."""
-    check_model(model)
-    model = model.without_pattern
-    sections = (model.latent_attention, model.sparse_attention, model.hyper_connections)
-    present = *(section is not None for section in sections), model.architecture
+def choose(model: ModelSpec) -> Family:
+    """Return the first family that can express `model`. Raises ValueError naming what the nearest one cannot."""
+    _check_model(model)
+    fields = flat_keys(model)
+    if has_mixed_experts(fields):
+        raise ValueError("no Hugging Face family has this model: layers have two kinds of experts (model.layer_kinds)")
+    moe, latent, sparse, hyper = (
+        fields[section] is not None for section in ("moe", "latent_attention", "sparse_attention", "hyper_connections")
+    )
+    kind = latent, sparse, hyper, model.architecture
     lacking: dict[str, list[str]] = {}
     for family in FAMILIES.values():
-        kind = family.latent, family.sparse, family.hyper, family.kind
-        if kind == present and family.moe in (None, model.moe is not None):
-            if not (lacks := _lacks(family, model)):
+        if kind == (family.latent, family.sparse, family.hyper, family.kind) and family.moe in (None, moe):
+            if not (lacks := _lacks(family, fields)):
                 return family
             lacking[family.model_type] = lacks
     if not lacking:
-        latent = "" if model.latent_attention is None else ", latent attention (model.latent_attention)"
-        latent += "" if model.sparse_attention is None else " to chosen tokens (model.sparse_attention)"
-        latent += "" if model.hyper_connections is None else ", model.hyper_connections"
+        parts = ", latent attention (model.latent_attention)" if latent else ""
+        parts += " to chosen tokens (model.sparse_attention)" if sparse else ""
+        parts += ", model.hyper_connections" if hyper else ""
         raise ValueError(
-            f"no Hugging Face family has this model: model.architecture {model.architecture}{latent} "
-            f"{'with' if model.moe else 'without'} experts (model.moe)"
+            f"no Hugging Face family has this model: model.architecture {model.architecture}{parts} "
+            f"{'with' if moe else 'without'} experts (model.moe)"
         )
     nearest, lacks = min(lacking.items(), key=lambda item: len(item[1]))
     raise ValueError(f"no Hugging Face family has this model; the nearest, {nearest}, lacks {', '.join(lacks)}")
 
 
-def _lacks(family: Family, model: ModelConfig) -> list[str]:
-    """The fields of `model` that the family cannot express."""
+def _lacks(family: Family, fields: Fields) -> list[str]:
+    """Return the keys of a model that the family cannot express, with their values."""
     try:
-        _, again = read_config(write_config(family, model))
+        theirs = flat_keys(read_config(_written(family, fields))[1])
     except ValueError as error:
         return [str(error)]
-    ours, theirs = canonical(model), canonical(again)
-    return [f"model.{key} = {_shown(key, ours)} (there {_shown(key, theirs)})" for key in _differing(model, again)]
+    keys = differing(fields, theirs, by_layer=bool(fields["pattern"] or theirs["pattern"]))
+    return [f"model.{key} = {_shown(key, fields)} (there {_shown(key, theirs)})" for key in keys]
 
 
-def _shown(key: str, fields: Mapping[str, Any]) -> str:
-    """A value; of layers' parts all that layers have."""
+def _shown(key: str, fields: Fields) -> str:
+    """Return a value as a message shows it; of a list the different values."""
     if not is_by_layer(key):
         return repr(fields[key])
     values = dict.fromkeys(map(repr, fields[key]))
     return " and ".join(values) + (" by layer" if len(values) > 1 else "")
-
-
-def canonical(model: ModelConfig) -> dict[str, Any]:
-    """All fields of `model`, and of its sections as moe.top_k, with defaults that depend on other fields resolved.
-
-    Those of layers' parts are lists, as mixer.sliding_window. Where layers that a pattern describes have one value of
-    it, that is the model's, too.
-    """
-    model = model.without_mup.without_pattern
-    fields = {name: getattr(model, name) for name in ModelConfig.model_fields}
-    for name, section in _SECTIONS.items():
-        if fields[name] is not None:
-            fields |= {f"{name}.{key}": getattr(fields[name], key) for key in section.model_fields}
-    if model.moe is not None:
-        fields["moe.ffn_hidden_size"] = model.expert_size
-    if model.latent_attention is not None:
-        fields["latent_attention.norm_eps"] = model.latent_attention.norm_eps or model.norm_eps
-    fields |= {
-        "num_query_groups": model.query_groups,
-        "head_dim": model.channels,
-        "ffn_hidden_size": model.ffn_size,
-        "num_decoder_layers": model.decoder_blocks or None,
-        "attention_scale": model.score_scale,
-        "transform_activation": model.head_activation,
-        "rope_local_theta": model.rope_local_theta if _has_local_rope(model) else None,
-    }
-    lists = by_layer(model)
-    for field, values in lists.items() if model.pattern else ():
-        key, given = field.partition(".")[2], [value for value in values if value is not None]
-        if key in _OF_LAYERS and given and all(value == given[0] for value in given):
-            fields[key] = given[0]
-    return fields | lists
-
-
-def _has_local_rope(model: ModelConfig) -> bool:
-    """Whether layers with a window have other rotary frequencies than the others."""
-    sections = model.yarn, model.longrope, model.rope_scaling
-    scaled = any(section is not None for section in sections) or model.rope_interpolation_factor > 1
-    return model.sliding_window is not None and (scaled or model.rope_local_theta != model.rope_theta)
-
-
-def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
-    """The fields in which two models differ that change what a model computes from given weights."""
-    found, (a, b) = _differing(one, other), (canonical(one), canonical(other))
-    if not any(map(is_by_layer, found)):
-        return found
-    of_layers = {key.partition(".")[2] for key in found if is_by_layer(key)} | {*_PATTERNS}
-    return [key for key in a if not is_by_layer(key) and (key in found or (key in of_layers and a[key] != b.get(key)))]
-
-
-def _differing(one: ModelConfig, other: ModelConfig) -> list[str]:
-    """The same, with the keys of layers' parts instead of those that say which layers have which."""
-    one, other = (model.without_mup.without_pattern for model in (one, other))
-    a, b = canonical(one), canonical(other)
-    ignored = {"vocab_multiple", "init_std", "mtp_num_layers", "mtp_loss_scaling_factor"}
-    ignored |= {"hidden_dropout", "attention_dropout"}
-    if one.pattern or other.pattern:
-        ignored |= {*_OF_LAYERS, *_PATTERNS}
-        for kind in ("mixer.kind", "ffn.kind"):
-            if a[kind] != b[kind]:  # they have other keys
-                part = kind.partition(".")[0]
-                ignored |= {key for key in a if key.startswith(f"{part}.") and key != kind}
-    else:
-        ignored |= {key for key in a if is_by_layer(key)}
-    if one.attention_scale is None and other.attention_scale is None:
-        ignored.add("attention_scale")  # it follows from head_dim
-    if one.position_embedding == other.position_embedding:
-        unused = {
-            "learned": {"max_position_embeddings"},
-            "rope": {key for key in a if ("rope" in key or "rotary" in key or key == "yarn") and not is_by_layer(key)},
-            "relative": {"relative_attention_num_buckets", "relative_attention_max_distance"},
-        }
-        ignored |= {key for kind, keys in unused.items() if kind != one.position_embedding for key in keys}
-    if one.linear_bias and other.linear_bias:
-        ignored |= {"qkv_bias", "mixer.qkv_bias"}  # it adds nothing then
-    for section in _SECTIONS:
-        if a[section] is None or b[section] is None:
-            ignored |= {key for key in a if key.startswith(f"{section}.")}
-        else:
-            ignored.add(section)
-    if one.latent_attention is not None and other.latent_attention is not None:
-        ignored.add("head_dim")  # the sum of two widths
-        if all(x["latent_attention.norm_eps"] == x["norm_eps"] for x in (a, b)):
-            ignored.add("latent_attention.norm_eps")
-    ignored |= {"sparse_attention.kl_loss", "mixer.kl_loss"}  # of training
-    if one.moe is not None and other.moe is not None:
-        ignored |= {f"moe.{key}" for key in ("bias_update_rate", "aux_loss", "aux_loss_scope", "z_loss")}  # of training
-        dense = [[i for i in range(m.num_layers) if m.moe_of(i) is None] for m in (one, other)]
-        ignored |= {"moe.first_dense_layers", "moe.layer_interval"} if dense[0] == dense[1] else set()
-        ignored |= {"ffn_hidden_size"} if dense == [[], []] else set()
-        if all(m.top_groups in (None, m.num_groups) for m in (one.moe, other.moe)):
-            ignored |= {"moe.num_groups", "moe.top_groups"}  # experts of all groups are chosen from
-    found = [key for key in a if key not in ignored and a[key] != b.get(key)]
-    experts = one.moe is not None and other.moe is not None
-    if experts and one.activation != other.activation and "activation" not in found:
-        found.append("activation")  # of experts, which is the model's, whatever that of other layers is
-    return found

@@ -2,51 +2,21 @@
 
 A trait that reads keys of a layer's parts gives a list with the value of each layer under the name of the key with its
 part, or with "layer": {"mixer.sliding_window": [4096, None], "ffn.kind": ["mlp", "moe"]}. `pattern_of` makes kinds of
-layers of all such lists. When a model is written, `by_layer` gives these lists of all keys. So a family says what its
-lists mean, and nothing of kinds and patterns; `ModelConfig.without_pattern` turns patterns that other keys can say into
-these keys.
-
-None stands for a key that a layer does not have or that is the default, such as rotary keys without rotary embedding.
+layers of all such lists. When a model is written, `flat.flat_keys` gives these lists of all keys. So a family says what
+its lists mean, and nothing of kinds and patterns; `flat.flattened` turns patterns that other keys can say into these
+keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
-from megafp8.config import ModelConfig
-from megafp8.config.parts import Ffn, Mixer
-from megafp8.config.parts.attention import RotaryKeys
 from megafp8.conversion.base import refuse
 from megafp8.conversion.keys import MOST_LAYERS, Fields, HfConfig, Keys, Trait
 
-PARTS = {"mixer": get_args(Mixer), "ffn": get_args(Ffn)}
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The usual values of layer_types."""
-
-
-def is_by_layer(field: str) -> bool:
-    """Whether the value of a field is a list with a value for each layer."""
-    return field.partition(".")[0] in (*PARTS, "layer")
-
-
-def by_layer(model: ModelConfig) -> Fields:
-    """The values of all keys of the parts of layers, as lists."""
-    layers = [model.layer(index) for index in range(model.num_layers)]
-    return {"layer.norm_position": [layer.norm_position for layer in layers]} | {
-        f"{part}.{key}": [_value(record, key) for record in records]
-        for part, records in (("mixer", [layer.mixer for layer in layers]), ("ffn", [layer.ffn for layer in layers]))
-        for key in {key: None for record in PARTS[part] for key in record.model_fields}
-    }
-
-
-def _value(record: Any, key: str) -> Any:
-    rotates = getattr(record, "position_embedding", "rope") == "rope"
-    if key in RotaryKeys.model_fields and key != "position_embedding" and not rotates:
-        return None
-    if key == "attention_scale" and hasattr(record, key):
-        return record.channels**-0.5 if record.attention_scale is None else record.attention_scale
-    return getattr(record, key, None)
 
 
 def pattern_of(lists: Mapping[str, Sequence[Any]]) -> Fields:

@@ -10,13 +10,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from megafp8.config import ModelConfig
 from megafp8.config.parts.mamba2 import Mamba2Config
 from megafp8.conversion.base import refuse
 from megafp8.conversion.hf_layers import FULL
-from megafp8.conversion.hf_names import Names, Rows, fused, usual
+from megafp8.conversion.hf_names import Names, consecutive, fused, usual
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, only, unread
 
 LINEAR = "linear_attention"
@@ -106,23 +103,6 @@ def bamba_like(kinds: Kinds) -> tuple[Trait, ...]:
     )  # fmt: skip
 
 
-def _record(model: ModelConfig) -> Mamba2Config:
-    return next(kind.mixer for kind in model.layer_kinds.values() if isinstance(kind.mixer, Mamba2Config))
-
-
-def _rows(sizes: Callable[[Mamba2Config], Sequence[int]]) -> Callable[[int], Rows]:
-    """Rows of parts of these sizes, one below the other."""
-
-    def of_part(part: int) -> Rows:
-        def rows(model: ModelConfig, n: int) -> tuple[torch.Tensor, int]:
-            total = sum(every := sizes(_record(model)))
-            return torch.arange(total).split(list(every))[part], total
-
-        return rows
-
-    return of_part
-
-
 def _channels(m: Mamba2Config) -> list[int]:
     return [m.num_heads * m.head_dim, *[m.num_groups * m.state_size] * 2]
 
@@ -131,9 +111,9 @@ MAMBA_NAMES: Names = {
     **usual(Mamba2Config),
     **fused(
         "mamba.in_proj",
-        _rows(lambda m: [m.num_heads * m.head_dim, *_channels(m), m.num_heads]),
+        lambda part: consecutive(part, lambda m: [m.num_heads * m.head_dim, *_channels(m), m.num_heads]),
         tuple(f"mamba2.{part}" for part in ("z", "x", "b", "c", "step")),
     ),
-    **fused("mamba.conv1d", _rows(_channels), tuple(f"mamba2.{part}_conv" for part in "xbc")),
+    **fused("mamba.conv1d", lambda part: consecutive(part, _channels), tuple(f"mamba2.{part}_conv" for part in "xbc")),
 }
 """Names of a layer's tensors."""

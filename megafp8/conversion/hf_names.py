@@ -26,16 +26,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megafp8.config import AttentionConfig, MlpConfig, ModelConfig, MoeFfnConfig
+from megafp8.config import AttentionConfig, MlpConfig, MoeFfnConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.conversion.safetensors_format import Entry
 from megafp8.distributed.sharding import Shape
-from megafp8.spec import PartRecord
+from megafp8.spec import LayerSpec, ModelSpec, PartRecord
 
 _NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+|(?<=decoder\.)\d+")
 
-Rows = Callable[[ModelConfig, int], tuple[Tensor, int]]
-"""Function of a model and n: the rows `[n]` of their tensor, and their number."""
+Rows = Callable[[Any, int], tuple[Tensor, int]]
+"""Function of the record of the layer's mixer, None outside of layers, and n: the rows `[n]` of their tensor, and their
+number."""
 
 
 class Place(NamedTuple):
@@ -46,7 +47,7 @@ class Place(NamedTuple):
     """
 
     name: str
-    rows: Rows = lambda model, n: (torch.arange(n), n)
+    rows: Rows = lambda mixer, n: (torch.arange(n), n)
     transposed: bool = False
     stacked: bool = False
     shape: Shape = ()
@@ -100,19 +101,19 @@ def fused(name: str, rows: Callable[[int], Rows], modules: tuple[str, ...], **op
 
 def equal_parts(parts: int) -> Callable[[int], Rows]:
     """Rows of tensors of equal size, one below the other."""
-    return lambda part: lambda model, n: (torch.arange(parts * n).view(parts, n)[part], parts * n)
+    return lambda part: lambda mixer, n: (torch.arange(parts * n).view(parts, n)[part], parts * n)
 
 
 def alternating(parts: int) -> Callable[[int], Rows]:
     """Rows of all parts alternate."""
-    return lambda part: lambda model, n: (torch.arange(parts * n).view(n, parts)[:, part], parts * n)
+    return lambda part: lambda mixer, n: (torch.arange(parts * n).view(n, parts)[:, part], parts * n)
 
 
-def consecutive(part: int, sizes: Callable[[ModelConfig], Sequence[int]]) -> Rows:
+def consecutive(part: int, sizes: Callable[[Any], Sequence[int]]) -> Rows:
     """Rows of tensors of these sizes, one below the other."""
 
-    def rows(model: ModelConfig, n: int) -> tuple[Tensor, int]:
-        rows_of = [*sizes(model)]
+    def rows(mixer: Any, n: int) -> tuple[Tensor, int]:
+        rows_of = [*sizes(mixer)]
         return torch.arange(sum(rows_of)).split(rows_of)[part], sum(rows_of)
 
     return rows
@@ -121,25 +122,25 @@ def consecutive(part: int, sizes: Callable[[ModelConfig], Sequence[int]]) -> Row
 def qkv(part: int) -> Rows:
     """Rows of queries, keys and values of all heads, one below the other."""
 
-    def sizes(model: ModelConfig) -> list[int]:
-        return [heads * model.channels for heads in (model.num_attention_heads, *[model.query_groups] * 2)]
+    def sizes(mixer: AttentionConfig) -> list[int]:
+        return [heads * mixer.channels for heads in (mixer.num_attention_heads, mixer.groups, mixer.groups)]
 
     return consecutive(part, sizes)
 
 
 def alternating_blocks(part: int) -> Rows:
     """Rows of a head of one tensor, then those of a head of the other."""
-    return lambda model, n: (torch.arange(2 * n).view(-1, 2, model.channels)[:, part].flatten(), 2 * n)
+    return lambda mixer, n: (torch.arange(2 * n).view(-1, 2, mixer.channels)[:, part].flatten(), 2 * n)
 
 
 def qkv_by_head(part: int) -> Rows:
     """Rows of query, key and value of a head, then those of the next head."""
-    return lambda model, n: (torch.arange(3 * n).view(-1, 3, model.channels)[:, part].flatten(), 3 * n)
+    return lambda mixer, n: (torch.arange(3 * n).view(-1, 3, mixer.channels)[:, part].flatten(), 3 * n)
 
 
 def after(first: int) -> Rows:
     """Rows after `first` ones that are not read."""
-    return lambda model, n: (first + torch.arange(n), first + n)
+    return lambda mixer, n: (first + torch.arange(n), first + n)
 
 
 FUSED_GATE_UP = fused("mlp.gate_up_proj", equal_parts(2), ("mlp.gate", "mlp.up"))
@@ -174,29 +175,30 @@ class TensorNames(NamedTuple):
     rotation: Literal["halves", "neighbors", "backwards"] = "halves"
     copies: Mapping[str, str] = {}
     other_heads: str | None = None
-    stored: Callable[[ModelConfig, Entries], Entries] = lambda model, entries: entries
+    stored: Callable[[ModelSpec, Entries], Entries] = lambda model, entries: entries
 
-    def locate(self, model: ModelConfig, name: str, shape: Shape) -> Location:
+    def locate(self, model: ModelSpec, name: str, shape: Shape) -> Location:
         """Where the tensor `name` (`model.layers.3.attention.q.weight`) of `shape` lies, without padding of the
         vocabulary."""
         module, _, parameter = _of_stack(model, name.removeprefix("model.")).rpartition(".")
         numbers = _NUMBER.findall(module)
-        place = self._place(_NUMBER.sub("*", module), parameter, ACTIVATIONS[model.activation].gated)
+        layer = _layer(model, name)
+        gated = layer is None or layer.ffn.kind != "mlp" or ACTIVATIONS[layer.ffn.activation].gated
+        place = self._place(_NUMBER.sub("*", module), parameter, gated)
         outer = int(numbers.pop()) if place.stacked else None
         left = iter(numbers)
         theirs = re.sub(r"\*", lambda _: next(left), place.name)
-        rows, count = place.rows(model, shape[0])
-        if re.search(r"\.attention\.[qk](_norm)?$", module) and model.latent_attention is None:
-            record = model.layer(int(re.findall(r"(?<=layers\.)\d+", name)[0])).mixer
-            assert isinstance(record, AttentionConfig)
-            rows = rows.unflatten(0, (-1, record.channels))[:, self._channels(record)].flatten()
+        mixer = None if layer is None else layer.mixer
+        rows, count = place.rows(mixer, shape[0])
+        if re.search(r"\.attention\.[qk](_norm)?$", module) and isinstance(mixer, AttentionConfig):
+            rows = rows.unflatten(0, (-1, mixer.channels))[:, self._channels(mixer)].flatten()
         transposed, stored = place.transposed and parameter == "weight", (count, *shape[1:])
         stored = stored[::-1] if transposed else stored
         if place.shape:
             stored = tuple(count if size == -1 else size for size in place.shape)
         if place.stacked:
-            assert model.moe is not None
-            stored = (model.moe.num_experts, *stored)
+            assert layer is not None
+            stored = (layer.ffn.num_experts, *stored)
         return Location(theirs, stored, rows, transposed, outer, flat=bool(place.shape))
 
     def _place(self, module: str, parameter: str, gated: bool = True) -> Place:
@@ -238,10 +240,16 @@ def like_llama(*parts: Names, **options: Any) -> TensorNames:
     return TensorNames({**LLAMA, **in_layers("model.layers.*", *parts)}, **options)
 
 
-def _of_stack(model: ModelConfig, name: str) -> str:
-    """The name of a tensor of T5's decoder with the layer counted from the decoder's first; of others as it is."""
+def _layer(model: ModelSpec, name: str) -> LayerSpec | None:
+    """Return the layer that has the tensor `name`, or None outside of layers."""
+    number = re.search(r"(?<=^model\.layers\.)\d+", name)
+    return None if number is None else model.layers[int(number[0])]
+
+
+def _of_stack(model: ModelSpec, name: str) -> str:
+    """Return the name of a tensor, of T5's decoder with the layer counted from the decoder's first."""
     layer = re.match(r"layers\.(\d+)\.", name)
-    if layer is None or not model.is_decoder(int(layer[1])):
+    if layer is None or not model.layers[int(layer[1])].is_decoder:
         return name
     return f"decoder.{int(layer[1]) - model.num_layers}.{name[layer.end() :]}"
 
@@ -273,7 +281,7 @@ def is_copy(name: str) -> bool:
     return re.fullmatch(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight", name) is not None
 
 
-def is_of_shared_keys(model: ModelConfig, name: str) -> bool:
+def is_of_shared_keys(model: ModelSpec, name: str) -> bool:
     """Whether a tensor of theirs projects keys or values of a layer that reads those of another, which nothing uses."""
     layer = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.\w+", name)
-    return layer is not None and getattr(model.layer(int(layer[1])).mixer, "kv_layer", None) is not None
+    return layer is not None and getattr(model.layers[int(layer[1])].mixer, "kv_layer", None) is not None

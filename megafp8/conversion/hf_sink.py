@@ -22,9 +22,9 @@ from torch import Tensor
 
 from megafp8.checkpoint.files import BLOCK_BYTES, WRITTEN_BYTES, DropBehind, allocate, read_into, to_json, write_at
 from megafp8.checkpoint.torch_file import as_bytes
-from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
-from megafp8.conversion.hf_config import FAMILIES, choose, differences, read_config, write_config
+from megafp8.conversion.flat import differences
+from megafp8.conversion.hf_config import FAMILIES, choose, read_config, write_config
 from megafp8.conversion.hf_names import Location
 from megafp8.conversion.hf_source import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from megafp8.conversion.hf_tokenizer import TokenizerExport, export_tokenizer
@@ -34,6 +34,7 @@ from megafp8.conversion.quantized_folder import KEY as QUANTIZATION
 from megafp8.conversion.safetensors_format import header
 from megafp8.conversion.target import Sink
 from megafp8.data.tokenizer_files import GENERATION_FILE
+from megafp8.spec import ModelSpec
 
 _TORCH_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -63,8 +64,7 @@ class HfSink(Sink):
         self._config = _config(model, source.about, max(dtypes, key=dtypes.__getitem__, default=torch.float32))
         self._tokenizer = export_tokenizer(source, self._config["model_type"])
         self._config |= {key: i for key, i in _token_ids(self._tokenizer).items() if key not in self._config}
-        assert model.vocab_size is not None
-        self._shapes = {n: (model.vocab_size, *s[1:]) if is_vocabulary(n) else s for n, s in shapes.items()}
+        self._shapes = {n: (model.stem.known_vocab_size, *s[1:]) if is_vocabulary(n) else s for n, s in shapes.items()}
         names = FAMILIES[self._config["model_type"]].names
         self._locations = {name: names.locate(model, name, shape) for name, shape in self._shapes.items()}
         fp8 = {} if self._quantized is None else self._quantized.plan(self._locations)
@@ -150,7 +150,7 @@ def _token_ids(tokenizer: TokenizerExport) -> dict[str, int]:
     return {key: number for key, number in ids.items() if number is not None}
 
 
-def _config(model: ModelConfig, about: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def _config(model: ModelSpec, about: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """config.json. Raises ValueError where no family has such a model."""
     named = {"torch_dtype": _TORCH_DTYPES[dtype]} if dtype in _TORCH_DTYPES else {}
     theirs = about.get("huggingface")
@@ -159,7 +159,7 @@ def _config(model: ModelConfig, about: Mapping[str, Any], dtype: torch.dtype) ->
     return write_config(choose(model), model) | named
 
 
-def _describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
+def _describes(config: Mapping[str, Any], model: ModelSpec) -> bool:
     """Whether a config.json that the model was converted from still describes it."""
     try:
         return not differences(model, read_config(config)[1])

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint.files import BLOCK_BYTES, parse_object, read_file
+from megafp8.config import with_keys
 from megafp8.conversion import quantized_folder
 from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
 from megafp8.conversion.hf_config import read_config
@@ -51,7 +52,7 @@ CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "mod
 class HfSource(Source):
     """The model in the folder `path`. Raises ValueError naming file, and key or tensor, where it is not supported.
 
-    `vocab_multiple`: the vocabulary is padded with zeros to a multiple of it, as `ModelConfig.vocab_multiple`. `about`
+    `vocab_multiple`: the vocabulary is padded with zeros to a multiple of it, as model.vocab_multiple. `about`
     has the whole config.json under the key `huggingface`, without what is left out and what says how it is quantized.
     """
 
@@ -69,7 +70,7 @@ class HfSource(Source):
         self._family, self._names = family.model_type, family.names
         entries = quantized_folder.dequantized(self.path, quantization, _entries(self.path))
         self._entries = self._names.stored(model, self._with_prefix(entries))
-        if not model.binary_head:
+        if not model.head.binary:
             self._entries = {
                 name: entry for name, entry in self._entries.items() if not self._names.is_of_other_head(name)
             }
@@ -77,8 +78,8 @@ class HfSource(Source):
             check_size(model, [entry.shape for entry in self._entries.values()])
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from None
-        depths = model.mtp_num_layers if any(is_mtp(model, name) for name in self._entries) else 0
-        self.model = model.model_copy(update={"vocab_multiple": vocab_multiple, "mtp_num_layers": depths})
+        depths = model.num_prediction_layers if any(is_mtp(model, name) for name in self._entries) else 0
+        self.model = with_keys(model, vocab_multiple=vocab_multiple, mtp_num_layers=depths)
         self.tensors = self._check()
 
     def _with_prefix(self, entries: dict[str, Entry]) -> dict[str, Entry]:
@@ -95,8 +96,7 @@ class HfSource(Source):
         largest = max((math.prod(entry.shape) for entry in self._entries.values()), default=0)
         for name, shape in model_tensors(self.model).items():
             if is_vocabulary(name):
-                assert self.model.vocab_size is not None
-                unpadded = self.model.vocab_size * math.prod(shape[1:])
+                unpadded = self.model.stem.known_vocab_size * math.prod(shape[1:])
             else:
                 unpadded = math.prod(shape)
             if unpadded > largest:  # `location` makes a list of rows
@@ -115,7 +115,7 @@ class HfSource(Source):
                 raise ValueError(f"{entry.file}: {location.name} has shape {shapes}")
             tensors[name] = TensorInfo(shape, DTYPES[entry.dtype])
             used.add(location.name)
-        if self.model.tie_embeddings and (output := self._names.output) in self._entries:
+        if self.model.head.tied and (output := self._names.output) in self._entries:
             ours = "model.embedding.word.weight"
             word = self.location(ours, model_tensors(self.model)[ours]).name
             if not self._is_equal(output, word):
@@ -129,7 +129,7 @@ class HfSource(Source):
         for name, original in self._names.copies.items():
             if {name, original} <= self._entries.keys() and self._is_equal(name, original):
                 used.add(name)
-        if self.model.mtp_num_layers:
+        if self.model.num_prediction_layers:
             used |= {name for name in self._entries if is_mtp(self.model, name) and is_copy(name)}
         used |= {name for name in self._entries if is_of_shared_keys(self.model, name)}
         if unknown := sorted(self._entries.keys() - used):
@@ -155,8 +155,7 @@ class HfSource(Source):
 
     def location(self, name: str, shape: Shape) -> Location:
         """Where our tensor `name` of `shape` lies. It has no rows for the padding of the vocabulary."""
-        assert self.model.vocab_size is not None
-        unpadded = (self.model.vocab_size, *shape[1:]) if is_vocabulary(name) else shape
+        unpadded = (self.model.stem.known_vocab_size, *shape[1:]) if is_vocabulary(name) else shape
         return self._names.locate(self.model, name, unpadded)
 
     def read(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Keys of a config of others <-> fields of ModelConfig: Hugging Face's config.json, Megatron-LM's arguments.
+"""Keys of a config of others <-> flat keys of a model (`flat`): Hugging Face's config.json, Megatron-LM's arguments.
 
 A trait covers some of their keys: it reads them into fields of ours, and writes them. Most are tables that are read in
 both directions: `same` renames fields, `always` sets what their config does not say, `only` accepts one value, `unread`
@@ -15,7 +15,7 @@ from megafp8.conversion.base import refuse
 
 HfConfig = Mapping[str, Any]
 Fields = dict[str, Any]
-"""Fields of a model; where they are written all of them, with defaults resolved: `hf_config.canonical`."""
+"""Fields of a model; where they are written all of them, with defaults resolved: `flat.flat_keys`."""
 Keys = dict[str, Any]
 """Keys of theirs that are written."""
 MOST_LAYERS = 10_000

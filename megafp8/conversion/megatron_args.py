@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments, which every checkpoint of it holds <-> ModelConfig.
+"""Megatron-LM's arguments, which every checkpoint of it holds <-> `ModelSpec`.
 
 Reading takes the arguments that decide what a model computes. One that asks for something megafp8 does not have is
 refused by name; arguments in no table here concern the run, and are ignored. Arguments that an old checkpoint lacks
@@ -14,11 +14,13 @@ from typing import Any, Literal
 
 import torch
 
-from megafp8.config import ModelConfig, MoeConfig, RopeScaling
+from megafp8.config import MoeConfig, RopeScaling
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.conversion.base import refuse
-from megafp8.conversion.hf_config import build_model, canonical, differences
+from megafp8.conversion.flat import differences, flat_keys, has_mixed_experts
+from megafp8.conversion.hf_config import build_model
 from megafp8.conversion.keys import MOST_LAYERS, Fields, Key, Keys, Trait, in_section, same
+from megafp8.spec import ModelSpec
 
 Args = Mapping[str, Any]
 Implementation = Literal["transformer_engine", "local"]
@@ -109,8 +111,8 @@ def _read_windows(args: Args) -> Fields:
 
 
 def _write_windows(ours: Fields) -> Keys:
-    window, full = ours["sliding_window"], ours["full_attention_layers"]
-    per_layer = [int(i not in full) for i in range(ours["num_layers"])] if full else None
+    window, windowed = ours["sliding_window"], [int(x is not None) for x in ours["mixer.sliding_window"]]
+    per_layer = windowed if window and not all(windowed) else None
     return {"window_size": window and (window - 1, 0), "window_attn_skip_freq": per_layer}
 
 
@@ -220,7 +222,7 @@ def _read_sparse_layers(args: Args) -> Fields:
 
 
 def _write_sparse_layers(ours: Fields) -> Keys:
-    sparse = [int(ours["moe"].is_sparse(layer)) for layer in range(ours["num_layers"])]
+    sparse = [int(kind == "moe") for kind in ours["ffn.kind"]]
     return {"moe_layer_freq": 1 if all(sparse) else sparse}
 
 
@@ -239,7 +241,7 @@ _EXPERTS = (
 )  # fmt: skip
 
 
-def read_args(args: Args, vocab_size: int, vocab_multiple: int, *, bert: bool = False) -> ModelConfig:
+def read_args(args: Args, vocab_size: int, vocab_multiple: int, *, bert: bool = False) -> ModelSpec:
     """The model. `bert`: of Megatron-LM's pretrain_bert.py, which no argument says.
 
     Raises ValueError naming the argument where it is not supported, or is missing.
@@ -263,14 +265,14 @@ def read_args(args: Args, vocab_size: int, vocab_multiple: int, *, bert: bool = 
         fields |= {"architecture": "bert", "transform_activation": "gelu"}
         fields |= {"binary_head": binary, "token_types": 2 * binary}
     model = build_model(fields)
-    if model.moe is not None and model.linear_bias:
+    if model.has_experts and model.linear_bias:
         raise ValueError(
             "add_bias_linear = True with num_experts: where experts have biases, megafp8's routers have too"
         )
     return model
 
 
-def write_args(model: ModelConfig, seq_length: int | None) -> Keys:
+def write_args(model: ModelSpec, seq_length: int | None) -> Keys:
     """The arguments that describe `model`. Raises ValueError where Megatron-LM has no such model."""
     if (kind := model.architecture) != "gpt":
         raise ValueError(f"model.architecture = {kind!r}: of Megatron-LM's models megafp8 writes gpt only")
@@ -278,18 +280,19 @@ def write_args(model: ModelConfig, seq_length: int | None) -> Keys:
         raise ValueError(
             f"layers whose mixer is {' or '.join(sorted(others))}: megafp8 writes those with attention only"
         )
-    assert model.vocab_size is not None
-    fields = canonical(model)
+    fields, vocab_size, multiple = flat_keys(model), model.stem.known_vocab_size, model.stem.vocab_multiple
+    if has_mixed_experts(fields):
+        raise ValueError("layers have two kinds of experts (model.layer_kinds), and Megatron-LM has no such model")
     args: dict[str, Any] = {
         "encoder_num_layers": model.num_layers, "seq_length": seq_length, "num_experts": None,
         "rotary_percent": 1.0, "rotary_interleaved": False, "apply_layernorm_1p": False, "squared_relu": False,
         "apply_query_key_layer_scaling": False,
-        "vocab_size": model.vocab_size, "make_vocab_size_divisible_by": model.vocab_multiple,
+        "vocab_size": vocab_size, "make_vocab_size_divisible_by": multiple,
     }  # fmt: skip
-    for trait in (*_MODEL, *(_EXPERTS if model.moe is not None else ())):
+    for trait in (*_MODEL, *(_EXPERTS if fields["moe"] is not None else ())):
         args |= trait.write(fields)
-    args["qk_layernorm"] = model.qk_norm is True
-    if differing := differences(model, read_args(args, model.vocab_size, model.vocab_multiple)):
+    args["qk_layernorm"] = fields["qk_norm"] is True
+    if differing := differences(model, read_args(args, vocab_size, multiple)):
         raise ValueError(f"Megatron-LM has no model with {', '.join(f'{key} = {fields[key]!r}' for key in differing)}")
     return args
 

@@ -48,10 +48,10 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.parts import PARTS
 from megafp8.distributed.sharding import Shape
+from megafp8.spec import LayerSpec, ModelSpec
 
 # Names of modules of ours, or of parameters, in theirs; those of mixers and feed-forward networks are with each part.
 EMBEDDING = {
@@ -140,6 +140,12 @@ def place(name: str) -> Place:
     return Place(int(index), key, None if expert is None else int(expert[0]))
 
 
+def _layer(at: Place, model: ModelSpec) -> LayerSpec:
+    """Return the layer that has a tensor."""
+    assert at.layer is not None
+    return model.layers[at.layer]
+
+
 def canonical(key: str) -> str:
     """A key of Transformer Engine's layers, a legacy model or BertModel as a key of GPTModel of Megatron core's own
     layers."""
@@ -158,7 +164,7 @@ def with_transformer_engine(key: str, sparse: bool) -> str:
     return _SEQUENTIAL.sub(r".experts.\2.weight\1", key)
 
 
-def their_shape(name: str, shape: Shape, model: ModelConfig, t: int, padded_vocab: int) -> Shape:
+def their_shape(name: str, shape: Shape, model: ModelSpec, t: int, padded_vocab: int) -> Shape:
     """The shape of a rank's tensor that holds (a part of) our tensor `name` of `shape`."""
     at = place(name)
     if at.dim is None:
@@ -166,15 +172,16 @@ def their_shape(name: str, shape: Shape, model: ModelConfig, t: int, padded_voca
     if at.key in _VOCABULARY:
         size = padded_vocab
     elif "linear_qkv" in at.key:
-        size = (model.num_attention_heads + 2 * model.query_groups) * model.channels
+        mixer = _layer(at, model).mixer
+        size = (mixer.num_attention_heads + 2 * mixer.groups) * mixer.channels
     elif "linear_fc1" in at.key:
-        size = ACTIVATIONS[model.activation].up_width(shape[0])
+        size = ACTIVATIONS[_layer(at, model).ffn.activation].up_width(shape[0])
     else:
         size = shape[at.dim]
     return tuple(size // t if dim == at.dim else n for dim, n in enumerate(shape))
 
 
-def runs(name: str, shape: Shape, model: ModelConfig, t: int, padded_vocab: int) -> list[Run]:
+def runs(name: str, shape: Shape, model: ModelSpec, t: int, padded_vocab: int) -> list[Run]:
     """The runs of our tensor `name` of `shape` in the tensors of t ranks, along the dim of its place.
 
     A replicated tensor is one run for each rank. Padding that the other side does not have is in no run.
@@ -193,16 +200,17 @@ def runs(name: str, shape: Shape, model: ModelConfig, t: int, padded_vocab: int)
     return runs
 
 
-def _blocks(name: str, size: int, model: ModelConfig, t: int, padded_vocab: int) -> Iterator[tuple[int, int, int]]:
+def _blocks(name: str, size: int, model: ModelSpec, t: int, padded_vocab: int) -> Iterator[tuple[int, int, int]]:
     """`(ours, theirs, length)` of each run of our tensor in the concatenation of all ranks' tensors."""
     at, part = place(name), name.split(".")[-2]
     if "linear_qkv" in at.key:
-        d, queries = model.channels, model.num_attention_heads // model.query_groups
+        mixer = _layer(at, model).mixer
+        d, queries = mixer.channels, mixer.num_attention_heads // mixer.groups
         length = queries * d if part == "q" else d
         start = {"q": 0, "k": queries * d, "v": (queries + 1) * d}[part]
-        for group in range(model.query_groups):
+        for group in range(mixer.groups):
             yield group * length, group * (queries + 2) * d + start, length
-    elif "linear_fc1" in at.key and ACTIVATIONS[model.activation].gated:
+    elif "linear_fc1" in at.key and ACTIVATIONS[_layer(at, model).ffn.activation].gated:
         length = size // t
         for rank in range(t):
             yield rank * length, (2 * rank + (part == "up")) * length, length

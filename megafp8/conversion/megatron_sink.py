@@ -25,8 +25,6 @@ from torch import Tensor
 
 from megafp8.checkpoint.files import BLOCK_BYTES, sync, write_at
 from megafp8.checkpoint.torch_file import as_bytes, reserve, seal, tensor_starts
-from megafp8.config import ModelConfig
-from megafp8.config.checks import split_widths
 from megafp8.conversion.base import Source
 from megafp8.conversion.megatron_args import Implementation, layout_args, write_args
 from megafp8.conversion.megatron_names import OUTPUT, place, runs, their_shape, with_transformer_engine
@@ -34,6 +32,7 @@ from megafp8.conversion.megatron_source import FILES, TRACKER, Rank
 from megafp8.conversion.model import check_source, seq_length
 from megafp8.conversion.target import Sink
 from megafp8.distributed.sharding import Shape
+from megafp8.spec import ModelSpec
 
 _WITH_STATE = re.compile(r"(linear_(?:qkv|proj|fc1|fc2)\.)weight\d*$")
 
@@ -70,9 +69,8 @@ class MegatronSink(Sink):
     def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
         self._model, self._shapes = check_source(source)
         self._check_layout(self._model)
-        multiple = self._model.vocab_multiple * self.layout.tensor
-        assert self._model.vocab_size is not None
-        self._padded_vocab = -(-self._model.vocab_size // multiple) * multiple
+        multiple = self._model.stem.vocab_multiple * self.layout.tensor
+        self._padded_vocab = -(-self._model.stem.known_vocab_size // multiple) * multiple
         layers = self._model.num_layers // (self.layout.pipeline * self.virtual)
         dtype = common_dtype(source, self._shapes)
         layout = layout_args(*self.layout, self.virtual, layers, self._padded_vocab, dtype, self.implementation)
@@ -83,21 +81,21 @@ class MegatronSink(Sink):
         self._reserve(about, fresh)
         return [name for name in self._shapes if name not in self._journal.done]
 
-    def _check_layout(self, model: ModelConfig) -> None:
+    def _check_layout(self, model: ModelSpec) -> None:
         (t, p, e), stages = self.layout, self.layout.pipeline * self.virtual
         if min(t, p, e, self.virtual) < 1:
             raise ValueError(f"a layout of TP {t}, PP {p}, EP {e}, virtual PP {self.virtual}: sizes are 1 or more")
-        sizes = {
-            **{key.removeprefix("model."): width for key, width in split_widths(model).items()},
-        }
-        if model.moe is not None:
-            sizes["moe.ffn_hidden_size"] = model.expert_size
-        for key, size in sizes.items():
+        parts = [part for layer in model.distinct_layers for part in (layer.mixer, layer.ffn)]
+        sizes = [(key, size) for part in parts for key, size in part.widths(model).items()]
+        sizes += [("moe.ffn_hidden_size", record.width) for record in model.expert_records]
+        for key, size in sizes:
             if size % t:
                 raise ValueError(f"TP {t} does not divide the model's {key} = {size}; take a divisor of it")
-        experts = 1 if model.moe is None else model.moe.num_experts
-        if experts % e:
-            raise ValueError(f"EP {e} does not divide the model's moe.num_experts = {experts}; take a divisor of it")
+        for experts in [record.num_experts for record in model.expert_records] or [1]:
+            if experts % e:
+                raise ValueError(
+                    f"EP {e} does not divide the model's moe.num_experts = {experts}; take a divisor of it"
+                )
         if model.num_layers % stages:
             raise ValueError(
                 f"Megatron-LM gives each stage the same number of layers, and {p} × {self.virtual} stages "
@@ -111,16 +109,18 @@ class MegatronSink(Sink):
 
         Tied weights on two stages are two tensors.
         """
-        at, last, moe = place(name), self.layout.pipeline * self.virtual - 1, self._model.moe
+        at, last = place(name), self.layout.pipeline * self.virtual - 1
         if at.layer is None:
             keys = {0 if at.key.startswith("embedding.") else last: at.key}
-            if self._model.tie_embeddings and name == "model.embedding.word.weight" and last > 0:
+            if self._model.head.tied and name == "model.embedding.word.weight" and last > 0:
                 keys[last] = OUTPUT
             sparse, expert_ranks = False, range(self.layout.expert)
         else:
             stage, layer = divmod(at.layer, self._model.num_layers // (last + 1))
-            e, number = divmod(at.expert or 0, 1 if moe is None else moe.num_experts // self.layout.expert)
-            keys, sparse = {stage: at.named(layer, number)}, self._model.moe_of(at.layer) is not None
+            spec = self._model.layers[at.layer]
+            sparse, experts = spec.has_experts, spec.ffn.num_experts if spec.has_experts else 1
+            e, number = divmod(at.expert or 0, experts // self.layout.expert or 1)
+            keys = {stage: at.named(layer, number)}
             expert_ranks = range(self.layout.expert) if at.expert is None else range(e, e + 1)
         for stage, key in keys.items():
             v, p = divmod(stage, self.layout.pipeline)
@@ -189,11 +189,11 @@ def common_dtype(source: Source, names: Collection[str]) -> torch.dtype:
     return Counter(source.tensors[name].dtype for name in names).most_common(1)[0][0]
 
 
-def describe(source: Source, model: ModelConfig, layout: Mapping[str, Any]) -> dict[str, Any]:
+def describe(source: Source, model: ModelSpec, layout: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint holds besides weights. `layout`: its arguments that are not of the model."""
     step = source.about.get("step")
     step = step if isinstance(step, int) else 0
-    args = write_args(model, seq_length(source) or model.max_position_embeddings) | dict(layout)
+    args = write_args(model, seq_length(source) or model.stem.max_position_embeddings) | dict(layout)
     args |= {
         "iteration": step,
         "consumed_train_samples": source.about.get("consumed_samples", 0),

@@ -106,7 +106,7 @@ class MegatronSource(Source):
             check_size(self.model, [tensor.shape for tensors in ranks for tensor in tensors.values()])
         except (TypeError, KeyError, AttributeError, IndexError, ArithmeticError, ValueError) as error:
             raise ValueError(f"{first.path}: {error}") from error
-        experts = 1 if self.model.moe is None else self.model.moe.num_experts
+        experts = max((record.num_experts for record in self.model.expert_records), default=1)
         if experts % self._layout.expert:
             folders = f"{self.path} has folders for {self._layout.expert} expert ranks"
             raise ValueError(f"{folders}, and num_experts = {args.get('num_experts')}")
@@ -122,7 +122,7 @@ class MegatronSource(Source):
         if len(layers) != self.model.num_layers:
             raise ValueError(f"{self.path} has {len(layers)} layers, and num_layers = {self.model.num_layers}")
         last, experts = len(self._stages) - 1, range(self._layout.expert)
-        used = {(last, e, OUTPUT) for e in experts} if self.model.tie_embeddings else set()
+        used = {(last, e, OUTPUT) for e in experts} if self.model.head.tied else set()
         tensors = {}
         for name, shape in model_tensors(self.model).items():
             at = place(name)

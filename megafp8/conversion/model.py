@@ -11,45 +11,45 @@ from typing import cast
 import torch
 from torch.distributed import ProcessGroup
 
-from megafp8.config import ModelConfig
+from megafp8.config import with_keys
 from megafp8.conversion.base import Source, TensorInfo
 from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext, PlannedGroup
+from megafp8.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
 
-def is_mtp(model: ModelConfig, name: str) -> bool:
+def is_mtp(model: ModelSpec, name: str) -> bool:
     """Whether the tensor `name` belongs to a layer of multi-token prediction."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and int(layer[1]) >= model.num_blocks
 
 
-def without_mtp(source: Source) -> ModelConfig:
-    """The model of `source` for a format that has no multi-token prediction; logs what is left out."""
-    if source.model.mtp_num_layers:
-        logger.info(f"{source.path}: the layers of multi-token prediction are left out: the target has no such layers")
-    return source.model.model_copy(update={"mtp_num_layers": 0})
+def without_mtp(source: Source) -> ModelSpec:
+    """Return the model of `source` for a format that has no multi-token prediction; log what is left out."""
+    if not source.model.num_prediction_layers:
+        return source.model
+    logger.info(f"{source.path}: the layers of multi-token prediction are left out: the target has no such layers")
+    return with_keys(source.model, mtp_num_layers=0)
 
 
-def check_size(model: ModelConfig, shapes: Collection[Shape], stacked: int = 0) -> None:
+def check_size(model: ModelSpec, shapes: Collection[Shape], stacked: int = 0) -> None:
     """Raise ValueError where `model` is larger than stored tensors of these shapes can be, before it is built.
 
     What a config says costs nothing to write; what is stored has been compared with the sizes of files. `stacked`:
     layers that one tensor may hold.
     """
     values, count = sum(map(math.prod, shapes)), len(shapes)
-    moe = model.moe
+    parts = [part for layer in model.distinct_layers for part in (layer.mixer, layer.ffn)]
+    keys = ("num_experts", "num_attention_heads", "ffn_hidden_size", "head_dim")
     most = {
         "num_layers": (len(model.layers), max(count, stacked)),
-        "num_experts": (0 if moe is None else moe.num_experts, values),
-        "num_attention_heads": (model.num_attention_heads, values),
+        **{key: (max(getattr(part, key, None) or 0 for part in parts), values) for key in keys},
         "hidden_size": (model.hidden_size, values),
-        "ffn_hidden_size": (model.ffn_hidden_size or 0, values),
-        "head_dim": (model.head_dim or 0, values),
-        "vocab_size · hidden_size": ((model.vocab_size or 0) * model.hidden_size, values),
+        "vocab_size · hidden_size": ((model.stem.vocab_size or 0) * model.hidden_size, values),
     }
     for key, (size, limit) in most.items():
         if size > limit:
@@ -65,7 +65,7 @@ def check_size_of(source: Source) -> None:
         raise ValueError(f"{source.path}: {error}") from None
 
 
-def model_tensors(model: ModelConfig) -> dict[str, Shape]:
+def model_tensors(model: ModelSpec) -> dict[str, Shape]:
     """Name (`model.layers.0.attention.q.weight`) and global shape of each weight, from the embedding to the output."""
     return {name: info.shape for name, info in _tensor_infos(model, torch.float32).items()}
 
@@ -76,24 +76,25 @@ def training_dtypes(source: Source, precision: torch.dtype) -> dict[str, torch.d
     Most have `precision`. A layer that makes a tensor in another dtype keeps it so: the selection bias of a router, a
     layer's scalar and a table of experts.
     """
-    known = {"vocab_size": source.model.vocab_size or 1, "max_position_embeddings": _positions(source) or 1}
-    infos = _tensor_infos(source.model.model_copy(update=known), precision)
+    rows, positions = source.model.stem.vocab_size or 1, _positions(source) or 1
+    infos = _tensor_infos(with_keys(source.model, vocab_size=rows, max_position_embeddings=positions), precision)
     return {name: info.dtype for name, info in infos.items()}
 
 
 def _positions(source: Source) -> int | None:
     """Return the number of positions of the model of `source`, which its config may leave to the run."""
     table = source.tensors.get("model.embedding.position.weight")
-    return source.model.max_position_embeddings or (seq_length(source) if table is None else table.shape[0])
+    return source.model.stem.max_position_embeddings or (seq_length(source) if table is None else table.shape[0])
 
 
-def _tensor_infos(model: ModelConfig, precision: torch.dtype) -> dict[str, TensorInfo]:
+def _tensor_infos(model: ModelSpec, precision: torch.dtype) -> dict[str, TensorInfo]:
     """Return the global shape of each weight, and its dtype in a run in `precision`, by name.
 
     The model is built on torch's meta device. `vocab_size`, and `max_position_embeddings` where positions are learned,
     must be given.
     """
-    assert model.max_position_embeddings is not None or model.position_embedding != "learned"
+    positions = model.stem.max_position_embeddings
+    assert positions is not None or model.stem.position_embedding != "learned"
     context = BuildContext(
         tensor=cast(ProcessGroup, PlannedGroup()),
         fp8=Fp8Manager(None, amax_group=None),
@@ -101,7 +102,7 @@ def _tensor_infos(model: ModelConfig, precision: torch.dtype) -> dict[str, Tenso
         device=torch.device("meta"),
         sequence_parallel=False,
     )
-    stage = build_stage(model, context, layers=model.layers, positions=model.max_position_embeddings or 1)
+    stage = build_stage(model, context, layers=range(len(model.layers)), positions=positions or 1)
     weights = {
         piece.name: TensorInfo(piece.global_shape, x.dtype) for x in stage.parameters() for piece in spec_of(x).shards
     }
@@ -115,16 +116,16 @@ def seq_length(source: Source) -> int | None:
     return length
 
 
-def check_source(source: Source) -> tuple[ModelConfig, dict[str, Shape]]:
+def check_source(source: Source) -> tuple[ModelSpec, dict[str, Shape]]:
     """The model to write, and its weights' global shapes by name. Its number of positions is known; multi-token
     prediction, which no foreign format has, is left out.
 
     Raises ValueError where the size of the vocabulary is unknown, or a tensor is missing, or of another shape or dtype.
     """
     model = without_mtp(source)
-    if model.vocab_size is None:
+    if model.stem.vocab_size is None:
         raise ValueError(f"{source.path} does not say model.vocab_size")
-    model = model.model_copy(update={"max_position_embeddings": _positions(source)})
+    model = with_keys(model, max_position_embeddings=_positions(source))
     check_size_of(source)
     infos = _tensor_infos(model, torch.float32)
     for name, (shape, dtype) in infos.items():

@@ -19,9 +19,10 @@ from megafp8.checkpoint.dcp import INDEX_FILE
 from megafp8.checkpoint.files import Checksum, read_verified, write_checksums, write_file
 from megafp8.checkpoint.store import METADATA_FILE, OWN_KEYS, metadata_json
 from megafp8.checkpoint.writer import CheckpointWriter
-from megafp8.config import ModelConfig
+from megafp8.config import LongRopeConfig, model_spec, with_keys
 from megafp8.conversion.base import Source
 from megafp8.conversion.target import TOKENIZER_FOLDER, Sink, tokenizer_files, with_companions
+from megafp8.spec import ModelSpec
 
 
 class NativeSource(Source):
@@ -60,7 +61,7 @@ class NativeSink(Sink):
     def finish(self) -> None:
         source, sums = self._source, self._writer.finish()
         about = {key: value for key, value in source.about.items() if key not in OWN_KEYS}
-        about.setdefault("config", {"model": source.model.model_dump(mode="json")})
+        about.setdefault("config", {"model": dict(source.model.keys)})
         about["converted_from"] = str(source.path)
         about["tensors"] = len(source.tensors)
         about["bytes"] = sum(info.nbytes for info in source.tensors.values())
@@ -87,12 +88,14 @@ def is_checkpoint(path: Path) -> bool:
     return (path / INDEX_FILE).is_file() or (path / METADATA_FILE).is_file()
 
 
-def _model(config: Mapping[str, Any]) -> ModelConfig:
+def _model(config: Mapping[str, Any]) -> ModelSpec:
     """The model of a run's config; its number of positions, where none is given, is LongRoPE's or the sequence's."""
-    model = ModelConfig.model_validate(config["model"])
-    length = config.get("training", {}).get("seq_length") if model.longrope is None else model.longrope.extended_length
-    positions = model.max_position_embeddings or length
-    return model.model_copy(update={"max_position_embeddings": positions})
+    model = model_spec(config["model"])
+    if (longrope := model.keys["longrope"]) is not None:
+        length = LongRopeConfig(**longrope).extended_length
+    else:
+        length = config.get("training", {}).get("seq_length")
+    return with_keys(model, max_position_embeddings=model.stem.max_position_embeddings or length)
 
 
 def _tokenizer_files(reader: CheckpointReader, config: Mapping[str, Any]) -> list[Path]:

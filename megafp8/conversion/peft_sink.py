@@ -20,9 +20,9 @@ from torch import Tensor
 from megafp8.checkpoint.files import allocate, to_json, write_at
 from megafp8.checkpoint.rectangles import TensorInfo
 from megafp8.checkpoint.torch_file import as_bytes
-from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source
-from megafp8.conversion.hf_config import canonical, differences, read_config
+from megafp8.conversion.flat import differences, flat_keys
+from megafp8.conversion.hf_config import read_config
 from megafp8.conversion.hf_names import Location, TensorNames
 from megafp8.conversion.hf_source import CONFIG_FILE, read_config_file
 from megafp8.conversion.model import model_tensors, without_mtp
@@ -36,6 +36,7 @@ from megafp8.conversion.peft_source import (
 )
 from megafp8.conversion.safetensors_format import header, read_header, read_rows
 from megafp8.conversion.target import Sink
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.lora import A, B, Lora
 
 
@@ -61,7 +62,7 @@ class PeftSink(Sink):
         family, model = read_config(read_config_file(Path(base)))
         ours = without_mtp(source)
         if fields := differences(ours, model):
-            given, expected = canonical(model), canonical(ours)
+            given, expected = flat_keys(model), flat_keys(ours)
             changes = ", ".join(f"{field} is {given[field]}, not {expected[field]}" for field in fields)
             raise ValueError(f"{Path(base) / CONFIG_FILE} describes another model than {source.path}: {changes}")
         modules = _modules(family.names, model)
@@ -125,7 +126,7 @@ class _Modules(NamedTuple):
     parts: Mapping[str, list[str]]
 
 
-def _modules(names: TensorNames, model: ModelConfig) -> _Modules:
+def _modules(names: TensorNames, model: ModelSpec) -> _Modules:
     locations: dict[str, tuple[str, Location]] = {}
     parts: dict[str, list[str]] = {}
     for name, shape in model_tensors(model).items():

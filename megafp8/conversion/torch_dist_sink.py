@@ -55,9 +55,7 @@ class TorchDistSink(Sink):
 
     def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
         self._model, self._shapes = check_source(source)
-        multiple = self._model.vocab_multiple
-        assert self._model.vocab_size is not None
-        self._padded_vocab = -(-self._model.vocab_size // multiple) * multiple
+        self._padded_vocab = self._model.stem.rows
         dtype = common_dtype(source, self._shapes)
         layout = layout_args(1, 1, 1, 1, self._model.num_layers, self._padded_vocab, dtype, self.implementation)
         layout |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
@@ -77,16 +75,15 @@ class TorchDistSink(Sink):
         shape = their_shape(name, self._shapes[name], model, 1, self._padded_vocab)
         key, lead, counts = at.key, [], []
         if at.layer is not None:
-            moe = model.moe_of(at.layer)
-            alone = moe is not None and self.implementation == "transformer_engine"
-            stacked = all((model.moe_of(layer) is None) == (model.moe is None) for layer in range(model.num_layers))
+            layer = model.layers[at.layer]
+            alone = layer.has_experts and self.implementation == "transformer_engine"
+            stacked = len({layer.has_experts for layer in model.layers}) == 1
             prefix = "decoder.layers." if stacked else f"decoder.layers.{at.layer}."
             key = with_transformer_engine(prefix + key.replace("local_experts.*", "experts"), alone)
             if stacked:
                 lead, counts = [at.layer], [model.num_layers]
             if at.expert is not None:
-                assert moe is not None
-                lead, counts = [*lead, at.expert], [*counts, moe.num_experts]
+                lead, counts = [*lead, at.expert], [*counts, layer.ffn.num_experts]
         for run in runs(name, self._shapes[name], model, 1, self._padded_vocab):
             low = (run.theirs if dim == (at.dim or 0) else 0 for dim in range(len(shape)))
             yield _Part(run, key, (*lead, *low), (*counts, *shape))

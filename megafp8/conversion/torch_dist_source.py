@@ -44,7 +44,6 @@ from megafp8.checkpoint.dcp import INDEX_FILE, check_data_files, parse_index
 from megafp8.checkpoint.files import parse_object, read_file
 from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
-from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.conversion.base import Source, TensorInfo, of_optimizer
 from megafp8.conversion.megatron_args import read_args
@@ -64,6 +63,7 @@ from megafp8.conversion.model import check_size, model_tensors
 from megafp8.conversion.target import tokenizer_files
 from megafp8.distributed.sharding import Shape
 from megafp8.messages import join_names
+from megafp8.spec import ModelSpec
 
 CONFIG_FILE = "metadata.json"
 HALVES = {"gate": "_w", "up": "_v"}
@@ -135,7 +135,7 @@ class TorchDistSource(Source):
 
     def _check(self) -> dict[str, TensorInfo]:
         """Our tensors, after checking that the checkpoint has all of them and no others."""
-        used, tensors = {OUTPUT} if self.model.tie_embeddings else set(), {}
+        used, tensors = {OUTPUT} if self.model.head.tied else set(), {}
         for name, shape in model_tensors(self.model).items():
             at = place(name)
             expected = their_shape(name, shape, self.model, 1, self._padded_vocab)
@@ -261,20 +261,19 @@ def _optimizer_steps(common: TorchFile, tree: Any) -> Iterator[int]:
             yield int(value)
 
 
-def _candidates(at: Place, name: str, model: ModelConfig) -> Iterator[_Candidate]:
+def _candidates(at: Place, name: str, model: ModelSpec) -> Iterator[_Candidate]:
     """The stored tensors, by canonical key, that may hold our tensor `name`, whose place is `at`."""
     layers: dict[str, tuple[Shape, Shape]] = {"": ((), ())}
+    half = None
     if at.layer is not None:
+        half = HALVES.get(name.split(".")[-2]) if ACTIVATIONS[model.layers[at.layer].ffn.activation].gated else None
         stacked = ((at.layer,), (model.num_layers,))
         layers = {"decoder.layers.": stacked, f"decoder.layers.{at.layer}.": ((), ())}
     experts: dict[str, tuple[Shape, Shape]] = {at.key: ((), ())}
     if at.layer is not None and at.expert is not None:
-        moe = model.moe_of(at.layer)
-        assert moe is not None
         key = at.key.replace("local_experts.*", "experts")
         alone = key.replace(".experts.experts.", f".experts.experts.{at.expert}.")
-        experts = {key: ((at.expert,), (moe.num_experts,)), alone: ((), ())}
-    half = HALVES.get(name.split(".")[-2]) if ACTIVATIONS[model.activation].gated else None
+        experts = {key: ((at.expert,), (model.layers[at.layer].ffn.num_experts,)), alone: ((), ())}
     for prefix, (layer, layer_count) in layers.items():
         for key, (expert, expert_count) in experts.items():
             yield _Candidate(prefix + key, layer + expert, layer_count + expert_count, False)

@@ -15,28 +15,29 @@ from typing import Any
 from torch import Tensor
 
 from megafp8.checkpoint.rectangles import TensorInfo
-from megafp8.config import ModelConfig, Problem
+from megafp8.config import Problem
 from megafp8.conversion.base import Source
+from megafp8.conversion.flat import flat_keys
+from megafp8.spec import ModelSpec
 
 _EXPERT = re.compile(r"(\.mlp)\.experts\.\d+\.")
 
 
-def problems(model: ModelConfig) -> Iterator[Problem]:
+def problems(model: ModelSpec) -> Iterator[Problem]:
     """Why a model of experts cannot begin as copies of a dense model's MLPs."""
-    moe = model.moe
-    assert moe is not None
-    if model.expert_size != model.ffn_size:
-        rule = f"an expert begins as a copy of the MLP of checkpoint.init_from, which is {model.ffn_size} wide"
-        yield Problem("model.moe.ffn_hidden_size", moe.ffn_hidden_size, rule, "leave it out")
+    width = flat_keys(model)["ffn_hidden_size"]
+    rule = f"an expert begins as a copy of the MLP of checkpoint.init_from, which is {width} wide"
     same = "the experts of a token must add up to the MLP of checkpoint.init_from that they begin as"
-    if not moe.normalize:
-        yield Problem("model.moe.normalize", False, same, "try true")
-    if moe.scaling_factor != 1.0:
-        yield Problem("model.moe.scaling_factor", moe.scaling_factor, same, "try 1.0")
-    if moe.latent_size is not None:
-        yield Problem("model.moe.latent_size", moe.latent_size, same, "leave it out")
-    if moe.shared_ffn_hidden_size is not None:
-        yield Problem("model.moe.shared_ffn_hidden_size", moe.shared_ffn_hidden_size, same, "leave it out")
+    for x in model.expert_records:
+        for key, value, as_mlp, reason, works in (
+            ("ffn_hidden_size", x.width, width, rule, "leave it out"),
+            ("normalize", x.normalize, True, same, "try true"),
+            ("scaling_factor", x.scaling_factor, 1.0, same, "try 1.0"),
+            ("latent_size", x.latent_size, None, same, "leave it out"),
+            ("shared_ffn_hidden_size", x.shared_ffn_hidden_size, None, same, "leave it out"),
+        ):
+            if value != as_mlp:
+                yield Problem(f"model.moe.{key}", value, reason, works)
 
 
 def is_router(name: str) -> bool:
@@ -47,8 +48,7 @@ def is_router(name: str) -> bool:
 class UpcycledSource(Source):
     """`dense` with its MLPs as the experts of `model`; without routers."""
 
-    def __init__(self, dense: Source, model: ModelConfig) -> None:
-        assert model.moe is not None
+    def __init__(self, dense: Source, model: ModelSpec) -> None:
         self._dense = dense
         self.path: Path = dense.path
         self.model = model
@@ -57,8 +57,9 @@ class UpcycledSource(Source):
         tensors: dict[str, TensorInfo] = {}
         for name, info in dense.tensors.items():
             copies = [name]
-            if (layer := re.search(r"\.layers\.(\d+)\.mlp\.", name)) and model.moe_of(int(layer[1])) is not None:
-                copies = [name.replace(".mlp.", f".mlp.experts.{e}.") for e in range(model.moe.num_experts)]
+            if (number := re.search(r"\.layers\.(\d+)\.mlp\.", name)) and model.layers[int(number[1])].has_experts:
+                count = model.layers[int(number[1])].ffn.num_experts
+                copies = [name.replace(".mlp.", f".mlp.experts.{e}.") for e in range(count)]
             tensors |= dict.fromkeys(copies, info)
         self.tensors: Mapping[str, TensorInfo] = tensors
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source
 from megafp8.conversion.load import load_scales
 from megafp8.distributed.sharding import spec_of
@@ -37,6 +36,7 @@ from megafp8.numerics.quantize import amax
 from megafp8.numerics.recipes.base import Fp8Recipe, Fp8Tensor, RecipeQuantizer
 from megafp8.numerics.sources import Plain
 from megafp8.numerics.tensor import BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
+from megafp8.spec import ModelSpec
 
 _CACHED_BYTES = 1 << 22
 
@@ -113,7 +113,7 @@ def amax_cast(read: Callable[[str], Tensor], matrix: Matrix, granularity: Granul
 
 
 def weight_casts(
-    source: Source, model: ModelConfig, fp8: Fp8Manager, *, trained: str = "", tensor: int = 1, expert_tensor: int = 1
+    source: Source, model: ModelSpec, fp8: Fp8Manager, *, trained: str = "", tensor: int = 1, expert_tensor: int = 1
 ) -> list[LayerCasts]:
     """The FP8 layers of `model`, by the patterns and the recipe of `fp8`, of which no layer has been built.
 
@@ -135,7 +135,7 @@ def weight_casts(
     return casts
 
 
-def _build(model: ModelConfig, fp8: Fp8Manager, tensor: int, expert_tensor: int) -> nn.Module:
+def _build(model: ModelSpec, fp8: Fp8Manager, tensor: int, expert_tensor: int) -> nn.Module:
     """The model on the meta device, as the first tensor-parallel rank of one expert-parallel rank has it."""
     context = BuildContext(
         tensor=cast(ProcessGroup, PlannedGroup(tensor)),
@@ -146,7 +146,9 @@ def _build(model: ModelConfig, fp8: Fp8Manager, tensor: int, expert_tensor: int)
         expert=cast(ProcessGroup, PlannedGroup(expert_tensor)),
         expert_tensor=cast(ProcessGroup, PlannedGroup(expert_tensor)),
     )
-    return build_stage(model, context, layers=model.layers, positions=model.max_position_embeddings or 1)
+    return build_stage(
+        model, context, layers=range(len(model.layers)), positions=model.stem.max_position_embeddings or 1
+    )
 
 
 def _layers(stage: nn.Module) -> Iterator[tuple[Matrix, LinearState]]:

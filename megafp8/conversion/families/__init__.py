@@ -18,7 +18,7 @@ class Family(NamedTuple):
 
     `also`: another name of the class. `moe`: its layers have experts, None: or not; `latent`: they have latent
     attention. `sparse`: it is to tokens that an indexer chooses. `hyper`: they have hyper-connections. `kind`:
-    `ModelConfig.architecture`. `rank`: of the families that can express a model, the one of lowest rank is written.
+    `ModelSpec.architecture`. `rank`: of the families that can express a model, the one of lowest rank is written.
     """
 
     model_type: str

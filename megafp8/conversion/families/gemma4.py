@@ -99,8 +99,7 @@ def _read_per_layer(hf: HfConfig) -> Fields:
 
 
 def _write_per_layer(ours: Fields) -> Keys:
-    embedding = ours["per_layer_embedding"]
-    values = (0,) if embedding is None else (embedding.width, ours["vocab_size"])
+    values = (0,) if ours["per_layer_embedding"] is None else (ours["per_layer_embedding.width"], ours["vocab_size"])
     return dict(zip(_PER_LAYER, values, strict=False))
 
 

@@ -3,7 +3,7 @@
 import logging
 import re
 
-from megafp8.config import AttentionConfig, MlpConfig, ModelConfig, MoeFfnConfig
+from megafp8.config import AttentionConfig, MlpConfig, MoeFfnConfig
 from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
@@ -11,6 +11,7 @@ from megafp8.conversion.hf_layers import FULL
 from megafp8.conversion.hf_mamba import LINEAR, MAMBA_NAMES, NO_LIMIT, kinds_of, mamba, mixers
 from megafp8.conversion.hf_names import Entries, Place, TensorNames, in_layers, usual
 from megafp8.conversion.keys import Fields, HfConfig, Key, Keys, Trait, always, check, expect, only, same, unread
+from megafp8.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 _LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
@@ -50,7 +51,7 @@ def _check_limit(hf: HfConfig) -> None:
         refuse("time_step_limit", [least, most], "0 and infinity, as transformers does not read it")
 
 
-def _stored(model: ModelConfig, entries: Entries) -> Entries:
+def _stored(model: ModelSpec, entries: Entries) -> Entries:
     """The tensors without those of multi-token prediction, whose layers are of other kinds than the model's."""
     main = {name: entry for name, entry in entries.items() if not name.startswith("mtp.")}
     if len(main) < len(entries):

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from megafp8.config import GatedDeltaNetConfig, ModelConfig
 from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
@@ -11,6 +10,7 @@ from megafp8.conversion.hf_names import OUTPUT_NORMS, Entries, like_llama
 from megafp8.conversion.hf_rope import ROPE_KEYS, read_rope, write_rope
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, only, unread
 from megafp8.conversion.safetensors_format import Entry
+from megafp8.spec import ModelSpec
 
 _LINEAR, _OURS = "linear_attention", "gated_delta_net"
 _KEYS = {
@@ -70,27 +70,25 @@ def _write_rope(ours: Fields) -> Keys:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
 
 
-def _net(model: ModelConfig) -> GatedDeltaNetConfig:
-    return next(spec.mixer for spec in model.distinct_layers if isinstance(spec.mixer, GatedDeltaNetConfig))
-
-
-def _stored(model: ModelConfig, entries: Entries) -> Entries:
+def _stored(model: ModelSpec, entries: Entries) -> Entries:
     """The tensors of a folder under the names of published ones.
 
     transformers 5.24 names a norm of attention layers as those of others. It splits the convolution, which it has as a
     whole, into three equal parts, whatever the widths of queries, keys and values.
     """
-    net = _net(model)
-    keys, values = net.num_key_heads * net.key_head_dim, net.num_value_heads * net.value_head_dim
     for layer in range(model.num_layers):
-        name, is_linear = f"model.layers.{layer}", model.layer(layer).mixer.kind == _OURS
+        name, net = f"model.layers.{layer}", model.layers[layer].mixer
+        is_linear = net.kind == _OURS
         others = _NORMS.items() if is_linear else [(y, x) for x, y in _NORMS.items() if x == "post_attention_layernorm"]
         for other, published in others:
             if f"{name}.{published}.weight" not in entries and f"{name}.{other}.weight" in entries:
                 entries[f"{name}.{published}.weight"] = entries.pop(f"{name}.{other}.weight")
+        if not is_linear:
+            continue
         convolutions = [f"{name}.linear_attn.{x}_conv1d.weight" for x in "qkv"]
         whole = f"{name}.linear_attn.conv1d.weight"
         parts = [entries[x] for x in ([whole] if whole in entries else convolutions) if x in entries]
+        keys, values = net.num_key_heads * net.key_head_dim, net.num_value_heads * net.value_head_dim
         if parts and (joined := Entry.joined(parts)).shape[0] == 2 * keys + values:
             entries.pop(whole, None)
             ends = [keys, 2 * keys, 2 * keys + values]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megafp8.config import GatedDeltaNetConfig, ModelConfig
+from megafp8.config import GatedDeltaNetConfig
 from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
@@ -64,19 +64,13 @@ def _write_experts(ours: Fields) -> Keys:
 _SPARSE_LAYERS = Trait(("decoder_sparse_step", "mlp_only_layers"), _read_experts, _write_experts)
 
 
-def _net(model: ModelConfig) -> GatedDeltaNetConfig:
-    mixers = (spec.mixer for spec in model.distinct_layers)
-    return next(mixer for mixer in mixers if isinstance(mixer, GatedDeltaNetConfig))
-
-
 def _by_key_head(part: int, *widths: str) -> Rows:
     """Rows of the `part`-th of several tensors, of which those of a key head stand together.
 
     `widths`: of each, the rows of a key head, as q and k (`key_head_dim`) or those of its value heads have them.
     """
 
-    def rows(model: ModelConfig, n: int) -> tuple[Tensor, int]:
-        net = _net(model)
+    def rows(net: GatedDeltaNetConfig, n: int) -> tuple[Tensor, int]:
         of_values = net.num_value_heads // net.num_key_heads
         sizes = {"key": net.key_head_dim, "value": of_values * net.value_head_dim, "heads": of_values}
         of_head = [sizes[width] for width in widths]
@@ -89,8 +83,7 @@ def _by_key_head(part: int, *widths: str) -> Rows:
 def _convolution(part: int) -> Rows:
     """Rows of the convolution's queries, keys and values, one below the other."""
 
-    def sizes(model: ModelConfig) -> list[int]:
-        net = _net(model)
+    def sizes(net: GatedDeltaNetConfig) -> list[int]:
         return [*[net.num_key_heads * net.key_head_dim] * 2, net.num_value_heads * net.value_head_dim]
 
     return consecutive(part, sizes)

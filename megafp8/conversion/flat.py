@@ -1,0 +1,222 @@
+"""The flat spelling of a network: keys of one section, and lists where layers have different values.
+
+Configs of other programs are written so. `flat_keys` computes the keys from the records of the layers:
+
+    hidden_size, moe.top_k, ...        a value of the whole network, or of the layers that have such a part
+    mixer.sliding_window, ffn.kind     the value in each layer; None where a layer does not have the key or use it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from megafp8.config import AttentionConfig, MlpConfig, MoeFfnConfig, RotaryKeys, with_keys
+from megafp8.config.parts import Ffn, Mixer
+from megafp8.config.parts.attention import AttentionKeys
+from megafp8.config.parts.latent_attention import LatentAttentionKeys, LatentRecord
+from megafp8.config.parts.mlp import MlpKeys
+from megafp8.config.parts.moe import MoeKeys
+from megafp8.config.parts.sparse_attention import SparseAttentionKeys, SparseLatentMixerConfig
+from megafp8.conversion.keys import Fields
+from megafp8.section import Section
+from megafp8.spec import LayerSpec, ModelSpec, PartRecord
+
+PARTS: dict[str, tuple[type[PartRecord], ...]] = {"mixer": get_args(Mixer), "ffn": get_args(Ffn)}
+SECTIONS = ("moe", "latent_attention", "sparse_attention", "per_layer_embedding", "hyper_connections")
+_LAYER_SECTIONS: dict[str, tuple[type[Section], type[PartRecord]]] = {
+    "moe": (MoeKeys, MoeFfnConfig),
+    "latent_attention": (LatentAttentionKeys, LatentRecord),
+    "sparse_attention": (SparseAttentionKeys, SparseLatentMixerConfig),
+}
+"""Sections about parts of layers, with their keys and the records that have them."""
+_PLACEMENT = {
+    "layer_kinds", "pattern", "full_attention_layers", "rope_local_theta", "moe.first_dense_layers",
+    "moe.layer_interval", *_LAYER_SECTIONS,
+}  # fmt: skip
+"""Keys that say which layers have which parts."""
+_LAYER_KEYS = {*AttentionKeys.model_fields, *MlpKeys.model_fields, "norm_position", *_PLACEMENT}
+_ROTARY = RotaryKeys.model_fields.keys() - {"position_embedding"}
+_TRAINING = {
+    "vocab_multiple", "init_std", "mup", "mtp_num_layers", "mtp_loss_scaling_factor", "hidden_dropout",
+    "attention_dropout", "kl_loss", "bias_update_rate", "aux_loss", "aux_loss_scope", "z_loss",
+}  # fmt: skip
+"""Keys that do not change what given weights compute."""
+_POSITIONS = {
+    "max_position_embeddings": "learned",
+    "relative_attention_num_buckets": "relative",
+    "relative_attention_max_distance": "relative",
+}
+"""Keys of the network that one kind of position embedding uses."""
+
+
+def is_by_layer(key: str) -> bool:
+    """Whether the value of a key is a list with a value for each layer."""
+    return key.partition(".")[0] in (*PARTS, "layer")
+
+
+def flattened(model: ModelSpec) -> ModelSpec:
+    """Return the network made of keys without a pattern, or `model` itself where such keys cannot describe it."""
+    if not model.keys["pattern"]:
+        return model
+    layers = _blocks(model)
+    windows = [getattr(layer.mixer, "sliding_window", None) for layer in layers]
+    keys: Fields = {"pattern": [], "layer_kinds": {}, "norm_position": layers[0].norm_position}
+    if attention := [x for x in _rotary(layers) if isinstance(x, AttentionConfig)]:
+        full, local = attention[0], attention[-1]
+        keys |= {key: getattr(full, key) for key in AttentionKeys.model_fields}
+        if any(getattr(local, key) != getattr(full, key) for key in RotaryKeys.model_fields):
+            keys["rope_local_theta"] = local.rope_theta
+    keys["sliding_window"] = max(filter(None, windows), default=None)
+    if any(windows):
+        keys["full_attention_layers"] = [index for index, window in enumerate(windows) if window is None]
+    if (moe := model.keys["moe"]) is not None:
+        keys["moe"] = {**moe, "first_dense_layers": _first_sparse(layers)} if model.has_experts else None
+    for layer in layers:
+        if isinstance(layer.ffn, MlpConfig):
+            keys |= {key: getattr(layer.ffn, key) for key in MlpKeys.model_fields}
+    alike = with_keys(model, **keys)
+    return alike if alike.layers == model.layers else model
+
+
+def flat_keys(model: ModelSpec) -> Fields:
+    """Return all flat keys of a network, with defaults resolved.
+
+    Where layers differ, a key that is no list has the value of one of them, without a window if there is such a layer.
+    A key that no layer has keeps the value that it was written with.
+    """
+    model = flattened(model)
+    layers, rotary = _blocks(model), _rotary(_blocks(model))
+    ffns = sorted((x for layer in layers if (x := layer.ffn).present), key=lambda x: isinstance(x, MoeFfnConfig))
+    fields = dict(model.keys)
+    for section in SECTIONS:
+        fields |= {f"{section}.{key}": value for key, value in (fields[section] or {}).items()}
+    for section, (keys, kind) in _LAYER_SECTIONS.items():
+        for record in [x for x in (*rotary, *ffns) if isinstance(x, kind)][:1]:
+            fields[section] = {key: getattr(record, key) for key in keys.model_fields}
+            fields |= {f"{section}.{key}": value for key, value in fields[section].items()}
+    if model.has_experts and model.keys["pattern"]:
+        fields |= {"moe.first_dense_layers": _first_sparse(layers), "moe.layer_interval": 1}
+    written = AttentionKeys.model_validate({key: model.keys[key] for key in AttentionKeys.model_fields})
+    for key in AttentionKeys.model_fields:
+        values = [getattr(x, key) for x in rotary if hasattr(x, key)] or [getattr(written, key)]
+        fields[key] = next((value for value in values if value is not None), None)
+    heads, windows = fields["num_attention_heads"], [getattr(x, "sliding_window", None) for x in rotary]
+    width = rotary[0].channels if rotary else fields["head_dim"] or model.hidden_size // heads
+    mlp = next((x for x in ffns if isinstance(x, MlpConfig)), None)
+    return fields | {
+        "sliding_window": max(filter(None, windows), default=None),
+        "num_query_groups": fields["num_query_groups"] or heads,
+        "head_dim": width,
+        "attention_scale": fields["attention_scale"] or width**-0.5,
+        "activation": ffns[0].activation if ffns else model.activation,
+        "ffn_hidden_size": mlp.width if mlp else fields["ffn_hidden_size"] or 4 * model.hidden_size,
+        "norm_position": layers[0].norm_position,
+        "num_decoder_layers": (model.num_blocks - model.num_layers) or None,
+        "transform_activation": model.head.activation,
+        "logits_scaling": model.head.logits_divisor,
+        **_lists(model),
+    }
+
+
+def has_mixed_experts(fields: Fields) -> bool:
+    """Whether layers have experts that differ in more than their routing and training."""
+    keys = [key for key in fields if key.startswith("ffn.") and key != "ffn.routing" and _last(key) not in _TRAINING]
+    sparse = [index for index, kind in enumerate(fields["ffn.kind"]) if kind == "moe"]
+    return any(fields[key][index] != fields[key][sparse[0]] for key in keys for index in sparse)
+
+
+def differences(one: ModelSpec, other: ModelSpec) -> list[str]:
+    """Return the keys of the model section in which networks differ that compute something else from given weights."""
+    return differing(flat_keys(one), flat_keys(other), by_layer=False)
+
+
+def differing(a: Fields, b: Fields, *, by_layer: bool) -> list[str]:
+    """Return the flat keys in which networks differ that compute something else from given weights.
+
+    Args:
+        by_layer: Of layers' parts name the lists instead of the keys of the section.
+    """
+    unused = {key for key, kind in _POSITIONS.items() if a["position_embedding"] == b["position_embedding"] != kind}
+    unused |= {"mixer.qkv_bias"} if a["linear_bias"] and b["linear_bias"] else set()  # it adds nothing then
+    found = [
+        key
+        for key in a
+        if not (key in unused or key in _LAYER_KEYS or key.partition(".")[0] in _LAYER_SECTIONS)
+        if _last(key) not in _TRAINING and _differ(key, a, b)
+    ]
+    words = {_last(key) for key in found if is_by_layer(key)}
+    if by_layer or not words:
+        return found
+    placed = {key for key in a if (key in _PLACEMENT or _last(key) in words) and _differ(key, a, b)}
+    return [key for key in a if (key in found or key in placed) and not is_by_layer(key)]
+
+
+def _last(key: str) -> str:
+    """Return the last word of a key."""
+    return key.rpartition(".")[2]
+
+
+def _differ(key: str, a: Fields, b: Fields) -> bool:
+    """Whether networks have different values of a key; of a list, in layers whose parts are of the same kind.
+
+    The activation is compared between an MLP and experts, too: a dense model can become one of experts (`upcycle`).
+    """
+    if key in SECTIONS:  # their keys are compared one by one
+        return (a[key] is None) != (b[key] is None)
+    if not is_by_layer(key):
+        return key in b and a[key] != b[key]
+    kind = f"{key.partition('.')[0]}.kind"
+    if key in ("layer.norm_position", "ffn.activation", kind):
+        return any(x != y and None not in (x, y) for x, y in zip(a[key], b[key], strict=False))
+    layers = zip(a[key], b[key], a[kind], b[kind], strict=False)
+    return any(x != y and one == other for x, y, one, other in layers)
+
+
+def _blocks(model: ModelSpec) -> tuple[LayerSpec, ...]:
+    """Return the layers that keys describe; T5's decoder and multi-token prediction have copies of the last one."""
+    return model.layers[: model.num_layers]
+
+
+def _rotary(layers: Sequence[LayerSpec]) -> list[Any]:
+    """Return the records of softmax attention, those without a window first."""
+    records = [layer.mixer for layer in layers if isinstance(layer.mixer, RotaryKeys)]
+    return sorted(records, key=lambda x: getattr(x, "sliding_window", None) is not None)
+
+
+def _first_sparse(layers: Sequence[LayerSpec]) -> int:
+    """Return the number of the first layer with experts."""
+    return next(index for index, layer in enumerate(layers) if layer.has_experts)
+
+
+def _lists(model: ModelSpec) -> Fields:
+    """Return the values of all keys of the parts of layers."""
+    lists: Fields = {"layer.norm_position": [layer.norm_position for layer in _blocks(model)]}
+    for part, kinds in PARTS.items():
+        records = [getattr(layer, part) for layer in _blocks(model)]
+        for key in dict.fromkeys(key for kind in kinds for key in kind.model_fields):
+            lists[f"{part}.{key}"] = [_value(record, key, model) for record in records]
+    return lists
+
+
+def _value(record: Any, key: str, model: ModelSpec) -> Any:
+    """Return the value of a key of a record; None where the record does not have it, or has it without an effect."""
+    value = getattr(record, key, None)
+    if value is None:
+        return None
+    without_effect = (
+        (key in _ROTARY and record.position_embedding != "rope")
+        or (key == "attention_scale" and value == record.channels**-0.5)
+        or (key == "norm_eps" and isinstance(record, LatentRecord) and value == model.norm.eps)
+        or (
+            key in ("num_groups", "top_groups")
+            and record.kind == "moe"
+            and record.top_groups in (None, record.num_groups)
+        )
+    )
+    return None if without_effect else value
+
+
+def _chooses_from_all_groups(record: Any) -> bool:
+    """Whether experts of all groups may be chosen."""
+    return isinstance(record, MoeFfnConfig) and record.top_groups in (None, record.num_groups)
