@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Table, new_parser, write_json
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.base import TensorInfo
 from megafp8.conversion.model import model_tensors
 from megafp8.conversion.native import NativeSink

@@ -29,8 +29,8 @@ import torch
 
 from benchmarks.common import Table, machine, new_parser, release, require_positive, write_json
 from benchmarks.profiling import Kernel, by_name, record
-from megafp8.config import ModelConfig, load_config
-from megafp8.config.schema import Fp8Config
+from megafp8.config import load_config
+from megafp8.config.schema import Fp8Config, ModelConfig
 from megafp8.gpus import H200
 from megafp8.inference.generator import CacheOptions, Generator
 from megafp8.inference.load import Layout, build_model, config_of

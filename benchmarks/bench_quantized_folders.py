@@ -28,7 +28,7 @@ import torch
 from benchmarks.bench_conversion import Synthetic, leave_page_cache
 from benchmarks.common import Table, new_parser, write_json
 from megafp8.checkpoint.files import reading_once, write_at
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
 from megafp8.conversion.convert import Selected, convert, keep_freed_memory
 from megafp8.conversion.hf_config import FAMILIES, read_config, write_config

@@ -56,7 +56,8 @@ from megafp8.checkpoint import lock
 from megafp8.checkpoint.dcp import parse_index
 from megafp8.checkpoint.files import Checksum, read_checksums, write_checksums
 from megafp8.checkpoint.torch_file import TorchFile
-from megafp8.config import ModelConfig, load_config
+from megafp8.config import load_config
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo
 from megafp8.conversion.convert import convert
 from megafp8.conversion.formats import FORMATS, open_source

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.native import NativeSink
 from megafp8.data.indexed_dataset import IndexedDatasetWriter
 from megafp8.inference.kv_cache_scales import read_scales

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.native import NativeSink
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import SMALL, RandomSource

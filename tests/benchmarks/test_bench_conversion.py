@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bench_conversion import SHAPES, Synthetic, measure, plot, table
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 
 TINY = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "vocab_size": 1000, "num_attention_heads": 4}
 

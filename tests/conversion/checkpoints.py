@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint import save
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.base import Source
 from megafp8.conversion.formats import FORMATS as ALL_FORMATS
 from megafp8.conversion.target import Sink

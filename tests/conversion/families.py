@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafp8.config import ModelConfig, RopeScaling
+from megafp8.config import RopeScaling
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo
 from megafp8.conversion.model import model_tensors
 from megafp8.distributed.sharding import Init, ParamShard

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from tests.conversion.families import RandomSource
 from tests.conversion.megatron_reference import MODELS, rank
 from tests.conversion.test_megatron import ARGS

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from tests.conversion.families import GROUPED_EXPERTS, RandomSource
 
 TINY: dict[str, Any] = {

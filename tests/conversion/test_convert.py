@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion import convert
 from megafp8.conversion.formats import FORMATS, open_source
 from megafp8.conversion.hf_config import differences

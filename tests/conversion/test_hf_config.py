@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megafp8.config import LongRopeConfig, ModelConfig, MoeConfig, YarnConfig, load_config
+from megafp8.config import LongRopeConfig, MoeConfig, YarnConfig, load_config
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.hf_config import FAMILIES, choose, differences, read_config, write_config
 from megafp8.conversion.model import is_mtp, model_tensors
 from tests.conversion.families import (

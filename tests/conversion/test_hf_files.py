@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.convert import Selected, verify
 from megafp8.conversion.hf_config import differences
 from megafp8.conversion.hf_names import present_name

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megafp8.batch import Batch
 from megafp8.checkpoint import Rectangles, collect
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.base import Source
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource

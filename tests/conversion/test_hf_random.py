@@ -19,9 +19,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.config import ModelConfig, RopeScaling
+from megafp8.config import RopeScaling
 from megafp8.config.checks import network_problems
 from megafp8.config.parts.attention import attention_heads
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
 from tests.conversion.checkpoints import convert

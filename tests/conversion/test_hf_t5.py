@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megafp8.batch import Batch
 from megafp8.checkpoint import collect
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.base import Source
 from megafp8.conversion.convert import Selected
 from megafp8.conversion.hf_sink import HfSink

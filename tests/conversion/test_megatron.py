@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.megatron_args import read_args
 from megafp8.conversion.megatron_sink import MegatronSink
 from megafp8.conversion.megatron_source import MegatronSource, is_megatron

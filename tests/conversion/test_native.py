@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megafp8.checkpoint import load, save
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.average import Averaged
 from megafp8.conversion.convert import Selected
 from megafp8.conversion.hf_sink import HfSink

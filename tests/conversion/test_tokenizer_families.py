@@ -19,7 +19,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.base import Source
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_tokenizer import export_tokenizer, find_tokenizer

@@ -11,7 +11,8 @@ import torch
 
 from megafp8.batch import Batch
 from megafp8.checkpoint import latest
-from megafp8.config import Config, ModelConfig
+from megafp8.config import Config
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.convert import Selected
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.native import NativeSink, NativeSource

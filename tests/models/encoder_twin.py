@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from tests.models.twin import Dropouts
 
 Weights = dict[str, Tensor]

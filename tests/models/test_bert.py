@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megafp8.batch import Batch
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megafp8.batch import Batch
-from megafp8.config import ModelConfig, RopeScaling
+from megafp8.config import RopeScaling
+from megafp8.config.schema import ModelConfig
 from megafp8.distributed.collectives import all_reduce
 from megafp8.distributed.tp_overlap import default_overlap
 from megafp8.fp8 import Fp8Manager

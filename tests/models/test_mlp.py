@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.distributed.collectives import all_gather
 from megafp8.fp8 import CurrentScaling, Fp8Manager
 from megafp8.linear.state import Quantizers

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafp8.config import ModelConfig, MoeConfig, MoeFfnConfig
+from megafp8.config import MoeConfig, MoeFfnConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.distributed.sharding import Init
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext, PlannedGroup

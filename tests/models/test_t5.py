@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megafp8.batch import Batch
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.build import build_stage

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megafp8.config import ModelConfig
 from megafp8.config.parts import LayerKind
 from megafp8.config.parts.absent import NoFfnConfig, NoMixerConfig
 from megafp8.config.parts.attention import AttentionConfig
@@ -25,6 +24,7 @@ from megafp8.config.parts.kimi_delta_attention import KimiDeltaAttentionConfig
 from megafp8.config.parts.mamba2 import Mamba2Config
 from megafp8.config.parts.moe import MoeFfnConfig
 from megafp8.config.parts.short_convolution import ShortConvolutionConfig
+from megafp8.config.schema import ModelConfig
 
 Weights = dict[str, Tensor]
 

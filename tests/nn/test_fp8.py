@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8 import fp8, nn
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.fp8 import E4M3, E5M2
 from megafp8.models.context import BuildContext, PlannedGroup
 from megafp8.models.mlp import MLP

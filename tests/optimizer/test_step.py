@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
 from megafp8.data_parallel.param_buffer import ParamBuffer
 from megafp8.distributed.sharding import spec_of

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.config import Config, ConfigError, ModelConfig, check_layout, load_config
+from megafp8.config import Config, ConfigError, check_layout, load_config
+from megafp8.config.schema import ModelConfig
 from megafp8.data.indexed_dataset import IndexedDatasetWriter
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.config import Config, ConfigError, ModelConfig, check_layout, load_config
+from megafp8.config import Config, ConfigError, check_layout, load_config
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.hf_source import HfSource
 from megafp8.data.sampler import batches
 from megafp8.data.tokenizers import build_tokenizer

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from megafp8.config import ModelConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.data.chats import chat_prompt_encoder, read_chat_template
 from megafp8.inference import Generator
