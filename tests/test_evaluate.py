@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megafp8.config.schema import ModelConfig
+from megafp8.config import model_spec
 from megafp8.conversion.native import NativeSink
 from megafp8.data.indexed_dataset import IndexedDatasetWriter
 from megafp8.inference.kv_cache_scales import read_scales
@@ -82,7 +82,9 @@ def test_scales_of_caches(run: str, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_errors(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    convert(RandomSource(ModelConfig(**SMALL, max_position_embeddings=64), tmp_path), NativeSink(tmp_path / "weights"))
+    convert(
+        RandomSource(model_spec({**SMALL, "max_position_embeddings": 64}), tmp_path), NativeSink(tmp_path / "weights")
+    )
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"words": "b"}\n')
     (tmp_path / "empty.txt").write_text("")
     data, text = ["--data", f"{run}/data/set"], ["--input", f"{run}/data/0.txt"]
@@ -110,7 +112,9 @@ def test_errors(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
 
 def test_a_data_set_needs_no_tokenizer(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Texts, words and bytes are not known then; a document begins after its own first token."""
-    convert(RandomSource(ModelConfig(**SMALL, max_position_embeddings=64), tmp_path), NativeSink(tmp_path / "weights"))
+    convert(
+        RandomSource(model_spec({**SMALL, "max_position_embeddings": 64}), tmp_path), NativeSink(tmp_path / "weights")
+    )
     writer = IndexedDatasetWriter(tmp_path / "set", np.uint16)
     writer.add_document(np.arange(40, dtype=np.uint16))
     writer.close()

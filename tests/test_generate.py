@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.config.schema import ModelConfig
+from megafp8.config import model_spec
 from megafp8.conversion.native import NativeSink
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import SMALL, RandomSource
@@ -76,7 +76,9 @@ def test_prompts_one_after_the_other(
 
 
 def test_errors(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    convert(RandomSource(ModelConfig(**SMALL, max_position_embeddings=64), tmp_path), NativeSink(tmp_path / "weights"))
+    convert(
+        RandomSource(model_spec({**SMALL, "max_position_embeddings": 64}), tmp_path), NativeSink(tmp_path / "weights")
+    )
     (tmp_path / "empty").write_text("\n")
     for arguments, message in (
         ([str(tmp_path / "none"), "a"], "error: there is no "),

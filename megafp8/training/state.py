@@ -287,7 +287,7 @@ def check_next_stage(before: Config, now: Config, step: int, source: str) -> Non
     """
     kinds_before, kinds_now = tensor_kinds(before), tensor_kinds(now)
     wrong = "" if kinds_before == kinds_now else "the stage's tensors have other names, shapes or dtypes"
-    reasons = _changes(before.model_dump(mode="json"), before.model, now, step, lambda: wrong)
+    reasons = _changes(before.model_dump(mode="json"), before.spec, now, step, lambda: wrong)
     if not reasons and wrong:
         reasons = [f"does not fit: {wrong}"]
     stage = stage_at(now, step)

@@ -11,8 +11,7 @@ import torch
 
 from megafp8.batch import Batch
 from megafp8.checkpoint import latest
-from megafp8.config import Config
-from megafp8.config.schema import ModelConfig
+from megafp8.config import Config, model_spec
 from megafp8.conversion.convert import Selected
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.native import NativeSink, NativeSource
@@ -219,7 +218,7 @@ def test_the_tokens_around_a_text_in_a_folder_of_hugging_face(tmp_path: Path) ->
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     library.add_special_tokens(["<s>", "</s>"])
     tmp_path = tmp_path / "theirs"
-    convert(RandomSource(ModelConfig(**SMALL, max_position_embeddings=64)), HfSink(tmp_path))
+    convert(RandomSource(model_spec({**SMALL, "max_position_embeddings": 64})), HfSink(tmp_path))
     library.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"state no end-of-document token .* special tokens are <s>, </s>"):
         open_checkpoint(tmp_path, Layout(), device="cpu")

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.config import Config, ConfigError, check_layout, load_config
-from megafp8.config.schema import ModelConfig
+from megafp8.config import Config, ConfigError, check_layout, load_config, model_spec
 from megafp8.conversion.hf_source import HfSource
 from megafp8.data.sampler import batches
 from megafp8.data.tokenizers import build_tokenizer
@@ -341,7 +340,7 @@ def test_errors_about_the_folder_name_the_key(tmp_path: Path, quickstart_data: Q
 def test_a_folder_with_a_tiktoken_tokenizer(tmp_path: Path) -> None:
     """Its file is compared with the run's, and not taken for a sentencepiece model."""
     folder = write_family(tmp_path, FAMILIES["kimi-tiktoken"])
-    source = families.RandomSource(ModelConfig(**families.SMALL))
+    source = families.RandomSource(model_spec(families.SMALL))
     source.tokenizer_files = list(folder.iterdir())
     assert _tokenizer_file(source, "tiktoken") == str(folder / "tiktoken.model")
     assert _tokenizer_file(source, "sentencepiece") is None

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from megafp8.config.schema import ModelConfig
+from megafp8.config import model_spec
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.data.chats import chat_prompt_encoder, read_chat_template
 from megafp8.inference import Generator
@@ -32,7 +32,7 @@ VOCABULARY = 340
 
 def write_model(folder: Path) -> Path:
     """A folder of Hugging Face with random weights, a byte-level tokenizer and the template ChatML."""
-    model = ModelConfig(**SMALL | {"vocab_size": VOCABULARY}, max_position_embeddings=LENGTH)
+    model = model_spec({**SMALL, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH})
     convert(RandomSource(model), HfSink(folder))
     write_tokenizer(folder, CHATML)
     return folder
