@@ -19,8 +19,8 @@ from megafp8.config import Config, Fp8Config, ModelConfig
 from megafp8.config.checks import check_layout
 from megafp8.conversion.adapters import MergedSource
 from megafp8.conversion.base import Source
+from megafp8.conversion.flat import differences
 from megafp8.conversion.formats import open_source
-from megafp8.conversion.hf_config import differences
 from megafp8.conversion.hf_source import CONFIG_FILE, HfSource
 from megafp8.conversion.hf_tokenizer import find_tokenizer
 from megafp8.conversion.load import load_scales, load_weights

@@ -28,8 +28,8 @@ from megafp8.config import Config, ConfigError, ModelConfig, Problem
 from megafp8.conversion import upcycle
 from megafp8.conversion.adapters import adapted_of, lora_of
 from megafp8.conversion.base import MasterWeights, Source
+from megafp8.conversion.flat import differences, flat_keys
 from megafp8.conversion.formats import open_source
-from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.hf_tokenizer import find_tokenizer
 from megafp8.conversion.load import load_weights
 from megafp8.conversion.model import is_mtp
@@ -91,7 +91,7 @@ def complete_model(tree: dict[str, Any], source: str, *, download: bool = True) 
         wanted = ModelConfig.model_validate(tree["model"])
     except ValidationError:
         return  # validation of the whole config reports it
-    ours, theirs = canonical(wanted), canonical(model)
+    ours, theirs = flat_keys(wanted), flat_keys(model)
     rule, works = f"checkpoint.init_from starts from {folder}, where it is", "leave it out, or set"
     upcycles = wanted.moe is not None and model.moe is None
     problems += [

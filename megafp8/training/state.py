@@ -56,7 +56,7 @@ from megafp8.checkpoint.errors import join_first, on_all_ranks
 from megafp8.checkpoint.files import read_file
 from megafp8.checkpoint.store import METADATA_FILE
 from megafp8.config import Config, ConfigError, ModelConfig, PlannedStage, Problem, config_at, stage_at
-from megafp8.conversion.hf_config import canonical, differences
+from megafp8.conversion.flat import differences, flat_keys
 from megafp8.conversion.target import TOKENIZER_FOLDER, with_companions
 from megafp8.data.tokenizers import tokenizer_file
 from megafp8.distributed.sharding import Shape, spec_of
@@ -411,7 +411,7 @@ def _changed_model(then: ModelConfig, seq_length: int, config: Config, fits: Cal
     keys = [key for key in differences(old, new) if key not in allowed]
     if not keys:
         return
-    before, after = canonical(old), canonical(new)
+    before, after = flat_keys(old), flat_keys(new)
     changes = ", ".join(f"model.{key} {before[key]} -> {after[key]}" for key in keys)
     back = " ".join(shlex.quote(f"model.{key}={_yaml(before[key])}") for key in keys)
     text = f"holds the weights of another model ({changes}); set {back}, {_ANOTHER}"

@@ -20,7 +20,7 @@ from megafp8.config import (
     config_at,
     load_config,
 )
-from megafp8.conversion.hf_config import differences
+from megafp8.conversion.flat import differences
 from megafp8.pipeline_parallel.registry import SCHEDULES
 from megafp8.section import Section
 
