@@ -82,41 +82,46 @@ def flattened(model: ModelSpec) -> ModelSpec:
 def flat_keys(model: ModelSpec) -> Fields:
     """Return all flat keys of a network, with defaults resolved.
 
-    Where layers differ, a key that is no list has the value of one of them, without a window if there is such a layer.
-    A key that no layer has keeps the value that it was written with.
+    A key that is no list has the value of the layers that have it. Where these differ, or there are none, it has the
+    value that it was written with.
     """
     model = flattened(model)
     layers, rotary = _blocks(model), _rotary(_blocks(model))
-    ffns = sorted((x for layer in layers if (x := layer.ffn).present), key=lambda x: isinstance(x, MoeFfnConfig))
+    ffns = [layer.ffn for layer in layers if layer.ffn.present]
+    mlps = [ffn for ffn in ffns if isinstance(ffn, MlpConfig)]
     fields = dict(model.keys)
     for section in SECTIONS:
         fields |= {f"{section}.{key}": value for key, value in (fields[section] or {}).items()}
     for section, (keys, kind) in _LAYER_SECTIONS.items():
-        for record in [x for x in (*rotary, *ffns) if isinstance(x, kind)][:1]:
-            fields[section] = {key: getattr(record, key) for key in keys.model_fields}
-            fields |= {f"{section}.{key}": value for key, value in fields[section].items()}
+        if records := [x for x in (*rotary, *ffns) if isinstance(x, kind)]:
+            for key in keys.model_fields:
+                written = fields.get(f"{section}.{key}", getattr(records[0], key))
+                fields[f"{section}.{key}"] = _common(records, key, written)
+            fields[section] = {key: fields[f"{section}.{key}"] for key in keys.model_fields}
     if model.has_experts and model.keys["pattern"]:
         fields |= {"moe.first_dense_layers": _first_sparse(layers), "moe.layer_interval": 1}
-    written = AttentionKeys.model_validate({key: model.keys[key] for key in AttentionKeys.model_fields})
-    for key in AttentionKeys.model_fields:
-        values = [getattr(x, key) for x in rotary if hasattr(x, key)] or [getattr(written, key)]
-        fields[key] = next((value for value in values if value is not None), None)
-    heads, windows = fields["num_attention_heads"], [getattr(x, "sliding_window", None) for x in rotary]
-    width = rotary[0].channels if rotary else fields["head_dim"] or model.hidden_size // heads
-    mlp = next((x for x in ffns if isinstance(x, MlpConfig)), None)
+    attention = AttentionKeys.model_validate({key: model.keys[key] for key in AttentionKeys.model_fields})
+    fields |= {key: _common(rotary, key, getattr(attention, key)) for key in AttentionKeys.model_fields}
+    heads = fields["num_attention_heads"]
+    width = _common(rotary, "channels", fields["head_dim"] or model.hidden_size // heads)
     return fields | {
-        "sliding_window": max(filter(None, windows), default=None),
         "num_query_groups": fields["num_query_groups"] or heads,
         "head_dim": width,
         "attention_scale": fields["attention_scale"] or width**-0.5,
-        "activation": ffns[0].activation if ffns else model.activation,
-        "ffn_hidden_size": mlp.width if mlp else fields["ffn_hidden_size"] or 4 * model.hidden_size,
-        "norm_position": layers[0].norm_position,
+        "activation": _common(mlps or ffns, "activation", model.activation),
+        "ffn_hidden_size": _common(mlps, "width", fields["ffn_hidden_size"] or 4 * model.hidden_size),
+        "norm_position": _common(layers, "norm_position", fields["norm_position"]),
         "num_decoder_layers": (model.num_blocks - model.num_layers) or None,
         "transform_activation": model.head.activation,
         "logits_scaling": model.head.logits_divisor,
         **_lists(model),
     }
+
+
+def _common(records: Sequence[Any], key: str, otherwise: Any) -> Any:
+    """Return the value of a key that all records have that have one, or `otherwise` if they differ or have none."""
+    values = [value for record in records if (value := getattr(record, key, None)) is not None]
+    return values[0] if values and all(value == values[0] for value in values) else otherwise
 
 
 def has_mixed_experts(fields: Fields) -> bool:
@@ -135,7 +140,7 @@ def differing(a: Fields, b: Fields, *, by_layer: bool) -> list[str]:
     """Return the flat keys in which networks differ that compute something else from given weights.
 
     Args:
-        by_layer: Of layers' parts name the lists instead of the keys of the section.
+        by_layer: Name the lists for parts of layers, instead of the keys that the layers have them from.
     """
     unused = {key for key, kind in _POSITIONS.items() if a["position_embedding"] == b["position_embedding"] != kind}
     unused |= {"mixer.qkv_bias"} if a["linear_bias"] and b["linear_bias"] else set()  # it adds nothing then
@@ -149,7 +154,7 @@ def differing(a: Fields, b: Fields, *, by_layer: bool) -> list[str]:
     if by_layer or not words:
         return found
     placed = {key for key in a if (key in _PLACEMENT or _last(key) in words) and _differ(key, a, b)}
-    return [key for key in a if (key in found or key in placed) and not is_by_layer(key)]
+    return [key for key in a if (key in found or key in placed) and not is_by_layer(key)] or found
 
 
 def _last(key: str) -> str:
@@ -194,8 +199,10 @@ def _lists(model: ModelSpec) -> Fields:
     lists: Fields = {"layer.norm_position": [layer.norm_position for layer in _blocks(model)]}
     for part, kinds in PARTS.items():
         records = [getattr(layer, part) for layer in _blocks(model)]
+        distinct = {id(record): record for record in records}
         for key in dict.fromkeys(key for kind in kinds for key in kind.model_fields):
-            lists[f"{part}.{key}"] = [_value(record, key, model) for record in records]
+            values = {address: _value(record, key, model) for address, record in distinct.items()}
+            lists[f"{part}.{key}"] = [values[id(record)] for record in records]
     return lists
 
 
@@ -208,11 +215,7 @@ def _value(record: Any, key: str, model: ModelSpec) -> Any:
         (key in _ROTARY and record.position_embedding != "rope")
         or (key == "attention_scale" and value == record.channels**-0.5)
         or (key == "norm_eps" and isinstance(record, LatentRecord) and value == model.norm.eps)
-        or (
-            key in ("num_groups", "top_groups")
-            and record.kind == "moe"
-            and record.top_groups in (None, record.num_groups)
-        )
+        or (key in ("num_groups", "top_groups") and _chooses_from_all_groups(record))
     )
     return None if without_effect else value
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 import yaml
-from megafp8.conversion.flat import differences
 
 from megafp8.config import (
     Config,
@@ -21,6 +20,7 @@ from megafp8.config import (
     load_config,
     model_spec,
 )
+from megafp8.conversion.flat import differences
 from megafp8.pipeline_parallel.registry import SCHEDULES
 from megafp8.section import Section
 

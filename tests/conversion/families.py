@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megafp8.config import RopeScaling
-from megafp8.config.schema import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo
 from megafp8.conversion.model import model_tensors
 from megafp8.distributed.sharding import Init, ParamShard
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.random import fill_
 
 V, S, B = 101, 12, 2
@@ -934,7 +934,7 @@ def tokens() -> Tensor:
 class RandomSource(Source):
     """A model of ours with random weights that depend on their names only."""
 
-    def __init__(self, model: ModelConfig, path: Path = Path("random"), dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: ModelSpec, path: Path = Path("random"), dtype: torch.dtype = torch.float32) -> None:
         self.model, self.path, self.dtype = model, path, dtype
         self.about: dict[str, Any] = {}
         self.tokenizer_files: list[Path] = []
@@ -949,11 +949,12 @@ class RandomSource(Source):
 
     def read(self, name: str) -> Tensor:
         shape = self.tensors[name].shape
-        centre = 1.0 if "norm.weight" in name and not self.model.zero_centered_gamma else 0.0
-        centre = 0.3 if "q_norm" in name and self.model.attention_scale == 1 else 1.0 if "scal" in name else centre
+        centre = 1.0 if "norm.weight" in name and not self.model.norm.zero_centered else 0.0
+        scale = self.model.keys["attention_scale"]
+        centre = 0.3 if "q_norm" in name and scale == 1 else 1.0 if "scal" in name else centre
         piece = ParamShard(name, shape, (0,) * len(shape), shape)
         if name.endswith(".table"):  # of experts, all different
-            assert self.model.moe is not None
-            scores = torch.rand(shape[0], self.model.moe.num_experts, generator=torch.Generator().manual_seed(7))
+            experts = self.model.expert_records[0].num_experts
+            scores = torch.rand(shape[0], experts, generator=torch.Generator().manual_seed(7))
             return scores.argsort(1)[:, : shape[1]]
         return (centre + fill_(torch.empty(shape), piece, Init("normal", 0.2), 7)).to(self.dtype)

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from megafp8.config.schema import ModelConfig
+from megafp8.config import model_spec
+from megafp8.conversion.flat import flat_keys
+from megafp8.spec import ModelSpec
 from tests.conversion.families import RandomSource
 from tests.conversion.megatron_reference import MODELS, rank
 from tests.conversion.test_megatron import ARGS
@@ -25,7 +27,7 @@ from tests.conversion.test_megatron import ARGS
 MULTIPLE = 8
 
 
-def build(model: ModelConfig, args: dict[str, Any], t: int, p: int, e: int) -> Any:
+def build(model: ModelSpec, args: dict[str, Any], t: int, p: int, e: int) -> Any:
     from megatron.core import parallel_state as mpu
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -33,19 +35,20 @@ def build(model: ModelConfig, args: dict[str, Any], t: int, p: int, e: int) -> A
 
     mpu.initialize_model_parallel(t, p, expert_model_parallel_size=e)
     moe = {}
-    if model.moe is not None:
+    if model.has_experts:
         names = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
         names += ("moe_latent_size", "moe_layer_freq", "moe_router_score_function", "moe_router_enable_expert_bias")
         moe = {name.replace("num_experts", "num_moe_experts"): args[name] for name in names if name in args}
         moe["moe_shared_expert_gate"] = args.get("moe_shared_expert_gate", False)
         moe["moe_token_dispatcher_type"] = "allgather"  # alltoall needs a GPU
+    fields, stem = flat_keys(model), model.stem
     config = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.query_groups,
-        kv_channels=model.channels,
-        ffn_hidden_size=model.ffn_size,
+        num_attention_heads=fields["num_attention_heads"],
+        num_query_groups=fields["num_query_groups"],
+        kv_channels=fields["head_dim"],
+        ffn_hidden_size=fields["ffn_hidden_size"],
         gated_linear_unit=args.get("swiglu", False),
         activation_func=torch.nn.functional.silu if args.get("swiglu") else torch.nn.functional.gelu,
         add_bias_linear=args.get("add_bias_linear", True),
@@ -62,15 +65,14 @@ def build(model: ModelConfig, args: dict[str, Any], t: int, p: int, e: int) -> A
         bias_dropout_fusion=False,
         **moe,
     )
-    assert model.vocab_size is not None
     return GPTModel(
         config,
         get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args["normalization"]),
-        vocab_size=-(-model.vocab_size // (MULTIPLE * t)) * MULTIPLE * t,
-        max_sequence_length=model.max_position_embeddings,
+        vocab_size=-(-stem.known_vocab_size // (MULTIPLE * t)) * MULTIPLE * t,
+        max_sequence_length=stem.max_position_embeddings,
         pre_process=mpu.is_pipeline_first_stage(),
         post_process=mpu.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=model.tie_embeddings,
+        share_embeddings_and_output_weights=model.head.tied,
         position_embedding_type=args["position_embedding_type"],
     )
 
@@ -115,7 +117,7 @@ def main(argv: list[str]) -> None:
     torch.Tensor.cuda = lambda self: self  # type: ignore[assignment,method-assign]
     OnCPU().__enter__()
     args = ARGS[name]
-    truth = RandomSource(ModelConfig.model_validate(MODELS[name]))
+    truth = RandomSource(model_spec(MODELS[name]))
     model = build(truth.model, args, t, p, e)
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))

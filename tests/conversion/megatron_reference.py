@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafp8.config.schema import ModelConfig
+from megafp8.spec import ModelSpec
 from tests.conversion.families import GROUPED_EXPERTS, RandomSource
 
 TINY: dict[str, Any] = {
@@ -84,11 +84,12 @@ def heads(x: Tensor, d: int) -> list[Tensor]:
     return list(x.split(d))
 
 
-def fused_qkv(w: Mapping[str, Tensor], kind: str, model: ModelConfig, r: int, t: int) -> Tensor:
-    d, per_group = model.channels, model.num_attention_heads // model.query_groups
+def fused_qkv(w: Mapping[str, Tensor], kind: str, model: ModelSpec, r: int, t: int) -> Tensor:
+    mixer = model.layers[0].mixer
+    d, groups, per_group = mixer.channels, mixer.groups, mixer.num_attention_heads // mixer.groups
     q, k, v = (heads(w[f"attention.{part}.{kind}"], d) for part in "qkv")
     rows = []
-    for group in range(r * model.query_groups // t, (r + 1) * model.query_groups // t):
+    for group in range(r * groups // t, (r + 1) * groups // t):
         rows += [*q[group * per_group : (group + 1) * per_group], k[group], v[group]]
     return torch.cat(rows)
 
@@ -124,7 +125,7 @@ def experts(w: Mapping[str, Tensor], r: int, t: int, x: int, n: int, te: bool) -
 
 
 def layer(
-    w: Mapping[str, Tensor], model: ModelConfig, r: int, t: int, te: bool, x: int = 0, n: int = 1
+    w: Mapping[str, Tensor], model: ModelSpec, r: int, t: int, te: bool, x: int = 0, n: int = 1
 ) -> dict[str, Tensor]:
     """One layer on tensor rank r of t, expert rank x of n; `w`: its whole tensors by our names."""
     first, second = "input_layernorm.", "pre_mlp_layernorm."
@@ -140,7 +141,7 @@ def layer(
         if f"attention.q.{kind}" in w:
             found[f"self_attention.linear_qkv.{kind}"] = fused_qkv(w, kind, model, r, t)
         if f"mlp.up.{kind}" in w:
-            gate = [shard(w[f"mlp.gate.{kind}"], r, t)] if model.activation == "swiglu" else []
+            gate = [shard(w[f"mlp.gate.{kind}"], r, t)] if model.layers[0].ffn.activation == "swiglu" else []
             found[f"mlp.linear_fc1.{kind}"] = torch.cat([*gate, shard(w[f"mlp.up.{kind}"], r, t)])
     found["self_attention.linear_proj.weight"] = shard(w["attention.proj.weight"], r, t, 1)
     if sparse:
@@ -150,9 +151,9 @@ def layer(
     if model.linear_bias:
         found["self_attention.linear_proj.bias"] = w["attention.proj.bias"]
         found["mlp.linear_fc2.bias"] = w["mlp.down.bias"]
-    if model.attention_sinks:
+    if model.layers[0].mixer.attention_sinks:
         found["self_attention.core_attention.softmax_offset"] = shard(w["attention.sink.weight"], r, t)
-    if model.qk_norm:
+    if model.layers[0].mixer.qk_norm:
         found["self_attention.q_layernorm.weight"] = w["attention.q_norm.weight"]
         found["self_attention.k_layernorm.weight"] = w["attention.k_norm.weight"]
     return found
@@ -160,7 +161,7 @@ def layer(
 
 def stage(
     whole: Mapping[str, Tensor],
-    model: ModelConfig,
+    model: ModelSpec,
     layers: range,
     r: int,
     t: int,
@@ -176,8 +177,7 @@ def stage(
     stack = "encoder" if bert else "decoder"
 
     def padded(name: str, kind: str = "weight") -> Tensor:
-        assert model.vocab_size is not None
-        rows = -(-model.vocab_size // (multiple * t)) * multiple * t
+        rows = -(-model.stem.known_vocab_size // (multiple * t)) * multiple * t
         x = whole[f"model.{name}.{kind}"]
         return shard(torch.cat([x, x.new_zeros(max(0, rows - len(x)), *x.shape[1:])])[:rows], r, t)
 
@@ -185,9 +185,9 @@ def stage(
     first, last = layers.start == 0, layers.stop == model.num_layers
     if first:
         found["embedding.word_embeddings.weight"] = padded("embedding.word")
-        if model.position_embedding == "learned":
+        if model.stem.position_embedding == "learned":
             found["embedding.position_embeddings.weight"] = whole["model.embedding.position.weight"]
-        if model.token_types:
+        if model.stem.token_types:
             found["embedding.tokentype_embeddings.weight"] = whole["model.embedding.token_type.weight"]
     for here, i in enumerate(layers):
         prefix = f"model.layers.{i}."
@@ -197,12 +197,12 @@ def stage(
         for kind in ("weight", "bias"):
             if f"model.final_norm.{kind}" in whole:
                 found[f"{stack}.final_layernorm.{kind}"] = whole[f"model.final_norm.{kind}"]
-        if not model.tie_embeddings:
+        if not model.head.tied:
             found["output_layer.weight"] = padded("output")
         elif not first:
             found["output_layer.weight"] = padded("embedding.word")
         heads = {"transform": "lm_head.dense", "transform_norm": "lm_head.layer_norm"} if bert else {}
-        heads |= {"pooler": "pooler.dense", "binary_head": "binary_head"} if model.binary_head else {}
+        heads |= {"pooler": "pooler.dense", "binary_head": "binary_head"} if model.head.binary else {}
         for ours, theirs in heads.items():
             found |= {f"{theirs}.{kind}": whole[f"model.{ours}.{kind}"] for kind in ("weight", "bias")}
         if bert:
@@ -212,7 +212,7 @@ def stage(
 
 def rank(
     whole: Mapping[str, Tensor],
-    model: ModelConfig,
+    model: ModelSpec,
     r: int,
     p: int,
     x: int,

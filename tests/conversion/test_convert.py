@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megafp8.config.schema import ModelConfig
+from megafp8.config import model_spec
 from megafp8.conversion import convert
+from megafp8.conversion.flat import differences
 from megafp8.conversion.formats import FORMATS, open_source
-from megafp8.conversion.hf_config import differences
 from megafp8.conversion.model import model_tensors
 from megafp8.conversion.target import Journal
 from tests.conversion import checkpoints
@@ -97,7 +97,7 @@ def test_tensors_that_training_keeps_in_fp32_are_not_rounded(
         },
     }  # fmt: skip
     monkeypatch.setitem(checkpoints.ABOUT, "config", {"model": model})
-    shapes = model_tensors(ModelConfig(**model))
+    shapes = model_tensors(model_spec(model))
     expected = {name: checkpoints.value(name, shape, torch.float32) for name, shape in shapes.items()}
     biases = [name for name in expected if name.endswith("router.bias")]
     assert len(biases) == 2

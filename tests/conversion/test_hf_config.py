@@ -1,4 +1,4 @@
-"""config.json <-> ModelConfig: what is read, what is refused and how, and the family a model is written as."""
+"""config.json <-> `ModelSpec`: what is read, what is refused and how, and the family a model is written as."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megafp8.config import LongRopeConfig, MoeConfig, YarnConfig, load_config
-from megafp8.config.schema import ModelConfig
-from megafp8.conversion.hf_config import FAMILIES, choose, differences, read_config, write_config
+from megafp8.config import LongRopeConfig, MoeConfig, YarnConfig, load_config, model_spec
+from megafp8.conversion.flat import differences, flat_keys
+from megafp8.conversion.hf_config import FAMILIES, choose, read_config, write_config
 from megafp8.conversion.model import is_mtp, model_tensors
 from tests.conversion.families import (
     DEEPSEEK,
@@ -309,7 +309,7 @@ def test_unsupported_configs_are_refused(case: str) -> None:
 
 
 ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "defaults of Llama 1": ({k: v for k, v in L.items() if k != "num_key_value_heads"}, {"query_groups": 4}),
+    "defaults of Llama 1": ({k: v for k, v in L.items() if k != "num_key_value_heads"}, {"num_query_groups": 4}),
     "Mistral's window by default": (M, {"sliding_window": 4096}),
     "Mistral without one": (M | {"sliding_window": None}, {"sliding_window": None}),
     "Qwen2's is off": (Q2 | {"sliding_window": 8, "max_window_layers": 1}, {"sliding_window": None, "qkv_bias": True}),
@@ -317,10 +317,10 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         Q2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 28},
         {"sliding_window": None},
     ),
-    "Qwen3's head": (Q3, {"channels": 128, "qk_norm": True}),
+    "Qwen3's head": (Q3, {"head_dim": 128, "qk_norm": True}),
     "GPT-2's defaults": (
         G | {"attn_pdrop": 0.2},
-        {"ffn_size": 128, "activation": "gelu_tanh", "tie_embeddings": True}
+        {"ffn_hidden_size": 128, "activation": "gelu_tanh", "tie_embeddings": True}
         | {"hidden_dropout": 0.1, "attention_dropout": 0.2},
     ),
     "copies that agree": (
@@ -369,7 +369,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Mixtral's defaults": (X | {"router_jitter_noise": 0.1}, {"rope_theta": 1e6, "sliding_window": None}),
     "experts are counted under either name": (
         {**L, "model_type": "qwen3_moe", "moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_local_experts": 5},
-        {"moe": MoeConfig(num_experts=5, ffn_hidden_size=24, normalize=False)},
+        {"moe": MoeConfig(num_experts=5, ffn_hidden_size=24, normalize=False).model_dump()},
     ),
     "a dense layer that decoder_sparse_step leaves out too": (
         E2 | {"decoder_sparse_step": 2, "mlp_only_layers": [2], "router_aux_loss_coef": 0.1},
@@ -381,7 +381,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 shared_gate=True,
                 layer_interval=2,
                 normalize=False,
-            ),
+            ).model_dump(),
         },
     ),
     "yarn as in DeepSeek-V3": (
@@ -404,10 +404,10 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         Q3 | {"rope_scaling": YARN | {"beta_fast": None, "attention_factor": None}},
         {"yarn": YarnConfig(factor=4, original_max_position_embeddings=16)},
     ),
-    "DeepSeek-V2 chooses from all groups": (D2 | {"topk_method": "greedy", "n_group": 3}, {"query_groups": 4}),
+    "DeepSeek-V2 chooses from all groups": (D2 | {"topk_method": "greedy", "n_group": 3}, {"num_query_groups": 4}),
     "DeepSeek's other keys": (
         D | {"ep_size": 1, "aux_loss_alpha": 0.001, "seq_aux": True, "scoring_func": "sigmoid", "moe_layer_freq": 1},
-        {"channels": 12, "rotary_channels": 4, "value_channels": 6, "norm_eps": 1e-6},
+        {"head_dim": 12, "latent_attention.rope_head_dim": 4, "latent_attention.value_head_dim": 6, "norm_eps": 1e-6},
     ),
     "Gemma 3's windows and bases, version 4": (
         G3
@@ -449,7 +449,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "MiniMax's width of rotated channels": (
         L | {"model_type": "minimax_m2", "rotary_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
-        {"partial_rotary_factor": 0.5, "channels": 128},
+        {"partial_rotary_factor": 0.5, "head_dim": 128},
     ),
     "ERNIE's layers with experts": (
         L | {"model_type": "ernie4_5_moe", "num_hidden_layers": 6, "moe_layer_interval": 2, "moe_layer_end_index": 3},
@@ -464,13 +464,14 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_supported_configs(case: str) -> None:
     config, expected = ACCEPTED[case]
     _, model = read_config(config)
-    assert {key: getattr(model, key) for key in expected} == expected
+    keys = flat_keys(model) | {"moe": model.keys["moe"]}
+    assert {key: keys[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_our_models_round_trip_through_their_family(name: str) -> None:
     family, options = OURS[name]
-    model = ModelConfig(**options)
+    model = model_spec(options)
     chosen = choose(model)
     assert chosen.model_type == family
     assert differences(read_config(write_config(chosen, model))[1], model) == []
@@ -483,7 +484,7 @@ def test_experts_are_written_with_the_aux_loss_that_they_trained_with(name: str)
 
     options = OURS[name][1]
     for weight in (0.0, 0.03):
-        model = ModelConfig(**options | {"moe": options["moe"] | {"aux_loss": weight}})
+        model = model_spec(options | {"moe": options["moe"] | {"aux_loss": weight}})
         written = write_config(choose(model), model)
         kind = written["model_type"]
         theirs = CONFIG_MAPPING[kind](**written).to_dict() if kind in CONFIG_MAPPING else written
@@ -509,10 +510,10 @@ def test_transformers_reads_our_config_as_its_own(name: str) -> None:
 def test_the_activation_of_experts_is_a_difference_where_no_layer_has_an_mlp() -> None:
     kinds = {"a": {"mixer": {"kind": "short_convolution"}, "ffn": "moe"}, "b": {"ffn": "moe"}}
     one, other = (
-        ModelConfig(
-            num_layers=2, hidden_size=16, num_attention_heads=4, vocab_size=29, layer_kinds=kinds, pattern=["a", "b"],
-            moe={"num_experts": 4}, activation=activation,
-        )
+        model_spec({
+            "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 29, "layer_kinds": kinds,
+            "pattern": ["a", "b"], "moe": {"num_experts": 4}, "activation": activation,
+        })
         for activation in ("swiglu", "geglu")
     )  # fmt: skip
     assert differences(one, other) == ["activation"]
@@ -650,15 +651,15 @@ PUBLISHED["deepseek-v3.2"] = (
 )
 def test_configs_are_the_published_models(name: str) -> None:
     parameters, config = PUBLISHED[name]
-    model = load_config(ROOT / "configs" / f"{name}.yaml").model
+    model = load_config(ROOT / "configs" / f"{name}.yaml").spec
     # By a training on longer contexts, after this one.
-    extended = ["yarn"] if config.get("rope_scaling") and model.yarn is None else []
+    extended = ["yarn"] if config.get("rope_scaling") and flat_keys(model)["yarn"] is None else []
     assert differences(read_config(config)[1], model) == extended
     of_names = {name: math.prod(shape) for name, shape in model_tensors(model).items()}
     ahead = sum(count for name, count in of_names.items() if is_mtp(model, name))
     assert sum(of_names.values()) - ahead == parameters
-    copies = 2 * model.vocab_size * model.hidden_size
-    assert model.mtp_num_layers == config.get("num_nextn_predict_layers", 0)
+    copies = 2 * model.stem.known_vocab_size * model.hidden_size
+    assert model.num_prediction_layers == config.get("num_nextn_predict_layers", 0)
     assert not ahead or ahead + copies == pytest.approx(14e9, rel=0.05)
 
 
@@ -679,7 +680,7 @@ def test_older_keys_of_deepseek_v4_are_read_as_transformers_reads_them(scaled: b
     keys = {key: value for key, value in older.items() if key not in ("architectures", "model_type")}
     theirs = DeepseekV4Config(**keys).to_dict() | {"architectures": ["DeepseekV4ForCausalLM"]}
     assert differences(read_config(theirs)[1], model) == []
-    ours = load_config(ROOT / "configs/deepseek-v4-flash.yaml").model
+    ours = load_config(ROOT / "configs/deepseek-v4-flash.yaml").spec
     assert differences(model, ours) == (["yarn", "layer_kinds", "pattern"] if scaled else [])
     assert round(sum(map(math.prod, model_tensors(model).values())) / 1e9) == 284
 
@@ -714,7 +715,7 @@ def test_older_keys_of_deepseek_v4_are_read_as_transformers_reads_them(scaled: b
 )
 def test_a_model_of_no_family_is_refused(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
-        choose(ModelConfig(**SMALL | options))
+        choose(model_spec(SMALL | options))
 
 
 def test_every_family_is_tested() -> None:
@@ -755,4 +756,4 @@ def test_every_key_of_theirs_is_known(kind: str) -> None:
 def test_kinds_of_layers_have_short_names() -> None:
     """Those of their parts, where these are all that differs."""
     model = read_config(PUBLISHED["nemotron-3-nano-30b"][1])[1]
-    assert model.pattern[:6] == ["mamba2", "moe", "mamba2", "moe", "mamba2", "attention"]
+    assert model.keys["pattern"][:6] == ["mamba2", "moe", "mamba2", "moe", "mamba2", "attention"]

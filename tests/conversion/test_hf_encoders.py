@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megafp8.batch import Batch
 from megafp8.checkpoint import collect
-from megafp8.config.schema import ModelConfig
+from megafp8.config import model_spec
 from megafp8.conversion.base import Source
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
@@ -23,6 +23,7 @@ from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.models.norms import normalized
 from megafp8.parallel_state import initialize_model_parallel
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.mappings import gather_from_tensor_parallel
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import RandomSource, S, V, randomize
@@ -67,9 +68,9 @@ def our_logits(source: Source, tp: int) -> tuple[Tensor, Tensor | None]:
     context = BuildContext(
         state.tensor.group, Fp8Manager(None, amax_group=None), torch.float32, state.device, tp > 1
     )  # fmt: skip
-    stage = GPTStage(model, context, layers=model.layers, positions=model.max_position_embeddings or 1)
+    stage = GPTStage(model, context, layers=range(len(model.layers)), positions=model.stem.max_position_embeddings or 1)
     load_weights(source, collect(stage.parameters(), lambda param: param.detach(), "model."))
-    types = _types() if model.token_types > 1 else None
+    types = _types() if model.stem.token_types > 1 else None
     cu_seqlens = torch.tensor([[0, n, S] for n in LENGTHS]).int()
     assert stage.embedding is not None
     assert stage.head is not None
@@ -78,14 +79,14 @@ def our_logits(source: Source, tp: int) -> tuple[Tensor, Tensor | None]:
     hidden_sbh = x_sbh if stage.head.norm is None else normalized(stage.head.norm, x_sbh, branch_sbh)
     binary = None if stage.head.binary is None else stage.head.binary.logits(hidden_sbh)
     logits_sbv = gather_from_tensor_parallel(stage.head.logits(x_sbh, branch_sbh), state.tensor.group)
-    return logits_sbv.transpose(0, 1)[..., : model.vocab_size].contiguous(), binary
+    return logits_sbv.transpose(0, 1)[..., : model.stem.vocab_size].contiguous(), binary
 
 
 def _from_folder(path: Path, tp: int) -> tuple[Tensor, Tensor | None]:
     return our_logits(HfSource(path, vocab_multiple=8), tp)
 
 
-def _from_random(model: ModelConfig, tp: int) -> tuple[Tensor, Tensor | None]:
+def _from_random(model: ModelSpec, tp: int) -> tuple[Tensor, Tensor | None]:
     return our_logits(RandomSource(model), tp)
 
 
@@ -150,7 +151,7 @@ def test_theirs_to_ours(world2: World, tmp_path: Path, name: str) -> None:
 def test_ours_to_theirs(world2: World, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     import transformers
 
-    model = ModelConfig(**OURS["bert"] | options)
+    model = model_spec(OURS["bert"] | options)
     source = RandomSource(model, tmp_path)
     if name == "RobertaForMaskedLM":  # BERT can express it too
         source.about["huggingface"] = THEIRS_ROBERTA
@@ -201,7 +202,7 @@ def test_megatrons_checkpoint_of_bert(world2: World, tmp_path: Path) -> None:
     """`transformers` has a model for it, whose head has the MLP's GELU, where Megatron-LM's is exact."""
     import transformers
 
-    source = RandomSource(ModelConfig(**BERT_OF_MEGATRON | {"head_dim": 4, "vocab_size": V}))
+    source = RandomSource(model_spec(BERT_OF_MEGATRON | {"head_dim": 4, "vocab_size": V}))
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "max_position_embeddings": 32, "vocab_size": V}
     args = {"num_layers": 4, "kv_channels": 4, "ffn_hidden_size": 24, "make_vocab_size_divisible_by": 8, **sizes}
     save_as_megatron(tmp_path, source, args, (2, 2, 1))

@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megafp8.config.schema import ModelConfig
+from megafp8.config import model_spec
 from megafp8.conversion.convert import Selected, verify
-from megafp8.conversion.hf_config import differences
+from megafp8.conversion.flat import differences
 from megafp8.conversion.hf_names import present_name
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
@@ -115,7 +115,7 @@ def test_layers_of_multi_token_prediction_are_read_and_not_written(
         HfSource(mtp)
     for folder in (theirs, mtp):
         (folder / "config.json").write_text(json.dumps(config(mtp) | {"num_nextn_predict_layers": 1}))
-    assert HfSource(theirs).model.mtp_num_layers == 0, "transformers does not write them"
+    assert HfSource(theirs).model.num_prediction_layers == 0, "transformers does not write them"
     source = HfSource(mtp)
     assert source.tensors.keys() - HfSource(theirs).tensors.keys() == {
         name for name in source.tensors if name.startswith("model.layers.3.")
@@ -165,7 +165,7 @@ def test_padding_is_zeros_and_rows_are_rows_of_the_whole(tmp_path: Path) -> None
 
 
 def test_another_dtype_and_any_order(tmp_path: Path) -> None:
-    source = RandomSource(ModelConfig(**OURS["gpt2"][1]), tmp_path)
+    source = RandomSource(model_spec(OURS["gpt2"][1]), tmp_path)
     convert(source, HfSink(tmp_path / "fp32"))
     half = Selected(source, weights_only=True, dtype=torch.bfloat16)
     sink = HfSink(tmp_path / "bf16")
@@ -194,7 +194,7 @@ def test_selection_biases_stay_in_fp32_as_in_transformers(name: str, tmp_path: P
 
 
 def test_blocks_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = RandomSource(ModelConfig(**OURS["gpt2"][1]), tmp_path)
+    source = RandomSource(model_spec(OURS["gpt2"][1]), tmp_path)
     convert(source, HfSink(tmp_path / "whole"))
     monkeypatch.setattr("megafp8.conversion.hf_sink.BLOCK_BYTES", 300)
     convert(source, HfSink(tmp_path / "blocks"))
@@ -202,12 +202,12 @@ def test_blocks_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_missing_tensors_and_unsupported_models_are_refused(tmp_path: Path) -> None:
-    source = RandomSource(ModelConfig(**SMALL), tmp_path)
+    source = RandomSource(model_spec(SMALL), tmp_path)
     del source.tensors["model.layers.1.mlp.up.weight"]
     with pytest.raises(ValueError, match=r"has no tensor model\.layers\.1\.mlp\.up\.weight, which its model has"):
         HfSink(tmp_path / "ours").begin(source, {})
     with pytest.raises(ValueError, match=r"no Hugging Face family has this model; .*model\.parallel_block"):
-        HfSink(tmp_path / "ours").begin(RandomSource(ModelConfig(**SMALL, parallel_block=True), tmp_path), {})
+        HfSink(tmp_path / "ours").begin(RandomSource(model_spec(SMALL | {"parallel_block": True}), tmp_path), {})
     assert list(tmp_path.iterdir()) == []
 
 

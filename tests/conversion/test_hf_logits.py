@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megafp8.batch import Batch
 from megafp8.checkpoint import Rectangles, collect
-from megafp8.config.schema import ModelConfig
+from megafp8.config import model_spec
 from megafp8.conversion.base import Source
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
@@ -28,6 +28,7 @@ from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import initialize_model_parallel
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.mappings import gather_from_tensor_parallel
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import OURS, SMALL, THEIRS, B, RandomSource, S, V, make_theirs, tokens
@@ -61,7 +62,7 @@ def _our_logits(source: Source, tp: int, pp: int, ep: int = 1) -> tuple[GPTStage
     )  # fmt: skip
     middle = min([model.num_layers // 2 + 1, *model.kv_sources])
     stages = [range(model.num_layers)] if pp == 1 else [range(middle), range(middle, model.num_layers)]
-    layers, positions = stages[state.pipeline.rank], model.max_position_embeddings or 1
+    layers, positions = stages[state.pipeline.rank], model.stem.max_position_embeddings or 1
     stage = GPTStage(model, context, layers=layers, positions=positions)
     wanted = collect(stage.parameters(), lambda param: param.detach(), "model.")
     load_weights(source, wanted | {f"model.{name}": Rectangles.whole(x) for name, x in stage.constants.items()})
@@ -78,7 +79,7 @@ def _our_logits(source: Source, tp: int, pp: int, ep: int = 1) -> tuple[GPTStage
         dist.send(x_sbh if branch_sbh is None else x_sbh + branch_sbh, 1)
         return stage, None
     logits_sbv = gather_from_tensor_parallel(stage.head.logits(x_sbh, branch_sbh), state.tensor.group)
-    return stage, logits_sbv.transpose(0, 1)[..., : model.vocab_size].contiguous()
+    return stage, logits_sbv.transpose(0, 1)[..., : model.stem.vocab_size].contiguous()
 
 
 def _compare_gradients(weights: Path, gradients: Path) -> tuple[int, float]:
@@ -108,17 +109,17 @@ def _from_folder(path: Path, *layout: int) -> Tensor | None:
     return our_logits(HfSource(path, vocab_multiple=8), *layout)
 
 
-def _from_random(model: ModelConfig, path: Path, *layout: int) -> Tensor | None:
+def _from_random(model: ModelSpec, path: Path, *layout: int) -> Tensor | None:
     return our_logits(RandomSource(model, path), *layout)
 
 
-def _layouts(model: ModelConfig, only: str) -> list[tuple[int, ...]]:
+def _layouts(model: ModelSpec, only: str) -> list[tuple[int, ...]]:
     """All, or `only` "several": those of two ranks, each of which reads other slices."""
-    layouts = [x for x in LAYOUTS.values() if x[1] == 1 or model.per_layer_embedding is None]
-    if model.moe is not None:
+    layouts = [x for x in LAYOUTS.values() if x[1] == 1 or not model.stem.per_layer_width]
+    if model.has_experts:
         layouts = [*layouts, *EXPERTS.values()]
     if only == "several":
-        layouts = [x for x in layouts if x != LAYOUTS["tp1"] and (x != LAYOUTS["tp2-sp"] or model.moe is None)]
+        layouts = [x for x in layouts if x != LAYOUTS["tp1"] and (x != LAYOUTS["tp2-sp"] or not model.has_experts)]
     return layouts
 
 
@@ -229,7 +230,7 @@ WRITTEN = ["llama4", "gpt2", "phi3-longrope"]
 @pytest.mark.parametrize("position_embedding", ["rope", "alibi"])
 def test_baichuan(world2: World, tmp_path: Path, position_embedding: str) -> None:
     """transformers has no such model. The folder of the one with rope is that of a Llama, packed."""
-    model = ModelConfig(**OURS["baichuan"][1] | {"position_embedding": position_embedding})
+    model = model_spec(OURS["baichuan"][1] | {"position_embedding": position_embedding})
     folder = tmp_path / "theirs"
     convert(RandomSource(model, tmp_path), HfSink(folder))
     if position_embedding == "rope":
@@ -254,7 +255,7 @@ def test_ours_to_theirs(world2: World, tmp_path: Path, name: str) -> None:
     import transformers
 
     family, options = OURS[name]
-    model = ModelConfig(**options)
+    model = model_spec(options)
     convert(RandomSource(model, tmp_path), HfSink(tmp_path / "hf", file_bytes=20_000))
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
     # transformers 5.24 lists no causal language model of mistral4 alone.

@@ -19,12 +19,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.config import RopeScaling
-from megafp8.config.checks import network_problems
-from megafp8.config.parts.attention import attention_heads
-from megafp8.config.schema import ModelConfig
+from megafp8.config import RopeScaling, model_problems, model_spec
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
+from megafp8.spec import ModelSpec
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import B, RandomSource, S, V, config_class, randomize, tokens
 from tests.conversion.test_hf_logits import our_logits
@@ -37,7 +35,7 @@ def _pick(rng: Rng, usual: Any, *others: Any, rare: float = 0.25) -> Any:
     return rng.choice(others) if rng.random() < rare else usual
 
 
-def our_model(rng: Rng) -> ModelConfig:
+def our_model(rng: Rng) -> ModelSpec:
     """Near one of the families, since nearly all models of independent fields have none; some are of none."""
     heads = rng.choice([1, 2, 3, 4, 6])
     style = rng.choice(["llama", "llama", "qwen2", "qwen3", "gpt2"])
@@ -91,7 +89,7 @@ def our_model(rng: Rng) -> ModelConfig:
     latent = Rng(f"latent {fields}")
     if style == "llama" and latent.random() < 0.3:
         fields |= _our_deepseek(latent)
-    return ModelConfig(**fields)
+    return model_spec(fields)
 
 
 def _our_experts(rng: Rng, shared: bool) -> dict[str, Any]:
@@ -138,7 +136,7 @@ def _our_deepseek(rng: Rng) -> dict[str, Any]:
     return fields | none | {"norm_eps": norm_eps, "sliding_window": _pick(rng, None, 5, rare=0.1)}
 
 
-def _of_ours(models: list[tuple[ModelConfig, Path]]) -> list[Tensor]:
+def _of_ours(models: list[tuple[ModelSpec, Path]]) -> list[Tensor]:
     found = [our_logits(RandomSource(model, path), 1, 1) for model, path in models]
     return [logits for logits in found if logits is not None]
 
@@ -148,15 +146,15 @@ def _of_folders(folders: list[Path]) -> list[Tensor]:
     return [logits for logits in found if logits is not None]
 
 
-def _legal(rng: Rng) -> ModelConfig:
+def _legal(rng: Rng) -> ModelSpec:
     """A model that can be built at all."""
     while True:
         model = our_model(rng)
-        if not [*network_problems(model)]:
+        if not [*model_problems(model)]:
             return model
 
 
-def _export(count: int, seed: int, folder: Path) -> tuple[list[tuple[ModelConfig, Path]], Counter[str]]:
+def _export(count: int, seed: int, folder: Path) -> tuple[list[tuple[ModelSpec, Path]], Counter[str]]:
     """Export random models; those that were, and what of the others no family has."""
     folder.mkdir(exist_ok=True)
     rng, done, reasons = Rng(seed), [], Counter[str]()
@@ -185,7 +183,7 @@ def _check_export(world: World, folder: Path, count: int, seed: int) -> tuple[Co
     for (model, path), ours in zip(done, world.run(_of_ours, done, ranks=1)[0], strict=True):
         loaded, report = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
         assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), model
-        if model.moe is not None:
+        if model.has_experts:
             loaded.set_experts_implementation("eager")  # the default needs widths that are multiples of 16 bytes
         with torch.no_grad():
             theirs = loaded.eval()(tokens()).logits
@@ -206,7 +204,9 @@ def test_random_models_of_ours_load_in_transformers_or_are_refused(world2: World
 
 def test_a_model_that_cannot_be_built_is_not_exported(tmp_path: Path) -> None:
     rng = Rng(2)
-    broken = [model for model in (our_model(rng) for _ in range(200)) if list(attention_heads(model))]
+    of_heads = {"model.hidden_size", "model.head_dim", "model.num_query_groups"}
+    models = [our_model(rng) for _ in range(200)]
+    broken = [model for model in models if any(problem.path in of_heads for problem in model_problems(model))]
     assert len(broken) > 20
     for model in broken:
         with pytest.raises(ValueError, match=r"model\.(hidden_size|head_dim|num_query_groups) = "):

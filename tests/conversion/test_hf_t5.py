@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megafp8.batch import Batch
 from megafp8.checkpoint import collect
-from megafp8.config.schema import ModelConfig
+from megafp8.config import model_spec
 from megafp8.conversion.base import Source
 from megafp8.conversion.convert import Selected
 from megafp8.conversion.hf_sink import HfSink
@@ -21,6 +21,7 @@ from megafp8.fp8 import Fp8Manager
 from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext
 from megafp8.parallel_state import initialize_model_parallel
+from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.mappings import gather_from_tensor_parallel
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import B, RandomSource, V, randomize
@@ -65,14 +66,14 @@ def our_logits(source: Source, tp: int) -> Tensor:
     head.forward = lambda x, branch, *_: head.logits(x, branch)
     batch = Batch(tokens(S), tokens(D), decoder_tokens=tokens(D))
     logits_dbv = gather_from_tensor_parallel(stages[1](stages[0](None, batch), batch), state.tensor.group)
-    return logits_dbv.transpose(0, 1)[..., : model.vocab_size].contiguous()
+    return logits_dbv.transpose(0, 1)[..., : model.stem.vocab_size].contiguous()
 
 
 def _from_folder(path: Path, tp: int) -> Tensor:
     return our_logits(HfSource(path, vocab_multiple=8), tp)
 
 
-def _from_random(model: ModelConfig, tp: int) -> Tensor:
+def _from_random(model: ModelSpec, tp: int) -> Tensor:
     return our_logits(SmallQueries(model), tp)
 
 
@@ -104,7 +105,7 @@ def test_theirs_to_ours(world2: World, tmp_path: Path, name: str) -> None:
 def test_ours_to_theirs(world2: World, tmp_path: Path, options: dict[str, Any]) -> None:
     import transformers
 
-    model = ModelConfig(**OURS | options, norm_eps=1e-6)
+    model = model_spec(OURS | options | {"norm_eps": 1e-6})
     source = Selected(SmallQueries(model, tmp_path), weights_only=True, dtype=None, mtp=False)  # as megafp8 convert has
     convert(source, HfSink(tmp_path / "hf", file_bytes=20_000))
     loaded, report = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf", output_loading_info=True)

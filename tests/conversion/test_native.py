@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megafp8.checkpoint import load, save
-from megafp8.config.schema import ModelConfig
+from megafp8.config import model_spec
 from megafp8.conversion.average import Averaged
 from megafp8.conversion.convert import Selected
 from megafp8.conversion.hf_sink import HfSink
@@ -32,6 +32,7 @@ def test_a_source_is_what_was_saved(tmp_path: Path) -> None:
         source = NativeSource(given)
         assert source.path == path
         assert source.model == checkpoints.MODEL
+        assert source.model.keys == checkpoints.MODEL.keys
         assert source.about["consumed_samples"] == 240
         assert source.tensors.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -44,21 +45,21 @@ def test_a_source_is_what_was_saved(tmp_path: Path) -> None:
 def test_positions_that_the_config_leaves_to_the_run(
     longrope: dict[str, Any] | None, positions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = {**checkpoints.MODEL.model_dump(mode="json"), "max_position_embeddings": None, "longrope": longrope}
+    model = {**checkpoints.MODEL.keys, "max_position_embeddings": None, "longrope": longrope}
     monkeypatch.setitem(checkpoints.ABOUT, "config", {"model": model, "training": {"seq_length": 16}})
     source = NativeSource(checkpoints.make(tmp_path))
-    assert source.model.max_position_embeddings == positions
+    assert source.model.stem.max_position_embeddings == positions
     path = convert(source, HfSink(tmp_path / "hf"))
     assert json.loads((path / "config.json").read_text())["max_position_embeddings"] == positions
 
 
 def test_a_table_of_experts_stays_what_it_is_in_another_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = {
-        **checkpoints.MODEL.model_dump(mode="json"), "moe": {"num_experts": 4, "ffn_hidden_size": 8},
+        **checkpoints.MODEL.keys, "moe": {"num_experts": 4, "ffn_hidden_size": 8},
         "layer_kinds": {"hash": {"ffn": {"kind": "moe", "routing": "hash"}}}, "pattern": ["hash"],
     }  # fmt: skip
     monkeypatch.setitem(checkpoints.ABOUT, "config", {"model": model})
-    tensors = {name: torch.rand(shape) for name, shape in model_tensors(ModelConfig(**model)).items()}
+    tensors = {name: torch.rand(shape) for name, shape in model_tensors(model_spec(model)).items()}
     name = "model.layers.0.mlp.router.table"
     tables = {key: (100 * x).long() for key, x in tensors.items() if key.endswith("router.table")}
     source = NativeSource(checkpoints.make(tmp_path / "run", tensors | tables))

@@ -19,7 +19,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
-from megafp8.config.schema import ModelConfig
+from megafp8.config import model_spec
 from megafp8.conversion.base import Source
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_tokenizer import export_tokenizer, find_tokenizer
@@ -271,13 +271,13 @@ def write_family(folder: Path, family: Family) -> Path:
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a Hugging Face folder without a tokenizer."""
     folder = tmp_path_factory.mktemp("weights") / "model"
-    convert(RandomSource(ModelConfig(**SMALL, max_position_embeddings=64)), HfSink(folder))
+    convert(RandomSource(model_spec(SMALL | {"max_position_embeddings": 64})), HfSink(folder))
     return folder
 
 
 def _run_of(folder: Path, family: Family, **settings: Any) -> Source:
     """Return a checkpoint of a run with the tokenizer in `folder`."""
-    source = RandomSource(ModelConfig(**SMALL, max_position_embeddings=64))
+    source = RandomSource(model_spec(SMALL | {"max_position_embeddings": 64}))
     source.tokenizer_files = [file for file in folder.iterdir() if file.name != "generation_config.json"]
     source.about["config"] = {"data": {"tokenizer": {"kind": family.kind, "path": str(folder), **settings}}}
     return source

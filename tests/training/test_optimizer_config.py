@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megafp8.config import Config
-from megafp8.conversion.hf_config import choose, differences, write_config
+from megafp8.conversion.flat import differences
+from megafp8.conversion.hf_config import choose, write_config
 from megafp8.distributed.sharding import spec_of
 from megafp8.optimizer.adamw import AdamW
 from megafp8.optimizer.muon import Muon
