@@ -282,6 +282,9 @@ def is_copy(name: str) -> bool:
 
 
 def is_of_shared_keys(model: ModelSpec, name: str) -> bool:
-    """Whether a tensor of theirs projects keys or values of a layer that reads those of another, which nothing uses."""
-    layer = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.\w+", name)
-    return layer is not None and getattr(model.layers[int(layer[1])].mixer, "kv_layer", None) is not None
+    """Return whether a tensor of theirs projects keys or values for a layer that reads the keys of another layer."""
+    match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.\w+", name)
+    layers = (
+        [] if match is None else model.layers[int(match[1]) :][:1]
+    )  # none where the folder has more than the config
+    return any(getattr(layer.mixer, "kv_layer", None) is not None for layer in layers)

@@ -152,7 +152,6 @@ def test_wrong_values(tmp_path: Path, override: str, expected: str) -> None:
         ("deterministic=off", False),
         ("optimizer.learning_rate=1e-4", 1e-4),
         ("parallel.placement=null", None),
-        ("parallel.placement=turns", "loop"),  # its name in earlier versions
     ],
 )
 def test_override_values_follow_the_type_of_the_field(tmp_path: Path, override: str, expected: Any) -> None:

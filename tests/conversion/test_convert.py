@@ -42,7 +42,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def check_weights(path: Path, expected: dict[str, torch.Tensor]) -> None:
-    source, vocabulary = open_source(path), checkpoints.MODEL.vocab_size
+    source, vocabulary = open_source(path), checkpoints.MODEL.stem.vocab_size
     assert source.tensors.keys() == expected.keys()
     for name, tensor in expected.items():
         found = source.read(name)

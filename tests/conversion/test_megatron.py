@@ -279,7 +279,7 @@ def test_models_from_before_megatron_core(tmp_path: Path) -> None:
 def test_a_router_chooses_as_its_arguments_say(args: dict[str, Any]) -> None:
     args = ARGS["mixtral"] | {"num_experts": 16, "moe_router_topk": 4, "moe_router_num_groups": 8} | args
     sigmoid = args.get("moe_router_score_function") == "sigmoid"
-    moe = read_args(args | {"moe_router_enable_expert_bias": sigmoid}, 50, 8).moe
+    moe = read_args(args | {"moe_router_enable_expert_bias": sigmoid}, 50, 8).layers[0].ffn
     assert moe is not None
     torch.manual_seed(1)
     logits, bias = 2 * torch.randn(50, 16).double(), torch.randn(16).double() if sigmoid else None

@@ -42,7 +42,7 @@ def write_data(folder: Path) -> tuple[str, str]:
 
 def _losses(folder: Path, layout: dict[str, int], file: str, prefix: str) -> dict[str, Loss]:
     opened = open_checkpoint(folder / "model", Layout(**layout), device="cpu", dtype=torch.float32)
-    tokenizer, vocab_size = opened.tokenizer, opened.source.model.vocab_size
+    tokenizer, vocab_size = opened.tokenizer, opened.source.model.stem.vocab_size
     assert tokenizer is not None
     assert vocab_size is not None
     scorer = Scorer(load_model(opened), max_length=LENGTH, max_batch_tokens=50)
