@@ -45,7 +45,7 @@ def complete(folder: Path, format: str) -> None:
     found, expected = open_source(target), checkpoints.everything()
     names = checkpoints.weights() if FORMATS[format].weights_only else expected
     assert found.tensors.keys() == names.keys()
-    vocabulary = checkpoints.MODEL.vocab_size
+    vocabulary = checkpoints.MODEL.stem.vocab_size
     for name in names:
         meaningful = slice(vocabulary if expected[name].dim() == 2 and len(expected[name]) > 100 else None)
         both = (found.read(name), expected[name])
