@@ -1,9 +1,9 @@
-"""Time of recurrences: `python -m benchmarks.bench_recurrent --kinds mamba2`.
+"""Time the recurrences of state spaces and the delta rule: `python -m benchmarks.bench_recurrent --kinds mamba2`.
 
-Forward and backward of one layer's recurrence, without projections and convolution, in bf16 on a GPU. Beside it fla's
-kernel for the same where `fla` can be imported (`pip install flash-linear-attention`). "y" and "grads" are the largest
-errors of outputs and of any gradient, relative to the largest value, against the reference in chunks in fp32, computed
-from the same inputs.
+Measures forward and backward of one layer's recurrence, without projections and convolution, in bf16 on a GPU:
+"megafp8" as a layer computes it, "kernels" by megafp8's Triton kernels where that differs, and fla's kernel where `fla`
+can be imported (`pip install flash-linear-attention`). "y" and "grads" are the largest errors of outputs and of any
+gradient, relative to the largest value, against the reference in chunks in fp32, computed from the same inputs.
 
 Medians of interleaved rounds from a cold L2.
 """
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.common import (
     Table,
@@ -35,6 +36,7 @@ from benchmarks.common import (
 )
 from megafp8.fp8.speed_measurement import time_round_robin
 from megafp8.numerics.state_space_reference import in_chunks
+from megafp8.ops import delta_rule
 from megafp8.ops.state_space import state_space
 
 TABLE = Table("recurrence", 44, {"fwd ms": ".3f", "bwd ms": ".3f", "y": ".1e", "grads": ".1e"})
@@ -105,19 +107,69 @@ def _fla(module: str, function: str) -> Any:
         return None
 
 
-KINDS: dict[str, Callable[..., Recurrence]] = {"mamba2": mamba2}
+def delta(kind: str, s: int, b: int, heads: int, groups: int, device: torch.device) -> Recurrence:
+    """Heads of 128 channels, with decays of heads (gated_delta_net, `groups` key heads) or of channels."""
+    per_channel, d = kind == "kimi_delta_attention", 128
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    key_heads = heads if per_channel else groups
+    shape = (s, b, heads, d) if per_channel else (s, b, heads)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device)
+
+    q, k = (F.normalize(noise(s, b, key_heads, d), dim=-1).to(dtype) for _ in range(2))
+    decay = -torch.empty(shape[2:], device=device).uniform_(1, 16) * F.softplus(noise(*shape) - 4)
+    state = torch.zeros(b, heads, d, d, device=device)
+
+    def of_head(*inputs: Tensor) -> Tensor:
+        return delta_rule.in_chunks(*inputs, state[:, :1])[0]
+
+    def by_reference(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Head by head, as decays of channels take c times the memory of keys for chunks of c tokens."""
+        q, k = (x.float().repeat_interleave(heads // key_heads, dim=2) for x in (q, k))
+        parts = zip(*(x.split(1, dim=2) for x in (q * d**-0.5, k, v.float(), decay, beta)), strict=True)
+        return torch.cat([checkpoint(of_head, *inputs, use_reentrant=False) for inputs in parts], dim=2)
+
+    contenders: dict[str, Compute] = {"megafp8": lambda *x: delta_rule.delta_rule(*x, state)[0]}
+    if device.type == "cuda":
+
+        def by_kernels(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+            q, k = (x.repeat_interleave(heads // key_heads, dim=2) for x in (q, k))
+            y: Tensor = delta_rule.InKernels.apply(q, k, v, decay.unsqueeze(-1).expand(*decay.shape, d), beta, state)[0]
+            return y
+
+        if not per_channel:
+            contenders["kernels"] = by_kernels
+        module, function = ("kda", "chunk_kda") if per_channel else ("gated_delta_rule", "chunk_gated_delta_rule")
+        if (chunk := _fla(f"fla.ops.{module}", function)) is not None:
+
+            def by_fla(*x: Tensor) -> Tensor:
+                q, k, v, g, beta = (t.transpose(0, 1) for t in x)
+                q, k = (t.repeat_interleave(heads // key_heads, dim=2) for t in (q, k))
+                y: Tensor = chunk(q=q, k=k, v=v, g=g, beta=beta, initial_state=state, output_final_state=True)[0]
+                return y.transpose(0, 1)
+
+            contenders[f"fla {function}"] = by_fla
+    inputs = (q, k, noise(s, b, heads, d).to(dtype), decay, noise(s, b, heads).sigmoid())
+    return Recurrence(inputs, by_reference, contenders)
+
+
+KINDS: dict[str, Callable[..., Recurrence]] = {
+    "mamba2": mamba2,
+    **{kind: partial(delta, kind) for kind in ("gated_delta_net", "kimi_delta_attention")},
+}
 """By name, from s, b, heads, groups and device."""
 
 
 def measure(kind: str, recurrence: Recurrence, device: torch.device, rounds: int) -> Iterator[Record]:
     inputs = [x.requires_grad_() for x in recurrence.inputs]
 
-    def results(compute: Compute, dy: Tensor | None) -> tuple[Tensor, ...]:
+    def results(compute: Compute, dy: Tensor) -> tuple[Tensor, ...]:
         y = compute(*inputs)
-        dy = torch.ones_like(y) if dy is None else dy.to(y.dtype)
-        return y.detach(), *torch.autograd.grad(y, inputs, dy)
+        return y.detach(), *torch.autograd.grad(y, inputs, dy.to(y.dtype))
 
-    dy = torch.randn(recurrence.inputs[0].shape, device=device).to(recurrence.inputs[0].dtype)
+    with torch.no_grad():
+        dy = torch.randn_like(recurrence.contenders["megafp8"](*inputs))
     expected = results(recurrence.reference, dy)
     release()
     runs: list[Callable[[], object]] = []

@@ -37,20 +37,6 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, value
 
 
-def seconds(action: Callable[[], Any], device: torch.device, times: int) -> list[float]:
-    """How long `action` takes, so many times, each with the work that it queues on the device."""
-    found = []
-    for _ in range(times):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return found
-
-
 def replayed(run: Callable[[], Any]) -> Callable[[], None]:
     """The replay of a CUDA graph of what `run` launches, as in training. Compiles first, outside of the graph."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()

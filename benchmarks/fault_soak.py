@@ -11,7 +11,7 @@ last bit. The same command continues a soak that was interrupted.
 What it does not see: until 2026-11-24 a save on a full disk could hang the job, though `fail_save` was among these
 faults. That limits the size of files to 16 KiB, so it was always torch.save that met the error, inside its archive of
 tensors, and raised another one. The disk's own error, met by a small file or by the last flush of a buffer, was raised
-from itself, and the walk along its causes did not end. `benchmarks/full_disk.py` fills the disk at each page of a save.
+from itself, and the walk along its causes did not end. tests/checkpoint/test_full_disk.py fills the disk.
 
 Needs the quickstart's data (`megafp8 quickstart` makes it), or `--data PREFIX --tokenizer MODEL --vocabulary N`.
 """

@@ -10,13 +10,14 @@ import pytest
 from benchmarks import bench_recurrent
 
 
-def test_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_on_a_cpu(tmp_path: Path) -> None:
     sizes = ["--seq-length", "70", "--heads", "2", "--groups", "1", "--rounds", "1"]
     assert bench_recurrent.main(["--device", "cpu", *sizes, "--json", str(tmp_path / "out.json")]) == 0
-    (record,) = json.loads((tmp_path / "out.json").read_text())
-    assert record["output_error"] < 1e-6
-    assert record["gradient_error"] < 1e-6
-    assert "mamba2: megafp8" in capsys.readouterr().out
+    records = json.loads((tmp_path / "out.json").read_text())
+    assert [record["kind"] for record in records] == ["mamba2", "gated_delta_net", "kimi_delta_attention"]
+    for record in records:
+        limit = 1e-6 if record["kind"] == "mamba2" else 1e-5
+        assert max(record["output_error"], record["gradient_error"]) < limit
 
 
 def test_groups_that_do_not_divide_heads(capsys: pytest.CaptureFixture[str]) -> None:

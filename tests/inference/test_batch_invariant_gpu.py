@@ -2,8 +2,6 @@
 
 Training's passes are of a second model with the same weights: they quantize the weights anew, and recorded decode steps
 go on reading the copies that they were recorded with.
-
-`python -m benchmarks.bench_batch_invariant` does the same with real widths.
 """
 
 from __future__ import annotations

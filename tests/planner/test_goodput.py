@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
-from benchmarks.goodput_published import FT_HSDP_REPLICAS, FT_HSDP_RESTART, even_faults, soak
 from megafp8.planner.goodput import (
     LLAMA3,
     PARTS,
@@ -23,7 +23,55 @@ from megafp8.planner.goodput import (
     young_interval,
 )
 
-HOUR = 3600.0
+MINUTE, HOUR = 60.0, 3600.0
+
+FT_HSDP_RESTART = Job(step=1.0, saves=Saves(1.0), restart=9 * MINUTE)
+"""10 minutes, of which 60 s are detection; no steps are lost, as in the paper's arithmetic, (18 - 10) / 18."""
+FT_HSDP_REPLICAS = replace(FT_HSDP_RESTART, replicas=12, replica_restart=9 * MINUTE, regroup=2 * MINUTE)
+"""3 minutes of stall, in which the failed step is repeated, then 7 without a replica: (8 + 7 * 11 / 12) / 18."""
+
+
+class SoakFault(NamedTuple):
+    """A kind of fault of the soak: number, medians of seconds until it was named and until the next step."""
+
+    number: int
+    named: float
+    next_step: float
+
+
+SOAK = {
+    "damage_checkpoint": SoakFault(9, 0.2, 9.4),  # named by the next attempt; it ends as `kill` does
+    "exception": SoakFault(9, 0.2, 8.5),
+    "fail_save": SoakFault(9, 0.2, 10.7),
+    "flip_gradient": SoakFault(9, 0.2, 10.8),
+    "flip_weight": SoakFault(9, 0.2, 9.5),
+    "hang": SoakFault(9, 9.6, 19.4),
+    "kill": SoakFault(10, 0.2, 9.4),
+    "leave_out_collective": SoakFault(9, 9.6, 17.7),
+    "lose_memory": SoakFault(9, 0.2, 9.8),
+    "stop": SoakFault(9, 21.2, 30.5),
+}
+"""docs/measurements/2026-11-23-resilience, without `slow`, which restarts nothing."""
+SOAK_RESTART, SOAK_STEP = 8.0, 0.15
+"""Seconds of four processes that import torch on two cores, by that page; a step, from what else its 1,347 s had."""
+
+
+def even_faults(apart: float, number: int, detection: float = 60.0) -> tuple[list[Fault], float]:
+    """Failures of nodes at equal distances, of one replica after the other, and the time that they take."""
+    return [Fault(apart * (i + 1), "node", detection, 0.37 * i % 1) for i in range(number)], apart * (number + 1)
+
+
+def soak() -> tuple[float, float]:
+    """Seconds from faults to next steps of the soak's schedule: simulated, and measured (number times median)."""
+    job = Job(SOAK_STEP, Saves(2 * SOAK_STEP), SOAK_RESTART)
+    faults, at = [], 0.0
+    for kind in SOAK.values():
+        for _ in range(kind.number):
+            at += 6 * SOAK_STEP
+            faults.append(Fault(at, "job", kind.named))
+            at += kind.named + SOAK_RESTART
+    parts = simulate(job, faults, at).seconds
+    return parts["detection"] + parts["startup"], sum(kind.number * kind.next_step for kind in SOAK.values())
 
 
 @pytest.mark.parametrize(

@@ -1,44 +1,31 @@
-"""Random requests to a server, most of them wrong: each is answered by 2xx or 4xx, and the server goes on as before.
+"""Send random requests to a server, most of them wrong: each is answered by 2xx or 4xx, and the server keeps working.
 
-    python -m benchmarks.fuzz_server --requests 10000
-    python -m benchmarks.fuzz_server --seed 0 --only 1234        # one of them again
-
-The server is a process of its own with a tiny random model and its default limits of connections and bodies. A request
-is drawn from its seed and index: a body with options at and beyond their bounds, of wrong types or unknown; JSON with
-changed bytes, nested deeply or too large; wrong headers, methods, paths and HTTP; a body or a stream that the client
-leaves. Every --check requests, and at the end, one fixed request must get the text that it got at first, and /health
-must answer. At the end no text runs or waits, all pages of the cache are free, and 1,100 connections whose headers
-never end do not keep others out. Exit code 1 if anything is otherwise; each failure is printed with its index.
+A request is drawn from its seed and index: a body with options at and beyond their bounds, of wrong types or unknown;
+JSON with changed bytes, nested deeply or too large; wrong headers, methods, paths and HTTP; a body or a stream that the
+client leaves. Between requests, and at the end, one fixed request must get the text that it got at first, and /health
+must answer. At the end no text runs or waits, all pages of the cache are free, and connections whose headers never end
+do not keep others out. Each failure names the seed and the index of its request.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import os
 import random
-import signal
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import anyio
 import httpx
-from tqdm import tqdm
 
-from benchmarks.bench_server import read_metrics, server, write_tiny_model
-from benchmarks.common import new_parser, require_positive, write_json
+from benchmarks.bench_server import read_metrics
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 CHAT_TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
-HALF_SENT = 1100
 SECONDS = 60.0
 """In which each request must be answered."""
 RIGHT = {"model": "soak", "prompt": "the quick brown fox", "max_tokens": 12, "temperature": 0}
@@ -365,7 +352,7 @@ async def one(http: httpx.AsyncClient, seed: int, index: int, tally: Tally) -> N
         problem = problem or "a right request is refused"
     if problem is not None or status[0] not in "n24":
         tally.failures.append(
-            f"--seed {seed} --only {index} ({kind}): status {status}, {problem}: {str(request)[:300]}"
+            f"request {index} of seed {seed} ({kind}): status {status}, {problem}: {str(request)[:300]}"
         )
 
 
@@ -397,18 +384,15 @@ async def fuzz(url: str, seed: int, indices: list[int], clients: int, check: int
             except (httpx.HTTPError, TimeoutError, KeyError) as error:
                 tally.failures.append(f"{after}: the fixed request gets {type(error).__name__}: {error}")
 
-        progress = tqdm(total=len(indices), mininterval=5)
         for start in range(0, len(indices), check):
             waiting = iter(indices[start : start + check])
 
             async def client(own: Any = waiting) -> None:
                 for index in own:
                     await one(http, seed, index, tally)
-                    progress.update()
 
             await asyncio.gather(*(client() for _ in range(clients)))
             await check_server(f"after {start + check} requests")
-        progress.close()
         writers = []
         for _ in range(half_sent):
             writers.append((await asyncio.open_connection(http.base_url.host, http.base_url.port))[1])
@@ -425,39 +409,3 @@ async def fuzz(url: str, seed: int, indices: list[int], clients: int, check: int
         else:
             tally.failures.append(f"at the end: {open_texts}")
     return tally
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = new_parser(__doc__)
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="the index of the one request to send")
-    parser.add_argument("--clients", type=int, default=8, help="requests that are open at a time")
-    parser.add_argument("--check", type=int, default=500, help="requests between two checks of the server")
-    parser.add_argument("--half-sent", type=int, default=HALF_SENT, help="connections whose headers do not end")
-    arguments = parser.parse_args(argv)
-    require_positive(arguments, "requests", "clients", "check")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    indices = list(range(arguments.requests)) if arguments.only is None else [arguments.only]
-    options = argparse.Namespace(tensor=1, device="cpu", server="--max-waiting 64 --cache-tokens 4096")
-    with tempfile.TemporaryDirectory() as folder:
-        write_tiny_model(Path(folder))
-        (Path(folder) / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-        with server(Path(folder), options) as (url, process):
-            work = fuzz(url, arguments.seed, indices, arguments.clients, arguments.check, half_sent=arguments.half_sent)
-            tally = asyncio.run(work)
-            process.send_signal(signal.SIGTERM)
-            if (code := process.wait(timeout=60)) != 0:
-                tally.failures.append(f"exit code {code} after SIGTERM")
-    print("| requests | number | statuses |\n|:--|--:|:--|")
-    for kind, statuses in tally.statuses.items():
-        print(f"| {kind} | {statuses.total()} | {', '.join(f'{s}: {n}' for s, n in sorted(statuses.items()))} |")
-    print(f"\n{len(indices):,} requests, {tally.checks} checks of the fixed request, {len(tally.failures)} failures")
-    for line in tally.failures[:50]:
-        print(f"FAILED {line}")
-    write_json(arguments.json, {kind: dict(statuses) for kind, statuses in tally.statuses.items()})
-    return int(bool(tally.failures))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,4 @@
-"""Readers against damaged and crafted files: flipped metadata bytes, hostile pickles, JSON, YAML, headers, archives.
-
-    python benchmarks/untrusted_files.py                     every byte of the metadata, and 2,000 crafted files
-    python benchmarks/untrusted_files.py --every 50 --crafted 100
+"""Read damaged and crafted files: flipped metadata bytes, hostile pickles, JSON, YAML, headers, archives.
 
 Checkpoints of a tiny model are written in each format. Every byte of their pickled and JSON metadata is changed, one
 byte a case, once in one bit and once to any other value (seeded), and each case is read as conversion reads it: the
@@ -17,14 +14,10 @@ that names its file. It fails where it
 - has an effect: an audit hook sees files opened for writing, removals, processes, sockets, imports and Python's own
   unpickler; dictionaries of classes and modules that such files like to patch are compared after each case;
 - takes more than 2 s of CPU time, or raises the peak of resident memory by more than 200 MB.
-
-*read, other values* counts reads whose tensor differs from the one that was written, which a format without checksums
-of its metadata cannot exclude. Prints a table, and exits with 1 where a case fails.
 """
 
 from __future__ import annotations
 
-import argparse
 import builtins
 import io
 import json
@@ -41,8 +34,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -317,30 +309,9 @@ def _archives(_: Path) -> Iterator[Case]:
 
 
 HOSTILE: list[Any] = [
-    *(
-        1e15,
-        10**15,
-        -1,
-        0,
-        2**63,
-        10**30,
-        1e308,
-        True,
-        None,
-        "x",
-        "8",
-        "",
-        [],
-        {},
-        [1, 2],
-        [[]],
-        {"a": {}},
-        "\ud800x",
-        9,
-    ),
-    [0] * 50_000,
-    "x" * 100_000,
-]
+    1e15, 10**15, -1, 0, 2**63, 10**30, 1e308, True, None, "x", "8", "", [], {}, [1, 2], [[]], {"a": {}}, "\ud800x", 9,
+    [0] * 50_000, "x" * 100_000,
+]  # fmt: skip
 
 
 def _deep(n: int) -> str:
@@ -489,20 +460,9 @@ def _headers(_: Path) -> Iterator[Case]:
 
 def _patterns(_: Path) -> Iterator[Case]:
     parts = [
-        "(a+)+",
-        "(a|a)*",
-        "(.*)*",
-        ".*.*.*.*",
-        "(a{1,90}){1,90}",
-        "((a*)*)*",
-        "(?=a)",
-        r"(a)\1",
-        "(?i)a",
-        "[",
-        "a{999999999}",
-        "(" * 500,
-        "(a|" * 200 + ")" * 200,
-    ]
+        "(a+)+", "(a|a)*", "(.*)*", ".*.*.*.*", "(a{1,90}){1,90}", "((a*)*)*", "(?=a)", r"(a)\1", "(?i)a", "[",
+        "a{999999999}", "(" * 500, "(a|" * 200 + ")" * 200,
+    ]  # fmt: skip
     for seed in range(1 << 30):
         r = random.Random(seed)
         pattern = "".join(r.choice(parts) for _ in range(r.randrange(1, 4))) + r.choice(["", "b", "$"])
@@ -598,7 +558,7 @@ def _memory(field: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in stream if line.startswith(field))
 
 
-def _run(case: Case, folder: Path, watch: _Watch, truth: Mapping[str, Tensor]) -> dict[str, Any]:
+def _run(case: Case, folder: Path, watch: _Watch) -> dict[str, Any]:
     path = case.change(folder)
     with open("/proc/self/clear_refs", "w") as stream:
         stream.write("5")  # resets the peak of resident memory
@@ -608,10 +568,7 @@ def _run(case: Case, folder: Path, watch: _Watch, truth: Mapping[str, Tensor]) -
     watch.effects = []
     start = time.process_time()
     try:
-        value = case.read(path)
-        expected = truth.get(path.name)
-        if isinstance(value, Tensor) and expected is not None and not torch.equal(value, expected):
-            outcome = "read, other values"
+        case.read(path)
     except ValueError as error:
         outcome = "refused"
         if str(path) not in str(error) and str(path.parent) not in str(error):
@@ -640,9 +597,8 @@ def _work(pristine: Path, folder: Path, cases: list[Case], first: int, log: Path
     names = ("native", "hf", "megatron", "torch_dist", "consolidated")
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(pristine, folder)
-    truth = {}
-    for name in names:  # also imports what is imported on demand
-        truth[name] = _read_checkpoint(folder / name)
+    for name in names:  # imports what is imported on demand
+        _read_checkpoint(folder / name)
         _open_for_use(folder / name)
     for make in _SHARES:
         for case, _ in zip(make(pristine), range(2)):
@@ -657,7 +613,7 @@ def _work(pristine: Path, folder: Path, cases: list[Case], first: int, log: Path
         for i, case in enumerate(cases[first:], first):
             stream.write(f"{i}\n")
             stream.flush()
-            result = _run(case, folder, watch, truth)
+            result = _run(case, folder, watch)
             stream.write(json.dumps({"case": i, **result}) + "\n")
             stream.flush()
             for relative in _changed(case, pristine):
@@ -713,43 +669,16 @@ def run(cases: list[Case], pristine: Path, scratch: Path, workers: int) -> list[
     return results
 
 
-def table(cases: list[Case], results: list[dict[str, Any]]) -> str:
-    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for case, result in zip(cases, results, strict=True):
-        groups[case.group].append(result)
-    groups["all"] = results
-    lines = [
-        "| files | cases | read | read, other values | refused | failed | most s | most MB |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for group, found in groups.items():
-        counts = Counter(x["outcome"] for x in found)
-        failed = sum(bool(x["problem"]) for x in found)
-        seconds, size = max(x["seconds"] for x in found), max(x["bytes"] for x in found) / 1e6
-        lines.append(
-            f"| {group} | {len(found):,} | {counts['read']:,} | {counts['read, other values']:,} "
-            f"| {counts['refused']:,} | {failed:,} | {seconds:.2f} | {size:.0f} |"
-        )
-    return "\n".join(lines)
+def failures(every: int, count: int, workers: int = 1) -> tuple[int, list[str]]:
+    """Try each `every`-th byte of the metadata, and `count` crafted files.
 
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="flip each N-th byte of the metadata")
-    parser.add_argument("--crafted", type=int, default=2000, metavar="N", help="number of crafted files")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes that read")
-    arguments = parser.parse_args(argv)
+    Returns:
+        The number of cases, and a line for each one that failed.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         pristine = Path(scratch) / "pristine"
         make_checkpoints(pristine)
-        cases = [*flipped(pristine, arguments.every), *crafted(pristine, arguments.crafted)]
-        results = run(cases, pristine, Path(scratch), arguments.workers)
-    print(table(cases, results))
+        cases = [*flipped(pristine, every), *crafted(pristine, count)]
+        results = run(cases, pristine, Path(scratch), workers)
     failed = [(case, result) for case, result in zip(cases, results, strict=True) if result["problem"]]
-    for case, result in failed[:40]:
-        print(f"{case.group}, {case.name}: {result['outcome']}: {result['problem']}")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return len(cases), [f"{case.group}, {case.name}: {x['outcome']}: {x['problem']}" for case, x in failed]

@@ -1,13 +1,17 @@
-"""The fuzzer of the server sees a status 500, a wrong text, and nothing where there is nothing to see."""
+"""Random requests to a server; and that a status 500 or a wrong text is noticed."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import signal
+from pathlib import Path
 
 import pytest
 
-from benchmarks.fuzz_server import COMPLETIONS, RIGHT, Post, fuzz, request_of
+from benchmarks.bench_server import server, write_tiny_model
+from tests.inference.server.fuzz import CHAT_TEMPLATE, COMPLETIONS, KINDS, RIGHT, Post, fuzz, request_of
 
 METRICS = (
     "".join(f"# TYPE megafp8_{x} gauge\nmegafp8_{x} 0\n" for x in ("running", "waiting", "pages_used")) + "# EOF\n"
@@ -50,4 +54,17 @@ def _is_small(index: int) -> bool:
 def test_failures(status: int, texts: list[str], failures: int) -> None:
     found = asyncio.run(_run(status, texts))
     assert len(found) == failures, found
-    assert all(("--only" in line) == (status == 500) for line in found)
+    assert all(("of seed" in line) == (status == 500) for line in found)
+
+
+@pytest.mark.slow
+def test_random_requests(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    options = argparse.Namespace(tensor=1, device="cpu", server="--max-waiting 64 --cache-tokens 4096")
+    with server(tmp_path, options) as (url, process):
+        tally = asyncio.run(fuzz(url, 0, list(range(1000)), 8, 500, half_sent=1100))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    assert tally.failures == []
+    assert tally.statuses.keys() == KINDS.keys()
