@@ -49,6 +49,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -721,6 +722,7 @@ def trained(name: str, case: Case) -> dict[str, Any]:
         megafp8("pretrain", "--config", case.config, *case.overrides, *parts, f"name={run_name}")
     if os.environ["RANK"] != "0":
         return {}
+    os.environ |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # what follows runs on this rank alone
     run = Path("runs", run_name)
     return {
         "metrics": metrics_of(run),
@@ -879,6 +881,7 @@ def _serve(pipe: Connection, folder: str) -> None:
     torch.set_num_threads(1)
     sys.path.insert(0, str(ROOT))
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # checkpoints are read without it
     os.chdir(folder)
     while True:
         rank, ranks, port, function, arguments = pipe.recv()
@@ -958,12 +961,12 @@ class Pool:
 
     def results(self, chosen: Mapping[str, Task]) -> Iterator[tuple[str, Any]]:
         """Run cases, several at once and those with many ranks first; yield names and results or RuntimeErrors."""
-        waiting = sorted(chosen, key=lambda name: chosen[name][0])
+        waiting = sorted(chosen, key=lambda name: -chosen[name][0])
         while waiting or self.running:
             busy = sum(len(team.ranks) for team in self.running.values())
-            if waiting and (ranks := chosen[waiting[-1]][0]) <= PROCESSES - busy:
+            if waiting and (ranks := chosen[waiting[0]][0]) <= PROCESSES - busy:
                 team = [self.idle.pop() if self.idle else Rank(self.folder) for _ in range(ranks)]
-                name = waiting.pop()
+                name = waiting.pop(0)
                 self.running[name] = Team(team, *chosen[name][1:])
                 continue
             wait([rank.pipe for team in self.running.values() for rank in team.ranks], timeout=0.1)
