@@ -1,18 +1,31 @@
-"""Record the results of many small training runs to the last bit, and compare two recordings.
+"""Record the results of many small runs to the last bit, and compare two recordings.
 
-    python -m benchmarks.bitwise_gate record before.json            # on the commit before a refactoring
-    python -m benchmarks.bitwise_gate record after.json             # on the commit after it
+    python -m benchmarks.bitwise_gate record before.json                        # on the commit before a refactoring
+    python -m benchmarks.bitwise_gate record after.json                         # on the commit after it
     python -m benchmarks.bitwise_gate compare before.json after.json
+    python -m benchmarks.bitwise_gate record after.json --only moe families/ --sample 1/3    # some of the cases
+    python -m benchmarks.bitwise_gate record before.json --only families/ --add              # into the same file
 
-Most cases run `pretrain_gpt.py` with a tiny model on 1 to 4 CPU processes (gloo): six steps, the last three resumed
-from the checkpoint of the first three. Recorded are losses, gradient norms and validation losses as in metrics.jsonl,
-a SHA-256 of all tensors of each checkpoint, and texts that `megafp8.Generator` continues with the last one, greedily
-and at random. The cases cover every recipe in three layouts, and every schedule, parallel axis, memory option,
-optimizer, kind of layer, architecture and objective at least once. Others record the outputs and gradients of each
-module of `megafp8.nn` (nn/...), and what the planner predicts for each config of the repository (plan/...).
+Most cases train a tiny model for four steps on 1 to 4 CPU processes (gloo). They record the losses, gradient norms and
+other metrics of metrics.jsonl, a SHA-256 of all tensors of each checkpoint, and the tokens and log-probabilities of
+texts that the last checkpoint continues, greedily and at random.
 
-Only public interfaces are used (the config, metrics.jsonl, the checkpoint format, `megafp8.Generator`, `megafp8.nn`,
-tools/plan.py), so recordings stay comparable when modules move.
+| cases | cover |
+|---|---|
+| <recipe>/<layout> | every FP8 recipe in three layouts; on one rank, steps 3 and 4 are resumed from a checkpoint |
+| no prefix | schedules, parallel axes, memory options, optimizers |
+| kinds/ | experts, objectives, architectures, options of training |
+| families/ | a model of each Hugging Face family, with every kind of mixer and feed-forward network (*) |
+| presets/ | every config of configs/ and examples/, with small numbers |
+| nn/ | output and gradients of the modules of `megafp8.nn` |
+| keys/ | keys that may go, each in a case that one line removes |
+| plan/, prove/ | numbers of `megafp8 plan --json` and of the certificates of `megafp8 prove` |
+
+(*) Its checkpoint is converted to Hugging Face and to Megatron-LM, and both of these back; a hash of the tensors and of
+config.json is recorded each time.
+
+Only interfaces that stay are used: config keys, commands, metrics.jsonl, files of checkpoints, `megafp8.nn` and
+`megafp8.fp8`. The file can be copied into the tree of an older or newer commit.
 
 A recording belongs to one machine and one torch version: another CPU may sum in another order.
 """
@@ -27,44 +40,69 @@ import json
 import multiprocessing
 import os
 import platform
+import re
+import runpy
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable, Sequence
-from functools import partial
-from multiprocessing.connection import Connection
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
+from safetensors.torch import load_file
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB_SIZE, END_OF_DOCUMENT = 257, 256  # of the bytes tokenizer
-STEPS = 6
-CASE_SECONDS = 300
+STEPS = 4
+PROCESSES = 4
+CASE_SECONDS = 1800
 
 BASE: dict[str, Any] = {
-    "device": "cpu", "seed": 7,
+    "name": "gate", "run_dir": "runs", "device": "cpu", "seed": 7,
     "model": {
         "num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 256,
         "vocab_size": VOCAB_SIZE,
     },
-    "parallel": {"bucket_mib": 0.25},
     "training": {
-        "steps": STEPS, "seq_length": 128, "micro_batch_size": 1, "global_batch_size": 8, "precision": "bf16",
-        "eval_interval": 3, "eval_steps": 1,
+        "steps": STEPS, "seq_length": 128, "micro_batch_size": 1, "global_batch_size": 4, "precision": "bf16",
+        "eval_interval": STEPS, "eval_steps": 1,
     },
     # Constant, so that the learning rate of a step does not depend on where the first part of a run ends.
     "optimizer": {"learning_rate": 3e-3, "warmup_steps": 2, "schedule": "constant"},
-    "checkpoint": {"interval": 3, "async_save": False},
+    "data": {"train": {"data/text": 1.0}, "split": "90,10,0", "tokenizer": {"kind": "bytes"}, "index_cache": "cache"},
+    "checkpoint": {"interval": STEPS, "async_save": False},
     "logging": {"progress": False, "tensorboard": False},
 }  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A run of a config in the working folder, with overrides.
+
+    Attributes:
+        ranks: Number of processes.
+        overrides: Keys of the config as on the command line.
+        config: Path of the config.
+        parts: Numbers of steps after which the run ends and is started again; the last one is the end.
+        converts: Convert the last checkpoint to the other formats and back.
+    """
+
+    ranks: int
+    overrides: Sequence[str]
+    config: str = "base.yaml"
+    parts: tuple[int, ...] = (STEPS,)
+    converts: bool = False
+
 
 DELAYED = ["fp8.recipe=delayed", "fp8.amax_history_len=4"]
 RECIPES: dict[str, list[str]] = {
@@ -81,7 +119,6 @@ RECIPES: dict[str, list[str]] = {
         "fp8.recipe=rowwise", "fp8.override_linear_precision=[false, false, true]", "fp8.power_of_two_scale=true",
     ],
     "blockwise": ["fp8.recipe=blockwise"],
-    "static": ["fp8.recipe=static", "fp8.calibration_steps=2"],
     "mxfp8": ["fp8.recipe=mxfp8"],
     "nvfp4": ["fp8.recipe=nvfp4"],
     "custom": [
@@ -146,7 +183,7 @@ MORE: dict[str, tuple[int, list[str]]] = {
     "masked": (2, [*DELAYED, *DOCUMENTS]),
     "masked-cp2": (2, [*DELAYED, *DOCUMENTS, "parallel.context=2"]),
     "some-layers": (1, [*DELAYED, "fp8.exclude=[layers.1.*]", "fp8.first_blocks_bf16=1", "fp8.last_blocks_bf16=1"]),
-    "dgrad-bf16": (1, [*CURRENT, "fp8.override_linear_precision=[false, true, false]", "fp8.amax_epsilon=1e-6"]),
+    "dgrad-bf16": (1, [*CURRENT, "fp8.override_linear_precision=[false, true, false]"]),
     "report": (2, [*DELAYED, *PP2, "fp8.report_interval=2"]),
     "deterministic": (1, [*DELAYED, "deterministic=true", "optimizer.clip_grad_norm=0.1"]),
 }  # fmt: skip
@@ -168,15 +205,15 @@ GEMMA = [
     "model.activation=geglu_tanh", "model.attention_softcap=5.0", "model.logit_softcap=10.0", "model.sliding_window=16",
     "model.full_attention_layers=[1, 3]", "model.rope_local_theta=100.0", "model.tie_embeddings=true",
 ]  # fmt: skip
-SPECIAL = ["model.vocab_size=384", "data.special_tokens={cls: 260, sep: 261, mask: 262, pad: 263}"]
+WORDS = ["model.vocab_size=128", "data.tokenizer={kind: huggingface, path: words.json, end_token: </s>}",
+         "data.train=[data/words]"]  # fmt: skip
 BERT = [
-    *GPT2, *SPECIAL, "model.architecture=bert", "model.norm_position=post", "model.embedding_norm=true",
+    *GPT2, *WORDS, "model.architecture=bert", "model.norm_position=post", "model.embedding_norm=true",
     "model.activation=gelu", "model.tie_embeddings=true", "model.num_query_groups=null",
 ]  # fmt: skip
 T5 = [
-    "model.vocab_size=384", "model.architecture=t5", "model.num_decoder_layers=2", "model.num_query_groups=null",
+    *WORDS, "model.architecture=t5", "model.num_decoder_layers=2", "model.num_query_groups=null",
     "model.position_embedding=relative", "model.activation=geglu_tanh", "training.decoder_seq_length=64",
-    "data.special_tokens={sep: 261, pad: 263, sentinels: [" + ", ".join(map(str, range(264, 304))) + "]}",
 ]  # fmt: skip
 LORA = ["lora={rank: 4, alpha: 8.0}"]
 MUON = ["optimizer.name=muon", "optimizer.muon={newton_schulz_dtype: fp32}"]
@@ -227,6 +264,231 @@ KINDS: dict[str, tuple[int, list[str]]] = {
     "stages": (1, ["stages=[{name: long, begin: 2, overrides: {training.seq_length: 256}}]"]),
     "hsdp": (4, [*CURRENT, *FSDP, "parallel.fsdp_replicas=2"]),
 }  # fmt: skip
+KEYS: dict[str, tuple[int, list[str]]] = {
+    "bucket-mib": (2, [*DELAYED, *ZERO, "parallel.bucket_mib=0.25"]),
+    "smooth-swiglu": (1, [*DELAYED, "fp8.smooth_swiglu=true"]),
+    "smooth-swiglu-tp2-pp2": (4, [*DELAYED, *TP2, *PP2, "fp8.smooth_swiglu=true"]),
+    "smooth-swiglu-recompute": (1, [*DELAYED, "fp8.smooth_swiglu=true", "parallel.recompute=selective"]),
+    "amax-epsilon": (1, [*CURRENT, "fp8.amax_epsilon=1e-6"]),
+    "static-amax": (1, ["fp8.recipe=static", 'fp8.static_amax={"*": 4.0}']),
+    "calibration-steps": (1, ["fp8.recipe=static", "fp8.calibration_steps=2"]),
+    "special-tokens": (1, [
+        "model.architecture=bert", "model.num_query_groups=null", "model.vocab_size=384",
+        "data.special_tokens={cls: 260, sep: 261, mask: 262, pad: 263}",
+    ]),
+}  # fmt: skip
+"""Cases of keys that may go, a case each."""
+RESUMED = {
+    "interleaved", "fsdp", "fsdp-param-gather", "zero-param-gather", "moments-bf16", "moments-fp8", "remainders",
+    "masked", "kinds/deepseek", "kinds/mtp", "kinds/bert", "kinds/t5", "kinds/lora", "kinds/muon", "kinds/average",
+    "kinds/fp16", "kinds/best-fit", "kinds/stages", "keys/calibration-steps",
+} | {f"{recipe}/single" for recipe in RECIPES}  # fmt: skip
+"""Cases whose steps 3 and 4 are resumed from the checkpoint of the first two."""
+
+FAMILY = {
+    "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 48,
+    "vocab_multiple": 8,
+}  # fmt: skip
+"""Keys of the section model of a family's model, which `FAMILIES` changes."""
+FAMILIES: dict[str, dict[str, Any]] = yaml.safe_load("""
+.shared:
+  - &grouped {num_experts: 8, top_k: 3, ffn_hidden_size: 24, shared_ffn_hidden_size: 48, first_dense_layers: 1,
+      score: sigmoid, scaling_factor: 2.5, num_groups: 4, top_groups: 2, selection_bias: true}
+  - &latent {q_rank: 20, kv_rank: 12, nope_head_dim: 6, rope_head_dim: 6, value_head_dim: 8}
+  - &scaling {factor: 4.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position_embeddings: 8}
+  - &compressed {kind: compressed_attention, q_rank: 20, output_groups: 2, output_rank: 12}
+  - &mamba {kind: mamba2, num_heads: 8, head_dim: 8, state_size: 6, num_groups: 2}
+  - &delta {kind: gated_delta_net, num_key_heads: 2, num_value_heads: 4, key_head_dim: 32, value_head_dim: 24}
+no-layer-has-experts: {moe: {num_experts: 4}, layer_kinds: {a: {ffn: {kind: mlp}}}, pattern: [a]}
+qwen3-next: {qk_norm: true, output_gate: true, zero_centered_gamma: true, partial_rotary_factor: 0.5, head_dim: 8,
+  layer_kinds: {linear: {mixer: *delta}, full: {}}, pattern: [linear, full], moe: {num_experts: 6,
+  shared_ffn_hidden_size: 40, shared_gate: true, ffn_hidden_size: 24}}
+qwen3-5: {qk_norm: true, output_gate: true, zero_centered_gamma: true, partial_rotary_factor: 0.5, head_dim: 8,
+  layer_kinds: {linear: {mixer: *delta}, full: {}}, pattern: [linear, full]}
+olmo-hybrid: {qk_norm: projection, position_embedding: none, layer_kinds: {linear: {mixer: {kind: gated_delta_net,
+  num_key_heads: 2, num_value_heads: 4, key_head_dim: 16, value_head_dim: 16, allow_neg_eigval: true, norm_eps:
+  1.0e-5}}, full: {norm_position: output}}, pattern: [linear, full]}
+nemotron-h: {num_layers: 4, activation: squared_relu, position_embedding: none, layer_kinds: {mamba: {mixer: {<<:
+  *mamba, min_step: 0.001}, ffn: none}, moe: {mixer: none, ffn: moe}, attention: {ffn: none}}, pattern: [mamba, moe,
+  attention, moe], moe: {num_experts: 6, top_k: 2, ffn_hidden_size: 24, shared_ffn_hidden_size: 16, score: sigmoid,
+  selection_bias: true}}
+bamba: {partial_rotary_factor: 0.5, layer_kinds: {mamba: {mixer: {<<: *mamba, max_step: 0.7}}, attention: {}},
+  pattern: [mamba, attention]}
+granitemoehybrid: {residual_multiplier: 0.4, layer_kinds: {mamba: {mixer: *mamba}, attention: {mixer:
+  {position_embedding: none}}}, pattern: [mamba, attention], moe: {num_experts: 4, ffn_hidden_size: 24,
+  shared_ffn_hidden_size: 16}}
+granitemoehybrid-attention: {moe: {num_experts: 4, ffn_hidden_size: 24, shared_ffn_hidden_size: 16}}
+llama: {rope_scaling: *scaling, rope_theta: 500.0}
+llama-tied: {num_query_groups: null, tie_embeddings: true, head_dim: 6}
+llama-biases: {linear_bias: true}
+llama-geglu: {activation: geglu_tanh}
+arcee: {activation: squared_relu}
+mistral: {sliding_window: 5}
+mistral-no-multiple: {hidden_size: 34, head_dim: 6, init_std: 1.5}
+qwen2: {qkv_bias: true}
+qwen2-window: {qkv_bias: true, sliding_window: 5, full_attention_layers: [0], tie_embeddings: true}
+qwen3: {qk_norm: true, head_dim: 16, sliding_window: 5, full_attention_layers: [1]}
+mixtral: {moe: {num_experts: 4, ffn_hidden_size: 24}, sliding_window: 5}
+qwen3-moe: {qk_norm: true, head_dim: 16, moe: {num_experts: 12, top_k: 3, ffn_hidden_size: 24, normalize: false,
+  first_dense_layers: 1}}
+qwen2-moe: {qkv_bias: true, head_dim: 6, moe: {num_experts: 6, shared_ffn_hidden_size: 40, shared_gate: true,
+  layer_interval: 2}}
+olmoe: {qk_norm: projection, moe: {num_experts: 6, top_k: 3, ffn_hidden_size: 24}}
+olmo2: {norm_position: output, qk_norm: projection}
+gemma2: {activation: geglu_tanh, norm_position: both, zero_centered_gamma: true, embedding_multiplier: 5.5, head_dim:
+  16, sliding_window: 5, full_attention_layers: [1], attention_softcap: 1.5, logit_softcap: 4.0, attention_scale: 0.2}
+gemma3: {activation: geglu_tanh, norm_position: both, zero_centered_gamma: true, embedding_multiplier: 5.5, head_dim:
+  16, sliding_window: 5, full_attention_layers: [1], qk_norm: true, rope_theta: 10000.0, rope_local_theta: 50.0,
+  rope_interpolation_factor: 4.0}
+gemma4: {num_layers: 5, activation: geglu_tanh, norm_position: both, embedding_multiplier: 5.5, head_dim: 16,
+  sliding_window: null, qk_norm: true, value_norm: true, attention_scale: 1.0, layer_scalar: true,
+  per_layer_embedding: {width: 6}, rope_theta: 10000.0, layer_kinds: {local: {mixer: {sliding_window: 5}}, full:
+  {mixer: {head_dim: 32, num_query_groups: 4, rope_theta: 1000000.0, partial_rotary_factor: 0.25, proportional_rope:
+  true, keys_as_values: true}}, local-shared: {mixer: {sliding_window: 5, kv_layer: 1}, ffn: {ffn_hidden_size: 96}},
+  full-shared: {mixer: {head_dim: 32, num_query_groups: 4, rope_theta: 1000000.0, partial_rotary_factor: 0.25,
+  proportional_rope: true, kv_layer: 2}, ffn: {ffn_hidden_size: 96}}}, pattern: [local * 2, full, local-shared,
+  full-shared]}
+gemma4-experts: {activation: geglu_tanh, norm_position: both, embedding_multiplier: 5.5, head_dim: 16, sliding_window:
+  5, full_attention_layers: [2], qk_norm: true, value_norm: true, attention_scale: 1.0, layer_scalar: true, moe:
+  {num_experts: 4, ffn_hidden_size: 24, shared_ffn_hidden_size: 48, separate_norms: true}}
+phi3: {partial_rotary_factor: 0.5, rope_theta: 500.0}
+phi3-longrope: {partial_rotary_factor: 0.75, longrope: {short_factor: [1.0, 1.25, 2.0], long_factor: [1.5, 3.0, 6.0],
+  factor: 4.0, original_max_position_embeddings: 8}}
+llama-longrope: {longrope: {short_factor: [1.0, 1.25, 2.0, 3.0], long_factor: [1.5, 3.0, 6.0, 7.0], factor: 4.0,
+  original_max_position_embeddings: 8}}
+granite: {embedding_multiplier: 3, residual_multiplier: 0.4, attention_scale: 0.3, logits_scaling: 2}
+granitemoe: {residual_multiplier: 0.4, moe: {num_experts: 4, ffn_hidden_size: 24}}
+opt: {num_query_groups: null, normalization: layernorm, linear_bias: true, position_embedding: learned, activation:
+  relu, tie_embeddings: true}
+bloom: {num_query_groups: null, ffn_hidden_size: null, normalization: layernorm, linear_bias: true,
+  position_embedding: alibi, activation: gelu_tanh, embedding_norm: true, tie_embeddings: true}
+glm: {qkv_bias: true, partial_rotary_factor: 0.5, yarn: {factor: 4.0}}
+glm4: {norm_position: both, partial_rotary_factor: 0.5}
+gpt-neox: {num_query_groups: null, normalization: layernorm, linear_bias: true, activation: gelu, parallel_block:
+  true, partial_rotary_factor: 0.25}
+gpt-oss: {activation: clamped_swiglu, linear_bias: true, attention_sinks: true, sliding_window: 5,
+  full_attention_layers: [1], moe: {num_experts: 6, top_k: 3, ffn_hidden_size: 24}}
+baichuan: {hidden_size: 48, num_attention_heads: 6, num_query_groups: null, position_embedding: alibi}
+deepseek-v2: {num_query_groups: null, norm_eps: 1.0e-6, latent_attention: {q_rank: null, kv_rank: 12, nope_head_dim:
+  6, rope_head_dim: 6, value_head_dim: 8}, moe: {num_experts: 8, top_k: 3, ffn_hidden_size: 24,
+  shared_ffn_hidden_size: 48, first_dense_layers: 1, score: softmax, scaling_factor: 2.5, num_groups: 4, top_groups:
+  2, selection_bias: false, normalize: false}, yarn: {factor: 4.0, original_max_position_embeddings: 16,
+  mscale_all_dim: 1.0}}
+deepseek-v4: {head_dim: 16, partial_rotary_factor: 0.25, sliding_window: 5, activation: limited_swiglu,
+  hyper_connections: {streams: 3, sinkhorn_iterations: 5}, moe: {num_experts: 8, top_k: 3, ffn_hidden_size: 24,
+  shared_ffn_hidden_size: 24, score: sqrtsoftplus, selection_bias: true, scaling_factor: 1.5}, layer_kinds: {window:
+  {mixer: *compressed, ffn: {kind: moe, routing: hash}}, sparse: {mixer: {<<: *compressed, compress_rate: 2, top_k: 2,
+  index_heads: 10, index_head_dim: 8, rope_theta: 500.0}, ffn: moe}, heavy: {mixer: {<<: *compressed, compress_rate:
+  4, rope_theta: 500.0}, ffn: moe}}, pattern: [window, sparse, heavy]}
+deepseek-v32: {num_query_groups: null, norm_eps: 1.0e-6, latent_attention: *latent, moe: *grouped, sparse_attention:
+  {index_heads: 10, index_head_dim: 6, top_k: 4}, rope_theta: 500.0}
+glm-moe-dsa: {num_query_groups: null, norm_eps: 1.0e-5, latent_attention: {<<: *latent, norm_eps: 1.0e-6}, moe:
+  *grouped, sparse_attention: {index_heads: 10, index_head_dim: 8, top_k: 4, index_rope: neighbors}}
+deepseek-v3: {num_query_groups: null, norm_eps: 1.0e-6, latent_attention: *latent, moe: *grouped, rope_scaling:
+  *scaling, rope_theta: 500.0}
+glm4-moe: {qk_norm: true, partial_rotary_factor: 0.5, moe: {num_experts: 8, top_k: 3, ffn_hidden_size: 24,
+  shared_ffn_hidden_size: 48, first_dense_layers: 1, score: sigmoid, scaling_factor: 2.5, num_groups: 2, top_groups:
+  1, selection_bias: true, normalize: false}}
+olmo3: {norm_position: output, qk_norm: projection, sliding_window: 5, full_attention_layers: [1], rope_theta: 500.0,
+  rope_local_theta: 500.0, yarn: {factor: 4.0, original_max_position_embeddings: 16}}
+smollm3: {layer_kinds: {rotary: {}, plain: {mixer: {position_embedding: none}}, local: {mixer: {sliding_window: 5,
+  rope_theta: 10000.0}}}, pattern: [rotary, plain, local]}
+lfm2-moe: {qk_norm: true, moe: {num_experts: 6, ffn_hidden_size: 24, score: sigmoid, selection_bias: true},
+  layer_kinds: {short: {mixer: {kind: short_convolution}, ffn: {kind: mlp}}, full: {ffn: {kind: moe}}}, pattern:
+  [short, full * 2]}
+kimi-linear: {num_query_groups: null, norm_eps: 1.0e-5, latent_attention: {<<: *latent, norm_eps: 1.0e-6}, moe:
+  {num_experts: 8, top_k: 3, ffn_hidden_size: 24, shared_ffn_hidden_size: 48, score: sigmoid, scaling_factor: 2.5,
+  num_groups: 4, top_groups: 2, selection_bias: true}, position_embedding: none, layer_kinds: {linear: {mixer: {kind:
+  kimi_delta_attention, num_heads: 4, head_dim: 6}, ffn: {kind: mlp}}, full: {ffn: {kind: moe}}}, pattern: [linear *
+  2, full]}
+minimax-m2: {qk_norm: projection, partial_rotary_factor: 0.5, moe: {num_experts: 6, top_k: 3, score: sigmoid,
+  selection_bias: true, ffn_hidden_size: 24}}
+ernie4-5-moe: {layer_kinds: {dense: {ffn: {kind: mlp}}, sparse: {ffn: {kind: moe}}}, pattern: [dense, sparse, dense],
+  moe: {num_experts: 6, selection_bias: true, ffn_hidden_size: 24, shared_ffn_hidden_size: 48}}
+mistral4: {num_query_groups: null, norm_eps: 1.0e-6, latent_attention: *latent, moe: {num_experts: 8, top_k: 3,
+  ffn_hidden_size: 24, shared_ffn_hidden_size: 48}, yarn: {factor: 4.0, original_max_position_embeddings: 16,
+  beta_fast: 4.0}, query_scaling: {factor: 0.3, length: 16}}
+nanochat: {activation: squared_relu, norm_weights: false, embedding_norm: true, qk_norm: rotated, logit_softcap: 15.0}
+llama4: {layer_kinds: {local: {mixer: {attention_chunk: 5, qk_norm: rotated}, ffn: {kind: mlp}}, full: {mixer:
+  {position_embedding: none, query_scaling: {factor: 0.3, length: 4, first_position: 1}}, ffn: {kind: moe}}}, pattern:
+  [local * 2, full], moe: {num_experts: 4, ffn_hidden_size: 24, shared_ffn_hidden_size: 24, score: sigmoid, normalize:
+  false, scale_inputs: true}}
+gpt2: {num_query_groups: null, position_embedding: learned, normalization: layernorm, activation: gelu_tanh,
+  linear_bias: true, tie_embeddings: true}
+nemotron-h-latents: {num_layers: 4, activation: squared_relu, position_embedding: none, layer_kinds: {mamba: {mixer:
+  *mamba, ffn: none}, moe: {mixer: none, ffn: moe}, attention: {ffn: none}}, pattern: [mamba, moe, attention, moe],
+  moe: {num_experts: 6, top_k: 2, ffn_hidden_size: 24, latent_size: 20, shared_ffn_hidden_size: 16, score: sigmoid,
+  selection_bias: true}}
+""")
+"""A small model of each Hugging Face family: what differs from `FAMILY`."""
+del FAMILIES[".shared"]
+AXES = {
+    "tp2": TP2,
+    "cp2": ["parallel.context=2"],
+    "pp2": PP2,
+    "ep2": EP2,
+}
+FAMILY_LAYOUTS = {
+    "tp2": [
+        "qwen3-next", "nemotron-h", "nemotron-h-latents", "kimi-linear", "lfm2-moe", "deepseek-v3", "deepseek-v32",
+        "deepseek-v4", "gemma4", "gemma4-experts", "llama4", "qwen3-moe",
+    ],
+    "cp2": [
+        "qwen3-next", "bamba", "kimi-linear", "lfm2-moe", "deepseek-v2", "deepseek-v32", "deepseek-v4", "gemma4",
+        "gemma2", "llama4", "smollm3",
+    ],
+    "pp2": ["nemotron-h", "deepseek-v4", "mistral4", "olmo-hybrid"],
+    "ep2": ["nemotron-h-latents", "deepseek-v4", "llama4"],
+}  # fmt: skip
+"""Families that also train on two ranks, by layout."""
+
+LARGEST = {
+    "num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 128, "shared_ffn_hidden_size": 64, "vocab_size": 384,
+    "num_attention_heads": 4, "num_query_groups": 2, "head_dim": 32, "sliding_window": 16,
+    "q_rank": 64, "kv_rank": 32, "nope_head_dim": 16, "rope_head_dim": 8, "value_head_dim": 16,
+    "index_heads": 4, "index_head_dim": 16, "num_experts": 8, "top_k": 4, "num_groups": 4, "top_groups": 2,
+    "num_heads": 8, "num_key_heads": 2, "num_value_heads": 4, "state_size": 16, "compress_rate": 8,
+    "original_max_position_embeddings": 64,
+    "tensor": 2, "pipeline": 2, "context": 2, "expert": 2,
+    "steps": STEPS, "seq_length": 64, "micro_batch_size": 2, "global_batch_size": 8, "eval_interval": STEPS,
+    "eval_steps": 1, "interval": STEPS, "max_tokens": 8, "group_size": 4, "texts_at_once": 4, "num_workers": 0,
+    "warmup_steps": 1, "decay_steps": 1, "decay_until": STEPS,
+}  # fmt: skip
+"""Largest numbers of a preset, by the last part of the key."""
+REPLACED = {
+    "init_from": "models/small", "teacher": "models/small", "reward": "rewards.py:exact",
+    "tokenizer": {"kind": "bytes"},
+}  # fmt: skip
+"""Values of a preset that are set, if the preset sets them."""
+PRESETS: dict[str, tuple[int, list[str]]] = {
+    "configs/bert-base": (2, WORDS),
+    "configs/deepseek-v3": (4, []),
+    "configs/deepseek-v3.2": (4, []),
+    "configs/deepseek-v4-flash": (4, ["model.num_attention_heads=8"]),
+    "configs/gemma2-9b": (4, []),
+    "configs/gpt-oss-20b": (2, []),
+    "configs/gpt2-125m": (2, []),
+    "configs/gpt2-125m-fp16": (1, []),
+    "configs/kimi-linear-48b-a3b": (2, []),
+    "configs/llama3-405b": (4, []),
+    "configs/llama3-70b": (4, []),
+    "configs/llama3-8b": (4, []),
+    "configs/llama3-8b-distillation": (4, []),
+    "configs/llama3-8b-dpo": (4, []),
+    "configs/llama3-8b-grpo": (2, []),
+    "configs/llama3-8b-sft": (4, []),
+    "configs/llama3-8b-stages": (4, ["training.seq_length=32"]),
+    "configs/mixtral-8x7b": (4, []),
+    "configs/nemotron-3-nano-30b": (2, []),
+    "configs/olmo2-7b": (4, []),
+    "configs/quickstart": (4, []),
+    "configs/qwen3-30b-a3b": (4, []),
+    "configs/qwen3-next-80b-a3b": (4, []),
+    "configs/t5-base": (2, WORDS),
+    "examples/grpo_arithmetic/grpo": (2, []),
+    "examples/grpo_arithmetic/warm_up": (1, []),
+}
+"""Configs of the repository, each with a number of ranks and overrides of the small copy."""
 MODULES: dict[str, Callable[[Any], Any]] = {
     "Linear": lambda nn: nn.Linear(64, 96, device="cpu"),
     "LayerNormLinear": lambda nn: nn.LayerNormLinear(64, 96, device="cpu"),
@@ -246,76 +508,326 @@ MODULES: dict[str, Callable[[Any], Any]] = {
 PLANS = {"deepseek-v3": 512, "gemma2-9b": 16, "gpt-oss-20b": 8, "llama3-70b": 64, "llama3-8b": 8,
          "mixtral-8x7b": 32, "olmo2-7b": 8, "qwen3-30b-a3b": 16, "t5-base": 8}  # fmt: skip
 """Numbers of GPUs by config; the others need a tokenizer's file."""
-CASES: dict[str, tuple[int, list[str]]] = {
-    **{
-        f"{recipe}/{layout}": (ranks, [*keys, *more])
-        for recipe, keys in RECIPES.items()
-        for layout, (ranks, more) in LAYOUTS.items()
-    },
-    **MORE,
-    **{f"kinds/{name}": case for name, case in KINDS.items()},
-}  # fmt: skip
+PROOFS: dict[str, tuple[int, list[str]]] = {
+    "tp2-cp2": (4, [*DELAYED, *TP2, "parallel.context=2"]),
+    "experts-pp2": (4, [*DEEPSEEK, *PP2, *EP2, *ZERO]),
+}
+"""Compositions that are proven, with their ranks."""
+
+
+def training_cases() -> dict[str, Case]:
+    """Return the cases that train a model, by name."""
+    cases = {
+        **{f"{r}/{x}": (ranks, [*keys, *y]) for r, keys in RECIPES.items() for x, (ranks, y) in LAYOUTS.items()},
+        **MORE,
+        **{f"kinds/{name}": case for name, case in KINDS.items()},
+        **{f"keys/{name}": case for name, case in KEYS.items()},
+    }  # fmt: skip
+    families = {name: model_keys(FAMILY | model) for name, model in FAMILIES.items()}
+    return {
+        **{
+            name: Case(
+                *case,
+                parts=(STEPS // 2, STEPS) if name in RESUMED else (STEPS,),
+                converts=name in ("kinds/bert", "kinds/t5"),
+            )
+            for name, case in cases.items()
+        },
+        **{f"families/{name}": Case(1, keys, "family.yaml", converts=True) for name, keys in families.items()},
+        **{
+            f"families/{name}/{layout}": Case(2, [*families[name], *AXES[layout]], "family.yaml")
+            for layout, names in FAMILY_LAYOUTS.items()
+            for name in names
+        },
+        **{
+            f"presets/{Path(path).name}": Case(ranks, overrides, f"{path}.yaml")
+            for path, (ranks, overrides) in PRESETS.items()
+        },
+    }
+
+
+def model_keys(model: Mapping[str, Any]) -> list[str]:
+    """Return a section model as overrides on the command line."""
+    return [f"model.{key}={json.dumps(value)}" for key, value in model.items()]
+
+
+# --- files that the cases read -------------------------------------------------------------------------------------
 
 
 def write_inputs(folder: Path) -> None:
-    """Write a Megatron .bin/.idx data set of random documents, and a base config that reads it."""
-    generator = np.random.default_rng(0)
+    """Write the configs, and the data, tokenizer and model that they name, to `folder`, the working folder."""
+    (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
+    short = {"training": {"steps": 2, "global_batch_size": 2, "eval_interval": 0}, "optimizer": {"warmup_steps": 1}}
+    (folder / "family.yaml").write_text(yaml.safe_dump(merged(BASE, short)))
+    (folder / "prompts.txt").write_text("the first of two\nand\n")
+    write_words(folder)
+    write_texts(folder)
+    write_documents(folder / "data/text", np.random.default_rng(0))
+    for path, (_, overrides) in PRESETS.items():
+        preset = small_preset(ROOT / f"{path}.yaml")
+        write_data_of(preset, folder, "data/words" in " ".join(overrides))
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{path}.yaml").write_text(yaml.safe_dump(preset))
+    megafp8("pretrain", "--config", "family.yaml", *model_keys(FAMILY), "name=small")
+    megafp8("convert", "--load", "runs/small", "--save", "models/small", "--to", "hf")
+
+
+def write_documents(path: Path, random: np.random.Generator) -> None:
+    """Write a Megatron .bin/.idx data set of documents of random bytes, which end with END_OF_DOCUMENT."""
     # Random walks with small steps, so that there is something to learn.
     documents = [
-        np.append(generator.integers(1, 8, length).cumsum() % END_OF_DOCUMENT, END_OF_DOCUMENT).astype(np.uint16)
-        for length in generator.integers(20, 200, 400)
+        np.append(random.integers(1, 8, length).cumsum() % END_OF_DOCUMENT, END_OF_DOCUMENT).astype(np.uint16)
+        for length in random.integers(20, 200, 400)
     ]
     sizes = np.array([len(document) for document in documents], np.int32)
     pointers = np.concatenate([[0], np.cumsum(sizes[:-1].astype(np.int64) * 2)]).astype(np.int64)
-    (folder / "data.bin").write_bytes(np.concatenate(documents).tobytes())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".bin").write_bytes(np.concatenate(documents).tobytes())
     header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, len(sizes), len(sizes) + 1)
     marks = np.arange(len(sizes) + 1, dtype=np.int64)
-    (folder / "data.idx").write_bytes(header + sizes.tobytes() + pointers.tobytes() + marks.tobytes())
-    config = {
-        **BASE, "name": "gate", "run_dir": str(folder / "runs"),
-        "data": {
-            "train": {str(folder / "data"): 1.0}, "split": "90,10,0", "tokenizer": {"kind": "bytes"},
-            "index_cache": str(folder / "cache"),
-        },
-    }  # fmt: skip
-    (folder / "base.yaml").write_text(yaml.safe_dump(config))
+    path.with_suffix(".idx").write_bytes(header + sizes.tobytes() + pointers.tobytes() + marks.tobytes())
+
+
+def write_words(folder: Path) -> None:
+    """Write words.json, a tokenizer with the special tokens of BERT and T5 whose words are letters."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>", *(f"<extra_id_{i}>" for i in range(40))]
+    words = [*special, *letters, *(f"##{letter}" for letter in letters), "."]
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.save(str(folder / "words.json"))
+
+
+def write_texts(folder: Path) -> None:
+    """Write random texts as JSON lines: documents, answers, pairs of answers and prompts; and a reward of answers."""
+    random = np.random.default_rng(1)
+
+    def sentence() -> str:
+        return " ".join("".join(map(chr, random.integers(97, 103, n))) for n in random.integers(1, 6, 8)) + "."
+
+    records: dict[str, list[dict[str, Any]]] = {
+        "text": [{"text": " ".join(sentence() for _ in range(6))} for _ in range(200)],
+        "completion": [{"prompt": sentence()[:12], "completion": sentence()[:20]} for _ in range(200)],
+        "preference": [
+            {"prompt": sentence()[:12], "chosen": sentence()[:16], "rejected": sentence()[:16]} for _ in range(200)
+        ],
+        "prompts": [{"prompt": sentence()[:12], "answer": i} for i in range(32)],
+    }
+    for name, lines in records.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "rewards.py").write_text(
+        "def exact(prompts, completions, answer):\n"
+        "    return [float(sum(map(ord, x)) % (2 + y % 3)) for x, y in zip(completions, answer)]\n"
+    )
+    megafp8("preprocess", "--input", "text.jsonl", "--output-prefix", "data/words", *words_flags())
+
+
+def words_flags() -> list[str]:
+    """Return the flags of `megafp8 preprocess` for words.json."""
+    return ["--tokenizer", "huggingface", "--tokenizer-path", "words.json", "--tokenizer-end-token", "</s>"]
+
+
+def write_data_of(preset: Mapping[str, Any], folder: Path, of_words: bool) -> None:
+    """Write the data sets that a preset names, of the kind that it reads."""
+    data = preset["data"]
+    style = "preference" if "dpo" in data else "completion" if "loss_on" in data else "text"
+    stages = [stage.get("overrides", {}).get("data.train", ()) for stage in preset.get("stages", ())]
+    for i, name in enumerate(dict.fromkeys([*data["train"], *(name for train in stages for name in train)])):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if "grpo" in data:
+            path.write_text((folder / "prompts.jsonl").read_text())
+        elif style == "text" and not of_words:
+            write_documents(path, np.random.default_rng(i))
+        elif not path.with_suffix(".idx").exists():
+            flags = words_flags() if of_words else ["--tokenizer", "bytes", "--style", style]
+            sentences = ["--split-sentences", "--no-append-eod"] if data.get("packing") == "sentences" else []
+            megafp8("preprocess", "--input", f"{style}.jsonl", "--output-prefix", name, *flags, *sentences)
+
+
+def small_preset(path: Path) -> dict[str, Any]:
+    """Return the config in a file, with the file that it is based on, with small numbers."""
+    text = yaml.safe_load(path.read_text())
+    tree = shrunk(text)
+    if "base" in tree:
+        tree = merged(small_preset(path.parent / tree.pop("base")), tree)
+    if "pattern" in (model := tree["model"]):
+        model["pattern"] = list(dict.fromkeys(kind.partition(" * ")[0] for kind in model["pattern"]))
+    settings = {"device": "cpu", "run_dir": "runs", "logging": BASE["logging"], "checkpoint": BASE["checkpoint"]}
+    return merged(tree, settings)
+
+
+def shrunk(value: Any, key: str = "") -> Any:
+    """Return a part of a config, named by the last part of `key`, with small numbers and no files from elsewhere."""
+    name = key.rpartition(".")[2]
+    if name in REPLACED and value is not None:
+        return REPLACED[name]
+    if name == "layers_per_stage" and isinstance(value, list):
+        return [1, STEPS - 1]
+    if name == "stages":
+        return [shrunk(stage) | {"begin": i} for i, stage in enumerate(value)]
+    if isinstance(value, dict):
+        return {inner: shrunk(x, inner) for inner, x in value.items()}
+    if isinstance(value, int) and not isinstance(value, bool):
+        return min(value, LARGEST.get(name, value))
+    return value
+
+
+def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the keys of another one, section by section."""
+    both = {
+        key: merged(tree[key], x) if isinstance(x, dict) and isinstance(tree.get(key), dict) else x
+        for key, x in changes.items()
+    }
+    return {**tree, **both}
+
+
+# --- what a rank runs ------------------------------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """A command says that what it was asked to do cannot be done."""
+
+
+def megafp8(*words: str | Path) -> str:
+    """Run `python -m megafp8` in this process, where torch stays loaded, and return what it prints.
+
+    Raises:
+        Refused: It ended with exit code 2.
+        RuntimeError: It failed.
+    """
+    sys.argv = ["megafp8", *map(str, words)]
+    output, errors, code = io.StringIO(), io.StringIO(), None
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            runpy.run_module("megafp8", run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            code = end.code
+        except Exception:
+            code = traceback.format_exc()
+    if code:
+        text = f"megafp8 {' '.join(sys.argv[1:])} ended with {code}\n{output.getvalue()}{errors.getvalue()[-4000:]}"
+        raise Refused(text) if code == 2 else RuntimeError(text)
+    return output.getvalue()
+
+
+def trained(name: str, case: Case) -> dict[str, Any]:
+    """Train on every rank, and return the results on the first one."""
+    run_name = name.replace("/", ".")
+    for steps in case.parts:
+        parts = [f"training.steps={steps}"] if case.parts != (STEPS,) else []
+        megafp8("pretrain", "--config", case.config, *case.overrides, *parts, f"name={run_name}")
+    if os.environ["RANK"] != "0":
+        return {}
+    os.environ |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # what follows runs on this rank alone
+    run = Path("runs", run_name)
+    return {
+        "metrics": metrics_of(run),
+        "checkpoints": {path.name: checkpoint_hash(path) for path in sorted((run / "checkpoints").glob("step_*"))},
+        "texts": texts_of(run),
+        **({"converted": conversions(run)} if case.converts else {}),
+    }
+
+
+UNSTEADY = re.compile("second|time|date|tflops|mfu|memory|slowest")
+"""Metrics that differ from run to run."""
+
+
+def metrics_of(run: Path) -> dict[str, list[Any]]:
+    """Return the values of each metric of a run, by step."""
+    series: dict[str, list[Any]] = {}
+    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        for key, value in line.items():
+            if value is not None and not UNSTEADY.search(key):
+                series.setdefault(key, []).append(value)
+    return series
+
+
+def texts_of(run: Path) -> list[Any] | str:
+    """Return the tokens and log-probabilities with which a run's model continues two prompts."""
+    texts: list[Any] = []
+    try:
+        for temperature in ("0", "1"):
+            lines = megafp8(
+                "generate", run, "--file", "prompts.txt", "--json", "--max-tokens", "12", "--temperature", temperature,
+                "--seed", "3", "--ignore-end", "--device", "cpu",
+            )  # fmt: skip
+            texts += [[line["tokens"], line["logprobs"]] for line in map(json.loads, lines.splitlines())]
+    except Refused:
+        return "refused"
+    return texts
+
+
+def conversions(run: Path) -> dict[str, str]:
+    """Return hashes of a run's model in the other formats, and of what these are converted back to."""
+    hashes: dict[str, str] = {}
+    for format in ("hf", "megatron"):
+        folder = Path("converted", f"{run.name}.{format}")
+        back = folder.with_name(f"{folder.name}.native")
+        try:
+            megafp8("convert", "--load", run, "--save", folder, "--to", format, "--weights-only")
+            hashes[format] = folder_hash(folder)
+            megafp8("convert", "--load", folder, "--save", back, "--to", "native")
+            hashes[f"{format} to native"] = checkpoint_hash(next(back.rglob(".metadata")).parent)
+        except Refused:
+            hashes.setdefault(format, "refused")
+    return hashes
 
 
 def checkpoint_hash(path: Path) -> str:
-    """SHA-256 over names, shapes, dtypes and values of a checkpoint's tensors, in the order of their names."""
-    from megafp8.checkpoint import CheckpointReader
+    """Return a hash of the tensors of a checkpoint of ours."""
+    reader = dcp.FileSystemReader(path)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors_hash(tensors)
 
-    reader, digest = CheckpointReader(path), hashlib.sha256()
-    for name in sorted(reader.tensors):
-        shape, dtype = reader.tensors[name]
-        digest.update(f"{name} {tuple(shape)} {dtype}".encode())
-        digest.update(reader.read(name).contiguous().flatten().view(torch.uint8).numpy().tobytes())
+
+def folder_hash(folder: Path) -> str:
+    """Return a hash of config.json and the tensors of a checkpoint of Hugging Face or Megatron-LM."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.name == "config.json":
+            digest.update(json.dumps(json.loads(path.read_text()), sort_keys=True).encode())
+        elif path.suffix == ".safetensors":
+            digest.update(tensors_hash(load_file(path)).encode())
+        elif path.suffix == ".pt":
+            content = torch.load(path, weights_only=False)
+            digest.update(tensors_hash(dict(named_tensors(content))).encode())
     return digest.hexdigest()
 
 
-def texts_of(run: Path) -> list[list[int]] | str:
-    """Tokens that a finished run's model continues two prompts with; or why it is no model that does."""
-    from megafp8 import Generator
-    from megafp8.inference import SamplingOptions
-    from megafp8.parallel_state import destroy_model_parallel
-
-    options = [SamplingOptions(max_tokens=12, temperature=t, seed=3, ignore_end=True) for t in (0.0, 1.0)]
-    try:
-        generator = Generator.from_checkpoint(run, device="cpu")
-        return [text.tokens for each in options for text in generator.generate([[5, 9, 12, 17], [3] * 20], each)]
-    except ValueError as error:
-        return f"refused: {str(error).replace(str(run), 'RUN')}"
-    finally:
-        destroy_model_parallel()
+def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of nested dicts and lists, each with its path."""
+    if isinstance(tree, torch.Tensor):
+        yield prefix, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from named_tensors(value, f"{prefix}.{key}")
+    elif isinstance(tree, list | tuple):
+        for i, value in enumerate(tree):
+            yield from named_tensors(value, f"{prefix}.{i}")
 
 
-def module_results(name: str, recipe: str | None) -> dict[str, Any]:
-    """Hashes of output and gradients of a module in a second step, whose scales follow from the first."""
+def tensors_hash(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a SHA-256 of names, shapes, dtypes and values, in the order of the names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def module_results(name: str, recipe: str | None) -> dict[str, str]:
+    """Return hashes of output and gradients of a module in a second step, whose scales follow from the first."""
     from megafp8 import fp8, nn
 
     recipes = {"delayed": fp8.DelayedScaling(amax_history_len=4), "current": fp8.CurrentScaling()}
     torch.manual_seed(1)
-    module, results = MODULES[name](nn), {}
+    module, results = MODULES[name](nn), dict[str, torch.Tensor | None]()
     for _ in range(2):
         module.zero_grad()
         x = torch.randn(32, 2, 64).requires_grad_()
@@ -325,167 +837,236 @@ def module_results(name: str, recipe: str | None) -> dict[str, Any]:
         if recipe is not None:
             fp8.end_step(module)
         results = {"y": y.detach(), "x": x.grad, **{key: p.grad for key, p in module.named_parameters()}}
-    return {key: _hash(value) for key, value in results.items() if value is not None}
-
-
-def _hash(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    return {key: tensors_hash({key: value}) for key, value in results.items() if value is not None}
 
 
 def plan_of(config: str, gpus: int) -> Any:
-    """Run tools/plan.py for the config of that name in configs/, and return the JSON that it prints."""
-    command = [sys.executable, "tools/plan.py", "--config", f"configs/{config}.yaml", "--gpus", str(gpus), "--json"]
-    return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    """Return what `megafp8 plan` predicts for a config of the repository."""
+    return json.loads(megafp8("plan", "--config", ROOT / f"configs/{config}.yaml", "--gpus", str(gpus), "--json"))
 
 
-def recorded(run: Path) -> dict[str, Any]:
-    """Results of one finished run."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def proof_of(name: str, ranks: int, overrides: Sequence[str]) -> list[Any]:
+    """Return the rows of the certificate of a composition."""
+    path = Path(f"{name}.certificate.json")
+    megafp8("prove", "base.yaml", "--ranks", str(ranks), "--out", path, *overrides)
+    return [[row[key] for key in ("check", "status", "difference")] for row in json.loads(path.read_text())["rows"]]
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+Task = tuple[int, Callable[..., Any], tuple[Any, ...]]
+"""Number of ranks, function that each of them runs, and its arguments."""
+
+
+def tasks() -> dict[str, Task]:
+    """Return all cases by name."""
     return {
-        "loss": [line["loss"] for line in lines],
-        "grad_norm": [line["grad_norm"] for line in lines],
-        "validation": [line["validation_loss"] for line in lines if line.get("validation_loss") is not None],
-        "checkpoints": {path.name: checkpoint_hash(path) for path in sorted((run / "checkpoints").glob("step_*"))},
-        "texts": texts_of(run),
-    }
-
-
-def _serve(pipe: Connection, rank: int) -> None:
-    """Main function of one rank: runs each (ranks, port, arguments) received from `pipe`, until None."""
-    torch.set_num_threads(1)
-    sys.path.insert(0, str(ROOT))
-    import pretrain_gpt
-
-    while (task := pipe.recv()) is not None:
-        ranks, port, arguments = task
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-        os.environ.update({key: str(value) for key, value in places.items()}, MASTER_ADDR="127.0.0.1")
-        sys.argv = ["pretrain_gpt.py", *arguments]
-        output = io.StringIO()
-        try:
-            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                code = pretrain_gpt.main()
-        except BaseException:
-            code = output.getvalue() + traceback.format_exc()
-        pipe.send(None if code == 0 else f"rank {rank} ended with {code}\n{output.getvalue()[-4000:]}")
-
-
-class Ranks:
-    """A pool of processes in which torch stays loaded from case to case."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipes: list[Connection] = []
-        self.processes: list[Any] = []
-        for rank in range(max(ranks for ranks, _ in CASES.values())):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.pipes.append(ours)
-
-    def close(self) -> None:
-        """End the processes."""
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-    def run(self, ranks: int, arguments: Sequence[str]) -> None:
-        """Run `pretrain_gpt.py`. RuntimeError with the ranks' output if any fails or hangs."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        for pipe in self.pipes[:ranks]:
-            pipe.send((ranks, port, list(arguments)))
-        failures = [
-            pipe.recv() if pipe.poll(CASE_SECONDS) else f"rank {rank} did not finish within {CASE_SECONDS} s"
-            for rank, pipe in enumerate(self.pipes[:ranks])
-        ]
-        if any(failures):
-            raise RuntimeError("\n".join(failure for failure in failures if failure))
-
-
-def record(path: Path, only: str) -> int:
-    """Run the cases whose name contains `only`, write their results to `path`, and return how many failed."""
-    found: dict[str, Any] = {}
-    failed = []
-    with tempfile.TemporaryDirectory(prefix="bitwise-gate-") as folder:
-        write_inputs(Path(folder))
-        pool = Ranks()
-        chosen = {name: case for name, case in CASES.items() if only in name}
-        for name, (ranks, overrides) in tqdm(chosen.items(), unit="case"):
-            run_name = name.replace("/", ".")
-            arguments = ["--config", f"{folder}/base.yaml", *overrides, f"name={run_name}"]
-            try:
-                pool.run(ranks, [*arguments, "training.steps=3"])
-                pool.run(ranks, arguments)
-                found[name] = recorded(Path(folder) / "runs" / run_name)
-            except RuntimeError as error:
-                failed.append(name)
-                tqdm.write(f"{name}: {error}")
-                pool.close()
-                pool = Ranks()
-        pool.close()
-    others: dict[str, Callable[[], Any]] = {
+        **{name: (case.ranks, trained, (name, case)) for name, case in training_cases().items()},
         **{
-            f"nn/{name}/{recipe}": partial(module_results, name, recipe)
+            f"nn/{name}/{recipe}": (1, module_results, (name, recipe))
             for name in MODULES
             for recipe in ((None,) if name in ("LayerNorm", "RMSNorm") else (None, "delayed", "current"))
         },
-        **{f"plan/{config}": partial(plan_of, config, gpus) for config, gpus in PLANS.items()},
+        **{f"plan/{config}": (1, plan_of, (config, gpus)) for config, gpus in PLANS.items()},
+        **{f"prove/{name}": (1, proof_of, (name, *proof)) for name, proof in PROOFS.items()},
     }
-    for name, result in tqdm({name: x for name, x in others.items() if only in name}.items(), unit="case"):
+
+
+def _serve(pipe: Connection, folder: str) -> None:
+    """Run the calls that come through the pipe, and send for each whether it succeeded, and its result or why not."""
+    from matplotlib.figure import Figure
+
+    Figure.savefig = lambda *_, **__: None  # of loss.png, which takes as long as a step
+    os._exit = sys.exit  # type: ignore[assignment]  # so that what a failing command prints is kept
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(ROOT))
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # checkpoints are read without it
+    os.chdir(folder)
+    while True:
+        rank, ranks, port, function, arguments = pipe.recv()
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+        os.environ.update({key: str(value) for key, value in places.items()}, MASTER_ADDR="127.0.0.1")
+        torch.use_deterministic_algorithms(False)
         try:
-            found[name] = {"results": result()}
-        except (ValueError, subprocess.CalledProcessError) as error:
-            failed.append(name)
-            tqdm.write(f"{name}: {error}")
+            pipe.send((True, function(*arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+class Rank:
+    """A process in which torch stays loaded from case to case."""
+
+    def __init__(self, folder: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, folder))
+        self.process.start()
+        theirs.close()
+
+    def answer(self) -> tuple[bool, Any]:
+        """Return whether the call succeeded, and its result or why it did not."""
+        try:
+            return self.pipe.recv()
+        except (EOFError, ConnectionError):
+            return False, "the process died"
+
+    def kill(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.join()
+
+
+class Team:
+    """The ranks that run a case, with their answers so far."""
+
+    def __init__(self, ranks: list[Rank], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for i, rank in enumerate(ranks):
+            rank.pipe.send((i, len(ranks), port, function, arguments))
+        self.ranks, self.answers = ranks, dict[int, tuple[bool, Any]]()
+        self.deadline = time.monotonic() + CASE_SECONDS
+
+    def has_ended(self) -> bool:
+        """Take the answers that have arrived. After a failure the other ranks have ten more seconds."""
+        for i, rank in enumerate(self.ranks):
+            if i not in self.answers and rank.pipe.poll():
+                self.answers[i] = rank.answer()
+                if not self.answers[i][0]:
+                    self.deadline = min(self.deadline, time.monotonic() + 10)
+        return len(self.answers) == len(self.ranks) or time.monotonic() > self.deadline
+
+    def result(self) -> Any:
+        """Return what the first rank returned. RuntimeError with the output of the ranks that failed or hang."""
+        answers = [self.answers.get(i, (False, "did not finish")) for i in range(len(self.ranks))]
+        failures = [f"rank {i}: {value}" for i, (succeeded, value) in enumerate(answers) if not succeeded]
+        if failures:
+            raise RuntimeError("\n".join(failures))
+        return answers[0][1]
+
+
+class Pool:
+    """Up to PROCESSES ranks, which start when a case first needs them.
+
+    Args:
+        folder: Working folder of the ranks.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.idle: list[Rank] = []
+        self.running: dict[str, Team] = {}
+
+    def results(self, chosen: Mapping[str, Task]) -> Iterator[tuple[str, Any]]:
+        """Run cases, several at once and those with many ranks first; yield names and results or RuntimeErrors."""
+        waiting = sorted(chosen, key=lambda name: -chosen[name][0])
+        while waiting or self.running:
+            busy = sum(len(team.ranks) for team in self.running.values())
+            if waiting and (ranks := chosen[waiting[0]][0]) <= PROCESSES - busy:
+                team = [self.idle.pop() if self.idle else Rank(self.folder) for _ in range(ranks)]
+                name = waiting.pop(0)
+                self.running[name] = Team(team, *chosen[name][1:])
+                continue
+            wait([rank.pipe for team in self.running.values() for rank in team.ranks], timeout=0.1)
+            for name in [name for name, team in self.running.items() if team.has_ended()]:
+                yield name, self.result(self.running.pop(name))
+
+    def result(self, team: Team) -> Any:
+        """Return the result of a case that has ended, or the RuntimeError; ranks that failed are replaced."""
+        try:
+            result = team.result()
+        except RuntimeError as error:
+            for rank in team.ranks:
+                rank.kill()
+            return error
+        self.idle += team.ranks
+        return result
+
+    def close(self) -> None:
+        """End the processes."""
+        for rank in [*self.idle, *(rank for team in self.running.values() for rank in team.ranks)]:
+            rank.kill()
+
+
+# --- recordings ------------------------------------------------------------------------------------------------------
+
+
+def chosen_of(names: Iterable[str], only: Sequence[str], sample: str) -> list[str]:
+    """Return the names that contain one of `only`, if there are any, and of these the I-th of every N (`sample`)."""
+    first, every = map(int, sample.split("/"))
+    return [name for name in names if not only or any(pattern in name for pattern in only)][first - 1 :: every]
+
+
+def record(path: Path, only: Sequence[str], sample: str, add: bool) -> int:
+    """Run cases, write their results to `path` after each one, and return how many failed."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     about = {
         "commit": commit.stdout.strip(),
         "torch": torch.__version__,
         "processor": platform.processor() or platform.machine(),
     }
-    path.write_text(json.dumps({"about": about, "cases": found}, indent=1))
-    print(f"{len(found)} cases recorded in {path}, {len(failed)} failed: {', '.join(failed)}")
+    cases = json.loads(path.read_text())["cases"] if add and path.exists() else {}
+    chosen, failed = {name: tasks()[name] for name in chosen_of(tasks(), only, sample)}, []
+    with tempfile.TemporaryDirectory(prefix="bitwise-gate-", ignore_cleanup_errors=True) as folder:
+        pool = Pool(folder)
+        try:
+            for _, inputs in pool.results({"inputs": (1, write_inputs, (Path(folder),))}):
+                if isinstance(inputs, RuntimeError):
+                    raise inputs
+            for name, result in tqdm(pool.results(chosen), total=len(chosen), unit="case"):
+                if isinstance(result, RuntimeError):
+                    failed.append(name)
+                    tqdm.write(f"{name}: {result}")
+                cases[name] = {"failed": str(result).strip().splitlines()[-1]} if name in failed else result
+                path.write_text(json.dumps({"about": about, "cases": cases}, indent=1))
+        finally:
+            pool.close()
+    print(f"{len(chosen)} cases recorded in {path}, {len(failed)} failed: {', '.join(failed)}")
     return len(failed)
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print every case that differs between two recordings, and return how many do."""
+    """Print every case of both recordings that differs, and return how many do."""
     old, new = (json.loads(path.read_text()) for path in (before, after))
     if old["about"]["torch"] != new["about"]["torch"]:
         print(f"recorded with torch {old['about']['torch']} and {new['about']['torch']}: bits may differ by that alone")
-    differing = 0
-    for name in sorted(old["cases"].keys() | new["cases"].keys()):
-        one, other = old["cases"].get(name), new["cases"].get(name)
-        if one == other:
-            continue
-        differing += 1
-        if one is None or other is None:
-            print(f"{name}: only {'after' if one is None else 'before'}")
-            continue
-        for key in one:
-            if one[key] != other[key]:
-                print(f"{name}: {key} {one[key]} -> {other[key]}")
-    same = len(old["cases"].keys() | new["cases"].keys()) - differing
-    print(f"{same} cases identical to the last bit, {differing} differ")
-    return differing
+    for where, more, less in (("before", old, new), ("after", new, old)):
+        if missing := sorted(more["cases"].keys() - less["cases"].keys()):
+            print(f"only {where}: {len(missing)} cases, {', '.join(missing[:10])}{', ...' * (len(missing) > 10)}")
+    both = sorted(old["cases"].keys() & new["cases"].keys())
+    differing = [name for name in both if old["cases"][name] != new["cases"][name]]
+    for name in differing:
+        for line in differences(old["cases"][name], new["cases"][name]):
+            print(f"{name}{line}")
+    print(f"{len(both) - len(differing)} cases identical to the last bit, {len(differing)} differ")
+    return len(differing)
+
+
+def differences(old: Any, new: Any) -> Iterator[str]:
+    """Yield each value that differs between two results, with its path."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*old, *new]):
+            yield from (f" {key}{line}" for line in differences(old.get(key), new.get(key)))
+    elif old != new:
+        yield f": {old} -> {new}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record", help="run all cases and write their results")
+    recording = commands.add_parser("record", help="run cases and write their results")
     recording.add_argument("output", type=Path)
-    recording.add_argument("--only", default="", help="cases whose name contains this")
+    recording.add_argument("--only", nargs="+", default=[], metavar="PART", help="cases whose name contains a part")
+    recording.add_argument("--sample", default="1/1", metavar="I/N", help="the I-th of every N of these")
+    recording.add_argument("--add", action="store_true", help="keep the other cases that the file has")
     comparing = commands.add_parser("compare", help="compare two recordings")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "record":
-        return int(record(arguments.output, arguments.only) > 0)
+        return int(record(arguments.output, arguments.only, arguments.sample, arguments.add) > 0)
     return int(compare(arguments.before, arguments.after) > 0)
 
 
