@@ -143,10 +143,7 @@ class DeltaRuleMixer(RecurrentMixer):
 
     def saved_by_recurrence(self, batch: MicroBatch) -> dict[str, int]:
         """Bytes of what is kept of the recurrence and behind it, besides its inputs."""
-        _, _, k = self.convolution.shape
-        states = self.value_heads * self.d * self.w * max(4, batch.element)
         return {
-            "states at the start": batch.sequences * (states + self._channels * (k - 1) * batch.element),
             "recurrence output": batch.tokens * self.value_heads * self.w * batch.element,
             "proj input": batch.saved_input(self.proj.state),
         }

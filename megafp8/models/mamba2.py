@@ -165,8 +165,6 @@ class Mamba2(RecurrentMixer):
             "steps' input": 0 if high else batch.own_tokens * self.steps.shape[1] * e,
             "x, b, c, z": m * (self._channels + inner) * e,
             "steps": m * heads * e,
-            "states at the start": batch.sequences
-            * (self.heads * self.d * self.w * 4 + self._channels * (self.convolution.shape[-1] - 1) * e),
             "recurrence output": m * inner * e,
             "proj input": batch.saved_input(self.proj.state),
         }

@@ -83,13 +83,11 @@ class ShortConvolution(RecurrentMixer):
     # --- what it keeps and computes ---------------------------------------------------------------------------------
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        n, _, k = self.convolution.shape
-        of_channels = batch.tokens * n * batch.element
+        of_channels = batch.tokens * len(self.convolution) * batch.element
         return {
             "bcx input": batch.saved_input(self.projection.state),
             "b, c, x": 3 * of_channels,
             "convolution's input": of_channels,
-            "states at the start": batch.sequences * n * (k - 1) * batch.element,
             "convolution's output": of_channels,
             "proj input": batch.saved_input(self.proj.state),
         }
