@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from megafp8.config.parts.base import ModelSection
-from megafp8.config.parts.recurrent import RecurrentConfig
+from megafp8.config.parts.recurrent import ConvolvedConfig
 from megafp8.section import Channels, Heads
 
 
-class KimiDeltaAttentionConfig(RecurrentConfig):
+class KimiDeltaAttentionConfig(ConvolvedConfig):
     """Linear attention whose state is corrected by the delta rule, with a decay for each channel of keys (Kimi Delta
     Attention, arXiv:2510.26692). A head's state has head_dim² numbers, however long the sequence is."""
 

@@ -7,11 +7,11 @@ from typing import ClassVar, Literal
 
 from megafp8.config.errors import Problem, divisors
 from megafp8.config.parts.base import ModelSection
-from megafp8.config.parts.recurrent import RecurrentConfig
+from megafp8.config.parts.recurrent import ConvolvedConfig
 from megafp8.section import Channels, Heads, NonNegative, PositiveFloat
 
 
-class Mamba2Config(RecurrentConfig):
+class Mamba2Config(ConvolvedConfig):
     """A state space with one decay per head and token (Mamba-2, arXiv:2405.21060), as in Nemotron-H, Granite 4 and
     Bamba. A head's state has head_dim × state_size numbers, however long the sequence is."""
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from megafp8.config.parts.base import ModelSection
-from megafp8.config.parts.recurrent import RecurrentConfig
+from megafp8.config.parts.recurrent import ConvolvedConfig
 
 
-class ShortConvolutionConfig(RecurrentConfig):
+class ShortConvolutionConfig(ConvolvedConfig):
     """A causal convolution of a few tokens in each channel, with a gate before it and one after it (LFM2). Its state is
     the last inputs."""
 
