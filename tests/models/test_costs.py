@@ -12,6 +12,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from random import Random
 from typing import Any, NamedTuple, get_args
@@ -29,7 +30,7 @@ from megafp8.config import ConfigError, ModelConfig, check_layout, load_config
 from megafp8.config.parts import Ffn, Mixer
 from megafp8.models.costs import pairs_of
 from megafp8.models.gpt import GPTStage
-from megafp8.models.mixer import LayerInputs
+from megafp8.models.mixer import LayerInputs, RecurrentInputs
 from megafp8.models.recompute import block_memory
 from megafp8.models.recurrent import RecurrentMixer
 from megafp8.parallel_state import initialize_model_parallel
@@ -154,13 +155,16 @@ class Measured(NamedTuple):
     """Costs of the blocks of a stage, as they are and as they say.
 
     `kept`, `said`: bytes that are kept for backward, by what made them and by tensor. `products`, `expected`: model
-    FLOPs of a forward pass.
+    FLOPs of a forward pass. `sent`: bytes of the map of a recurrence over two slots with last inputs, `token`: FLOPs of
+    a token of it, each as they are and as the mixers say.
     """
 
     kept: Counter[str]
     said: Counter[str]
     products: int
     expected: float
+    sent: list[tuple[int, int]]
+    token: list[tuple[int, float]]
 
     @property
     def torch_norm(self) -> bool:
@@ -186,7 +190,9 @@ def measured(cases: list[tuple[str, ...]]) -> list[Measured]:
         for index, memory in zip(config.model.layers, block_memory(p, len(config.model.layers)), strict=True):
             layer, of_layer = outline.layers[index].module, outline.batch_of(index)
             said.update(layer.input_bytes(of_layer) if memory.full else layer.saved(of_layer))
-        found.append(Measured(alive, said, *_products(stage, outline, batch, dtype)))
+        found.append(
+            Measured(alive, said, *_products(stage, outline, batch, dtype), *_recurrences(stage, outline, batch, dtype))
+        )
     return found
 
 
@@ -216,6 +222,34 @@ def _products(stage: GPTStage, outline: ModelOutline, batch: Batch, dtype: torch
     counts = counter.get_flop_counts()["Global"]
     aten = torch.ops.aten
     return (counter.get_total_flops() if whole else counts[aten.mm] + counts.get(aten.addmm, 0)), expected
+
+
+def _recurrences(
+    stage: GPTStage, outline: ModelOutline, batch: Batch, dtype: torch.dtype
+) -> tuple[list[tuple[int, int]], list[tuple[int, float]]]:
+    """`Measured.sent` and `Measured.token` of the stage's recurrent mixers."""
+    runs = list[tuple[Any, tuple[Tensor, ...]]]()
+
+    def recurrence(rule: Any, xs: tuple[Tensor, ...]) -> Tensor:
+        runs.append((rule, xs))
+        return rule.advance(xs, rule.zeros(xs[0].shape[1]), None)[0]
+
+    inputs, b = stage.layer_inputs(batch), len(batch.tokens)
+    mixers = {i: RecurrentInputs(recurrence) if isinstance(x, RecurrentInputs) else x for i, x in inputs.mixers.items()}
+    leaf = torch.randn(batch.tokens.shape[1], b, stage.config.stream_width, dtype=dtype)
+    sent, token = dict[Any, int](), list[tuple[int, float]]()
+    with torch.no_grad():
+        stage.run_blocks(leaf, stage.with_per_layer(replace(inputs, mixers=mixers), batch.tokens, leaf))
+        for rule, xs in runs:
+            mixer = getattr(rule, "mixer", rule)  # of a rule for its last inputs only
+            tensors = [rule.last_inputs(xs, None), *(rule.transition(xs, rule.zeros(b), None) or ())]
+            sent[mixer] = sent.get(mixer, 0) + 2 * sum(x.nbytes for x in tensors if x is not None)
+            if rule is mixer:
+                with FlopCounterMode(display=False) as counter:
+                    rule.advance(tuple(x[:1] for x in xs), rule.zeros(b), None)
+                token.append((counter.get_total_flops(), b * rule.rule_flops))
+    said = [stage.all_blocks[0].mixer.keys_and_values(outline.batch_of(stage.layers[0])) for _ in sent]
+    return list(zip(sent.values(), said, strict=True)), token
 
 
 MODES = {
@@ -249,3 +283,6 @@ def test_parts_say_what_they_cost(world2: World, name: str, precision: str) -> N
             assert costs.kept.total() == costs.said.total(), f"{mode}: {words}\nkept {costs.kept}\nsaid {costs.said}"
         if mode == "plain" and "fp32" in precision:
             assert costs.products == pytest.approx(costs.expected), words
+            assert all(actual == said for actual, said in costs.sent), (costs.sent, words)
+            for counted, said in costs.token:  # products among a chunk's tokens are counted too, here of one
+                assert said <= counted <= 1.25 * said, words
