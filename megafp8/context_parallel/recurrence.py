@@ -1,12 +1,13 @@
 """Recurrences over sequences that are sharded over context-parallel ranks.
 
 A rank has two slots of a sequence (`context_parallel.split`). All tokens of a slot together map the state before them,
-S, to T S + U. Ranks compute T and U of their slots from a state of zero, all-gather them, and multiply them up to the
-state before each of their own slots, from which the outputs follow: exact, whatever the number of ranks. What ranks
-send does not depend on the sequence's length, as keys and values of attention do; T and U cost a second and third pass
-over the tokens. The state could be passed from rank to rank instead, but then each would wait for the one before.
+S, to T S + U (`megafp8.ops.recurrence.Transition`). Ranks compute T and U of their slots from a state of zero,
+all-gather them, and multiply them up to the state before each of their own slots, from which the outputs follow: exact,
+whatever the number of ranks. What ranks send does not depend on the sequence's length, as keys and values of attention
+do. T is as small as the rule allows: one number of each state, a diagonal, or a matrix. T and U cost a second and third
+pass over the tokens. The state could be passed from rank to rank instead, but then each would wait for the one before.
 
-The convolution's last inputs are gathered first, as T and U depend on them.
+The last inputs that a rule reads of earlier tokens, if it reads any, are gathered first, as T and U depend on them.
 
 Where documents are packed, slots must be contiguous parts of the sequence (`documents_are_cut` = False in `split`), so
 that there is one state before each slot. One that belongs to a document that ends there is reset by the next.
@@ -27,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.context_parallel.split import slots_of
 from megafp8.distributed.collectives import all_gather, reduce_scatter
-from megafp8.ops.recurrence import RecurrentRule
+from megafp8.ops.recurrence import RecurrentRule, Transition
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,17 @@ class ContextRecurrence:
         b = xs[0].shape[1]
         slots = tuple(_side_by_side(x) for x in xs)
         starts = None if self.starts_rb is None else _side_by_side(self.starts_rb.expand(-1, b))
-        window, *states = rule.zeros(2 * b)
-        assert len(slots[0]) >= window.shape[1], "the config was not checked"
-        after = self._gather(rule.last_inputs(slots, starts))
-        before = torch.cat([after[slot - 1] if slot else torch.zeros_like(after[0]) for slot in self._slots])
-        if states:
-            transition, added = rule.transition(slots, (before, *states), starts)
-            states = [self._states_before(self._gather(transition), self._gather(added))]
-        y, _ = rule.advance(slots, (before, *states), starts)
+        state = rule.zeros(2 * b)
+        last = rule.last_inputs(slots, starts)
+        if last is not None:
+            assert len(slots[0]) >= last.shape[1], "the config was not checked"
+            after = self._gather(last)
+            before = [after[slot - 1] if slot else torch.zeros_like(after[0]) for slot in self._slots]
+            state = (torch.cat(before), *state[1:])
+        transition = rule.transition(slots, state, starts)
+        if transition is not None:
+            state = (*state[:-1], self._state_before(*map(self._gather, transition)))
+        y, _ = rule.advance(slots, state, starts)
         return torch.cat([y[:, :b], y[:, b:]])
 
     @property
@@ -66,12 +70,11 @@ class ContextRecurrence:
         parts = _Gather.apply(x.contiguous(), self.group).chunk(2 * ranks)
         return [parts[2 * slot] if slot < ranks else parts[2 * (2 * ranks - 1 - slot) + 1] for slot in range(2 * ranks)]
 
-    def _states_before(self, transitions: list[Tensor], added: list[Tensor]) -> Tensor:
-        """The states before this rank's slots, `[2b, ...]`."""
+    def _state_before(self, factors: list[Tensor], added: list[Tensor]) -> Tensor:
+        """Return the state before each of this rank's slots, `[2b, ...]`."""
         states = [torch.zeros_like(added[0])]
-        for transition, new in zip(transitions, added):
-            moved = transition * states[-1] if transition.shape[-1] == 1 else transition @ states[-1]
-            states.append(moved + new)
+        for of_slot in zip(factors, added):
+            states.append(Transition(*of_slot).apply(states[-1]))
         return torch.cat([states[slot] for slot in self._slots])
 
 

@@ -12,6 +12,7 @@ Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -148,20 +149,19 @@ class Block(nn.Module):
 
     def input_bytes(self, batch: MicroBatch) -> dict[str, int]:
         """Bytes that it keeps for its backward pass where it is recomputed in full."""
-        return {"block input": self._stream(batch), **self.mixer.kept(batch)}
+        tail = {} if self.tail is None else self.tail.kept(batch)
+        return {"block input": self._stream(batch), **self.mixer.kept(batch), **tail}
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Bytes that it keeps for its backward pass, by tensor."""
         outputs = sum(norm is not None for norm in (self.attention_output_norm, self.mlp_output_norm))
-        return {
-            # Where a part reads the stream without a norm between, it is among the part's inputs.
-            "residual stream": self._hidden(batch) * self.kept_sums,
-            "norm statistics": sum(norm.saved(batch) for norm in self._norms),
-            "outputs before their norms": self._hidden(batch) * outputs,
-            **self.mixer.saved(batch),
-            **self.ffn.saved(batch),
-            **({} if self.tail is None else self.tail.saved(batch)),
-        }
+        # Where a part reads the stream without a norm between, it is among the part's inputs.
+        total = Counter({"residual stream": self._hidden(batch) * self.kept_sums})
+        total["norm statistics"] = sum(norm.saved(batch) for norm in self._norms)
+        total["outputs before their norms"] = self._hidden(batch) * outputs
+        for part in (self.mixer, self.ffn, self.tail):  # which may have equal names of tensors
+            total.update({} if part is None else part.saved(batch))
+        return total
 
     def work(self, batch: MicroBatch) -> Work:
         """What it computes beside linear layers and attention.

@@ -272,8 +272,8 @@ class CompressedAttention(Mixer):
         """What the tokens after these need of them, `[b, tokens_before, n]`; there are at least as many."""
         return xs[0][len(xs[0]) - self.record.tokens_before :].transpose(0, 1)
 
-    def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, Tensor]:
-        raise AssertionError("the state is that of the latest tokens only")
+    def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> None:
+        """Return None: only the latest tokens are remembered."""
 
     def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, State]:
         """Entries of all kinds side by side, `[s, b, c]`, in the rows of their last tokens; zero in others.

@@ -29,21 +29,20 @@ from megafp8.models.attention import ATTENTION
 from megafp8.models.context import BuildContext, new_parameter
 from megafp8.models.costs import MicroBatch, Work
 from megafp8.models.norms import RMSNorm
-from megafp8.models.recurrent import RecurrentMixer, short_convolution
+from megafp8.models.recurrent import ConvolvedMixer, short_convolution
 from megafp8.ops.delta_rule import CHUNK, delta_rule, kernel_name, kernel_passes
 from megafp8.ops.gated_norm import gated_norm
-from megafp8.ops.recurrence import State
+from megafp8.ops.recurrence import State, Transition
 from megafp8.ops.short_convolution import Part, convolve_parts, last_inputs
 from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.layers import RowParallelLinear
-from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
 
 BEFORE = Neighbor("attention_norm", "none", "the decays are computed from the norm's output too")
 """The norm before the projection of queries, keys and values."""
 
 
-class DeltaRuleMixer(RecurrentMixer):
+class DeltaRuleMixer(ConvolvedMixer):
     """Linear attention by the delta rule; `run` takes q, k and v `[s, b, n]`, decays and β `[s, b, a]`.
 
     `decay_shape`: of a head's decays. `decay_init`: of their biases. `most`: the largest β. `norm_eps`: of the norm of
@@ -84,12 +83,6 @@ class DeltaRuleMixer(RecurrentMixer):
         """Channels of the convolution on this rank."""
         return self.convolution.shape[0]
 
-    def shared(self, x: Tensor) -> Tensor:
-        """What all ranks compute of their own tokens, of all tokens; each rank's heads use it, so its gradient is
-        their sum."""
-        share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
-        return share(x, self.context.tensor)
-
     def gated(self, y_sbaw: Tensor, z_sbc: Tensor) -> Tensor:
         """The heads' outputs, normalized and gated, `[s, b, a·w]`."""
         return gated_norm(y_sbaw, z_sbc, self.norm.weight, self.norm.eps, silu=self.silu)
@@ -111,15 +104,15 @@ class DeltaRuleMixer(RecurrentMixer):
         y_sbaw, state_badw = delta_rule(q, k, v, decay, beta, state_badw, starts_sb)
         return y_sbaw, (last_btn, state_badw)
 
-    def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, Tensor]:
+    def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> Transition:
         last_btn, zeros_badw = state
         (q, k, v, decay, beta), _ = self._operands(xs, last_btn, starts_sb)
         # The map is affine: from zero it gives U, and without values, from the identity, T.
         _, added = delta_rule(q, k, v, decay, beta, zeros_badw, starts_sb)
         identity = torch.eye(self.d, dtype=zeros_badw.dtype, device=q.device).expand(*zeros_badw.shape[:2], -1, -1)
         without = v.new_zeros(*v.shape[:3], self.d)
-        _, transition = delta_rule(q, k, without, decay, beta, identity.contiguous(), starts_sb)
-        return transition, added
+        _, factor = delta_rule(q, k, without, decay, beta, identity.contiguous(), starts_sb)
+        return Transition(factor, added)
 
     def _operands(
         self, xs: tuple[Tensor, ...], last_btn: Tensor, starts_sb: Tensor | None
@@ -143,10 +136,7 @@ class DeltaRuleMixer(RecurrentMixer):
 
     def saved_by_recurrence(self, batch: MicroBatch) -> dict[str, int]:
         """Bytes of what is kept of the recurrence and behind it, besides its inputs."""
-        _, _, k = self.convolution.shape
-        states = self.value_heads * self.d * self.w * max(4, batch.element)
         return {
-            "states at the start": batch.sequences * (states + self._channels * (k - 1) * batch.element),
             "recurrence output": batch.tokens * self.value_heads * self.w * batch.element,
             "proj input": batch.saved_input(self.proj.state),
         }
@@ -180,9 +170,10 @@ class DeltaRuleMixer(RecurrentMixer):
         moved_by_torch = batch.tokens * (per_token * max(4, e) + around * e)
         return Work(moved_by_torch, 2 * moved_by_torch, kernels=60 + 19 * chunks, more_in_backward=100 + 36 * chunks)
 
-    def flops(self, batch: MicroBatch) -> float:
-        """Read for the key, write, read for the query, and the convolution."""
-        return batch.tokens * (6.0 * self.value_heads * self.d * self.w + 2.0 * self.convolution.numel())
+    @property
+    def rule_flops(self) -> float:
+        """Model FLOPs of a token that reads for its key, writes, and reads for its query."""
+        return 6.0 * self.value_heads * self.d * self.w
 
     def backward_bytes(self, batch: MicroBatch) -> int:
         """What is recomputed and its gradients: queries, keys, values and their like in fp32, and states of chunks."""

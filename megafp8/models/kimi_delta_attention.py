@@ -93,7 +93,7 @@ class KimiDeltaAttention(DeltaRuleMixer):
         m, e, values = batch.tokens, batch.element, self.value_heads * self.w
         return {
             "qkv input": batch.saved_input(self.projection.state),
-            "down input": self.saved_beside(batch, self.projection.state, self.down.shape[1]),
+            "input of decays and gate": self.saved_beside(batch, self.projection.state, self.down.shape[1]),
             "q, k, v": m * self._channels * e,
             "decays, gate": 2 * m * values * e,
             "down": m * (sum(self.down_widths) + 2 * self.d) * e,

@@ -90,12 +90,18 @@ class LayerTail(nn.Module):
             self.scalar = torch.ones(1, dtype=torch.float32, device=context.buffer_device)
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        """Bytes that it keeps for its backward pass, by tensor; with its part of what makes per-layer embeddings."""
+        """Return the bytes saved for backward, by tensor, with this layer's part of the per-layer embeddings."""
         saved = {} if self.scalar is None else {"layer scalar": batch.element}
         if not self.width:
             return saved
-        inputs = batch.own_tokens * (2 * self.hidden_size + 5 * self.width) * batch.element
-        return saved | {"per-layer embedding": inputs + self.norm.saved(batch)}
+        inputs = batch.own_tokens * (2 * self.hidden_size + 2 * self.width) * batch.element
+        return saved | {"per-layer tail": inputs + self.norm.saved(batch), **self.kept(batch)}
+
+    def kept(self, batch: MicroBatch) -> dict[str, int]:
+        """Return the bytes saved by `PerLayerEmbedding` for this layer, even where the layer is recomputed."""
+        if not self.width:
+            return {}
+        return {"per-layer embedding": batch.own_tokens * (3 * self.width * batch.element + batch.statistic)}
 
     def work(self, batch: MicroBatch) -> Work:
         """It reads and writes the stream once or twice, and reads a branch."""

@@ -33,18 +33,17 @@ from megafp8.models.context import BuildContext, new_parameter, replicated_param
 from megafp8.models.costs import MicroBatch, Work
 from megafp8.models.mixer import RecurrentInputs
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
-from megafp8.models.recurrent import RecurrentMixer, short_convolution
+from megafp8.models.recurrent import ConvolvedMixer, short_convolution
 from megafp8.ops.gated_norm import gated_norm
-from megafp8.ops.recurrence import State
+from megafp8.ops.recurrence import State, Transition
 from megafp8.ops.short_convolution import Part, convolve_parts, last_inputs
 from megafp8.ops.state_space import CHUNK, missing_kernel, state_space
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
 
 
-class Mamba2(RecurrentMixer):
+class Mamba2(ConvolvedMixer):
     """A state space with one decay per head and token. It reads the norm's values, whatever `input` could give."""
 
     def __init__(
@@ -110,9 +109,7 @@ class Mamba2(RecurrentMixer):
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
         steps = linear(x_sbh, self.steps, self.steps_state)
-        # Each rank's heads use it, so its gradient is their sum.
-        share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
-        steps_sba = share(steps, self.context.tensor).narrow(-1, self.first_head, self.heads)
+        steps_sba = self.shared(steps).narrow(-1, self.first_head, self.heads)
         xbc_sbn, z_sbc = self.projection(x_sbh).split([self._channels, self.heads * self.w], dim=-1)
         y_sbaw = self.run(inputs, xbc_sbn, steps_sba)
         y_sbgc, weight_gc = y_sbaw.flatten(-2).unflatten(-1, (self.groups, -1)), self.norm.view(self.groups, -1)
@@ -122,6 +119,10 @@ class Mamba2(RecurrentMixer):
     def state_shape(self) -> tuple[int, ...]:
         return self.heads, self.d, self.w
 
+    @property
+    def factor_shape(self) -> tuple[int, ...]:
+        return self.heads, 1, 1
+
     def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, State]:
         """From `[s, b, n]` and steps `[s, b, a]` to `[s, b, a, w]`."""
         last_btn, state_badw = state
@@ -129,14 +130,14 @@ class Mamba2(RecurrentMixer):
         y_sbaw, state_badw = state_space(x, step, rate, b, c, self.skip.to(step.dtype), state_badw, starts_sb)
         return y_sbaw, (last_btn, state_badw)
 
-    def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, Tensor]:
+    def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> Transition:
         last_btn, zeros_badw = state
         (x, step, rate, b, c), _ = self._operands(xs, last_btn, starts_sb)
         _, added = state_space(x, step, rate, b, c, self.skip.to(step.dtype), zeros_badw, starts_sb)
         kept_ba = (rate * step).sum(0).exp()  # of each state, whatever the token
         if starts_sb is not None:
             kept_ba = kept_ba * ~starts_sb.any(0).unsqueeze(-1)
-        return kept_ba[..., None, None], added
+        return Transition(kept_ba[..., None, None], added)
 
     def _operands(
         self, xs: tuple[Tensor, ...], last_btn: Tensor, starts_sb: Tensor | None
@@ -165,8 +166,6 @@ class Mamba2(RecurrentMixer):
             "steps' input": 0 if high else batch.own_tokens * self.steps.shape[1] * e,
             "x, b, c, z": m * (self._channels + inner) * e,
             "steps": m * heads * e,
-            "states at the start": batch.sequences
-            * (self.heads * self.d * self.w * 4 + self._channels * (self.convolution.shape[-1] - 1) * e),
             "recurrence output": m * inner * e,
             "proj input": batch.saved_input(self.proj.state),
         }
@@ -187,9 +186,10 @@ class Mamba2(RecurrentMixer):
         """Numbers of the states at the start of chunks, for each token."""
         return self.heads * self.d * self.w / CHUNK
 
-    def flops(self, batch: MicroBatch) -> float:
-        """Write to the states, read from them, and the convolution."""
-        return batch.tokens * (4.0 * self.heads * self.d * self.w + 2.0 * self.convolution.numel())
+    @property
+    def rule_flops(self) -> float:
+        """Model FLOPs of a token that writes to the states and reads from them."""
+        return 4.0 * self.heads * self.d * self.w
 
     def backward_bytes(self, batch: MicroBatch) -> int:
         """What is recomputed and its gradients: the convolution's outputs, the heads', and states of chunks."""

@@ -1,19 +1,20 @@
-"""What recurrent mixers share: a causal convolution of a few tokens, and a recurrence linear in the state before.
+"""Base of recurrent mixers: a recurrence linear in the state before, and in many a causal convolution before it.
 
     x  [s, b, n]   each channel's causal convolution over the last `kernel` tokens, then SiLU
     S  [b, ...]    the state of a sequence: for each token S ← T S + U, with T and U of that token alone
 
-What the tokens of a sequence leave behind is a `State`: the convolution's last inputs, and S. A mixer says how tokens
-advance a state (`advance`), and how a run of tokens maps the S before it to the S after it (`transition`), from which
-ranks that share a sequence compute where each begins (`megafp8.context_parallel.recurrence`).
+Tokens leave behind a `State`: the last inputs that later tokens read, if any, and S, if there is one. A mixer says how
+tokens advance a state (`advance`), and how a run of tokens maps the S before it to the S after it (`transition`), from
+which ranks that share a sequence compute where each begins (`megafp8.context_parallel.recurrence`).
 
-A document that begins resets the state: the convolution does not see across it, and T is zero at its first token.
+A document that begins resets the state: no input is read across it, and T is zero at its first token.
 
 Shapes: s sequence, b micro-batch, n channels of the convolution, k tokens that it sees, t = k - 1 before a token.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 
 import torch
@@ -24,38 +25,63 @@ from megafp8.models.context import BuildContext, new_parameter
 from megafp8.models.costs import MicroBatch
 from megafp8.models.mixer import Mixer, RecurrentInputs, StateCache, Tokens
 from megafp8.models.recompute import recomputed
-from megafp8.ops.recurrence import State
+from megafp8.ops.recurrence import State, Transition
 from megafp8.ops.short_convolution import last_inputs
+from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
 
 
 class RecurrentMixer(Mixer):
-    """A mixer that passes a state from token to token.
+    """A mixer that passes a state from token to token."""
 
-    `convolution`: the weight of this rank's channels, `[n, 1, k]`.
-    """
+    context: BuildContext
 
-    convolution: nn.Parameter
+    def shared(self, x: Tensor) -> Tensor:
+        """Return what all ranks compute of their own tokens, of all tokens.
+
+        Each rank's heads use it, so its gradient is their sum.
+        """
+        share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
+        return share(x, self.context.tensor)
 
     @property
     @abstractmethod
     def state_shape(self) -> tuple[int, ...]:
         """The shape of a sequence's S on this rank, kept in fp32 or wider; empty where there is a convolution only."""
 
+    @property
+    def factor_shape(self) -> tuple[int, ...]:
+        """The shape of a sequence's `Transition.factor` on this rank, by default a matrix; empty without S."""
+        return () if not self.state_shape else (*self.state_shape[:-1], self.state_shape[-2])
+
+    @property
+    def last_shape(self) -> tuple[int, ...]:
+        """The shape of a sequence's last inputs that later tokens read, on this rank; empty where they read none."""
+        return ()
+
     @abstractmethod
     def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, State]:
         """The outputs `[s, b, ...]` of tokens, and the state after them.
 
-        `xs`: what the mixer computes of each token, `[s, b, ...]`; the first is the convolution's input.
+        `xs`: what the mixer computes of each token, `[s, b, ...]`.
         `starts_sb`: bool, the tokens that begin a document; None where none does.
         """
 
-    def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, Tensor]:
-        """T and U of all these tokens together: the S after them is T·S + U, where S is the one before.
+    def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> Transition | None:
+        """Return the map of S by all these tokens together; None without S.
 
-        T is `[b, ..., d, d]` for a state `[b, ..., d, w]`, or broadcasts to it with d = 1: a factor of each state.
-        Of `state` only the convolution's last inputs are read.
+        S in `state` is zero, so that it can serve as the state that gives `Transition.added`.
         """
-        raise AssertionError("a state of the convolution only")
+        assert not self.state_shape, "a mixer with S says how it is mapped"
+        return None
+
+    @property
+    @abstractmethod
+    def rule_flops(self) -> float:
+        """Model FLOPs by which a token reads and writes S."""
+
+    def flops(self, batch: MicroBatch) -> float:
+        """Model FLOPs of the recurrence."""
+        return batch.tokens * self.rule_flops
 
     def inputs(self, layer: int, tokens: Tokens) -> RecurrentInputs:
         return RecurrentInputs(tokens.recurrence(layer))
@@ -72,29 +98,49 @@ class RecurrentMixer(Mixer):
 
     @property
     def state_cache(self) -> StateCache:
-        """The convolution's last inputs, and S."""
-        (n, _, k), dtype = self.convolution.shape, self.convolution.dtype
-        window = (k - 1, n)
-        if not self.state_shape:
-            return StateCache((window,), (dtype,))
-        return StateCache((window, self.state_shape), (dtype, torch.promote_types(dtype, torch.float32)))
+        """The last inputs that later tokens read, and S."""
+        dtype = next(self.parameters()).dtype
+        kept = [(self.last_shape, dtype), (self.state_shape, torch.promote_types(dtype, torch.float32))]
+        shapes, dtypes = zip(*(x for x in kept if x[0]))
+        return StateCache(shapes, dtypes)
 
     def zeros(self, b: int) -> State:
         """The state of sequences at their start."""
-        device = self.convolution.device
+        device = next(self.parameters()).device
         return tuple(torch.zeros(b, *shape, dtype=dtype, device=device) for shape, dtype in zip(*self.state_cache))
 
-    def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None) -> Tensor:
-        """The convolution's inputs that the tokens after these see, `[b, t, n]`; there are at least t tokens."""
-        window_btn = self.zeros(xs[0].shape[1])[0]
-        return last_inputs(xs[0], window_btn.shape[1], window_btn, starts_sb)
+    def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None) -> Tensor | None:
+        """Return the inputs that the tokens after these read, `[b, t, n]`, of at least t tokens; None for none."""
+        return None
 
     def keys_and_values(self, batch: MicroBatch) -> int:
-        """T and U of two slots, and the convolution's last inputs (`megafp8.context_parallel.recurrence`)."""
-        shapes, dtypes = self.state_cache
-        window, *states = (torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes))
-        d, w = self.state_shape[-2:] if self.state_shape else (0, 1)
-        return 2 * batch.sequences * (window + sum(states) * (w + d) // w)
+        """Bytes of T, U and last inputs of two slots (`megafp8.context_parallel.recurrence`)."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(*self.state_cache)]
+        factor = math.prod(self.factor_shape) * self.state_cache.dtypes[-1].itemsize if self.factor_shape else 0
+        return 2 * batch.sequences * (sum(sizes) + factor)
+
+
+class ConvolvedMixer(RecurrentMixer):
+    """A recurrent mixer with a causal convolution of the first of `xs` before the recurrence.
+
+    Args:
+        convolution: Weight of this rank's channels, `[n, 1, k]`.
+    """
+
+    convolution: nn.Parameter
+
+    @property
+    def last_shape(self) -> tuple[int, ...]:
+        n, _, k = self.convolution.shape
+        return k - 1, n
+
+    def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None) -> Tensor:
+        last_btn = self.zeros(xs[0].shape[1])[0]
+        return last_inputs(xs[0], last_btn.shape[1], last_btn, starts_sb)
+
+    def flops(self, batch: MicroBatch) -> float:
+        """Model FLOPs of the recurrence and the convolution."""
+        return batch.tokens * (self.rule_flops + 2.0 * self.convolution.numel())
 
 
 def short_convolution(

@@ -20,7 +20,7 @@ from megafp8.models.context import BuildContext
 from megafp8.models.costs import MicroBatch, Work
 from megafp8.models.mixer import RecurrentInputs
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
-from megafp8.models.recurrent import RecurrentMixer, short_convolution
+from megafp8.models.recurrent import ConvolvedMixer, short_convolution
 from megafp8.ops.recurrence import State
 from megafp8.ops.short_convolution import convolve, last_inputs
 from megafp8.plan import Neighbor
@@ -28,7 +28,7 @@ from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
-class ShortConvolution(RecurrentMixer):
+class ShortConvolution(ConvolvedMixer):
     """A gated short convolution."""
 
     def __init__(
@@ -83,13 +83,11 @@ class ShortConvolution(RecurrentMixer):
     # --- what it keeps and computes ---------------------------------------------------------------------------------
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        n, _, k = self.convolution.shape
-        of_channels = batch.tokens * n * batch.element
+        of_channels = batch.tokens * len(self.convolution) * batch.element
         return {
             "bcx input": batch.saved_input(self.projection.state),
             "b, c, x": 3 * of_channels,
             "convolution's input": of_channels,
-            "states at the start": batch.sequences * n * (k - 1) * batch.element,
             "convolution's output": of_channels,
             "proj input": batch.saved_input(self.proj.state),
         }
@@ -100,6 +98,6 @@ class ShortConvolution(RecurrentMixer):
         moved = batch.tokens * n * (9 + 5 * (k - 1)) * batch.element
         return Work(moved, 3 * moved, kernels=5 + 2 * k, more_in_backward=5 + 4 * k)
 
-    def flops(self, batch: MicroBatch) -> float:
-        """The convolution."""
-        return batch.tokens * 2.0 * self.convolution.numel()
+    @property
+    def rule_flops(self) -> float:
+        return 0.0

@@ -80,6 +80,19 @@ def _value(random: Random, type_: Type, near: Any = None) -> Any:
     return _of_one(random, random.choice(inner), near)
 
 
+def choices_of(annotation: Any) -> list[Any]:
+    """Values and sections that a key chooses among: those of literals, truth values, and sections."""
+    found = []
+    for bare in (type_of(member).bare for member in _members(annotation)):
+        if get_origin(bare) is Literal:
+            found += get_args(bare)
+        elif bare is bool:
+            found += [True, False]
+        elif isinstance(bare, type) and issubclass(bare, BaseModel):
+            found.append(bare)
+    return found
+
+
 def _members(annotation: Any) -> list[Any]:
     """Members of a union with what is said about each; None left out."""
     if get_origin(annotation) is Literal or not members(annotation):

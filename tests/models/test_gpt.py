@@ -59,6 +59,9 @@ DELTA_NET = {
     "conv_kernel_size": 3,
 }  # fmt: skip
 KIMI_DELTA = {"kind": "kimi_delta_attention", "num_heads": 4, "head_dim": 4, "conv_kernel_size": 3}
+RWKV7 = {
+    "kind": "rwkv7", "num_heads": 4, "head_dim": 4, "decay_rank": 3, "rate_rank": 5, "gate_rank": 2,
+}  # fmt: skip
 MAMBA2 = {
     "kind": "mamba2", "num_heads": 8, "head_dim": 3, "state_size": 5, "num_groups": 4, "conv_kernel_size": 3,
     "min_step": 0.5, "max_step": 1.0,
@@ -190,6 +193,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_kinds": {"short": {"mixer": {"kind": "short_convolution", "conv_kernel_size": 3}}, "full": {}},
         "pattern": ["short", "full"],
     },
+    "rwkv7": LLAMA | {"layer_kinds": {"linear": {"mixer": RWKV7}, "full": {}}, "pattern": ["linear", "full"]},
     "kimi-delta": LLAMA
     | {
         "layer_kinds": {"linear": {"mixer": KIMI_DELTA}, "full": {}},
@@ -613,7 +617,7 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
 
 RECOMPUTED = [
     *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid"),
-    *("kimi-delta", "short-convolution", "shared-keys", "hyper", "compressed"),
+    *("kimi-delta", "rwkv7", "short-convolution", "shared-keys", "hyper", "compressed"),
 ]
 
 
@@ -622,7 +626,7 @@ RECOMPUTED = [
     slow_but(
         [(name, tp) for name in RECOMPUTED for tp in (1, 2)],
         ("olmo-window-mtp", 2),
-        *((name, 1) for name in ("chunks", "one-part", "sparse-hybrid", "shared-keys", "hyper", "compressed")),
+        *((name, 1) for name in ("chunks", "one-part", "sparse-hybrid", "shared-keys", "hyper", "compressed", "rwkv7")),
     ),
 )
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str, tp: int) -> None:
@@ -644,7 +648,7 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
         ("compressed-window", 1, 2),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("kimi-delta", 2, 1), ("shared-keys-of-a-stage", 2, 1), ("hyper", 1, 2))
+            for case in (("kimi-delta", 2, 1), ("rwkv7", 1, 2), ("shared-keys-of-a-stage", 2, 1), ("hyper", 1, 2))
         ),
     ],
 )

@@ -23,6 +23,7 @@ from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
 from megafp8.config.parts.kimi_delta_attention import KimiDeltaAttentionConfig
 from megafp8.config.parts.mamba2 import Mamba2Config
 from megafp8.config.parts.moe import MoeFfnConfig
+from megafp8.config.parts.rwkv7 import Rwkv7Config
 from megafp8.config.parts.short_convolution import ShortConvolutionConfig
 from megafp8.config.schema import ModelConfig
 
@@ -547,6 +548,44 @@ def _kimi_delta(
     return _linear(torch.stack(rows), w, f"{name}.proj")
 
 
+def _rwkv7(x: Tensor, w: Weights, name: str, record: Rwkv7Config, documents: Tensor | None) -> Tensor:
+    """Time mix of RWKV-7 of one token and head after the other, with the paper's S of values × keys."""
+    (b, s, _), d, rows = x.shape, record.head_dim, []
+
+    def weight(which: str) -> Tensor:
+        return w[f"{name}.{which}.weight"]
+
+    for row in range(b):
+        states, outputs = [torch.zeros(d, d, dtype=x.dtype)] * record.num_heads, []
+        for i in range(s):
+            begins = i == 0 or (documents is not None and bool(documents[row, i] != documents[row, i - 1]))
+            before = torch.zeros_like(x[row, i]) if begins else x[row, i - 1]
+            x_r, x_k, x_v, x_d, x_a, x_g = ((1 - mu) * x[row, i] + mu * before for mu in weight("shift"))
+            r, k, v = weight("r") @ x_r, weight("k") @ x_k, weight("v") @ x_v
+            decay = w[f"{name}.decay.bias"] + weight("decay_up") @ torch.tanh(weight("decay_down") @ x_d)
+            decay = torch.exp(-math.exp(-0.5) / (1 + torch.exp(-decay)))
+            rate = (w[f"{name}.rate.bias"] + weight("rate_up") @ (weight("rate_down") @ x_a)).sigmoid()
+            gate = weight("gate_up") @ (weight("gate_down") @ x_g).sigmoid()
+            removal, replacement = (
+                k * weight("removal"),
+                k * torch.lerp(torch.ones_like(rate), rate, weight("replacement")),
+            )
+            of_token = []
+            for head in range(record.num_heads):
+                c = slice(head * d, (head + 1) * d)
+                unit = removal[c] / removal[c].pow(2).sum().sqrt()
+                transition = torch.diag(decay[c]) - torch.outer(unit, rate[c] * unit)
+                state = torch.zeros_like(states[head]) if begins else states[head]
+                states[head] = state @ transition + torch.outer(v[c], replacement[c])
+                y = states[head] @ r[c]
+                y = (y - y.mean()) / (y.var(unbiased=False) + record.norm_eps).sqrt()
+                y = y * weight("norm")[c] + w[f"{name}.norm.bias"][c]
+                of_token.append(y + (r[c] * weight("bonus")[c] * replacement[c]).sum() * v[c])
+            outputs.append(torch.cat(of_token) * gate)
+        rows.append(torch.stack(outputs))
+    return _linear(torch.stack(rows), w, f"{name}.proj")
+
+
 def _mamba2(x: Tensor, w: Weights, name: str, record: Mamba2Config, eps: float, documents: Tensor | None) -> Tensor:
     """Mamba-2 of one token, head and channel after the other; the group of head a is a // (a / g)."""
     (b, s, _), d, width, heads = x.shape, record.state_size, record.head_dim, record.num_heads
@@ -725,6 +764,8 @@ def _block(
             y = _short_convolution(normed, w, f"{name}.short_convolution", kind.mixer, documents)
         elif isinstance(kind.mixer, KimiDeltaAttentionConfig):
             y = _kimi_delta(normed, w, f"{name}.kimi_delta_attention", kind.mixer, config.norm_eps, documents)
+        elif isinstance(kind.mixer, Rwkv7Config):
+            y = _rwkv7(normed, w, f"{name}.rwkv7", kind.mixer, documents)
         elif isinstance(kind.mixer, Mamba2Config):
             y = _mamba2(normed, w, f"{name}.mamba2", kind.mixer, config.norm_eps, documents)
         elif isinstance(kind.mixer, CompressedAttentionConfig):

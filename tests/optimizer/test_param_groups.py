@@ -93,8 +93,11 @@ SHORT_CONVOLUTION = Preset(
     ("short-convolution",),
     {"model": {"layer_kinds": {"short": {"mixer": "short_convolution"}}, "pattern": ["short"]}},
 )
+RWKV7 = Preset(
+    ("rwkv7",), {"model": {"layer_kinds": {"rwkv": {"mixer": {"kind": "rwkv7", "num_heads": 4}}}, "pattern": ["rwkv"]}}
+)
 MODELS = [
-    GPT2 | MTP, QK_NORM, GEMMA4, DEEPSEEK, SPARSE, COMPRESSED, HYBRID, KIMI, NEMOTRON, SHORT_CONVOLUTION,
+    GPT2 | MTP, QK_NORM, GEMMA4, DEEPSEEK, SPARSE, COMPRESSED, HYBRID, KIMI, NEMOTRON, SHORT_CONVOLUTION, RWKV7,
     HYPER, GPT_OSS, FEW_ROWS, SEPARATE_NORMS, PER_LAYER, BERT, T5, LORA,
 ]  # fmt: skip
 """Models that have all kinds of parts."""
@@ -109,6 +112,8 @@ BY_MUON = {
     *(f"kimi_delta_attention.{x}.weight" for x in ("q", "k", "v", "beta", "decay_down", "decay_up")),
     *(f"kimi_delta_attention.{x}.weight" for x in ("gate_down", "gate_up", "proj")),
     *(f"mamba2.{x}.weight" for x in ("x", "b", "c", "z", "step", "proj")),
+    *(f"rwkv7.{x}.weight" for x in ("r", "k", "v", "proj")),
+    *(f"rwkv7.{x}_{y}.weight" for x in ("decay", "rate", "gate") for y in ("down", "up")),
     *(f"short_convolution.{x}.weight" for x in ("b", "c", "x", "proj")),
     *(f"mlp.{x}.weight" for x in ("gate", "up", "down", "latent_down", "latent_up")),
     *(f"mlp.{part}.{x}.weight" for part in ("shared", "experts.N") for x in ("gate", "up", "down")),
@@ -121,7 +126,7 @@ BY_ADAMW = {
     *("mlp.router.weight", "mlp.shared_gate.weight", "attention_connection.fn", "mlp_connection.fn"),
     *(f"{mixer}.{x}_conv.weight" for mixer in ("gated_delta_net", "kimi_delta_attention") for x in "qkv"),
     *(f"mamba2.{x}_conv.weight" for x in "xbc"),
-    "short_convolution.x_conv.weight",
+    *("short_convolution.x_conv.weight", "rwkv7.shift.weight"),
     *("compressed_attention.entry_position.weight", "compressed_attention.index_position.weight"),
 }
 """Names of tensors in blocks that have two dims or more, and of which Muon must not make one with equal directions."""

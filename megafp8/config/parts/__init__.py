@@ -18,6 +18,7 @@ from megafp8.config.parts.latent_attention import LatentMixerConfig
 from megafp8.config.parts.mamba2 import Mamba2Config
 from megafp8.config.parts.mlp import MlpConfig
 from megafp8.config.parts.moe import MoeFfnConfig
+from megafp8.config.parts.rwkv7 import Rwkv7Config
 from megafp8.config.parts.short_convolution import ShortConvolutionConfig
 from megafp8.config.parts.sparse_attention import SparseLatentMixerConfig
 from megafp8.section import Section
@@ -32,6 +33,7 @@ Mixer = (
     | Mamba2Config
     | KimiDeltaAttentionConfig
     | ShortConvolutionConfig
+    | Rwkv7Config
     | NoMixerConfig
 )
 """What mixes tokens."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
-from megafp8.config.parts.recurrent import RecurrentConfig
+from megafp8.config.parts.recurrent import ConvolvedConfig
 from megafp8.problems import Problem, divisors
 from megafp8.section import Channels, Heads, PositiveFloat
 from megafp8.spec import ModelSection
 
 
-class GatedDeltaNetConfig(RecurrentConfig):
+class GatedDeltaNetConfig(ConvolvedConfig):
     """Linear attention whose state is corrected by the delta rule and decays (Gated DeltaNet, arXiv:2412.06464), as in
     Qwen3-Next. A head's state has key_head_dim × value_head_dim numbers, however long the sequence is."""
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from megafp8.config.parts.recurrent import RecurrentConfig
+from megafp8.config.parts.recurrent import ConvolvedConfig
 from megafp8.section import Channels, Heads
 from megafp8.spec import ModelSection
 
 
-class KimiDeltaAttentionConfig(RecurrentConfig):
+class KimiDeltaAttentionConfig(ConvolvedConfig):
     """Linear attention whose state is corrected by the delta rule, with a decay for each channel of keys (Kimi Delta
     Attention, arXiv:2510.26692). A head's state has head_dim² numbers, however long the sequence is."""
 

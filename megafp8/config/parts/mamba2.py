@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
-from megafp8.config.parts.recurrent import RecurrentConfig
+from megafp8.config.parts.recurrent import ConvolvedConfig
 from megafp8.problems import Problem, divisors
 from megafp8.section import Channels, Heads, NonNegative, PositiveFloat
 from megafp8.spec import ModelSection
 
 
-class Mamba2Config(RecurrentConfig):
+class Mamba2Config(ConvolvedConfig):
     """A state space with one decay per head and token (Mamba-2, arXiv:2405.21060), as in Nemotron-H, Granite 4 and
     Bamba. A head's state has head_dim × state_size numbers, however long the sequence is."""
 

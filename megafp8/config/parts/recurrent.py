@@ -13,14 +13,23 @@ from megafp8.spec import PartRecord, RunConfig
 
 
 class RecurrentConfig(PartRecord):
-    """A mixer that passes a state from token to token, after a causal convolution of a few tokens."""
-
-    conv_kernel_size: Annotated[int, Field(ge=2), INTEGER] = 4
-    """Tokens that the convolution before the recurrence sees (linear_conv_kernel_dim, conv_kernel, mamba_d_conv)."""
+    """A mixer that passes a state from token to token."""
 
     @property
     def is_recurrent(self) -> bool:
         return True
+
+    def run_problems(self, config: RunConfig, path: str) -> Iterator[Problem]:
+        if config.data.prefix_lm is not None:
+            rule = f"layers of {path} see earlier tokens only, and a prefix sees later ones"
+            yield Problem("data.prefix_lm", "set", rule, "leave it out")
+
+
+class ConvolvedConfig(RecurrentConfig):
+    """A mixer that passes a state from token to token, after a causal convolution of a few tokens."""
+
+    conv_kernel_size: Annotated[int, Field(ge=2), INTEGER] = 4
+    """Tokens that the convolution before the recurrence sees (linear_conv_kernel_dim, conv_kernel, mamba_d_conv)."""
 
     def run_problems(self, config: RunConfig, path: str) -> Iterator[Problem]:
         parts = 2 * config.parallel.context
@@ -28,6 +37,4 @@ class RecurrentConfig(PartRecord):
             rule = f"{path} needs {self.conv_kernel_size - 1} tokens in each of {parts} parts of a sequence"
             works = f"try {parts * self.conv_kernel_size}, or a smaller parallel.context"
             yield Problem("training.seq_length", config.training.seq_length, rule, works)
-        if config.data.prefix_lm is not None:
-            rule = f"layers of {path} see earlier tokens only, and a prefix sees later ones"
-            yield Problem("data.prefix_lm", "set", rule, "leave it out")
+        yield from super().run_problems(config, path)

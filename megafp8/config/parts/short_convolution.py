@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from megafp8.config.parts.recurrent import RecurrentConfig
+from megafp8.config.parts.recurrent import ConvolvedConfig
 from megafp8.spec import ModelSection
 
 
-class ShortConvolutionConfig(RecurrentConfig):
+class ShortConvolutionConfig(ConvolvedConfig):
     """A causal convolution of a few tokens in each channel, with a gate before it and one after it (LFM2). Its state is
     the last inputs."""
 

@@ -1,0 +1,98 @@
+"""The recurrence of RWKV-7 (arXiv:2503.14456): a state that decays, and in which a token replaces part of a value.
+
+A head's state S `[d, d]` maps keys to values. Each token has a decay g of each channel, a unit removal key κ, an
+in-context learning rate a of each channel, a key k and a value v:
+
+    S ← exp(g) S − (a κ) (Sᵀκ)ᵀ + k vᵀ;    y = Sᵀr        (`recurrence`, token by token, is the specification)
+
+The transition diag(exp(g)) − (a κ) κᵀ is diagonal plus rank one. Within a chunk of tokens with sums of decays G, what
+the tokens read for removal, u, solves a triangular system, and the state is read and written once for each chunk:
+
+    (I + A) u = κ exp(G') S₀ + B v
+    A_ij = Σ_d κ_i exp(G'_i − G_j) a_j κ_j,  B_ij = Σ_d κ_i exp(G'_i − G_j) k_j  for j < i
+    S_c = exp(G_c) S₀ + Σ_j exp(G_c − G_j) (k_j v_jᵀ − a_j κ_j u_jᵀ),    G'_i = G_(i−1)
+
+No kernel computes it yet: `in_chunks` takes PyTorch's operations, with c² products of channels for each chunk.
+
+Shapes: s sequence, b micro-batch; a heads of this rank of d channels; c tokens of a chunk, m chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CHUNK = 16
+"""Tokens of a chunk."""
+
+
+def recurrence(
+    r_sbad: Tensor, decay_sbad: Tensor, k_sbad: Tensor, v_sbad: Tensor, removal_sbad: Tensor, rate_sbad: Tensor,
+    state_badd: Tensor, starts_sb: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run RWKV-7's recurrence token by token: outputs `[s, b, a, d]` and the state after the last token.
+
+    Args:
+        decay_sbad: Logarithms g of decays.
+        starts_sb: bool, tokens before which the state is zero; None: none.
+    """
+    outputs = []
+    tokens = zip(r_sbad, decay_sbad, k_sbad, v_sbad, removal_sbad, rate_sbad, strict=True)
+    for i, (r, g, k, v, removal, rate) in enumerate(tokens):
+        if starts_sb is not None:
+            state_badd = state_badd * ~starts_sb[i][:, None, None, None]
+        removed = torch.einsum("badw,bad->baw", state_badd, removal)
+        state_badd = state_badd * g.exp().unsqueeze(-1) - torch.einsum("bad,baw->badw", rate * removal, removed)
+        state_badd = state_badd + torch.einsum("bad,baw->badw", k, v)
+        outputs.append(torch.einsum("badw,bad->baw", state_badd, r))
+    return torch.stack(outputs), state_badd
+
+
+def in_chunks(
+    r_sbad: Tensor, decay_sbad: Tensor, k_sbad: Tensor, v_sbaw: Tensor, removal_sbad: Tensor, rate_sbad: Tensor,
+    state_badw: Tensor, starts_sb: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run `recurrence` in chunks, with all tensors in one dtype, fp32 or wider. Values may have any width w."""
+    s, b = r_sbad.shape[:2]
+    c = min(CHUNK, s)
+
+    def chunks(x: Tensor) -> Tensor:
+        """Return `[m, b, a, c, ...]`; tokens behind the end are zeros, which leave the state as it is."""
+        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, -s % c)).unflatten(0, (-1, c))
+        return x.movedim(1, 3)
+
+    r, k, v, removal = chunks(r_sbad), chunks(k_sbad), chunks(v_sbaw), chunks(removal_sbad)
+    replaced, decay = removal * chunks(rate_sbad), chunks(decay_sbad)
+    sums = decay.cumsum(3)
+    earlier = sums - decay
+    causal = torch.ones(c, c, dtype=torch.bool, device=r.device).tril().unsqueeze(-1)
+    strict = causal.squeeze(-1).tril(-1).unsqueeze(-1)
+    within = torch.where(causal, sums.unsqueeze(-2) - sums.unsqueeze(-3), -torch.inf).exp()
+    before = torch.where(strict, earlier.unsqueeze(-2) - sums.unsqueeze(-3), -torch.inf).exp()
+    r_of_state, removal_of_state = r * sums.exp(), removal * earlier.exp()
+    after, over = (sums[..., -1:, :] - sums).exp(), sums[..., -1, :].exp()
+    if starts_sb is not None:  # decays over the beginning of a document are 0
+        document = chunks(starts_sb.unsqueeze(-1).expand(s, b, 1).long()).cumsum(-1)
+        same, first = (document.unsqueeze(-1) == document.unsqueeze(-2)).unsqueeze(-1), (document == 0).unsqueeze(-1)
+        within, before = within * same, before * same
+        r_of_state, removal_of_state = r_of_state * first, removal_of_state * first
+        after, over = after * (document == document[..., -1:]).unsqueeze(-1), over * first[..., -1, :]
+
+    def products(x: Tensor, y: Tensor, decays: Tensor) -> Tensor:
+        """Return products of x of each token and decayed y of those before it, `[m, b, a, c, c]`."""
+        return ((x.unsqueeze(-2) * y.unsqueeze(-3)) * decays).sum(-1)
+
+    right = torch.cat([products(removal, k, before) @ v, removal_of_state], dim=-1)
+    # The diagonal is 1, whatever stands there.
+    solved = torch.linalg.solve_triangular(products(removal, replaced, before), right, upper=False, unitriangular=True)
+    written, read = solved.split([v.shape[-1], removal.shape[-1]], dim=-1)
+    of_values, of_removed = products(r, k, within) @ v, products(r, replaced, within)
+    added, replaced = (k * after).mT @ v, (replaced * after).mT
+    outputs = []
+    tensors = written, read, of_values, of_removed, added, replaced, r_of_state, over
+    for written_i, read_i, values_i, removed_i, added_i, replaced_i, r_i, over_i in zip(*tensors, strict=True):
+        u = written_i + read_i @ state_badw
+        outputs.append(r_i @ state_badw + values_i - removed_i @ u)
+        state_badw = over_i.unsqueeze(-1) * state_badw + added_i - replaced_i @ u
+    return torch.stack(outputs).movedim(3, 1).flatten(0, 1)[:s], state_badw
