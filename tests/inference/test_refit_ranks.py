@@ -91,7 +91,7 @@ def _two_jobs(config: Config, sender: Sender, layout: Layout, port: int) -> tupl
     else:
         dtype = DTYPES[config.training.precision]
         staged = StagedWeights(
-            build_model(config_of(config.model, layout, config.fp8, dtype, cuda=device.type == "cuda"))
+            build_model(config_of(config.spec, layout, config.fp8, dtype, cuda=device.type == "cuda"))
         )
         wanted = staged.tensors
     with TwoJobs(dist.PrefixStore("refit", store), rank, size, device, within) as peers:

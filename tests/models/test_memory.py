@@ -22,7 +22,7 @@ CASES = {
 @pytest.mark.parametrize("recipe", CASES)
 def test_a_forward_pass_without_backward_is_freed(recipe: str) -> None:
     run = run_of(CASES[recipe], fp8={"recipe": recipe})
-    (stage,) = build_model(config_of(run.model, Layout(), run.fp8, torch.bfloat16, cuda=False)).stages
+    (stage,) = build_model(config_of(run.spec, Layout(), run.fp8, torch.bfloat16, cuda=False)).stages
     initialize_parameters(stage, seed=0)
     ids = torch.arange(65).unsqueeze(0)
     alive = []
