@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megafp8.config import Config, load_config
 from megafp8.fp8.health import Record, advice, as_yaml
+from megafp8.numerics.recipes.nvfp4 import NVFP4Scaling
 from megafp8.training.fp8_config import fp8_recipe
 
 
@@ -53,7 +54,7 @@ def advice_text(records: Sequence[Record], config: Config) -> str:
     if recipe is None:
         return "Advice: none, since the run was last started with fp8.recipe none."
     gradients = [operands.grad_output for r in records if (operands := recipe.operands(r.layer)) is not None]
-    uses_nvfp4 = any(gradient.capabilities.bits == 4 for gradient in gradients)
+    uses_nvfp4 = any(isinstance(gradient, NVFP4Scaling) for gradient in gradients)
     advised = advice(records, fp8_format=None if uses_nvfp4 else recipe.fp8_format)
     broken = [record for record in records if record.step == records[-1].step and record.amax is None]
     if not advised and broken:

@@ -219,8 +219,8 @@ class Attention(Mixer):
         """How scores of whole sequences of so many tokens are computed, without dropout."""
         record = self.record
         bias_ar = self._alibi_bias(tokens) if record.position_embedding == "alibi" else learned_bias_ar
-        options = {"batch_invariant": self.context.batch_invariant}
-        return Scores(record.attention_scale, record.attention_softcap, bias_ar, **options)
+        invariant = self.context.batch_invariant
+        return Scores(record.attention_scale, record.attention_softcap, bias_ar, batch_invariant=invariant)
 
     def _alibi_bias(self, s: int) -> Tensor:
         """`Scores.distance_bias_ar` of this rank's heads, `[a, 2s - 1]`, fp32 or wider."""

@@ -204,8 +204,9 @@ class SharedExpert(nn.Module):
         y_sbh = self.mlp(x_sbh)
         if self.gate is None:
             return y_sbh
-        options = {"batch_invariant": self.batch_invariant}
-        return sigmoid(high_precision_linear(x_sbh, self.gate, **options), **options) * y_sbh
+        invariant = self.batch_invariant
+        gate = high_precision_linear(x_sbh, self.gate, batch_invariant=invariant)
+        return sigmoid(gate, batch_invariant=invariant) * y_sbh
 
 
 class LatentProjection(nn.Module):

@@ -115,4 +115,5 @@ def implementation(cast: Callable[P, T], device: torch.device, module: str = "qu
     """Return `cast`, a reference, as it runs on `device`: on CUDA by the kernel of that name in `module`."""
     if device.type != "cuda":
         return cast
-    return KernelCast(getattr(kernels(module), cast.__name__), cast)
+    bound: Callable[..., T] = KernelCast(getattr(kernels(module), cast.__name__), cast)
+    return bound

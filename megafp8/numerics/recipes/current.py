@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class CurrentScaling(AmaxOptions):
     def bound_cast(self, tensor: Fp8Tensor, device: torch.device) -> Cast:
         rule, fmt = self.scale_rule(self.format_of(tensor.operand)), self.format_of(tensor.operand)
         amax, cast = implementation(reference.amax, device), implementation(reference.cast_current, device)
-        options = {"fmt": fmt, "power_of_two": rule.power_of_two, "eps": rule.eps}
+        options: dict[str, Any] = {"fmt": fmt, "power_of_two": rule.power_of_two, "eps": rule.eps}
         by_amax = partial(_cast_by_amax, amax=amax, cast=partial(cast, **options), group=tensor.group)
         if not tensor.token_scales:
             return by_amax
