@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +100,7 @@ class Rwkv7(RecurrentMixer):
             LowRankProduct(f"{name}.{which}", of_product, width, model, context) for which, of_product in ranks.items()
         )
 
-        def of_channels(which: str, init: str) -> nn.Parameter:
+        def of_channels(which: str, init: Literal["ones", "zeros"]) -> nn.Parameter:
             shard = shard_dim(f"{name}.{which}", (width,), 0, rank, t)
             return new_parameter(context, [shard], Init(init), replicated_over_tp=False, weight_decay=False)
 
