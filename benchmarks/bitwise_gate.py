@@ -3,8 +3,8 @@
     python -m benchmarks.bitwise_gate record before.json                        # on the commit before a refactoring
     python -m benchmarks.bitwise_gate record after.json                         # on the commit after it
     python -m benchmarks.bitwise_gate compare before.json after.json
-    python -m benchmarks.bitwise_gate record after.json --only moe families/ --sample 1/3    # some of the cases
-    python -m benchmarks.bitwise_gate record before.json --only families/ --add              # into the same file
+    python -m benchmarks.bitwise_gate record after.json --only moe plan/ --sample 1/3   # some of them
+    python -m benchmarks.bitwise_gate record before.json --add                  # those that the file lacks
 
 Most cases train a tiny model for four steps on 1 to 4 CPU processes (gloo). They record the losses, gradient norms and
 other metrics of metrics.jsonl, a SHA-256 of all tensors of each checkpoint, and the tokens and log-probabilities of
@@ -12,7 +12,7 @@ texts that the last checkpoint continues, greedily and at random.
 
 | cases | cover |
 |---|---|
-| <recipe>/<layout> | every FP8 recipe in three layouts; on one rank, steps 3 and 4 are resumed from a checkpoint |
+| <recipe>/<layout> | every FP8 recipe in three layouts; on one rank, the last step is resumed from a checkpoint |
 | no prefix | schedules, parallel axes, memory options, optimizers |
 | kinds/ | experts, objectives, architectures, options of training |
 | families/ | a model of each Hugging Face family, with every kind of mixer and feed-forward network (*) |
@@ -283,7 +283,7 @@ RESUMED = {
     "masked", "kinds/deepseek", "kinds/mtp", "kinds/bert", "kinds/t5", "kinds/lora", "kinds/muon", "kinds/average",
     "kinds/fp16", "kinds/best-fit", "kinds/stages", "keys/calibration-steps",
 } | {f"{recipe}/single" for recipe in RECIPES}  # fmt: skip
-"""Cases whose steps 3 and 4 are resumed from the checkpoint of the first two."""
+"""Cases whose last step is resumed from a checkpoint."""
 
 FAMILY = {
     "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 48,
@@ -450,11 +450,16 @@ LARGEST = {
     "num_heads": 8, "num_key_heads": 2, "num_value_heads": 4, "state_size": 16, "compress_rate": 8,
     "original_max_position_embeddings": 64,
     "tensor": 2, "pipeline": 2, "context": 2, "expert": 2,
-    "steps": STEPS, "seq_length": 64, "micro_batch_size": 2, "global_batch_size": 8, "eval_interval": STEPS,
-    "eval_steps": 1, "interval": STEPS, "max_tokens": 8, "group_size": 4, "texts_at_once": 4, "num_workers": 0,
-    "warmup_steps": 1, "decay_steps": 1, "decay_until": STEPS,
+    "steps": 2, "seq_length": 64, "micro_batch_size": 2, "global_batch_size": 4, "eval_interval": 2,
+    "eval_steps": 1, "interval": 2, "max_tokens": 8, "group_size": 4, "texts_at_once": 4, "num_workers": 0,
+    "warmup_steps": 1, "decay_steps": 1, "decay_until": 4,
 }  # fmt: skip
 """Largest numbers of a preset, by the last part of the key."""
+WIDTHS: dict[str, dict[str, int]] = {
+    "compressed_attention": {"q_rank": 64, "output_groups": 2, "output_rank": 32},
+    "gated_delta_net": {"key_head_dim": 32, "value_head_dim": 32},
+}
+"""Widths of a preset's mixers that it leaves to their defaults, which are large, by kind."""
 REPLACED = {
     "init_from": "models/small", "teacher": "models/small", "reward": "rewards.py:exact",
     "tokenizer": {"kind": "bytes"},
@@ -464,7 +469,7 @@ PRESETS: dict[str, tuple[int, list[str]]] = {
     "configs/bert-base": (2, WORDS),
     "configs/deepseek-v3": (4, []),
     "configs/deepseek-v3.2": (4, []),
-    "configs/deepseek-v4-flash": (4, ["model.num_attention_heads=8"]),
+    "configs/deepseek-v4-flash": (4, []),
     "configs/gemma2-9b": (4, []),
     "configs/gpt-oss-20b": (2, []),
     "configs/gpt2-125m": (2, []),
@@ -475,9 +480,9 @@ PRESETS: dict[str, tuple[int, list[str]]] = {
     "configs/llama3-8b": (4, []),
     "configs/llama3-8b-distillation": (4, []),
     "configs/llama3-8b-dpo": (4, []),
-    "configs/llama3-8b-grpo": (2, []),
+    "configs/llama3-8b-grpo": (2, ["training.global_batch_size=8"]),
     "configs/llama3-8b-sft": (4, []),
-    "configs/llama3-8b-stages": (4, ["training.seq_length=32"]),
+    "configs/llama3-8b-stages": (4, ["training.seq_length=32", "training.steps=4"]),
     "configs/mixtral-8x7b": (4, []),
     "configs/nemotron-3-nano-30b": (2, []),
     "configs/olmo2-7b": (4, []),
@@ -485,7 +490,7 @@ PRESETS: dict[str, tuple[int, list[str]]] = {
     "configs/qwen3-30b-a3b": (4, []),
     "configs/qwen3-next-80b-a3b": (4, []),
     "configs/t5-base": (2, WORDS),
-    "examples/grpo_arithmetic/grpo": (2, []),
+    "examples/grpo_arithmetic/grpo": (2, ["training.global_batch_size=8"]),
     "examples/grpo_arithmetic/warm_up": (1, []),
 }
 """Configs of the repository, each with a number of ranks and overrides of the small copy."""
@@ -528,7 +533,7 @@ def training_cases() -> dict[str, Case]:
         **{
             name: Case(
                 *case,
-                parts=(STEPS // 2, STEPS) if name in RESUMED else (STEPS,),
+                parts=(STEPS - 1, STEPS) if name in RESUMED else (STEPS,),
                 converts=name in ("kinds/bert", "kinds/t5"),
             )
             for name, case in cases.items()
@@ -656,7 +661,8 @@ def small_preset(path: Path) -> dict[str, Any]:
         tree = merged(small_preset(path.parent / tree.pop("base")), tree)
     if "pattern" in (model := tree["model"]):
         model["pattern"] = list(dict.fromkeys(kind.partition(" * ")[0] for kind in model["pattern"]))
-    settings = {"device": "cpu", "run_dir": "runs", "logging": BASE["logging"], "checkpoint": BASE["checkpoint"]}
+    checkpoint = BASE["checkpoint"] | {"interval": LARGEST["interval"]}
+    settings = {"device": "cpu", "run_dir": "runs", "logging": BASE["logging"], "checkpoint": checkpoint}
     return merged(tree, settings)
 
 
@@ -666,11 +672,12 @@ def shrunk(value: Any, key: str = "") -> Any:
     if name in REPLACED and value is not None:
         return REPLACED[name]
     if name == "layers_per_stage" and isinstance(value, list):
-        return [1, STEPS - 1]
+        return [1, 3]
     if name == "stages":
         return [shrunk(stage) | {"begin": i} for i, stage in enumerate(value)]
     if isinstance(value, dict):
-        return {inner: shrunk(x, inner) for inner, x in value.items()}
+        widths = WIDTHS.get(value.get("kind", ""), {})
+        return {**widths, **{inner: shrunk(x, inner) for inner, x in value.items()}}
     if isinstance(value, int) and not isinstance(value, bool):
         return min(value, LARGEST.get(name, value))
     return value
@@ -1008,7 +1015,8 @@ def record(path: Path, only: Sequence[str], sample: str, add: bool) -> int:
         "processor": platform.processor() or platform.machine(),
     }
     cases = json.loads(path.read_text())["cases"] if add and path.exists() else {}
-    chosen, failed = {name: tasks()[name] for name in chosen_of(tasks(), only, sample)}, []
+    names = [name for name in chosen_of(tasks(), only, sample) if "failed" in cases.get(name, {"failed": ""})]
+    chosen, failed = {name: tasks()[name] for name in names}, list[str]()
     with tempfile.TemporaryDirectory(prefix="bitwise-gate-", ignore_cleanup_errors=True) as folder:
         pool = Pool(folder)
         try:
@@ -1060,7 +1068,7 @@ def main() -> int:
     recording.add_argument("output", type=Path)
     recording.add_argument("--only", nargs="+", default=[], metavar="PART", help="cases whose name contains a part")
     recording.add_argument("--sample", default="1/1", metavar="I/N", help="the I-th of every N of these")
-    recording.add_argument("--add", action="store_true", help="keep the other cases that the file has")
+    recording.add_argument("--add", action="store_true", help="run only cases that the file lacks or that failed")
     comparing = commands.add_parser("compare", help="compare two recordings")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
