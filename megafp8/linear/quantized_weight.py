@@ -88,10 +88,6 @@ class QuantizedWeight:
         """Columns that share a scale."""
         return self.shape[1] // len(self.scale_inv_gn)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(x.nbytes for x in (self.data, self.scale_inv_gn, self.zero_gn) if x is not None)
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """`[n, k]`: the products of the formulas in float32, rounded once to `dtype`."""
         if self.zero_gn is None:

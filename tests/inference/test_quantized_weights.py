@@ -84,7 +84,7 @@ def _bytes(folder: Path) -> tuple[int, int, int]:
     assert stage.embedding is not None
     return (
         sum(x.nbytes for x in stage.parameters() if x.dim() == 2),
-        sum(x.num_bytes for x in packed if x is not None),
+        sum(t.nbytes for x in packed if x is not None for t in (x.data, x.scale_inv_gn, x.zero_gn) if t is not None),
         stage.embedding.word.weight.nbytes,
     )
 

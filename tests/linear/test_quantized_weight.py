@@ -43,7 +43,8 @@ def test_error_is_smaller_than_that_of_naive_rounding(
     assert difference < gain * (naive(w, form) - w.double()).square().mean()
     assert found.shape == (63, 1024)
     per_weight = {"int8": 1 + 4 / 1024, "fp8": 1 + 4 / 1024, "int4": 0.5 + 3 / (form.group or 1)}[form.kind]
-    assert found.num_bytes == per_weight * w.numel()
+    stored = (found.data, found.scale_inv_gn, found.zero_gn)
+    assert sum(x.nbytes for x in stored if x is not None) == per_weight * w.numel()
     assert found.dequantize(torch.bfloat16).dtype == torch.bfloat16
 
 

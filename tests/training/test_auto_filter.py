@@ -235,6 +235,8 @@ def _resume(overrides: list[str], folder: Path) -> tuple[list[float], list[float
     save_state(trainer, folder, 1, None)
     straight = trainer.train_step(1, batches)[0].mean
     found = find_checkpoint(trainer.config, folder, trainer.parallel, None)
+    assert found is not None
+    found.metadata["config"]["fp8"]["a_key_that_is_gone"] = False
     choice = saved_choice(trainer.config, found)
     assert choice is not None
     assert choice.layers == trainer.auto_filter.layers

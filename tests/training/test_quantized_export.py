@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,7 +29,7 @@ from megafp8.distributed.sharding import spec_of
 from megafp8.linear.group_state import states_of
 from megafp8.models.linear_weights import linear_weights
 from megafp8.numerics.tensor import expand
-from megafp8.training.quantized_export import quantized_export
+from megafp8.training.quantized_export import config_of_run, quantized_export
 from megafp8.training.state import checkpoint_folder, save_state
 from tests.conversion.checkpoints import convert
 from tests.training.presets import *  # noqa: F403
@@ -287,3 +288,10 @@ def test_the_command(world2: World, tmp_path: Path, capsys: pytest.CaptureFixtur
         with pytest.raises(SystemExit):
             main([*load, *save, *wrong])
         assert message in capsys.readouterr().err
+
+
+def test_a_saved_config_may_have_keys_that_are_gone() -> None:
+    config = config_of(DELAYED)
+    settings = config.model_dump(mode="json")
+    settings["fp8"]["a_key_that_is_gone"] = settings["model"]["another"] = False
+    assert config_of_run(SimpleNamespace(about={"config": settings})) == config

@@ -84,11 +84,6 @@ def hadamard_sums(x_rc: Tensor) -> Tensor:
     return torch.cat([y, x_rc[:, whole:].float() * _POINTS**0.5], dim=1)
 
 
-def hadamard_transform(x_rc: Tensor) -> Tensor:
-    """The orthogonal Hadamard transform of every 16 neighbours in a row; a tail shorter than 16 stays as it is."""
-    return hadamard_sums(x_rc) * _POINTS**-0.5
-
-
 def quantize_nvfp4(
     x_rc: Tensor, whole_amax: Tensor | None = None, *, weight: bool, stochastic: Noise | None
 ) -> ScaledTensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megafp8.fp8 import E4M3, NVFP4Scaling
 from megafp8.numerics.formats import E2M1
 from megafp8.numerics.quantize import amax
-from megafp8.numerics.recipes.nvfp4 import hadamard_transform, quantize_nvfp4, round_to_e2m1
+from megafp8.numerics.recipes.nvfp4 import hadamard_sums, quantize_nvfp4, round_to_e2m1
 from megafp8.numerics.stochastic_rounding import Noise
 from tests.fp8.reference import E2M1_VALUES, finite_values, spread, to_e2m1
 from tests.linear.test_linear import assert_product, managed, run
@@ -156,6 +156,10 @@ def test_noise_is_a_function_of_its_place() -> None:
 def sylvester() -> NDArray[np.float64]:
     """The Hadamard matrix of 16 points from its definition: the sign is the parity of the common bits of i and j."""
     return np.array([[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)]) / 4
+
+
+def hadamard_transform(x_rc: Tensor) -> Tensor:
+    return hadamard_sums(x_rc) / 4
 
 
 def test_hadamard_transform() -> None:
