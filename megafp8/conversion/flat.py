@@ -30,13 +30,15 @@ _LAYER_SECTIONS: dict[str, tuple[type[Section], type[PartRecord]]] = {
     "sparse_attention": (SparseAttentionKeys, SparseLatentMixerConfig),
 }
 """Sections about parts of layers, with their keys and the records that have them."""
-_PLACEMENT = {
-    "layer_kinds", "pattern", "full_attention_layers", "rope_local_theta", "moe.first_dense_layers",
-    "moe.layer_interval", *_LAYER_SECTIONS,
-}  # fmt: skip
-"""Keys that say which layers have which parts."""
-_LAYER_KEYS = {*AttentionKeys.model_fields, *MlpKeys.model_fields, "norm_position", *_PLACEMENT}
 _ROTARY = RotaryKeys.model_fields.keys() - {"position_embedding"}
+_PLACEMENT = {
+    "kind": {"moe.first_dense_layers", "moe.layer_interval", *_LAYER_SECTIONS},
+    "sliding_window": {"full_attention_layers"},
+    **{key: {"rope_local_theta"} for key in _ROTARY},
+}
+"""Keys that say which layers have which value of a key."""
+_LAYER_KEYS = {*AttentionKeys.model_fields, *MlpKeys.model_fields, "norm_position", "layer_kinds", "pattern"}
+_LAYER_KEYS |= set().union(*_PLACEMENT.values())
 _TRAINING = {
     "vocab_multiple", "init_std", "mup", "mtp_num_layers", "mtp_loss_scaling_factor", "hidden_dropout",
     "attention_dropout", "kl_loss", "bias_update_rate", "aux_loss", "aux_loss_scope", "z_loss",
@@ -153,7 +155,8 @@ def differing(a: Fields, b: Fields, *, by_layer: bool) -> list[str]:
     words = {_last(key) for key in found if is_by_layer(key)}
     if by_layer or not words:
         return found
-    placed = {key for key in a if (key in _PLACEMENT or _last(key) in words) and _differ(key, a, b)}
+    placing = {"layer_kinds", "pattern"}.union(*(_PLACEMENT.get(word, ()) for word in words))
+    placed = {key for key in a if (key in placing or _last(key) in words) and _differ(key, a, b)}
     return [key for key in a if (key in found or key in placed) and not is_by_layer(key)] or found
 
 

@@ -148,7 +148,7 @@ def build_model(fields: Mapping[str, Any]) -> ModelSpec:
 
 def _check_model(model: ModelSpec) -> None:
     """Raise ValueError for attention or experts that neither transformers nor megafp8 can build."""
-    if problems := [*map(str, model_problems(model))]:
+    if problems := dict.fromkeys(map(str, model_problems(model))):
         raise ValueError("; ".join(problems))
 
 

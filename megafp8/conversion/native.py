@@ -91,11 +91,13 @@ def is_checkpoint(path: Path) -> bool:
 def _model(config: Mapping[str, Any]) -> ModelSpec:
     """The model of a run's config; its number of positions, where none is given, is LongRoPE's or the sequence's."""
     model = model_spec(config["model"])
+    if model.stem.max_position_embeddings is not None:
+        return model
     if (longrope := model.keys["longrope"]) is not None:
         length = LongRopeConfig(**longrope).extended_length
     else:
         length = config.get("training", {}).get("seq_length")
-    return with_keys(model, max_position_embeddings=model.stem.max_position_embeddings or length)
+    return with_keys(model, max_position_embeddings=length)
 
 
 def _tokenizer_files(reader: CheckpointReader, config: Mapping[str, Any]) -> list[Path]:
